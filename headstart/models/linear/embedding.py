@@ -18,30 +18,25 @@ class Int8Embedding(nn.Module):
     kind: ClassVar[WeightKind] = "int8"
     has_own_bits = False
     """The weight was in these bits before it came here: nothing was rounded."""
-    values: Tensor | None  # None where the head's panels have them
+    values: Tensor | None  # None where panels have them
     scales: Tensor
 
     def __init__(self, weight: Int8Weight, dtype: torch.dtype) -> None:
         super().__init__()
         values, scales = weight
         self.num_embeddings, self.embedding_dim = values.shape
-        self._packed: PackedWeight | Int8Panels | None = None
-        plain: Tensor | None = None
-        if isinstance(values, Int8Panels):
-            self._packed = values
-        else:
-            plain = values
+        panels = values if isinstance(values, Int8Panels) else None
+        plain = None if isinstance(values, Int8Panels) else values
+        self._packed: PackedWeight | Int8Panels | None = panels
         self.register_buffer("values", plain, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
         self._dtype = dtype
 
     @property
     def weight(self) -> Int8Weight:
-        """The table; its values are shared."""
+        """The table; a copy of it if the head has packed it for rows in bfloat16."""
         packed = self._packed
-        if isinstance(packed, Int8Panels):
-            return Int8Weight(packed, self.scales)
-        values = self.values if packed is None else packed.unpack()
+        values = packed.unpack() if isinstance(packed, PackedWeight) else packed or self.values
         assert values is not None
         return Int8Weight(values, self.scales)
 

@@ -24,7 +24,7 @@ Four ways to multiply, of which `Int8Linear` takes the first that this machine i
 
 import warnings
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +47,9 @@ _TINY = 1e-30  # an all-zero row has no scale
 
 
 class Int8Panels(NamedTuple):
-    """Values as the compiled product wants them: uint8 `[panels, inputs / 4, 16, 4]`, plus 128.
+    """Values in the panels of `native/narrow/integers.h`: uint8 `[panels, inputs / 4, 16, 4]`.
 
-    In whole panels and groups. `shape` is `[outputs, inputs]`.
+    In whole panels and groups. `shape` is `[outputs, inputs]`, of the weight itself.
     """
 
     bytes: Tensor
@@ -94,6 +94,15 @@ class Int8Weight(NamedTuple):
         """The values as int8 `[outputs, inputs]`."""
         return self.values.unpack() if isinstance(self.values, Int8Panels) else self.values
 
+    @property
+    def panels(self) -> Int8Panels:
+        """The values in panels, which only compiled kernels write."""
+        if isinstance(self.values, Int8Panels):
+            return self.values
+        panels = Int8Panels.empty(self.values.shape)
+        panels.write(0, self.values)
+        return panels
+
     def unpack(self) -> Tensor:
         """The weight in float32."""
         return self.plain.float().mul_(self.scales.unsqueeze(1))
@@ -101,9 +110,7 @@ class Int8Weight(NamedTuple):
 
 def quantize_int8(weight: Tensor, rows: torch.dtype = torch.float32) -> Int8Weight:
     """The nearest int8 weight to a floating-point `[outputs, inputs]`, for rows of this dtype."""
-    in_panels, inputs = _takes_panels(weight.device, rows), weight.shape[1]
-    values = torch.empty(0 if in_panels else weight.shape, dtype=torch.int8, device=weight.device)
-    panels = Int8Panels.empty(weight.shape) if in_panels else None
+    inputs, values = weight.shape[1], _empty(weight, rows)
     scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
     step = -(-tile_outputs(inputs) // _PANEL) * _PANEL
     for start in range(0, len(weight), step):  # no second copy of all of it in float32
@@ -112,51 +119,60 @@ def quantize_int8(weight: Tensor, rows: torch.dtype = torch.float32) -> Int8Weig
         largest = torch.maximum(rounded.amax(dim=1), rounded.amin(dim=1).neg_())
         scale = largest.div_(_LEVELS).clamp_min_(_TINY)
         rounded.div_(scale.unsqueeze(1)).round_()
-        if panels is not None:
-            panels.write(start, rounded.to(torch.int8))
+        if isinstance(values, Int8Panels):
+            values.write(start, rounded.to(torch.int8))
         else:
             values[start : start + step] = rounded
         scales[start : start + step] = scale
-    return Int8Weight(values if panels is None else panels, scales)
+    return Int8Weight(values, scales)
 
 
-def _takes_panels(device: torch.device, rows: torch.dtype) -> bool:
-    """Whether the compiled product of integers multiplies rows of this dtype."""
-    takes_amx = rows == torch.bfloat16 and level() >= AMX
-    return device.type == "cpu" and not takes_amx and avx2_library() is not None
+def _empty(weight: Tensor, rows: torch.dtype) -> Tensor | Int8Panels:
+    if _choose_way(weight.device, rows) == "integers":
+        return Int8Panels.empty(weight.shape)
+    return torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+
+
+_Way = Literal["bfloat16", "integers", "fbgemm", "tiles"]
+
+
+def _choose_way(device: torch.device, rows: torch.dtype) -> _Way:
+    """The way to multiply rows of this dtype on a device; the four are in the order of above."""
+    if device.type != "cpu":
+        return "tiles"
+    if rows == torch.bfloat16 and level() >= AMX:
+        return "bfloat16"
+    if avx2_library() is not None:
+        return "integers"
+    return "fbgemm" if _has_fbgemm() else "tiles"
 
 
 class Int8Linear(QuantizedLinear):
-    """A linear layer with an int8 weight, packed for the compiled product or FBGEMM."""
+    """A linear layer with an int8 weight, kept as its way to multiply wants it."""
 
     kind: ClassVar[WeightKind] = "int8"
     rounding: ClassVar[float] = 1 / 127
-    values: Tensor  # where it is not packed
+    values: Tensor | None  # for tiles
     panel_bytes: Tensor | None  # of `panels`
     _for_fbgemm: Any = None
 
     def __init__(
         self, weight: Int8Weight, bias: Tensor | None = None, rows: torch.dtype = torch.float32
     ) -> None:
-        values, scales = weight
-        outputs, inputs = values.shape
+        outputs, inputs = weight.values.shape
         super().__init__(inputs, outputs, bias)
-        self.register_buffer("scales", scales, persistent=False)
-        on_cpu = scales.device.type == "cpu"
-        panels = None
-        if _takes_panels(scales.device, rows):
-            panels = values if isinstance(values, Int8Panels) else Int8Panels.empty(values.shape)
-            if not isinstance(values, Int8Panels):
-                panels.write(0, values)
-            parts = FloatParts(panels.bytes, INT8, scales)
+        way = _choose_way(weight.scales.device, rows)
+        panels = weight.panels if way == "integers" else None
+        if panels is not None:
+            parts = FloatParts(panels.bytes, INT8, weight.scales)
             self.float_weight = FloatWeight(parts, outputs, inputs, self.bias)
-        elif on_cpu and rows == torch.bfloat16 and level() >= AMX:
+        elif way == "bfloat16":
             self.packed = PackedWeight.of_panels(_to_panels(weight), bias)
-        elif on_cpu and _has_fbgemm():
+        elif way == "fbgemm":
             self._for_fbgemm = _pack(weight)
-        bare = panels is None and self.packed is None and self._for_fbgemm is None
+        self.register_buffer("scales", weight.scales, persistent=False)
         self.register_buffer("panel_bytes", panels and panels.bytes, persistent=False)
-        self.register_buffer("values", weight.plain if bare else None, persistent=False)
+        self.register_buffer("values", weight.plain if way == "tiles" else None, persistent=False)
 
     @classmethod
     def quantize(
@@ -175,11 +191,11 @@ class Int8Linear(QuantizedLinear):
         if (packed := self.packed or self.panels) is not None:
             values = packed.unpack()
         else:
-            values = self.values if self._for_fbgemm is None else _unpack(self._for_fbgemm)
+            values = _unpack(self._for_fbgemm) if self.values is None else self.values
         return Int8Weight(values, self.scales).unpack()
 
     def multiply(self, rows: Tensor) -> Tensor:
-        if self._for_fbgemm is not None:
+        if self.values is None:
             return _multiply_digits(rows, self._for_fbgemm)
         return _multiply_tiles(rows, self.values).mul_(self.scales)
 

@@ -70,10 +70,10 @@ def _usable_kernels() -> str:
         amx = ", with AMX" if _has_amx() else ""
         return f"all: whole layers, attention and the greedy token in bfloat16{amx}"
     if native.avx2_library() is not None:
-        vnni = ", of 8 to 4 with VNNI" if native.vnni() else ""
+        vnni = " (of 8 to 4 bits with VNNI)" if native.vnni() else ""
         return (
-            f"attention, products with weights of 16 to 4 bits{vnni}, and whole layers of few "
-            "rows, in float32; torch operations for the rest"
+            f"attention, products with weights of 16 to 4 bits{vnni} and whole layers of few rows, "
+            "in float32; torch operations for the rest"
         )
     return "built, but none is for this CPU: torch operations are used"
 

@@ -53,6 +53,21 @@ def test_other_machines(
     assert faster is None or any(faster in hint for hint in hints)
 
 
+@pytest.mark.parametrize(
+    ("vnni", "expected"),
+    [(0, "16 to 4 bits and whole"), (1, "16 to 4 bits (of 8 to 4 bits with VNNI) and whole")],
+)
+def test_products_with_vnni_are_told(
+    vnni: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HEADSTART_CPU", raising=False)
+    monkeypatch.setattr(native, "is_built", lambda: True)
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "avx2_library", lambda: object())
+    monkeypatch.setattr(native, "vnni", lambda: vnni)
+    assert expected in doctor._usable_kernels()
+
+
 def test_kernels_that_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSTART_NATIVE", "0")
     said = lines()

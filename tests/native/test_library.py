@@ -54,7 +54,8 @@ def test_flags_are_asked_for_that_the_sources_are_compiled_for() -> None:
         for flags in re.findall(r'#pragma GCC target\("([^"]+)"\)', file.read_text()):
             if not flags.startswith("amx"):
                 found["avx512" in flags] |= set(flags.split(","))
-    assert found[False] - {"avxvnni"} == native.NEEDED_FOR_AVX2  # asked for, as AVX-512's by itself
+    # VNNI has a question of its own, with AVX-512 or without: headstart_native_vnni().
+    assert found[False] - {"avxvnni"} == native.NEEDED_FOR_AVX2
     assert found[True] - {"fma", "f16c"} == {flag.replace("_", "") for flag in native.NEEDED}
 
 
@@ -233,6 +234,54 @@ def test_amx_multiplies_where_the_cpu_has_it(
     assert told == [expected]
     said = [record.getMessage() for record in logged]
     assert len(said) == (openmp is None) and all("run on one thread" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "cap", "expected"),
+    [
+        *((0, "", 0), (1, "", 1), (2, "", 2), (3, "", 2)),
+        *((1, "avx512", 1), (3, "avx512", 2), (1, "avx2", 0), (3, "avx2", 0)),
+    ],
+)
+def test_bytes_are_multiplied_by_the_best_vnni_under_the_cap(
+    kinds: int, cap: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+
+    class Library:
+        headstart_native_use_vnni = staticmethod(told.append)
+
+        def headstart_native_level(self) -> int:
+            return 1
+
+        def headstart_native_vnni(self) -> int:
+            return kinds
+
+        def headstart_native_use_amx(self, use: bool) -> None:
+            assert not use
+
+        def headstart_native_threads(self, *addresses: int) -> None:
+            pass
+
+    monkeypatch.setenv("HEADSTART_NATIVE", "1")
+    monkeypatch.setenv("HEADSTART_CPU", cap)
+    monkeypatch.setattr(native, "_load", lambda folder: Library())
+    monkeypatch.setattr(native, "_openmp", lambda: [1, 2, 3])
+    native._threaded.cache_clear()
+    try:
+        assert native.avx2_library() is not None
+    finally:
+        native._threaded.cache_clear()
+    assert told == [expected] == [native.vnni()]
+
+
+def test_the_library_finds_the_vnni_that_linux_finds() -> None:
+    """Another's instructions would end the process; in emulation the library has all of them."""
+    found, flags = native.avx2_library(), cpu_flags()
+    if found is None or not flags:
+        pytest.skip("no compiled kernels here, or no list of the CPU's instructions")
+    wide = flags >= {"avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}
+    assert found.headstart_native_vnni() in {2 * wide + ("avx_vnni" in flags), 3}
 
 
 def test_the_baseline_has_no_instruction_that_a_cpu_may_lack() -> None:

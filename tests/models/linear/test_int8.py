@@ -94,6 +94,19 @@ def test_a_weight_is_the_nearest_in_8_bits(outputs: int, inputs: int) -> None:
     assert found.plain.abs().max() <= 127
 
 
+@pytest.mark.parametrize("path", ["avx2", "tiles"])
+def test_a_weight_that_is_quantised_tile_by_tile_is_the_same(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles are made of whole panels, whatever number of outputs is asked for."""
+    take_path(path, monkeypatch)
+    weight = make_weight(131, 95)
+    whole = quantize_int8(weight)
+    monkeypatch.setattr(kinds, "tile_outputs", lambda inputs: 20)
+    found = quantize_int8(weight)
+    assert torch.equal(found.plain, whole.plain) and torch.equal(found.scales, whole.scales)
+
+
 @PATHS
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_products_are_those_of_float64(

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from headstart.errors import ConfigError
 from headstart.models.decoder import DecoderModel
+from headstart.models.dense import quantized
 from headstart.models.dense.decoder import DenseDecoder
 from headstart.models.linear import Int8Embedding, QuantizedLinear, WeightKind, int4, int8
 from headstart.models.linear.int8 import Int8Linear
@@ -154,8 +155,7 @@ def test_embeddings_that_share_the_heads_weight_share_its_values(
         monkeypatch.setattr(int8, "level", lambda: AMX)
     model = load(tied_llama(tmp_path), dtype, weights="int8")
     table, head = model.layer("model.embed_tokens"), model.layer("lm_head")
-    assert isinstance(table, Int8Embedding) and isinstance(head, QuantizedLinear)
-    assert isinstance(head, Int8Linear)
+    assert isinstance(table, Int8Embedding) and isinstance(head, Int8Linear)
     is_packed = head.packed is not None or head.panels is not None
     assert (table.values is None) == is_packed  # there are no two copies
     numbers = torch.arange(VOCABULARY).flip(0)[1:].view(2, -1)
@@ -181,6 +181,19 @@ def test_a_model_knows_the_table_that_it_was_made_of(
     for name in ("model.embed_tokens", "lm_head"):
         assert model.holds(name, given)
         assert not model.holds(name, given.roll(1, 0)) and not model.holds(name, given[1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_freed_memory_is_returned_after_the_embedding_each_layer_and_the_head(
+    kind: WeightKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reading them takes beside the weights would add up, and stay until the process ends."""
+    returned: list[None] = []
+    monkeypatch.setattr(quantized, "return_freed_memory", lambda: returned.append(None))
+    folder = save_tiny("llama", tmp_path)
+    model = load_model(folder, "float32", weights=kind)
+    assert isinstance(model, DenseDecoder)
+    assert len(returned) == 1 + len(model.layouts) + 1
 
 
 def test_routers_and_experts_stay_as_they_are(tmp_path: Path) -> None:

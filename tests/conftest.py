@@ -97,7 +97,7 @@ def bf16_products(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def own_byte_product() -> Iterator[None]:
-    """Kernels multiply bytes as ever after the test."""
+    """After the test kernels multiply bytes as this CPU does it by itself."""
     from headstart import native
 
     yield

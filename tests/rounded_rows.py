@@ -37,21 +37,21 @@ def round_inputs(plain: nn.Module, quantised: nn.Module) -> None:
         if isinstance(layer, QuantizedLinear) and layer.float_weight is not None:
             module = plain.get_submodule(name)
             assert isinstance(module, nn.Linear)
-            _round_inputs(module, layer)
+            _add_what_rounding_loses(module, layer)
 
 
-def _round_inputs(module: nn.Linear, layer: QuantizedLinear) -> None:
-    def rounded(module: nn.Linear, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+def _add_what_rounding_loses(module: nn.Linear, layer: QuantizedLinear) -> None:
+    def add(module: nn.Linear, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         # Added to the output, so that an adapter's part of it takes the rows as they are.
         rows = inputs[0]
         lost = round_rows(layer, rows) - rows.double()
         return output + (lost @ module.weight.double().T).to(output.dtype)
 
-    module.register_forward_hook(rounded)
+    module.register_forward_hook(add)
 
 
 def apart_in_most_rows(found: Tensor, expected: Tensor) -> float:
-    """How far three quarters of the rows are apart at least, as a part of their size.
+    """The distance that three quarters of the rows have at least, as a part of their size.
 
     A near tie of two whole numbers in one layer may go the other way, and then some more do in the
     next: 1/127 of an input, in some rows. In a wrong layer all rows are wrong.

@@ -1,6 +1,7 @@
-"""Advice to the system about pages of memory that Python's own `mmap.madvise` does not reach.
+"""Advice to the system about pages of memory, and memory that is returned to it.
 
-That takes only memory that a `mmap` of Python's holds; this takes an address. On Linux alone.
+Python's own `mmap.madvise` takes only memory that a `mmap` of Python's holds; here an address is
+given. Advice is for Linux alone.
 """
 
 import ctypes
@@ -64,10 +65,10 @@ def make_huge_pages(start: int, size: int) -> None:
 
 
 def return_freed_memory() -> bool:
-    """Give the system what was freed in this process; True if there was any.
+    """Return to the system what this process has freed; True if there was any.
 
-    GNU's C library keeps freed memory below what is in use: after reading weights into 8 bits, some
-    125 MB of Qwen2.5-0.5B's. Others have no such call, and need none.
+    GNU's C library keeps freed memory that lies below memory in use: some 125 MB after
+    Qwen2.5-0.5B's weights are read into 8 bits. Others have no such call, and need none.
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim

@@ -68,7 +68,8 @@ def make_layer(
 
 
 def assert_near(found: Tensor, rows: Tensor, weight: Tensor, path: str) -> None:
-    """Inputs are rounded to 14 bits of their row's largest, or as `round_groups` does it.
+    """For FBGEMM inputs are rounded to 14 bits of their row's largest, for compiled products of bytes
+    as `round_groups` does it.
 
     Sums in float32 may add their own. Results in bfloat16 are rounded once more; as inputs such
     rows are not.

@@ -56,8 +56,10 @@ def can_pack(weight: Tensor) -> bool:
 def check_numbers(numbers: Tensor, rows: int) -> Tensor:
     """Numbers of rows, on the CPU; raises `IndexError` unless a weight of `rows` has them."""
     numbers = numbers.to("cpu", torch.int64)
-    if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < rows:
-        raise IndexError(f"a row is asked for of a weight that has {rows}")
+    if numbers.numel():
+        first, last = int(numbers.min()), int(numbers.max())
+        if first < 0 or last >= rows:
+            raise IndexError(f"rows {first} to {last} are asked for of a weight that has {rows}")
     return numbers
 
 

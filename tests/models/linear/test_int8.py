@@ -68,8 +68,7 @@ def make_layer(
 
 
 def assert_near(found: Tensor, rows: Tensor, weight: Tensor, path: str) -> None:
-    """For FBGEMM inputs are rounded to 14 bits of their row's largest, for compiled products of bytes
-    as `round_groups` does it.
+    """FBGEMM's rows have 14 bits of their largest; those of products of bytes are `round_groups`'s.
 
     Sums in float32 may add their own. Results in bfloat16 are rounded once more; as inputs such
     rows are not.
@@ -202,6 +201,20 @@ def test_unpacked_it_is_the_weight_that_was_quantised(
     assert torch.equal(
         make_layer(weight, None, path, monkeypatch).unpack(), quantize_int8(weight).unpack()
     )
+
+
+@PATHS
+def test_a_layer_has_its_values_once(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(make_weight(64, 96), None, path, monkeypatch)
+    assert isinstance(layer, Int8Linear)
+    kept = {
+        "bfloat16": layer.packed,
+        "integers": layer.panel_bytes,
+        "fbgemm": layer._for_fbgemm,
+        "tiles": layer.values,
+    }
+    way = "integers" if path in BYTE_PRODUCTS else path
+    assert [name for name, values in kept.items() if values is not None] == [way]
 
 
 @PATHS

@@ -80,8 +80,8 @@ def test_logits_are_those_of_the_unpacked_weights(
 def test_float16_loses_what_it_loses_in_transformers(
     architecture: str, kind: WeightKind, tmp_path: Path
 ) -> None:
-    """float16's rounding moves a row's numbers of 8 bits to the next one here and there, so int4
-    and int5 lose ten times what int8 does; Granite's multipliers make that more in some models."""
+    """float16's rounding moves a row's numbers of 8 bits to the next one here and there; Granite's
+    multipliers make that more in some models."""
     folder = save_tiny(architecture, tmp_path)
     model = load_model(folder, "float16", weights=kind)
     places = torch.arange(len(TOKENS))

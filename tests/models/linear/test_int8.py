@@ -203,6 +203,18 @@ def test_unpacked_it_is_the_weight_that_was_quantised(
     )
 
 
+@pytest.mark.parametrize("number", [-1, 7])
+def test_rows_that_a_weight_does_not_have_are_refused(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its panels have 16: what fills them is no row."""
+    layer = make_layer(make_weight(7, 3), None, "avx2", monkeypatch)
+    assert isinstance(layer, Int8Linear) and layer.panels is not None
+    assert layer.panels.rows(torch.tensor([6, 0])).shape == (2, 3)
+    with pytest.raises(IndexError, match="asked for of a weight that has 7"):
+        layer.panels.rows(torch.tensor([0, number]))
+
+
 @PATHS
 def test_a_layer_has_its_values_once(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer(make_weight(64, 96), None, path, monkeypatch)

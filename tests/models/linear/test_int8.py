@@ -118,6 +118,16 @@ def test_products_are_those_of_float64(
         assert_near(layer(rows), rows, layer.unpack(), path)
 
 
+@pytest.mark.parametrize("path", BYTE_PRODUCTS)
+def test_rounding_is_the_step_of_a_row(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By it a model that transformers runs is told from one that paged K/V change."""
+    layer = make_layer(torch.eye(64), None, path, monkeypatch)
+    rows = torch.rand(20, 64, generator=torch.Generator().manual_seed(0))
+    rows[:, ::32] = 1
+    lost = float((layer(rows) - rows).abs().max())
+    assert 0.45 * layer.rounding < lost < 0.501 * layer.rounding
+
+
 @PATHS
 @given(
     outputs=st.integers(1, 70),

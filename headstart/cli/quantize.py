@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import click
 
@@ -52,7 +58,8 @@ def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
         nonlocal done
         done = layers
 
-    with waiting(lambda elapsed: quantizing_line(done, plan.layers, elapsed)):
+    line = waiting(lambda elapsed: quantizing_line(done, plan.layers, elapsed))
+    with _ending_as_by_ctrl_c(), line:
         written = work.quantize(plan, progress)
     sizes = f"{show_bytes(written.after)} of weights, {show_bytes(written.before)} before"
     note(
@@ -60,3 +67,26 @@ def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
         f"{plan.tokens.numel():,} tokens of {plan.text}"
     )
     note(f'headstart run --model {target} "..."')
+
+
+@contextmanager
+def _ending_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM and a closed terminal end the work by an exception: nothing is left of the folder.
+
+    A signal that is ignored, as `nohup` has it, stays so.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one would end the cleaning up
+        sys.exit(128 + number)
+
+    known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    on_main = threading.current_thread() is threading.main_thread()
+    mine = [one for one in known if on_main and signal.getsignal(one) is signal.SIG_DFL]
+    for number in mine:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in mine:
+            signal.signal(number, signal.SIG_DFL)

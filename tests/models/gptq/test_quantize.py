@@ -1,6 +1,8 @@
 """Checkpoints that are written in 4 bits: what loads them, and what of bad input is told."""
 
 import json
+import os
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,53 @@ def test_nothing_stays_of_what_is_interrupted(
     with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else ModelError):
         quantize(plan, interrupt)
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_nothing_stays_of_what_a_signal_ends(
+    name: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`systemctl stop`, or a terminal that was closed, left a hidden folder of gigabytes."""
+    number = getattr(signal, name, None)
+    if number is None:
+        pytest.skip(f"there is no {name} here")
+    save_small(tmp_path / "float")
+    before, seen = sorted(tmp_path.iterdir()), []
+
+    def end(*_: object) -> None:
+        seen.append(sorted(tmp_path.iterdir()))
+        assert signal.getsignal(number) is not signal.SIG_DFL  # which ends these tests
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(folders.CheckpointFolder, "add", end)
+    called = [str(tmp_path / "float"), str(tmp_path / "small"), "--text", str(text)]
+    handler = signal.signal(number, signal.SIG_DFL)
+    try:
+        result = CliRunner().invoke(main, ["models", "quantize", *called])
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, handler)
+    assert result.exit_code == 128 + number, result.stderr
+    assert seen and seen[0] != before == sorted(tmp_path.iterdir())
+
+
+def test_a_signal_that_is_ignored_stays_so(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`nohup` has it so."""
+    save_small(tmp_path / "float")
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)
+    set_anew: list[int] = []
+    handle = signal.signal
+
+    def note(number: int, handler: Any) -> Any:
+        set_anew.append(number)
+        return handle(number, handler)
+
+    monkeypatch.setattr(signal, "signal", note)
+    called = [str(tmp_path / "float"), str(tmp_path / "small"), "--text", str(text)]
+    assert CliRunner().invoke(main, ["models", "quantize", *called]).exit_code == 0
+    assert set(set_anew) <= {signal.SIGINT}
 
 
 def test_the_command_says_what_it_wrote_and_how_to_use_it(text: Path, tmp_path: Path) -> None:

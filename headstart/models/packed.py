@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.models.prefetch import ReadyMemory
-from headstart.native import library
+from headstart.native import library, required
 from headstart.native.bindings import BF16, INT8, Weight
 from headstart.native.pages import POPULATE_READ, advise_pages, request_huge_pages
 
@@ -121,14 +121,13 @@ class NarrowPanels(NamedTuple):
 class PackedWeight:
     """A weight `[outputs, inputs]` in panels, and its bias bfloat16 `[outputs]` or None.
 
-    In bfloat16, or `narrow`.
+    In bfloat16, or `narrow`. Raises `ModelError` without the kernels.
     """
 
     narrow: NarrowPanels | None = None
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, arena: Arena | None = None):
-        found = library()
-        assert found is not None, "can_pack() is asked first"
+        found = required(library())
         assert can_pack(weight)
         outputs, inputs = weight.shape
         self._library = found
@@ -143,8 +142,7 @@ class PackedWeight:
     @classmethod
     def of_panels(cls, narrow: NarrowPanels, bias: Tensor | None) -> "PackedWeight":
         """A weight that lies in panels."""
-        found = library()
-        assert found is not None
+        found = required(library())
         made = cls.__new__(cls)
         made._library, made.panels, made.narrow = found, narrow.panels, narrow
         made.outputs, made.inputs = len(narrow.scales), narrow.inputs

@@ -20,7 +20,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
 
-from headstart.errors import ConfigError
+from headstart.errors import ConfigError, ModelError
 from headstart.machine import cpu_flags
 from headstart.native import bindings
 
@@ -34,6 +34,7 @@ __all__ = [
     "library",
     "pointer",
     "release_threads",
+    "required",
     "vnni",
 ]
 
@@ -61,6 +62,19 @@ def library() -> ctypes.CDLL | None:
 def avx2_library() -> ctypes.CDLL | None:
     """The same, for kernels that need AVX2 only."""
     return _threaded() if level() >= _AVX2 else None
+
+
+def required(found: ctypes.CDLL | None) -> ctypes.CDLL:
+    """What `library` or `avx2_library` found; raises `ModelError` for None.
+
+    Code that loads a model asks before: it is a weight that was pickled elsewhere.
+    """
+    if found is None:
+        raise ModelError(
+            "a weight lies as compiled kernels want it, and those cannot be used here: load the "
+            "model again on this machine instead of a pickle of it"
+        )
+    return found
 
 
 def is_usable() -> bool:

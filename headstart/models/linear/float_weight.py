@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.native import avx2_library
+from headstart.native import avx2_library, required
 from headstart.native.bindings import Weight
 
 __all__ = ["FloatParts", "FloatWeight"]
@@ -28,14 +28,13 @@ class FloatParts(NamedTuple):
 class FloatWeight:
     """A weight `[outputs, inputs]`, and its bias float32 `[outputs]` or None.
 
-    A copy, or what is unpickled, has memory of its own.
+    A copy, or what is unpickled, has memory of its own. Raises `ModelError` without the kernels.
     """
 
     def __init__(
         self, parts: FloatParts, outputs: int, inputs: int, bias: Tensor | None = None
     ) -> None:
-        found = avx2_library()
-        assert found is not None, "the caller asks first"
+        found = required(avx2_library())
         self._multiply: ctypes._NamedFuncPointer = found.headstart_float_linear
         self._outputs = outputs
         self._made_of = (parts, outputs, inputs, bias)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from headstart.errors import ModelError
 from headstart.models.half_weight import HalfEmbedding, HalfLinear
 from headstart.models.linear import WeightKind, int4, int8
 from headstart.models.loader import load_model
 from headstart.models.packed import PackedEmbedding, PackedLinear
-from headstart.native import AMX, library
+from headstart.native import AMX, avx2_library, library
 from tests.tiny_models import TINY
 
 NUMBERS = torch.arange(0, 40, 3)
@@ -64,3 +65,21 @@ def test_a_copy_multiplies_by_weights_of_its_own(
             seen.add(type(layer))
     if weights == "auto" and dtype == "bfloat16" and library() is not None:
         assert seen == {PackedLinear, PackedEmbedding}
+
+
+@pytest.mark.skipif(avx2_library() is None, reason="no compiled kernels here")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weights", ["auto", *get_args(WeightKind)])
+def test_a_pickle_for_kernels_that_are_not_there_is_refused(
+    weights: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`AssertionError: the caller asks first` was all that one read."""
+    TINY["qwen2"]().to(torch.bfloat16).save_pretrained(tmp_path)
+    kept = pickle.dumps(load_model(tmp_path, dtype, weights=weights).module)
+    in_torch = (weights, dtype) == ("auto", "bfloat16") and library() is None
+    monkeypatch.setenv("HEADSTART_NATIVE", "0")
+    if in_torch:
+        pickle.loads(kept)
+        return
+    with pytest.raises(ModelError, match="load the model again on this machine"):
+        pickle.loads(kept)

@@ -56,8 +56,10 @@ _UNWANTED = ["consolidated*", "original/*"]
 # Keys of a quantization_config, wherever it stands.
 _QUANTISED = frozenset({"quant_method", "load_in_4bit", "load_in_8bit"})
 _INTEGERS = frozenset({"BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
-# Programs like Ollama take `owner/name-GGUF:Q4_K_M`, and download a file of it.
-_WANTS_FILE = "; of models in GGUF download one file, and give its path"
+# How other programs, and addresses of the hub, name a model there: `hf.co/owner/name:Q4_K_M`.
+_ON_HUB = re.compile(
+    r"(?:(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/)?(\w[\w.-]*/\w[\w.-]*)(:[\w.-]+)?/?"
+)
 # Seconds to wait for the hub's first answer.
 _HUB_TIMEOUT = 5.0
 
@@ -153,12 +155,22 @@ def download_model(name: str) -> Path:
 
 
 def _meant(name: str) -> str:
-    """What to say where a name is much like that of the model which comes with the package."""
+    """What to say where a name is much like one that is known, or is what other programs take."""
     spelled = re.split(r"[/\\]", name)[-1].lower().replace("_", "-")
-    near = get_close_matches(spelled, [BUILT_IN], 1, 0.75)
-    if not near and "gguf" in spelled:
-        return _WANTS_FILE
-    return f"; did you mean {near[0]}?" if near else ""
+    if near := get_close_matches(spelled, [BUILT_IN], 1, 0.75):
+        return f"; did you mean {near[0]}?"
+    found = _ON_HUB.fullmatch(name)
+    if "gguf" in spelled or (found and found[2]):
+        return _wants_file(found[1] if found else "OWNER/NAME")
+    return f"; did you mean {found[1]}?" if found and found[1] != name else ""
+
+
+def _wants_file(repository: str) -> str:
+    """What to say of a repository of the hub with models in GGUF, of which a user chooses one."""
+    return (
+        "; of models in GGUF download one file, and give its path: "
+        f"hf download {repository} FILE.gguf --local-dir ."
+    )
 
 
 def _meant_file(folder: Path) -> str:
@@ -166,7 +178,7 @@ def _meant_file(folder: Path) -> str:
     held = min((one.name for one in folder.glob("*.gguf")), default=None)
     if held is not None:
         return f"; a model in GGUF is named by its file: {folder / held}"
-    return _WANTS_FILE if "gguf" in str(folder).lower() else ""
+    return _wants_file("OWNER/NAME") if "gguf" in str(folder).lower() else ""
 
 
 def read_json(path: Path) -> dict[str, Any]:

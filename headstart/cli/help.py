@@ -75,6 +75,15 @@ def group_of(field: str) -> str:
 
 
 _PREFIX = "HEADSTART_"  # of the variables
+# Those that are read and stand for no flag of a GroupedCommand.
+_OF_NO_FLAG = {
+    "HEADSTART_COMPILED_CACHE",
+    "HEADSTART_CPU",
+    "HEADSTART_DEMO_DIR",
+    "HEADSTART_GGUF_DIR",
+    "HEADSTART_KEYS_FOLDER",
+    "HEADSTART_NATIVE",
+}
 
 
 class GroupedOption(click.Option):
@@ -134,13 +143,16 @@ class GroupedCommand(click.Command):
             )
 
     def invoke(self, ctx: click.Context) -> Any:
-        """As click's; before that, say which variables look like slips: nobody reads them."""
-        mine = _variables([self])
-        root = ctx.find_root().command
+        """As click's; before that, say which variables look like slips: nobody reads them.
+
+        Of a command without flags, such as doctor, those that look like any command's.
+        """
+        root, mine = ctx.find_root().command, _variables([self])
         known = _variables(root.commands.values()) if isinstance(root, click.Group) else mine
-        for name in sorted(os.environ.keys() - known):
+        meant = {one.removeprefix(_PREFIX) for one in (mine or known) | _OF_NO_FLAG}
+        for name in sorted(os.environ.keys() - known - _OF_NO_FLAG):
             short = name.removeprefix(_PREFIX)
-            if short != name and (near := nearest(short, {one[len(_PREFIX) :] for one in mine})):
+            if short != name and (near := nearest(short, meant)):
                 note(f"{name} in the environment is not read; the nearest is {_PREFIX}{near}")
         return super().invoke(ctx)
 

@@ -79,3 +79,20 @@ def test_kernels_that_are_capped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADSTART_NATIVE", raising=False)
     monkeypatch.setenv("HEADSTART_CPU", "avx2")
     assert lines()["kernels"].endswith("; no others, by HEADSTART_CPU=avx2")
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("HEADSTART_WIEGHTS", "HEADSTART_WEIGHTS"),  # of run, chat, serve
+        ("HEADSTART_ROUTR", "HEADSTART_ROUTER"),  # of replay
+        ("HEADSTART_NATIV", "HEADSTART_NATIVE"),  # of no flag
+    ],
+)
+def test_slips_of_every_command_are_told(
+    variable: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks what of a machine is used heard nothing of a setting that nobody reads."""
+    monkeypatch.setenv(variable, "0")
+    said = CliRunner().invoke(main, ["doctor"]).stderr
+    assert said == f"{variable} in the environment is not read; the nearest is {meant}\n"

@@ -196,6 +196,13 @@ def test_bad_input_is_told_before_any_work(text: Path, tmp_path: Path) -> None:
         plan_quantizing(target, tmp_path / "smaller", text)
 
 
+def test_a_gguf_file_is_refused_before_it_is_read(text: Path, tmp_path: Path) -> None:
+    """Its tokenizer was converted first, for minutes; one in bfloat16 "is quantised already"."""
+    (tmp_path / "some.gguf").write_bytes(b"not even GGUF")
+    with pytest.raises(UnsupportedModelError, match=r"some\.gguf is a GGUF file; allowed: a check"):
+        plan_quantizing(tmp_path / "some.gguf", tmp_path / "small", text)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

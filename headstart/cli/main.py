@@ -28,6 +28,7 @@ from headstart.cli.models import models
 from headstart.cli.opening import (
     announce_and_open,
     check_adapter,
+    check_tokenizer,
     folder_of,
     load_adapter,
     read_adapter,
@@ -219,6 +220,7 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
     questions, adapter = read_questions(prompts, options), read_adapter(options)
     chosen = sort_options(options)
     folder = folder_of(model)
+    check_tokenizer(folder)
     questions.check_images(folder)
     questions.check_length(folder, make_config(chosen.engine))
     check_adapter(adapter, folder)
@@ -255,10 +257,12 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
         conversation.system = as_typed(system)
     adapter = read_adapter(options)
     chosen = sort_options(options, CHAT_SAMPLING)
-    check_adapter(adapter, folder_of(model))
+    folder = folder_of(model)
+    check_tokenizer(folder)
+    check_adapter(adapter, folder)
     kept = keep_prefixes(chosen.engine)
     with closing(announce_and_open(model, kept.options)) as llm:
-        params = chat_sampling(chosen.said, folder_of(model))
+        params = chat_sampling(chosen.said, folder)
         # Editing lines takes prompt_toolkit, half a second of imports.
         session = load_module("headstart.cli.chat.session")
         talk = load_module("headstart.cli.chat.talk").talk

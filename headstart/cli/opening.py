@@ -17,7 +17,7 @@ from headstart.cli.options import note_on, open_model, resolve_model
 from headstart.cli.progress import converting_line, describe_loading, waiting
 from headstart.cli.streams import as_typed, hiding_typed, note
 from headstart.engine.config import EngineConfig
-from headstart.errors import ConfigError, ModelError, UnsupportedAdapterError
+from headstart.errors import ConfigError, ModelError, RequestError, UnsupportedAdapterError
 from headstart.models.files import (
     file_shapes,
     find_folder,
@@ -26,6 +26,7 @@ from headstart.models.files import (
     weight_files,
 )
 from headstart.models.lora.settings import read_settings
+from headstart.models.tokenizer import has_vocabulary, load_tokenizer
 from headstart.validation import describe
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ __all__ = [
     "announce",
     "announce_and_open",
     "check_adapter",
+    "check_tokenizer",
     "ending_at_once",
     "folder_of",
     "load_adapter",
@@ -107,6 +109,20 @@ def _adapter_folder(named: str, options: Mapping[str, Any]) -> Path:
     return folder
 
 
+def check_tokenizer(folder: Path) -> None:
+    """Raise RequestError for a model that takes no text, DamagedModelError for half a tokenizer.
+
+    Before the model is loaded; a folder that is no model is left to the loader.
+    """
+    if not (folder / "config.json").is_file() or has_vocabulary(folder):
+        return
+    if load_tokenizer(folder) is None:
+        raise RequestError(
+            f"{folder} has no tokenizer (tokenizer.json, or what stands for it), so it takes no "
+            "text; get the model's own, or give token ids in Python or to a server"
+        )
+
+
 def check_adapter(adapter: Path | None, model: Path) -> None:
     """Raise UnsupportedAdapterError if a layer's inputs are not those of the model's layer.
 
@@ -149,9 +165,11 @@ def ending_at_once() -> Iterator[None]:
     """
 
     def end(number: int, frame: object) -> None:
-        for part in _parts_of_files():
+        parts = _parts_of_files()
+        for part in parts:
             part.unlink(missing_ok=True)
-        click.echo("\nheadstart: interrupted; the files that are whole are kept", err=True)
+        kept = "; the files that are whole are kept" if parts else ""
+        click.echo(f"\nheadstart: interrupted{kept}", err=True)
         os._exit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():

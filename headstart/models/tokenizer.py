@@ -12,7 +12,7 @@ from headstart.models.files import find_folder, read_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Tokenizer", "load_tokenizer"]
+__all__ = ["Tokenizer", "has_vocabulary", "load_tokenizer"]
 
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 """A model's tokenizer; only transformers' own type says more, and takes a second to import."""
@@ -21,6 +21,11 @@ Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 # architectures it makes a tokenizer of a single token.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model")
 _SETTINGS = "tokenizer_config.json"
+
+
+def has_vocabulary(folder: Path) -> bool:
+    """True if a model's folder has a file that a tokenizer can be made of."""
+    return any(found for pattern in _VOCABULARIES for found in folder.glob(pattern))
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase | None:
@@ -33,7 +38,7 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase | None:
     folder = find_folder(model)
     has_settings = (folder / _SETTINGS).is_file()
     settings = read_json(folder / _SETTINGS) if has_settings else {}
-    if not any(found for pattern in _VOCABULARIES for found in folder.glob(pattern)):
+    if not has_vocabulary(folder):
         if has_settings:
             raise DamagedModelError(
                 f"{folder} has a {_SETTINGS} but no vocabulary: none of {', '.join(_VOCABULARIES)}"

@@ -17,6 +17,7 @@ from headstart.cli.main import main
 from headstart.cli.options import SAMPLING_FLAGS, sort_options
 from headstart.cli.pool_picture import CACHED, EMPTY, HELD, PoolPicture
 from headstart.engine.config import EngineConfig
+from tests.engine.tiny_llm import save_smallest
 
 # The model with random weights has a token for every byte, which makes tokens easy to count.
 SMALL = ["--model", "demo", "--num-blocks", "64", "--max-tokens", "8"]
@@ -385,3 +386,15 @@ class TestPoolPicture:
         assert "(20 blocks to a sign)" in picture.draw().plain
         narrow = picture.draw(60).plain.splitlines()
         assert "        (20 blocks to a sign)" in narrow and max(map(len, narrow)) <= 60
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(
+    command: str, tmp_path: Path
+) -> None:
+    """It was loaded first; `run` then asked for token ids, which nobody can type there."""
+    save_smallest(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    result = call(command, "--model", str(tmp_path / "model"), stdin="hi\n")
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith(f"headstart: {tmp_path}/model has no tokenizer (tokenizer.json")

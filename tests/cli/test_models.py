@@ -202,6 +202,14 @@ def test_ctrl_c_ends_a_download_at_once(tmp_path: Path) -> None:
     check_weights(tmp_path / "home")
 
 
+def test_ctrl_c_without_a_download_says_nothing_of_files() -> None:
+    """`models quantize` of a folder told that "the files that are whole are kept": none are."""
+    held = "from headstart.cli.opening import ending_at_once\nwith ending_at_once():\n "
+    program = f"import signal\n{held}signal.raise_signal(signal.SIGINT)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "\nheadstart: interrupted\n")
+
+
 def check_weights(home: Path) -> None:
     [weights] = home.rglob("snapshots/*/model.safetensors")
     assert weights.read_bytes() == (find_folder(BUILT_IN) / "model.safetensors").read_bytes()

@@ -73,7 +73,8 @@ def plan_quantizing(model: str | Path, target: Path, text: Path | None = None) -
         raise ConfigError(f"the folder {target} is there already; allowed: a new one")
     if not target.parent.is_dir():
         raise ConfigError(f"{target} cannot be made: {target.parent} is no folder; make it first")
-    if Path(model).suffix == ".gguf":  # to find its folder takes minutes
+    given = Path(model).expanduser()
+    if given.suffix == ".gguf" and given.is_file():  # to find its folder takes minutes
         raise UnsupportedModelError(
             f"{model} is a GGUF file; allowed: a checkpoint of safetensors, in float"
         )

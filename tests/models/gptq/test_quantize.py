@@ -201,6 +201,8 @@ def test_a_gguf_file_is_refused_before_it_is_read(text: Path, tmp_path: Path) ->
     (tmp_path / "some.gguf").write_bytes(b"not even GGUF")
     with pytest.raises(UnsupportedModelError, match=r"some\.gguf is a GGUF file; allowed: a check"):
         plan_quantizing(tmp_path / "some.gguf", tmp_path / "small", text)
+    with pytest.raises(ModelNotFoundError, match=r"there is no file .*other\.gguf"):
+        plan_quantizing(tmp_path / "other.gguf", tmp_path / "small", text)
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,8 @@ def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(kind: WeightKind, tmp_
         paged.step([(cut, min(7, 200 - cut.done))])
     found, expected = torch.stack(cut.logits), torch.stack(whole.logits)
     apart = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert float(apart.max()) < 0.03
+    assert float(apart.max()) < 0.03  # near ties of whole numbers go either way
+    assert apart_in_most_rows(found, expected) < 1e-3
 
 
 def test_a_kind_that_there_is_not_is_refused(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ _Floats = NDArray[np.float32]
 class _Blocks(NamedTuple):
     """Values `[blocks, groups, 32]` and, for each group, weight = step * value + start.
 
-    From a value of 8 bits 128 is taken first.
+    128 is taken off a value of 8 bits first.
     """
 
     values: _Bytes

@@ -1,5 +1,7 @@
 """Layers of float32 rows as one compiled call, against float64 and against their modules."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +16,7 @@ from headstart.models.dense.compiled import FloatLayers, compile_layers
 from headstart.models.dense.modules import DecoderLayer, RMSNorm, StepAttention
 from headstart.models.dense.shape import DecoderShape, LayerShape
 from headstart.models.half_weight import MANY_ROWS, HalfLinear, HalfWeight
-from headstart.models.linear import QuantizedLinear, make_linear
+from headstart.models.linear import make_linear
 from headstart.native import avx2_library
 from tests.attention.rows import BLOCK, plan_of, reference, spoil
 from tests.native.foreign_rows import among_nonfinite
@@ -113,11 +115,8 @@ class Exact:
 
 
 def _linear(module: nn.Module, x: Tensor) -> Tensor:
-    if isinstance(module, HalfLinear):
-        weight, bias = module.matrix.weight.double(), module.matrix.bias
-    else:
-        assert isinstance(module, QuantizedLinear)
-        weight, bias = module.unpack().double(), module.bias
+    assert isinstance(module, HalfLinear)
+    weight, bias = module.matrix.weight.double(), module.matrix.bias
     return x @ weight.T + (0.0 if bias is None else bias.double())
 
 
@@ -132,19 +131,97 @@ def _turn(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
-# Rows are rounded to 8 bits; a number at the border goes either way in two computations.
-TOLERANCE = {"bfloat16": 2e-5, "int8": 0.1, "int5": 0.1, "int4": 0.1}
+@dataclass
+class Step:
+    plan: StepPlan
+    rows: Tensor
+    angles: tuple[Tensor, Tensor]
+    compiled: Tensor
+    modules: Tensor
+
+    def apart(self, expected: Tensor) -> float:
+        """How far the compiled rows are from these, as a part of their size."""
+        return float((self.compiled - expected).norm() / (1 + expected.norm()))
 
 
-@pytest.mark.parametrize("kind", TOLERANCE)
-@pytest.mark.parametrize("memory_dtype", [torch.float32, torch.int8])
-@given(
-    shape=shapes(),
-    counts=st.lists(st.integers(1, 7), min_size=1, max_size=3),
-    seed=st.integers(0, 2**20),
-    threads=st.integers(1, 3),
-)
+@dataclass
+class Pair:
+    """Drawn layers as modules and as one compiled call, each with a memory of its own."""
+
+    shape: DecoderShape
+    kind: str
+    memory_dtype: torch.dtype
+    seed: int
+
+    def __post_init__(self) -> None:
+        self._reader = RandomReader(self.seed, self.kind)
+        count = len(self.shape.layers)
+        self.layers = [DecoderLayer(self.shape, at, "", self._reader) for at in range(count)]
+        compiled, library = compile_layers(self.layers, self.shape, torch.float32), avx2_library()
+        assert isinstance(compiled, FloatLayers) and library is not None
+        self._compiled = compiled
+        layout = LayerLayout(self.shape.kv_heads, self.shape.head_dim, self.shape.head_dim)
+        self._backends = []
+        for _ in range(2):
+            memory = PagedKVMemory([layout] * count, NUM_BLOCKS, BLOCK, self.memory_dtype, "cpu")
+            spoil(memory)
+            self._backends.append(NativeAttention(memory, library))
+
+    def run(self, counts: list[int]) -> Iterator[Step]:
+        """A step of `counts` rows, and one of a row more for each sequence."""
+        generator = torch.Generator().manual_seed(self.seed)
+        blocks = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
+        for extra, rows in ((0, counts), (1, [1] * len(counts))):
+            plan = plan_of(rows, [count + extra for count in counts], blocks)
+            hidden = among_nonfinite(self._reader.draw(len(plan.slots), self.shape.hidden_size))
+            given_rows = hidden.clone()
+            turns = torch.rand(len(hidden), self.shape.head_dim, generator=generator) * 6.3
+            angles = (among_nonfinite(turns.cos()), among_nonfinite(turns.sin()))
+            for backend in self._backends:
+                backend.begin_step(plan)
+            found = self._compiled(hidden, angles, self._backends[0], None)
+            assert found is not None and torch.equal(hidden, given_rows)
+            x = hidden
+            for layer in self.layers:
+                x = layer(x, StepAttention(self._backends[1], {"": angles}))
+            for backend in self._backends:
+                backend.end_step()
+            yield Step(plan, hidden, angles, found, x)
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+COUNTS = st.lists(st.integers(1, 7), min_size=1, max_size=3)
+ATTEMPTS = 100
+SEEDS, THREADS = st.integers(0, 2**20), st.integers(1, 3)
+TOLERANCE = 2e-5
+
+
+@given(shape=shapes(), counts=COUNTS, seed=SEEDS, threads=THREADS)
 def test_layers_are_those_of_float64_and_of_their_modules(
+    shape: DecoderShape, counts: list[int], seed: int, threads: int
+) -> None:
+    """Over this step's rows and earlier ones, in a memory whose other slots are not finite."""
+    pair = Pair(shape, "bfloat16", torch.float32, seed)
+    exact = Exact(pair.layers, shape)
+    with on_threads(threads):
+        for step in pair.run(counts):
+            assert step.apart(step.modules) <= TOLERANCE
+            assert step.apart(exact.run(step.rows.double(), step.angles, step.plan)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int5", "int4"])
+@pytest.mark.parametrize("memory_dtype", [torch.float32, torch.int8])
+@given(shape=shapes(), counts=COUNTS, seed=SEEDS, threads=THREADS)
+def test_layers_that_round_numbers_are_their_modules(
     kind: str,
     memory_dtype: torch.dtype,
     shape: DecoderShape,
@@ -152,50 +229,16 @@ def test_layers_are_those_of_float64_and_of_their_modules(
     seed: int,
     threads: int,
 ) -> None:
-    """Over this step's rows and earlier ones, in a memory whose other slots are not finite."""
-    reader = RandomReader(seed, kind)
-    layers = [DecoderLayer(shape, at, "", reader) for at in range(len(shape.layers))]
-    compiled = compile_layers(layers, shape, torch.float32)
-    assert isinstance(compiled, FloatLayers)
-    layout = LayerLayout(shape.kv_heads, shape.head_dim, shape.head_dim)
-    library = avx2_library()
-    assert library is not None
-    backends = []
-    for _ in range(2):
-        memory = PagedKVMemory([layout] * len(layers), NUM_BLOCKS, BLOCK, memory_dtype, "cpu")
-        spoil(memory)
-        backends.append(NativeAttention(memory, library))
-    generator = torch.Generator().manual_seed(seed)
-    blocks = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
-    exact = Exact(layers, shape)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for extra, rows in ((0, counts), (1, [1] * len(counts))):
-            plan = plan_of(rows, [count + extra for count in counts], blocks)
-            hidden = among_nonfinite(reader.draw(len(plan.slots), shape.hidden_size))
-            given_rows = hidden.clone()
-            turns = torch.rand(len(hidden), shape.head_dim, generator=generator) * 6.3
-            angles = (among_nonfinite(turns.cos()), among_nonfinite(turns.sin()))
-            for backend in backends:
-                backend.begin_step(plan)
-            found = compiled(hidden, angles, backends[0], None)
-            assert found is not None and torch.equal(hidden, given_rows)
-            x = hidden
-            for layer in layers:
-                x = layer(x, StepAttention(backends[1], {"": angles}))
-            for backend in backends:
-                backend.end_step()
-            tolerance = TOLERANCE[kind]
-            if memory_dtype == torch.int8:  # rounds K and V to 8 bits, too
-                tolerance = max(tolerance, TOLERANCE["int4"])
-            allowed = tolerance * (1 + x.norm())
-            assert float((found - x).norm()) <= allowed
-            if kind == "bfloat16" and memory_dtype == torch.float32:
-                wanted = exact.run(hidden.double(), angles, plan)
-                assert float((found - wanted).norm()) <= allowed
-    finally:
-        torch.set_num_threads(before)
+    """Of many draws of the same shape, one must have the modules' rows; in a wrong layer none has.
+
+    Where a number in 8 bits is a near tie and goes the other way in the modules, so do later ones.
+    """
+    with on_threads(threads):
+        draws = (Pair(shape, kind, memory_dtype, seed + at) for at in range(ATTEMPTS))
+        assert any(
+            all(step.apart(step.modules) <= TOLERANCE for step in pair.run(counts))
+            for pair in draws
+        )
 
 
 SHAPE = DecoderShape(

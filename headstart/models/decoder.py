@@ -14,7 +14,7 @@ from headstart.attention.layout import LayerLayout
 from headstart.errors import ModelError
 from headstart.models.files import FileStamp, stamp_files
 from headstart.models.greedy_head import greedy_tokens, mask_logits
-from headstart.models.linear import Int8Embedding, QuantizedLinear
+from headstart.models.linear import QuantizedEmbedding, QuantizedLinear
 from headstart.models.lora.files import Widths
 from headstart.native import level
 
@@ -112,7 +112,7 @@ class DecoderModel(ABC):
         module = dict(self.module.named_modules()).get(name)
         given = weight.to(self.device)
         # Made of the file's weight, or of a converted one.
-        if isinstance(module, QuantizedLinear | Int8Embedding):
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
             return module.is_of(given) or module.is_of(given.to(self.dtype))
         own = self.weight(name)
         return own is not None and torch.equal(given.to(own.dtype), own)

@@ -12,6 +12,7 @@ __all__ = [
     "POPULATE_READ",
     "POPULATE_WRITE",
     "advise_pages",
+    "drop_pages",
     "make_huge_pages",
     "request_huge_pages",
     "return_freed_memory",
@@ -41,6 +42,12 @@ def advise_pages(start: int, size: int, advice: int) -> bool:
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     taken: bool = advise(first, start + size - first, advice) == 0
     return taken
+
+
+def drop_pages(start: int, size: int) -> None:
+    """Give back pages of a mapped file that nobody writes to; to read one maps it again."""
+    if sys.platform == "linux":
+        advise_pages(start, size, mmap.MADV_DONTNEED)
 
 
 def request_huge_pages(start: int, size: int) -> None:

@@ -20,7 +20,12 @@ from headstart.engine.tiering.payload import BlockRows
 from headstart.machine import cpu_flags
 from headstart.models.decoder import DecoderModel
 from headstart.models.files import BUILT_IN, find_folder
-from headstart.models.linear import OWN_BITS_REVISION, REVISIONS, Int8Embedding, QuantizedLinear
+from headstart.models.linear import (
+    OWN_BITS_REVISION,
+    REVISIONS,
+    QuantizedEmbedding,
+    QuantizedLinear,
+)
 from headstart.tiers import ModelRecord
 from headstart.version import __version__
 
@@ -71,11 +76,12 @@ def _kept_weights(decoder: DecoderModel) -> list[str]:
     """
     kept = []
     for name, module in sorted(decoder.module.named_modules()):
-        if isinstance(module, QuantizedLinear | Int8Embedding):
-            own = f" as it was, {OWN_BITS_REVISION}" if module.has_own_bits else ""
-            rounds = isinstance(module, QuantizedLinear) and module.float_weight is not None
+        layer = module.head if isinstance(module, QuantizedEmbedding) else module
+        if isinstance(layer, QuantizedLinear):
+            own = f" as it was, {OWN_BITS_REVISION}" if layer.has_own_bits else ""
+            rounds = layer is module and layer.float_weight is not None
             rows = " of rows in 8 bits" if rounds else ""
-            kept.append(f"{name} {module.kind} {REVISIONS[module.kind]}{own}{rows}")
+            kept.append(f"{name} {layer.kind} {REVISIONS[layer.kind]}{own}{rows}")
     return kept
 
 

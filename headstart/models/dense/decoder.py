@@ -19,7 +19,7 @@ from headstart.models.dense.weights import Reader
 from headstart.models.files import fingerprint_files
 from headstart.models.greedy_head import MOST_INPUTS, GreedyHead
 from headstart.models.half_weight import HalfEmbedding, HalfLinear
-from headstart.models.linear import Int8Embedding, QuantizedLinear
+from headstart.models.linear import QuantizedEmbedding, QuantizedLinear
 from headstart.models.lora.files import Widths
 from headstart.models.packed import PackedEmbedding, PackedLinear
 
@@ -131,7 +131,7 @@ class DenseDecoder(DecoderModel):
             return module.packed.unpack()
         if isinstance(module, (HalfLinear, HalfEmbedding)):
             return module.matrix.weight.float()
-        if isinstance(module, (QuantizedLinear, Int8Embedding)):
+        if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
             return module.unpack()
         found = getattr(module, "weight", None)
         return found.detach() if isinstance(found, Tensor) else None

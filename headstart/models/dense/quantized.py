@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from headstart.errors import UnsupportedModelError
 from headstart.models.dense.weights import FloatReader, Tensors
-from headstart.models.linear import Int8Embedding, QuantizedLinear, WeightKind, make_linear
+from headstart.models.linear import QuantizedEmbedding, QuantizedLinear, WeightKind, make_linear
 from headstart.models.linear.int4 import Int4Linear, Int4Weight, Int5Linear, Int8GroupsLinear
 from headstart.models.linear.int8 import Int8Linear, Int8Weight, quantize_int8
 from headstart.native.pages import return_freed_memory
@@ -22,7 +22,7 @@ _LARGEST_SCALE = 1e28
 class QuantizedReader:
     """Linear layers of a kind, and all else as a float reader makes it.
 
-    The LM head is int8 whatever the kind, and so is an embedding that shares its weight.
+    The LM head is int8 whatever the kind. An embedding that shares its weight reads it there.
     """
 
     def __init__(self, floats: FloatReader, kind: WeightKind, tied: bool) -> None:
@@ -38,21 +38,22 @@ class QuantizedReader:
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
         if not self._tied:
             return self._floats.embedding(name, count, width)
-        weight = quantize_int8(self._floats.tensor(f"{name}.weight"), self._floats.dtype)
-        _check_scales(name, weight.scales, "int8")
-        return Int8Embedding(weight, self._floats.dtype)
+        return QuantizedEmbedding(self._table(name), self._floats.dtype)
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
-        if isinstance(embedding, Int8Embedding):
-            made = Int8Linear(embedding.weight, rows=self._floats.dtype)
-            made.has_own_bits = embedding.has_own_bits
-            embedding.share(made)
-            return made
+        if isinstance(embedding, QuantizedEmbedding):
+            return embedding.head
         return self._rounded(name, None, "int8")
 
     def release(self) -> None:
         self._floats.release()
         return_freed_memory()
+
+    def _table(self, name: str) -> QuantizedLinear:
+        """The LM head, of the embedding's weight."""
+        weight = quantize_int8(self._floats.tensor(f"{name}.weight"), self._floats.dtype)
+        _check_scales(name, weight.scales, "int8")
+        return Int8Linear(weight, rows=self._floats.dtype, table=True)
 
     def _rounded(self, name: str, bias: Tensor | None, kind: WeightKind) -> QuantizedLinear:
         weight = self._floats.tensor(f"{name}.weight")
@@ -70,10 +71,6 @@ class QuantizedTensors(Tensors, Protocol):
 
     def packed(self, name: str) -> Int4Weight | Int8Weight | None:
         """The weight in its own bits; None if no kind of ours holds it."""
-        ...
-
-    def packed_int8(self, name: str) -> Int8Weight | None:
-        """The weight in its own bits; None if an int8 weight does not hold it."""
         ...
 
     def tell(self, tied: bool) -> None:
@@ -95,30 +92,28 @@ class OwnBitsReader(QuantizedReader):
         if kind is None:
             return self._floats.linear(name, inputs, outputs, bias)
         own = self._floats.tensor(f"{name}.bias") if bias else None
-        packed = self._checkpoint.packed(f"{name}.weight")
-        if packed is None:
-            return self._rounded(name, own, kind)
-        if isinstance(packed, Int4Weight) and not packed.is_finite():
-            raise UnsupportedModelError(f"{name}.weight has scales that are not finite in float16")
-        return _make_packed(packed, own, self._floats.device, self._floats.dtype)
-
-    def embedding(self, name: str, count: int, width: int) -> nn.Module:
-        packed = self._checkpoint.packed_int8(f"{name}.weight") if self._tied else None
-        if packed is None:
-            return super().embedding(name, count, width)
-        made = Int8Embedding(_move_int8(packed, self._floats.device), self._floats.dtype)
-        made.has_own_bits = True
-        return made
+        return self._in_own_bits(name, own) or self._rounded(name, own, kind)
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
-        if isinstance(embedding, Int8Embedding):
-            return super().head(embedding, name, outputs, inputs)
+        if isinstance(embedding, QuantizedEmbedding):
+            return embedding.head
         if embedding is not None or self._checkpoint.kind(f"{name}.weight") is None:
             return self._floats.head(embedding, name, outputs, inputs)
-        packed = self._checkpoint.packed_int8(f"{name}.weight")
-        if packed is None:
-            return super().head(None, name, outputs, inputs)
-        return _make_packed(packed, None, self._floats.device, self._floats.dtype)
+        return self._in_own_bits(name, None) or self._rounded(name, None, "int8")
+
+    def _table(self, name: str) -> QuantizedLinear:
+        return self._in_own_bits(name, None, table=True) or super()._table(name)
+
+    def _in_own_bits(
+        self, name: str, bias: Tensor | None, table: bool = False
+    ) -> QuantizedLinear | None:
+        """The layer, value for value; None if no kind of ours holds its weight."""
+        weight = self._checkpoint.packed(f"{name}.weight")
+        if weight is None:
+            return None
+        if isinstance(weight, Int4Weight) and not weight.is_finite():
+            raise UnsupportedModelError(f"{name}.weight has scales that are not finite in float16")
+        return _make_packed(weight, bias, self._floats.device, self._floats.dtype, table)
 
 
 def _check_scales(name: str, scales: Tensor, kind: WeightKind) -> None:
@@ -130,21 +125,23 @@ def _check_scales(name: str, scales: Tensor, kind: WeightKind) -> None:
 
 
 def _make_packed(
-    weight: Int4Weight | Int8Weight, bias: Tensor | None, device: torch.device, rows: torch.dtype
+    weight: Int4Weight | Int8Weight,
+    bias: Tensor | None,
+    device: torch.device,
+    rows: torch.dtype,
+    table: bool = False,
 ) -> QuantizedLinear:
     made: QuantizedLinear
     if isinstance(weight, Int8Weight):
-        made = Int8Linear(_move_int8(weight, device), bias, rows)
+        # A copy: scales in float32 may lie in the file.
+        weight = Int8Weight(weight.plain.to(device), weight.scales.to(device, copy=True))
+        made = Int8Linear(weight, bias, rows, table)
     else:
         columns = None if weight.columns is None else weight.columns.to(device)
         weight = weight._replace(
             panels=weight.panels.to(device), scales=weight.scales.to(device), columns=columns
         )
-        made = _LAYERS[weight.form.bits](weight, bias, rows)
+        # AMX has panels of its own, which no rows are read from.
+        made = _LAYERS[weight.form.bits](weight, bias, torch.float32 if table else rows)
     made.has_own_bits = True
     return made
-
-
-def _move_int8(weight: Int8Weight, device: torch.device) -> Int8Weight:
-    # A copy: scales in float32 may lie in the file.
-    return Int8Weight(weight.plain.to(device), weight.scales.to(device, copy=True))

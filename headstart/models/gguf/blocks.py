@@ -21,6 +21,7 @@ from headstart.models.linear.int4 import GROUP, Form, Grid, Int4Weight, pack_int
 
 __all__ = ["FORMATS", "read_weight"]
 
+_OUTPUTS = 2048  # whole panels
 _Bytes = NDArray[np.uint8]
 _Floats = NDArray[np.float32]
 
@@ -38,6 +39,15 @@ class _Blocks(NamedTuple):
 
 def read_weight(data: _Bytes, name: str, library: Any) -> Int4Weight:
     """A weight of rows of blocks, uint8 `[outputs, bytes]`, in one of `FORMATS`."""
+    # In pieces of whole panels: a few copies of each are made on the way.
+    pieces = [
+        _read(data[at : at + _OUTPUTS], name, library) for at in range(0, len(data), _OUTPUTS)
+    ]
+    panels, scales = (torch.cat(parts) for parts in zip(*(p[:2] for p in pieces), strict=True))
+    return pieces[0]._replace(panels=panels, scales=scales)
+
+
+def _read(data: _Bytes, name: str, library: Any) -> Int4Weight:
     size, kind, read = _FORMATS[name]
     outputs = len(data)
     blocks = read(np.ascontiguousarray(data).reshape(-1, size), library)

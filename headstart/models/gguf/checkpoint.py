@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from headstart.models.gguf.blocks import FORMATS, read_weight
 from headstart.models.gguf.library import ROPE_FACTORS, import_gguf
 from headstart.models.linear import WeightKind
 from headstart.models.linear.int4 import Int4Weight
+from headstart.native.pages import drop_pages
 
 __all__ = ["ARCHITECTURES", "GGUFCheckpoint", "read_architecture"]
 
@@ -85,6 +87,7 @@ class GGUFCheckpoint:
         file = folder / "model.gguf"
         self._gguf: Any = import_gguf(file)
         reader = self._gguf.GGUFReader(file)
+        self._mapped = reader.data
         self._architecture = read_architecture(reader)
         self._check_keys(reader)
         heads = self._count(reader, "attention.head_count")
@@ -161,9 +164,6 @@ class GGUFCheckpoint:
             return None
         return read_weight(self._rows(name, self._tensors[name].data), own, self._gguf)
 
-    def packed_int8(self, name: str) -> None:
-        """None: all of a GGUF file's tensors of 8 bits are in groups, which no LM head has."""
-
     def tell(self, tied: bool) -> None:
         """Log in one line what becomes of the file's formats."""
         counts = Counter((self._type(n), self._becomes(n, tied)) for n in self._tensors)
@@ -174,14 +174,17 @@ class GGUFCheckpoint:
         own, kind = self._type(name), self.kind(name)
         if kind is None:
             return "stay float"
-        if name == "lm_head.weight" or (tied and name == "model.embed_tokens.weight"):
-            return "rounded again to int8"
-        if name == "model.embed_tokens.weight":
+        if name == "model.embed_tokens.weight" and not tied:
             return "made float"
-        return f"kept as {kind}" if own in FORMATS else f"rounded again to {kind}"
+        if own in FORMATS:
+            return f"kept as {kind}"
+        is_head = name in ("lm_head.weight", "model.embed_tokens.weight")
+        return f"rounded again to {'int8' if is_head else kind}"
 
     def release(self) -> None:
-        """Nothing is kept: the file is mapped, and tensors are copied out of it."""
+        """Give the pages of the file back that were read: tensors are copied out of it."""
+        if isinstance(self._mapped, np.memmap) and self._mapped.mode == "r":
+            drop_pages(self._mapped.ctypes.data, self._mapped.nbytes)
 
     def _count(self, reader: Any, name: str) -> int | None:
         """A number of the file's metadata; raises `OtherKind` for what is no whole number."""

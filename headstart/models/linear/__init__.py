@@ -7,13 +7,13 @@ from headstart.models.linear.base import (
     WeightKind,
     find_kind,
 )
-from headstart.models.linear.embedding import Int8Embedding
+from headstart.models.linear.embedding import QuantizedEmbedding
 from headstart.models.linear.make import make_linear
 
 __all__ = [
     "OWN_BITS_REVISION",
     "REVISIONS",
-    "Int8Embedding",
+    "QuantizedEmbedding",
     "QuantizedLinear",
     "WeightKind",
     "find_kind",

@@ -91,6 +91,13 @@ class QuantizedLinear(nn.Module, ABC):
         """The weight that the layer multiplies by, float32 `[outputs, inputs]`."""
 
     @abstractmethod
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Outputs of the weight by number, integers of any shape: float32 `[..., inputs]`.
+
+        Raises `IndexError` for one that the weight does not have.
+        """
+
+    @abstractmethod
     def multiply(self, rows: Tensor) -> Tensor:
         """Rows float32 `[rows, inputs]`, at least one, times the weight: `[rows, outputs]`.
 

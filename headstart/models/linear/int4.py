@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from headstart.models.linear.base import QuantizedLinear, WeightKind, scratch, tile_outputs
 from headstart.models.linear.float_weight import FloatParts, FloatWeight
 from headstart.models.linear.int8 import Int8Linear
-from headstart.models.packed import NarrowPanels, PackedWeight
+from headstart.models.packed import NarrowPanels, PackedWeight, check_numbers
 from headstart.native import AMX, avx2_library, level
 from headstart.native.bindings import INT8_IN_GROUPS
 
@@ -48,7 +48,6 @@ _TINY = 1e-30
 _SMALLEST_COLUMN = 1e-15  # no element is much larger: what it is divided by fits into float16
 _PANEL = 16  # outputs
 _ROUNDED = 1 << 18  # elements at a time: a few copies of them stay in the caches
-_NIBBLES = _PANEL * GROUP // 2  # bytes of a group of a panel
 _MOST = 255  # of a step's or a start's byte
 
 
@@ -86,6 +85,30 @@ class Form(NamedTuple):
         """Where the starts begin in a block, in bytes; the steps come before them."""
         return _PANEL * (1 if self.in_bytes else 2)
 
+    def grid(self, blocks: Tensor) -> Tensor:
+        """Steps and starts of blocks `[..., bytes]`, as they are kept: `[..., 2, 16]`."""
+        grid = blocks[..., : 2 * self.starts]
+        return torch.unflatten(grid if self.in_bytes else grid.view(torch.float16), -1, (2, _PANEL))
+
+    def value_bytes(self, blocks: Tensor) -> Tensor:
+        """The bytes that hold the values of blocks `[..., bytes]`: `[..., parts, 64]`."""
+        return torch.unflatten(blocks[..., 2 * self.starts :], -1, (-1, 4 * _PANEL))
+
+    def values(self, parts: Tensor) -> Tensor:
+        """The values in `value_bytes` of some outputs, `[..., parts, some]`: `[..., 2, 4, some]`.
+
+        They are `[half][v][output][b]` of `native/narrow/integers.h`.
+        """
+        if self.bits == 8:
+            return torch.unflatten(parts.contiguous(), -2, (2, 4))
+        nibbles = parts[..., :4, :]
+        values = torch.stack((nibbles & 15, nibbles >> 4), -3)
+        if self.bits == 5:
+            for v in range(4):
+                for half in range(2):
+                    values[..., half, v, :] |= (parts[..., 4, :] >> (2 * v + half) & 1) << 4
+        return values
+
 
 class Int4Weight(NamedTuple):
     """A packed weight.
@@ -104,8 +127,7 @@ class Int4Weight(NamedTuple):
         """Whether all steps and starts are; those that are bytes always are."""
         if self.form.in_bytes:
             return True
-        grid = self.panels[..., : 2 * self.form.starts].view(torch.float16)
-        return bool(torch.isfinite(grid).all())
+        return bool(torch.isfinite(self.form.grid(self.panels)).all())
 
     def tile(self, first: int, last: int) -> Tensor:
         """The weight of some panels before `scales` and `columns`: float32 `[outputs, inputs]`.
@@ -114,21 +136,9 @@ class Int4Weight(NamedTuple):
         """
         form, blocks = self.form, self.panels[first:last]
         panels, groups, _ = blocks.shape
-        grid = blocks[..., : 2 * form.starts]
-        grid = (grid if form.in_bytes else grid.view(torch.float16)).view(panels, groups, 2, _PANEL)
-        steps, starts = grid.permute(2, 0, 3, 1).float().unsqueeze(-1).unbind(0)
+        steps, starts = form.grid(blocks).permute(2, 0, 3, 1).float().unsqueeze(-1).unbind(0)
         tile = scratch(panels * _PANEL * groups * GROUP, blocks.device)
-        values = blocks[..., 2 * form.starts :]
-        if form.bits < 8:
-            nibbles = values[..., :_NIBBLES]
-            values = torch.stack((nibbles & 15, nibbles >> 4), 2)
-        # [panel][group][half][v][output][b], see integers.h
-        values = values.contiguous().view(panels, groups, 2, 4, -1)
-        if form.bits == 5:
-            fifths = blocks[..., 2 * form.starts + _NIBBLES :]
-            for v in range(4):
-                for half in range(2):
-                    values[:, :, half, v] |= (fifths >> (2 * v + half) & 1) << 4
+        values = form.values(form.value_bytes(blocks))
         # Four bytes are moved as one number: moved as floats, they took most of the time.
         words = values.view(torch.int32).view(panels, groups, 8, _PANEL).permute(0, 3, 1, 2)
         found = tile.view(panels, _PANEL, groups, GROUP)
@@ -137,6 +147,20 @@ class Int4Weight(NamedTuple):
             found.sub_(form.zero)
         found.mul_(steps).add_(starts * form.start_unit)
         return tile.view(panels * _PANEL, groups * GROUP)
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Outputs of the weight by number, integers of any shape: float32 `[..., inputs]`.
+
+        Raises `IndexError` for one that the weight does not have.
+        """
+        form, at = self.form, check_numbers(numbers, len(self.scales)).to(self.panels.device)
+        place = (at // _PANEL, slice(None), slice(None), at % _PANEL)
+        steps, starts = form.grid(self.panels)[place].float().unsqueeze(-1).unbind(-2)
+        parts = torch.unflatten(form.value_bytes(self.panels), -1, (_PANEL, 4))[place]
+        groups = form.values(parts).flatten(-3).float().sub_(form.zero).mul_(steps)
+        rows = groups.add_(starts * form.start_unit).flatten(-2)[..., : self.inputs]
+        rows *= self.scales[at].unsqueeze(-1)
+        return rows if self.columns is None else rows * self.columns
 
 
 class Grid(NamedTuple):
@@ -280,11 +304,10 @@ class Int4Linear(QuantizedLinear):
         return Int4Weight(panels, self.scales, self.columns, self.in_features, self.form)
 
     def unpack(self) -> Tensor:
-        weight = self.parts
-        tiles = [weight.tile(at, at + 1).clone() for at in range(len(weight.panels))]
-        found = torch.cat(tiles)[: self.out_features, : self.in_features]
-        found = found * self.scales.unsqueeze(1)
-        return found if self.columns is None else found * self.columns
+        return self.rows(torch.arange(self.out_features))
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        return self.parts.rows(numbers)
 
     def multiply(self, rows: Tensor) -> Tensor:
         rows = rows if self.columns is None else rows * self.columns

@@ -148,16 +148,23 @@ def _choose_way(device: torch.device, rows: torch.dtype) -> _Way:
 
 
 class Int8Linear(QuantizedLinear):
-    """A linear layer with an int8 weight, kept as its way to multiply wants it."""
+    """A linear layer with an int8 weight, kept as its way to multiply wants it.
+
+    table: single outputs are read, too; FBGEMM keeps no weight that this can be done with.
+    """
 
     kind: ClassVar[WeightKind] = "int8"
     rounding: ClassVar[float] = 1 / 127
-    values: Tensor | None  # for tiles
+    values: Tensor | None  # for tiles, or for rows beside FBGEMM's
     panel_bytes: Tensor | None  # of `panels`
     _for_fbgemm: Any = None
 
     def __init__(
-        self, weight: Int8Weight, bias: Tensor | None = None, rows: torch.dtype = torch.float32
+        self,
+        weight: Int8Weight,
+        bias: Tensor | None = None,
+        rows: torch.dtype = torch.float32,
+        table: bool = False,
     ) -> None:
         outputs, inputs = weight.values.shape
         super().__init__(inputs, outputs, bias)
@@ -172,7 +179,8 @@ class Int8Linear(QuantizedLinear):
             self._for_fbgemm = _pack(weight)
         self.register_buffer("scales", weight.scales, persistent=False)
         self.register_buffer("panel_bytes", panels and panels.bytes, persistent=False)
-        self.register_buffer("values", weight.plain if way == "tiles" else None, persistent=False)
+        plain = weight.plain if way == "tiles" or (way == "fbgemm" and table) else None
+        self.register_buffer("values", plain, persistent=False)
 
     @classmethod
     def quantize(
@@ -194,9 +202,18 @@ class Int8Linear(QuantizedLinear):
             values = _unpack(self._for_fbgemm) if self.values is None else self.values
         return Int8Weight(values, self.scales).unpack()
 
+    def rows(self, numbers: Tensor) -> Tensor:
+        if (packed := self.packed or self.panels) is not None:
+            values = packed.rows(numbers)
+        else:
+            assert self.values is not None, "a table's"
+            values = self.values[check_numbers(numbers, self.out_features)]
+        return values * self.scales[numbers].unsqueeze(-1)
+
     def multiply(self, rows: Tensor) -> Tensor:
-        if self.values is None:
+        if self._for_fbgemm is not None:
             return _multiply_digits(rows, self._for_fbgemm)
+        assert self.values is not None
         return _multiply_tiles(rows, self.values).mul_(self.scales)
 
 

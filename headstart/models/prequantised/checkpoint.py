@@ -74,15 +74,7 @@ class PrequantisedCheckpoint(Checkpoint):
         read = self._read(name)
         packed = read.as_int8() or read.in_groups()
         if packed is None:
-            _tell_rounded(name, read)
-        return packed
-
-    def packed_int8(self, name: str) -> Int8Weight | None:
-        """The weight in its own bits; None if an int8 weight does not hold it."""
-        read = self._read(name)
-        packed = read.as_int8()
-        if packed is None:
-            _tell_rounded(name, read)
+            _log.info("%s is rounded again, to int8: its %s", name, read.describe())
         return packed
 
     def tell(self, tied: bool) -> None:
@@ -113,7 +105,3 @@ class PrequantisedCheckpoint(Checkpoint):
                 f"{read.steps.shape[1]} groups"
             )
         return read
-
-
-def _tell_rounded(name: str, read: Grouped) -> None:
-    _log.info("%s is rounded again, to int8: its %s", name, read.describe())

@@ -16,7 +16,7 @@ from headstart.attention.register import BackendFunction, register, unregister
 from headstart.models.context_length import context_length
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.files import fingerprint_files
-from headstart.models.linear import Int8Embedding, QuantizedLinear
+from headstart.models.linear import QuantizedEmbedding, QuantizedLinear
 from headstart.models.lora.files import Widths
 from headstart.models.packed import PackedEmbedding, PackedLinear
 
@@ -111,7 +111,7 @@ class TransformersDecoder(DecoderModel):
         module = dict(self._model.named_modules()).get(name)
         if isinstance(module, (PackedLinear, PackedEmbedding)):
             return module.packed.unpack()
-        if isinstance(module, (QuantizedLinear, Int8Embedding)):
+        if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
             return module.unpack()
         found = dict(self._model.named_parameters(remove_duplicate=False)).get(f"{name}.weight")
         return None if found is None else found.detach()

@@ -4,7 +4,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headstart.models.linear.base import WeightKind
-from headstart.models.linear.embedding import Int8Embedding
+from headstart.models.linear.embedding import QuantizedEmbedding
 from headstart.models.linear.int8 import Int8Linear, quantize_int8
 from headstart.models.linear.make import make_linear
 from headstart.models.packed import has_memory
@@ -44,14 +44,12 @@ def _can_replace(module: nn.Module) -> bool:
 
 
 def _replace_head(model: PreTrainedModel, head: nn.Linear) -> None:
-    weight = quantize_int8(head.weight, head.weight.dtype)
-    embedding = model.get_input_embeddings()
-    made = Int8Linear(weight, head.bias, head.weight.dtype)
+    dtype, embedding = head.weight.dtype, model.get_input_embeddings()
+    tied = type(embedding) is nn.Embedding and embedding.weight is head.weight
+    made = Int8Linear(quantize_int8(head.weight, dtype), head.bias, dtype, table=tied)
     places: dict[int, nn.Module] = {id(head): made}
-    if type(embedding) is nn.Embedding and embedding.weight is head.weight:
-        table = Int8Embedding(weight, head.weight.dtype)
-        table.share(made)
-        places[id(embedding)] = table
+    if tied:
+        places[id(embedding)] = QuantizedEmbedding(made, dtype)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if id(child) in places:

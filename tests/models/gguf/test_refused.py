@@ -10,6 +10,7 @@ import pytest
 
 from headstart.errors import DamagedModelError, ModelError, UnsupportedModelError
 from headstart.models.gguf import checkpoint
+from headstart.models.linear import QuantizedEmbedding, QuantizedLinear
 from headstart.models.loader import load_model
 from tests.models.gguf.files import BASE, make_model, write_gguf
 
@@ -166,18 +167,36 @@ ARCHITECTURE = struct.pack("<Q", 20) + b"general.architecture"
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kind", "said"),
+    ("architecture", "said"),
     [
-        ("llama", "Q4_0", "5 F32 stay float, 14 Q4_0 kept as int4, 1 Q4_0 made float, 1 Q4_0 roun"),
-        ("qwen2", "Q8_0", "11 F32 stay float, 14 Q8_0 kept as int8, 1 Q8_0 rounded again to int8"),
+        ("llama", "15 {0} kept as int4, 1 {0} made float"),
+        ("qwen2", "15 {0} kept as int4"),
+        ("llama", "1 {0} made float, 14 {0} rounded again to int4, 1 {0} rounded again to int8"),
+        ("qwen2", "14 {0} rounded again to int4, 1 {0} rounded again to int8"),
     ],
 )
 def test_what_becomes_of_a_file_is_logged(
-    architecture: str, kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The head was counted among what is kept."""
+    """A head that is rounded again was counted among what is kept. It is int8, and has its row."""
+    own, name = gguf.GGUFWriter.add_tensor, "IQ4_NL" if "again" in said else "Q4_0"
+
+    def add(self: Any, tensor: str, data: Any, raw_dtype: Any = None) -> None:
+        # Both have blocks of 18 bytes with a scale first: any bytes are a weight.
+        raw_dtype = None if raw_dtype is None else gguf.GGMLQuantizationType[name]
+        own(self, tensor, data, raw_dtype=raw_dtype)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add)
     lines: list[str] = []
     monkeypatch.setattr(checkpoint._log, "info", lambda text, *told: lines.append(text % told))
-    load_model(write_gguf(tmp_path / "a.gguf", architecture, make_model(architecture), kind))
+    file = write_gguf(tmp_path / "a.gguf", architecture, make_model(architecture), "Q4_0")
+    model = load_model(file, "float32")
     [line] = lines
-    assert line.startswith(f"tensors of the GGUF file: {said}")
+    _, _, told = line.partition(" F32 stay float, ")
+    assert told == said.format(name)
+    head = model.layer("lm_head")
+    assert isinstance(head, QuantizedLinear)
+    assert head.kind == ("int8" if "again" in said else "int4")
+    assert head.has_own_bits == ("again" not in said)
+    table = model.layer("model.embed_tokens")
+    assert isinstance(table, QuantizedEmbedding) == (architecture == "qwen2")

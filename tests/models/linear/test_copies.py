@@ -32,6 +32,7 @@ def wipe(module: nn.Module) -> None:
             tensor.zero_()
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch's, of FBGEMM's weights
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("weights", ["auto", *get_args(WeightKind)])

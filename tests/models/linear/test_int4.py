@@ -132,6 +132,21 @@ def test_a_weight_is_near(outputs: int, inputs: int, layer: type[Int4Linear]) ->
     assert (size <= limit + 1e-6).all()
 
 
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_rows_are_read_by_number(form: Form) -> None:
+    for seed in (0, 1):  # without what is common to outputs and inputs, and with it
+        layer = MADE[form.bits](draw_weight(37, 70, seed, form)[0])
+        numbers = torch.tensor([[36, 0, 0], [15, 16, 31]])
+        found = layer.rows(numbers)
+        assert found.shape == (2, 3, layer.in_features) and torch.equal(
+            found, layer.unpack()[numbers]
+        )
+        assert layer.rows(numbers[:, :0]).shape == (2, 0, layer.in_features)
+        for outside in (-1, 37):
+            with pytest.raises(IndexError, match="weight that has 37"):
+                layer.rows(torch.tensor([outside]))
+
+
 @PATHS
 @pytest.mark.parametrize("form", FORMS)
 def test_values_on_a_grid_are_kept_bit_for_bit(

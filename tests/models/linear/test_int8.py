@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headstart.models.linear import Int8Embedding, QuantizedLinear, make_linear
+from headstart.models.linear import QuantizedEmbedding, QuantizedLinear, make_linear
 from headstart.models.linear import int8 as kinds
 from headstart.models.linear.int8 import Int8Linear, Int8Weight, quantize_int8
 from headstart.native import library
@@ -243,16 +243,17 @@ def test_a_layer_has_its_values_once(path: str, monkeypatch: pytest.MonkeyPatch)
 def test_an_embedding_reads_its_rows_where_the_head_has_them(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a checkpoint's own values became the table before there was a head."""
     take_path(path, monkeypatch)
     weight = Int8Weight((torch.arange(40 * 33) * 37).view(40, 33).char(), torch.rand(40))
-    table, numbers = Int8Embedding(weight, torch.float32), torch.tensor([[39, 0], [16, 15]])
-    rows = table(numbers)
-    assert torch.equal(rows, weight.unpack()[numbers])
-    head = Int8Linear(weight, rows=own_dtype(path))
-    table.share(head)
-    assert torch.equal(table(numbers), rows)
-    assert (table.values is None) == (path in ("bfloat16", *BYTE_PRODUCTS))
+    head = Int8Linear(weight, rows=own_dtype(path), table=True)
+    table, numbers = QuantizedEmbedding(head, torch.float32), torch.tensor([[39, 0], [16, 15]])
+    assert torch.equal(table(numbers), weight.unpack()[numbers])
+    assert (head.values is None) == (path in ("bfloat16", *BYTE_PRODUCTS))
+    for outside in (-1, 40):
+        with pytest.raises(IndexError, match="weight that has 40"):
+            table(torch.tensor([0, outside]))
+    rows = torch.ones(3, 33)
+    assert torch.equal(head(rows), Int8Linear(weight, rows=own_dtype(path))(rows))
 
 
 @PATHS

@@ -13,7 +13,7 @@ from headstart.errors import ConfigError
 from headstart.models.decoder import DecoderModel
 from headstart.models.dense import quantized
 from headstart.models.dense.decoder import DenseDecoder
-from headstart.models.linear import Int8Embedding, QuantizedLinear, WeightKind, int4, int8
+from headstart.models.linear import QuantizedEmbedding, QuantizedLinear, WeightKind, int4, int8
 from headstart.models.linear.int8 import Int8Linear
 from headstart.models.loader import load_model
 from headstart.models.zoo.decoder import forward_rows
@@ -50,7 +50,7 @@ def in_float(folder: Path, model: DecoderModel, dtype: torch.dtype = torch.float
         module = plain.get_submodule(name)
         module.weight = nn.Parameter(layer.unpack().to(dtype))
     round_inputs(plain, model.module)
-    table = next((m for m in model.module.modules() if isinstance(m, Int8Embedding)), None)
+    table = next((m for m in model.module.modules() if isinstance(m, QuantizedEmbedding)), None)
     if table is not None:
         rows = table(torch.arange(table.num_embeddings))
         plain.get_input_embeddings().weight = nn.Parameter(rows)
@@ -155,9 +155,9 @@ def test_embeddings_that_share_the_heads_weight_share_its_values(
         monkeypatch.setattr(int8, "level", lambda: AMX)
     model = load(tied_llama(tmp_path), dtype, weights="int8")
     table, head = model.layer("model.embed_tokens"), model.layer("lm_head")
-    assert isinstance(table, Int8Embedding) and isinstance(head, Int8Linear)
+    assert isinstance(table, QuantizedEmbedding) and isinstance(head, Int8Linear)
     is_packed = head.packed is not None or head.panels is not None
-    assert (table.values is None) == is_packed  # there are no two copies
+    assert table.head is head and (head.values is None) == is_packed  # there are no two copies
     numbers = torch.arange(VOCABULARY).flip(0)[1:].view(2, -1)
     assert torch.equal(table(numbers), head.unpack()[numbers].to(model.dtype))
     assert table(numbers[:, :0]).shape[:2] == (2, 0)

@@ -15,7 +15,7 @@ from headstart.engine.tiering.identity import identify
 from headstart.errors import UnsupportedModelError
 from headstart.models.decoder import DecoderModel
 from headstart.models.families import FAMILIES
-from headstart.models.linear import Int8Embedding, QuantizedLinear
+from headstart.models.linear import QuantizedEmbedding, QuantizedLinear
 from headstart.models.linear.int4 import Int4Linear
 from headstart.models.linear.int8 import Int8Linear
 from headstart.models.loader import load_model
@@ -221,11 +221,17 @@ def test_each_module_may_have_a_configuration(tmp_path: Path) -> None:
     assert apart_in_most_rows(logits(model), expected) <= LIMIT
 
 
-def test_an_embedding_may_share_its_8_bits_with_the_head(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bits", "granularity"), [(torch.int8, BY_OUTPUT), (torch.int8, IN_32), (torch.int4, IN_32)]
+)
+def test_an_embedding_may_share_its_bits_with_the_head(
+    bits: torch.dtype, granularity: Any, tmp_path: Path
+) -> None:
     """torchao saves it twice, and transformers does not load it again."""
     folder = tmp_path / "model"
+    table = quantization.IntxWeightOnlyConfig(weight_dtype=bits, granularity=granularity)
     each = {
-        "re:.*embed_tokens": quantization.IntxWeightOnlyConfig(granularity=BY_OUTPUT),
+        "re:.*embed_tokens": table,
         "re:.*_proj": quantization.Int8WeightOnlyConfig(),
     }
     settings = TorchAoConfig(
@@ -239,7 +245,10 @@ def test_an_embedding_may_share_its_8_bits_with_the_head(tmp_path: Path) -> None
     layers, original = layers_of(model), in_float(theirs)
     assert all(layer.has_own_bits for layer in layers.values()) and "lm_head" in layers
     embedding = model.module.get_submodule("model.embed_tokens")
-    assert isinstance(embedding, Int8Embedding) and embedding.has_own_bits
+    assert isinstance(embedding, QuantizedEmbedding) and embedding.head is layers["lm_head"]
+    assert embedding.head.kind == ("int4" if bits == torch.int4 else "int8")
+    weight = original.get_submodule("lm_head").weight
+    torch.testing.assert_close(embedding.head.unpack(), weight, rtol=1e-3, atol=1e-7)
     round_inputs(original, model.module)
     with torch.no_grad():
         expected = original(TOKENS[None]).logits[0]

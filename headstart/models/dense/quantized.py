@@ -7,7 +7,13 @@ from torch import Tensor, nn
 
 from headstart.errors import UnsupportedModelError
 from headstart.models.dense.weights import FloatReader, Tensors
-from headstart.models.linear import QuantizedEmbedding, QuantizedLinear, WeightKind, make_linear
+from headstart.models.linear import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    WeightKind,
+    kind_of_layer,
+    make_linear,
+)
 from headstart.models.linear.int4 import Int4Linear, Int4Weight, Int5Linear, Int8GroupsLinear
 from headstart.models.linear.int8 import Int8Linear, Int8Weight, quantize_int8
 from headstart.native.pages import return_freed_memory
@@ -20,7 +26,7 @@ _LARGEST_SCALE = 1e28
 
 
 class QuantizedReader:
-    """Linear layers of a kind, and all else as a float reader makes it.
+    """Linear layers in the kinds of a model of one, and all else as a float reader makes it.
 
     The LM head is int8 whatever the kind. An embedding that shares its weight reads it there.
     """
@@ -30,7 +36,7 @@ class QuantizedReader:
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         own = self._floats.tensor(f"{name}.bias") if bias else None
-        return self._rounded(name, own, self._kind)
+        return self._rounded(name, own, kind_of_layer(name, self._kind, inputs, outputs))
 
     def vector(self, name: str, width: int) -> Tensor:
         return self._floats.vector(name, width)

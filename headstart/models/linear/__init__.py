@@ -8,7 +8,7 @@ from headstart.models.linear.base import (
     find_kind,
 )
 from headstart.models.linear.embedding import QuantizedEmbedding
-from headstart.models.linear.make import make_linear
+from headstart.models.linear.make import kind_of_layer, make_linear
 
 __all__ = [
     "OWN_BITS_REVISION",
@@ -17,5 +17,6 @@ __all__ = [
     "QuantizedLinear",
     "WeightKind",
     "find_kind",
+    "kind_of_layer",
     "make_linear",
 ]

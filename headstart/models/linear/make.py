@@ -1,4 +1,4 @@
-"""A linear layer of the wanted kind for a weight."""
+"""A linear layer of the wanted kind for a weight, and which kind a layer has in a model of one."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,30 @@ from headstart.models.linear.base import QuantizedLinear, WeightKind
 from headstart.models.linear.int4 import Int4Linear, Int5Linear
 from headstart.models.linear.int8 import Int8Linear
 
-__all__ = ["make_linear"]
+__all__ = ["kind_of_layer", "make_linear"]
 
 _LAYERS: dict[WeightKind, type[QuantizedLinear]] = {
     "int8": Int8Linear,
     "int5": Int5Linear,
     "int4": Int4Linear,
 }
+
+
+# More than half of what 4 bits lose is lost here, in a third of the weights. The last two hold the
+# others; the first are a few hundredths of all where several heads share a key.
+_KEYS = frozenset({"k_proj", "v_proj"})
+_MORE_BITS = _KEYS | {"o_proj", "up_proj", "qkv_proj", "gate_up_proj"}
+
+
+def kind_of_layer(name: str, kind: WeightKind, inputs: int, outputs: int) -> WeightKind:
+    """The kind of a linear layer where a model of floats is rounded to a kind.
+
+    name: that of the module, dotted or without its parents'.
+    """
+    own = name.rpartition(".")[2]
+    if kind != "int4" or own not in _MORE_BITS:
+        return kind
+    return "int8" if own in _KEYS and outputs < inputs else "int5"
 
 
 def make_linear(

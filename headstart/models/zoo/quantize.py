@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 from headstart.models.linear.base import WeightKind
 from headstart.models.linear.embedding import QuantizedEmbedding
 from headstart.models.linear.int8 import Int8Linear, quantize_int8
-from headstart.models.linear.make import make_linear
+from headstart.models.linear.make import kind_of_layer, make_linear
 from headstart.models.packed import has_memory
 from headstart.models.zoo.decoder import text_part
 
@@ -30,7 +30,8 @@ def quantize_linears(model: PreTrainedModel, kind: WeightKind) -> None:
         for child_name, child in list(parent.named_children()):
             if child_name not in _ROUTERS and child is not head and _can_replace(child):
                 assert isinstance(child, nn.Linear)
-                made = make_linear(child.weight, child.bias, kind, child.weight.dtype)
+                own = kind_of_layer(child_name, kind, child.in_features, child.out_features)
+                made = make_linear(child.weight, child.bias, own, child.weight.dtype)
                 setattr(parent, child_name, made)
 
 

@@ -21,7 +21,7 @@ from headstart.models.zoo.loader import load_transformers
 from headstart.native import AMX, library
 from tests.models.paged import Paged
 from tests.rounded_rows import apart_in_most_rows, round_inputs
-from tests.tiny_models import VOCABULARY, save_tiny
+from tests.tiny_models import VOCABULARY, save_tiny, tiny_config, tiny_model
 
 KINDS: tuple[WeightKind, ...] = get_args(WeightKind)
 # Ties, biases, fused projections, experts, capped logits, learned positions.
@@ -216,6 +216,23 @@ def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(kind: WeightKind, tmp_
     apart = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(apart.max()) < 0.03  # near ties of whole numbers go either way
     assert apart_in_most_rows(found, expected) < 1e-3
+
+
+@pytest.mark.parametrize("load", [load_model, load_zoo])
+@pytest.mark.parametrize("kv_heads", [2, 6])
+def test_int4_takes_more_bits_where_it_loses_most(kv_heads: int, load: Any, tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    config.num_key_value_heads = kv_heads
+    tiny_model(config).save_pretrained(tmp_path)
+    kinds = {name: layer.kind for name, layer in quantised(load(tmp_path, weights="int4")).items()}
+    assert kinds.pop("lm_head") == "int8"
+    wanted = dict.fromkeys(("q", "gate", "down"), "int4") | dict.fromkeys(("o", "up"), "int5")
+    # As many keys as queries are too much of a model.
+    wanted |= dict.fromkeys("kv", "int8" if kv_heads == 2 else "int5")
+    found = {(name.split(".")[-1].removesuffix("_proj"), kind) for name, kind in kinds.items()}
+    assert found == set(wanted.items()) and len(kinds) == 7 * config.num_hidden_layers
+    others = quantised(load(tmp_path, weights="int5")).values()
+    assert {layer.kind for layer in others} == {"int5", "int8"}
 
 
 def test_a_kind_that_there_is_not_is_refused(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ _NEEDED = (
     *("attention.head_count", "attention.layer_norm_rms_epsilon"),
 )
 _OF_TOKENIZER = ("tokenizer.ggml.model", "tokenizer.ggml.tokens")
+# What numpy says of a slice beyond the end of a file.
+_BEYOND = ("cannot reshape", "must be a divisor of the total size", "is out of bounds")
 _FORMAT = 3  # of what is written here; another number makes every folder anew
 
 
@@ -114,8 +116,8 @@ def _open(gguf: Any, file: Path) -> Any:
     """The package's reader; raises `ValueError` for a file that ends within its tensors."""
     try:
         return gguf.GGUFReader(file)
-    except ValueError as error:
-        if "cannot reshape" not in str(error):  # what numpy says of a slice beyond the end
+    except (ValueError, IndexError) as error:
+        if not any(said in str(error) for said in _BEYOND):
             raise
         raise ValueError(
             f"it ends within its tensors, after {file.stat().st_size:,} bytes{CUT_OFF}"

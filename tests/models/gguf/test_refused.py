@@ -109,12 +109,19 @@ def test_two_tensors_for_one_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
         load_model(file)
 
 
-@pytest.mark.parametrize("left", [10, 0.5, -1])
-def test_a_file_that_was_cut_off_is_said_to_be_that(left: float, tmp_path: Path) -> None:
-    """numpy's words were told: an array of size 10 cannot be reshaped."""
-    file = write_gguf(tmp_path / "tiny.gguf", "llama", make_model("llama"), "Q4_0")
+@pytest.mark.parametrize("kind", ["Q4_0", "F32"])
+@pytest.mark.parametrize("left", [-90, 10, 13, 0.5, -1])
+def test_a_file_that_was_cut_off_is_said_to_be_that(
+    left: float, kind: str, tmp_path: Path
+) -> None:
+    """numpy's words were told: an array of size 10 cannot be reshaped, a view needs a divisor.
+
+    90 bytes before the first tensor the list of them ends.
+    """
+    file = write_gguf(tmp_path / "tiny.gguf", "llama", make_model("llama"), kind)
     data, start = file.read_bytes(), min(t.data_offset for t in gguf.GGUFReader(file).tensors)
-    size = {10: start + 10, 0.5: (start + len(data)) // 2, -1: len(data) - 1}[left]
+    halfway = (start + len(data)) // 2
+    size = {0.5: halfway, -1: len(data) - 1}.get(left, start + int(left))
     file.write_bytes(data[:size])
     with pytest.raises(DamagedModelError, match=rf"within its tensors, after {size:,} bytes; was"):
         load_model(file)

@@ -62,8 +62,11 @@ class Grouped(NamedTuple):
         ]
 
     def describe(self) -> str:
-        """Its bits and groups."""
-        return f"values have {self.bits} bits in {self.steps.shape[1]} groups"
+        """Its bits and groups, and what else keeps it out of a kind of ours."""
+        size = int(torch.bincount(self.groups).max())
+        zeros = "" if (self.zeros == 1 << (self.bits - 1)).all() else " with zero points"
+        order = "" if (self.groups.diff() >= 0).all() else ", and its inputs are out of order"
+        return f"values have {self.bits} bits in groups of {size}{zeros}{order}"
 
     def in_groups(self) -> Int4Weight | None:
         """The weight, value for value; None if its bits or its groups are other than ours.

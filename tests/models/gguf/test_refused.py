@@ -111,9 +111,7 @@ def test_two_tensors_for_one_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", ["Q4_0", "F32"])
 @pytest.mark.parametrize("left", [-90, 10, 13, 0.5, -1])
-def test_a_file_that_was_cut_off_is_said_to_be_that(
-    left: float, kind: str, tmp_path: Path
-) -> None:
+def test_a_file_that_was_cut_off_is_said_to_be_that(left: float, kind: str, tmp_path: Path) -> None:
     """numpy's words were told: an array of size 10 cannot be reshaped, a view needs a divisor.
 
     90 bytes before the first tensor the list of them ends.

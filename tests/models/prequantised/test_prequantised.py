@@ -18,6 +18,7 @@ from headstart.models.linear import QuantizedLinear
 from headstart.models.linear.int4 import Int4Linear, Int8GroupsLinear
 from headstart.models.linear.int8 import Int8Linear
 from headstart.models.loader import load_model
+from headstart.models.prequantised import checkpoint
 from headstart.models.prequantised.scheme import read_scheme
 from tests.models.paged import Paged
 from tests.models.prequantised.written import (
@@ -168,6 +169,33 @@ def test_a_checkpoint_answers_as_the_model_of_its_weights(
         expected = original(TOKENS[None]).logits[0]
     found = logits(model)
     assert float((found - expected).norm()) <= 0.03 * float(expected.norm())  # rows are rounded
+
+
+@pytest.mark.parametrize(
+    ("quantise", "about", "why"),
+    [
+        (
+            lambda w: gptq(w, 8, shuffled=True),
+            {"bits": 8, "desc_act": True},
+            "8 bits in groups of 32 with zero points, and its inputs are out of order",
+        ),
+        (lambda w: gptq(w, 8, 16), {"bits": 8, "group_size": 16}, "8 bits in groups of 16 with"),
+    ],
+)
+def test_why_a_weight_is_rounded_again_is_told(
+    quantise: Quantise,
+    about: dict[str, Any],
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was "8 bits in 2 groups", which is also said of what is kept."""
+    lines: list[str] = []
+    monkeypatch.setattr(checkpoint._log, "info", lambda text, *told: lines.append(text % told))
+    save(tmp_path, LlamaConfig(**BASE), GPTQ | about, quantise)
+    load_model(tmp_path, "float32")
+    [told] = [line for line in lines if line.startswith("model.layers.1.mlp.down_proj")]
+    assert f"is rounded again, to int8: its values have {why}" in told
 
 
 @pytest.mark.parametrize("kind", ["w8a8", "w4 in 32"])

@@ -36,11 +36,13 @@ def quantize_linears(model: PreTrainedModel, kind: WeightKind) -> None:
 
 
 def _can_replace(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)  # a layer of compressed-tensors has other tensors
     return (
         type(module) is nn.Linear
-        and has_memory(module.weight)
-        and module.weight.is_floating_point()
-        and module.weight.numel() > 0
+        and weight is not None
+        and has_memory(weight)
+        and weight.is_floating_point()
+        and weight.numel() > 0
     )
 
 

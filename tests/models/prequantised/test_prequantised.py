@@ -236,6 +236,25 @@ def test_rows_are_bfloat16_whoever_says_that_the_weights_are_float16(tmp_path: P
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_weights_may_be_asked_for_where_transformers_keeps_them_compressed(
+    weights: str, tmp_path: Path
+) -> None:
+    """`'Linear' object has no attribute 'weight'` was all that one read."""
+
+    def with_more(weight: Tensor) -> dict[str, Tensor]:
+        parts = compressed(COMPRESSED["w8 in 32"][1], "pack-quantized", weight)
+        return parts | {"weight_of_no_family": torch.zeros(1)}
+
+    save(tmp_path, LlamaConfig(**BASE), compressed_config("w8 in 32"), with_more)
+    expected = logits(load_model(tmp_path, "float32"))
+    model = load_model(tmp_path, "float32", weights=weights)
+    assert model.fallback_reason is not None
+    kinds = [one.kind for one in model.module.modules() if isinstance(one, QuantizedLinear)]
+    assert kinds == ["int8"]  # the head's
+    assert float((logits(model) - expected).norm()) <= 0.03 * float(expected.norm())
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_weights_may_be_asked_for_all_the_same(weights: str, tmp_path: Path) -> None:
     save(tmp_path, LlamaConfig(**BASE), GPTQ, gptq)
     model = load_model(tmp_path, "float32", weights=weights)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from headstart.errors import DamagedModelError, OutOfMemoryError, UnsupportedModelError
 from headstart.models.files import read_json
@@ -17,8 +18,8 @@ __all__ = ["load_config", "load_weights"]
 def load_config(folder: Path) -> PreTrainedConfig:
     """transformers' configuration of the model in `folder`.
 
-    Raises `DamagedModelError`, `UnsupportedModelError` for an architecture that transformers does
-    not have, and `OutOfMemoryError`.
+    Raises `DamagedModelError`, `UnsupportedModelError` for an architecture, or a way to quantise
+    weights, that transformers does not have, and `OutOfMemoryError`.
     """
     raw = read_json(folder / "config.json")
     kind = raw.get("model_type")
@@ -39,7 +40,24 @@ def load_config(folder: Path) -> PreTrainedConfig:
             f"{folder / 'config.json'} does not describe a {kind} model: {error}"
         ) from error
     assert isinstance(config, PreTrainedConfig)
+    for part in (config, config.get_text_config(decoder=True)):
+        _check_method(folder, getattr(part, "quantization_config", None))
     return config
+
+
+def _check_method(folder: Path, quantised: object) -> None:
+    """Check that transformers reads weights of this `quantization_config`.
+
+    It loads others as they are, without their scales, and logs a warning.
+    """
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    if method is None:
+        return
+    if not isinstance(method, str) or not AutoHfQuantizer.supports_quant_method(quantised):
+        raise UnsupportedModelError(
+            f"the weights in {folder} are quantised by {method!r}, in a way that neither headstart "
+            "nor transformers reads"
+        )
 
 
 def load_weights(

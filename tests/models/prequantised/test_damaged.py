@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from headstart import LLM
 from headstart.engine.tiering.identity import identify
-from headstart.errors import DamagedModelError
+from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.dense.quantized import _make_packed
 from headstart.models.linear.int4 import quantize_int4
 from headstart.models.linear.int8 import quantize_int8
@@ -112,6 +112,19 @@ def test_a_shape_that_cannot_be_is_refused(shape: list[float], tmp_path: Path) -
     )
     with pytest.raises(DamagedModelError, match="weight_shape"):
         load_model(tmp_path, "float32")
+
+
+@pytest.mark.parametrize("method", ["modelopt", "bitsandbytes", ["compressed-tensors"]])
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_a_method_that_transformers_overlooks_is_refused(
+    method: object, weights: str, tmp_path: Path
+) -> None:
+    """The integers were weights, without their scales: all answers were wrong."""
+    layout, theirs = COMPRESSED["w8a8"]
+    about = compressed_config("w8a8") | {"quant_method": method}
+    save(tmp_path, LlamaConfig(**BASE), about, lambda weight: compressed(theirs, layout, weight))
+    with pytest.raises(UnsupportedModelError, match="in a way that neither headstart nor"):
+        load_model(tmp_path, "float32", weights=weights)
 
 
 def test_zero_points_of_0_borrow_from_their_neighbours_in_gptq() -> None:

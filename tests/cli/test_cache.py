@@ -72,7 +72,7 @@ def test_models_and_prefixes_are_listed(cache: Cache) -> None:
 
 def test_what_is_dropped_is_computed_again(cache: Cache, model: Path, folder: Path) -> None:
     name = cache("ls", "tiny-model").output.splitlines()[2].split()[0]
-    assert cache("drop", name).output == "1 blocks dropped\n"
+    assert cache("drop", name).output == "1 block dropped\n"
     assert hits(model, folder) in ([80, 16], [96, 0])  # the end of one prompt or of the other
     assert cache("drop", "--all").output == "7 blocks dropped\n"
     assert hits(model, folder) == [0, 0]
@@ -103,7 +103,7 @@ def test_a_name_that_nothing_has_is_an_error_before_any_work(cache: Cache) -> No
     for names in (["0" * 8], [shared, "0" * 8], ["0" * 64]):
         said = cache("drop", *names, status=2).stderr
         assert f"no prefix {names[-1]!r} is kept; kept: " in said
-        assert all(name in said for name in (shared, one, other, "of tiny-model;"))
+        assert all(name in said for name in (shared, one, other, "of tiny-model (float32);"))
     for name in ("zzz", "zzzz", "abc", "tiny-model", "0" * 65, ""):
         said = cache("drop", shared, name, status=2).stderr
         assert f"{name!r} is no name; allowed: 4 hexadecimal digits of one or more; kept" in said
@@ -140,6 +140,20 @@ def test_models_of_one_name_are_listed_and_dropped_together(cache: Cache, folder
     assert "112 tokens in 7 blocks" in cache("stat").output
 
 
+def test_a_name_stands_for_all_kinds_of_a_model(cache: Cache, folder: Path) -> None:
+    """A fingerprint of two sizes of blocks was told to be too short, however many digits it had."""
+    for at, (kind, size) in enumerate([("float32", 16), ("float32, blocks of 8", 8)]):
+        keep(folder, ModelRecord("a" * 64, f"twin ({kind})", size, 1000 + at), f"{at:08x}01")
+    keep(folder, ModelRecord("b" * 64, "twins (float32)", 16, 1000), "0000000301")
+    for name in ("twin", "aaaa", "a" * 64):
+        shown = [line for line in cache("ls", name).output.splitlines() if "twin" in line]
+        assert shown == [f"twin (float32{end})  {'a' * 12}" for end in (", blocks of 8", "")]
+    assert cache("drop", "--model", "twin (float32, blocks of 8)").output == "1 block dropped\n"
+    assert cache("drop", "--model", "aaaa").output == "1 block dropped\n"
+    assert cache("drop", "--model", "twins (float32)").output == "1 block dropped\n"
+    assert "112 tokens in 7 blocks" in cache("stat").output
+
+
 def test_a_name_that_several_prefixes_have_is_an_error(cache: Cache, folder: Path) -> None:
     """`drop` dropped them all, and `export` took any of them."""
     keep(folder, ModelRecord("a" * 64, "twin", 16, 1000), "12340001", "12340002")
@@ -147,8 +161,8 @@ def test_a_name_that_several_prefixes_have_is_an_error(cache: Cache, folder: Pat
         said = cache(*arguments, status=2).stderr
         assert "'1234' is the beginning of 2 names" in said
         assert "123400010000" in said and "123400020000" in said
-    assert cache("drop", "12340001").output == "1 blocks dropped\n"
-    assert cache("drop", "1234").output == "1 blocks dropped\n"
+    assert cache("drop", "12340001").output == "1 block dropped\n"
+    assert cache("drop", "1234").output == "1 block dropped\n"
 
 
 def test_a_prefix_goes_to_another_folder(
@@ -158,9 +172,9 @@ def test_a_prefix_goes_to_another_folder(
     moved = str(tmp_path / "moved")
     cache("export", name, moved)
     assert "exists" in cache("export", name, moved, status=2).stderr
-    assert cache("import", moved).output == "0 tokens of tiny-model are new here\n"
+    assert cache("import", moved).output == "0 tokens of tiny-model (float32) are new here\n"
     cache("drop", "--model", "tiny-model")
-    assert cache("import", moved).output == "112 tokens of tiny-model are new here\n"
+    assert cache("import", moved).output == "112 tokens of tiny-model (float32) are new here\n"
     assert hits(model, folder) == [96, 16]
 
 
@@ -227,7 +241,10 @@ def test_blocks_of_a_model_that_never_ran_here_are_refused(cache: Cache, tmp_pat
 
 
 def test_damage_is_told_and_repaired(cache: Cache, folder: Path) -> None:
-    assert cache("verify").output == "tiny-model  7 whole\nevery block that is listed is whole\n"
+    assert (
+        cache("verify").output
+        == "tiny-model (float32)  7 whole\nevery block that is listed is whole\n"
+    )
     file = max(folder.glob("*.kv"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
+from itertools import compress
 from pathlib import Path
 
 import click
@@ -64,7 +65,7 @@ def cache() -> None:
 def list_kept(model: str | None, lines: int, folder: str | None) -> None:
     """List the models, or the prefixes of one MODEL, from fork to fork.
 
-    MODEL is what ls shows: a name, or digits of a fingerprint where several have one name.
+    MODEL is what ls shows: a name, which stands for all its kinds, or digits of a fingerprint.
     """
     with _opened(folder) as path:
         columns = columns_of(sys.stdout)
@@ -96,7 +97,7 @@ def stat(folder: str | None) -> None:
 
 @cache.command(short_help="Drop prefixes, a model's, or all.")
 @click.argument("names", nargs=-1)
-@click.option("--model", help="Drop all prefixes of models of this name, or fingerprint.")
+@click.option("--model", help="Drop all prefixes of the models that ls shows for this name.")
 @click.option("--all", "everything", is_flag=True, help="Drop all prefixes of all models.")
 @_folder()
 def drop(names: Sequence[str], model: str | None, everything: bool, folder: str | None) -> None:
@@ -119,7 +120,7 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
                     f"not all was dropped: {path} cannot be changed now; if its disk is full, "
                     "remove the folder"
                 )
-        click.echo(f"{dropped:,} blocks dropped")
+        click.echo("1 block dropped" if dropped == 1 else f"{dropped:,} blocks dropped")
 
 
 @cache.command(short_help="Check that every block is whole.")
@@ -217,17 +218,21 @@ def _most(path: Path) -> int:
 
 
 def _find_models(path: Path, name: str) -> list[ModelState]:
-    """The models of this name, or the one whose fingerprint begins so. Raises CacheError."""
+    """The models of this name, of all kinds that it does not tell, or those whose fingerprint
+    begins so, which are alike but for the size of their blocks. Raises CacheError.
+    """
     states = read_models(path)
     wanted = as_typed(name)
-    if titled := [one for one in states if one.model.record.title == wanted]:
-        return titled
-    prints = [one.model.record.fingerprint for one in states]
+    names = (f"{wanted} (", f"{wanted}, ")  # a stage of a pipeline stands behind a comma
+    titles = [one.model.record.title for one in states]
+    if any(named := [title == wanted or title.startswith(names) for title in titles]):
+        return list(compress(states, named))
+    prints = sorted({one.model.record.fingerprint for one in states})
     if found := [one for one in prints if len(wanted) >= _SHORTEST and one.startswith(wanted)]:
         _require_one(wanted, found)
         return [one for one in states if one.model.record.fingerprint == found[0]]
-    titles = ", ".join(dict.fromkeys(one.model.record.title for one in states)) or "none"
-    raise CacheError(f"no prefixes of a model {wanted!r} are kept; models that have: {titles}")
+    known = ", ".join(dict.fromkeys(titles)) or "none"
+    raise CacheError(f"no prefixes of a model {wanted!r} are kept; models that have: {known}")
 
 
 def _require_one(name: str, found: Sequence[str]) -> None:

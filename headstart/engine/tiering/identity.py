@@ -9,6 +9,7 @@ all that decides on rounding.
 import hashlib
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -60,10 +61,11 @@ def identify(
         parts.append(f"K/V int8 {REVISION}")
     if config.deterministic:
         parts += [name_backend(memory), *_rounding(decoder, config)]
-    title, nbytes = _name(decoder.folder), memory.block_bytes
+    name, nbytes = _name(decoder.folder), memory.block_bytes
     if rows is not None:
         parts.append(rows.layout)
-        title, nbytes = f"{title}, {rows.title}", nbytes + rows.nbytes
+        name, nbytes = f"{name}, {rows.title}", nbytes + rows.nbytes
+    title = f"{name} ({', '.join(_kinds(decoder, memory, config))})"
     framed = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)
     fingerprint = hashlib.sha256(framed).hexdigest()
     return ModelRecord(fingerprint, title, config.block_size, nbytes)
@@ -85,11 +87,28 @@ def _kept_weights(decoder: DecoderModel) -> list[str]:
     return kept
 
 
+def _kinds(decoder: DecoderModel, memory: PagedKVMemory, config: EngineConfig) -> list[str]:
+    """What tells people a model's K/V from others of the same files."""
+    found = [str(decoder.dtype).removeprefix("torch.")]
+    layers = (one for one in decoder.module.modules() if isinstance(one, QuantizedLinear))
+    most = Counter((one.kind, one.has_own_bits) for one in layers).most_common(1)
+    found += [f"{kind} weights" for (kind, is_own), _ in most if not is_own]
+    if memory.has_scales:
+        found.append("int8 K/V")
+    if config.deterministic:
+        found.append("deterministic")
+    if config.block_size != EngineConfig.block_size:
+        found.append(f"blocks of {config.block_size}")
+    return found
+
+
 def _name(folder: Path | None) -> str:
-    """A model's name for people: that on the hub, or its folder's."""
+    """A model's name for people: that on the hub, or its folder's or GGUF file's."""
     if folder is None:
         return "a model in memory"
     folder = folder.absolute()
+    if (file := folder / "model.gguf").is_symlink():
+        return file.resolve().name
     if folder == find_folder(BUILT_IN).absolute():
         return BUILT_IN
     if folder.parent.name == "snapshots":  # .../models--owner--name/snapshots/commit

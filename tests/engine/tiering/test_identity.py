@@ -2,15 +2,17 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from headstart import LLM
+from headstart import LLM, SamplingParams
 from headstart.engine.tiering.identity import _name
 from headstart.models.dense import decoder
 from headstart.models.files import BUILT_IN, find_folder
 from headstart.native import avx2_library
+from headstart.tiers.contents import read_models
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiny_models import TINY
 
@@ -26,6 +28,40 @@ from tests.tiny_models import TINY
 )
 def test_a_model_has_the_name_that_people_know(folder: Path | None, name: str) -> None:
     assert _name(folder) == name
+
+
+def test_a_model_in_gguf_has_its_file_s_name(tmp_path: Path) -> None:
+    """It was called by its cached folder: some.Q4_1-d094b70c07dc."""
+    (tmp_path / "some.Q4_1.gguf").touch()
+    folder = tmp_path / "some.Q4_1-d094b70c07dc"
+    folder.mkdir()
+    (folder / "model.gguf").symlink_to(tmp_path / "some.Q4_1.gguf")
+    assert _name(folder) == "some.Q4_1.gguf"
+
+
+def test_kinds_of_one_model_are_told_apart(tmp_path: Path) -> None:
+    """`headstart cache ls` had lines that were alike but for a fingerprint."""
+    model, kept = save_smallest(tmp_path / "model"), str(tmp_path / "kept")
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"dtype": "bfloat16"},
+        {"weights": "int8"},
+        {"weights": "int4", "kv_cache_dtype": "int8"},
+        {"deterministic": True},
+        {"block_size": 8},
+    ]
+    for kind in kinds:
+        llm = make_llm(model, cache_dir=kept, **kind)
+        llm.generate([list(range(3, 43))], SamplingParams(max_tokens=1), use_tqdm=False)
+        llm.close()
+    assert sorted(state.model.record.title for state in read_models(Path(kept))) == [
+        "model (bfloat16)",
+        "model (float32)",
+        "model (float32, blocks of 8)",
+        "model (float32, deterministic)",
+        "model (float32, int4 weights, int8 K/V)",
+        "model (float32, int8 weights)",
+    ]
 
 
 def fingerprint(llm: LLM) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -16,10 +17,12 @@ from headstart.cli.opening import ending_at_once
 from headstart.cli.options import resolve_model
 from headstart.cli.progress import quantizing_line, show_bytes, waiting
 from headstart.cli.reply_metrics import duration
-from headstart.cli.streams import as_typed, note
+from headstart.cli.streams import as_typed, columns_of, note
 from headstart.imports import load_module
 
 __all__ = ["quantize"]
+
+_TOLD = 10  # parts of the work, each told in a line of its own where stderr is no terminal
 
 
 @click.command(short_help="Write a model in 4 bits, calibrated on a text.")
@@ -52,14 +55,7 @@ def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
     source = resolve_model(as_typed(model))
     with ending_at_once():
         plan = work.plan_quantizing(source, target, file)
-    done = 0
-
-    def progress(layers: int) -> None:
-        nonlocal done
-        done = layers
-
-    line = waiting(lambda elapsed: quantizing_line(done, plan.layers, elapsed))
-    with _ending_as_by_ctrl_c(), line:
+    with _ending_as_by_ctrl_c(), _telling(plan.layers) as progress:
         written = work.quantize(plan, progress)
     sizes = f"{show_bytes(written.after)} of weights, {show_bytes(written.before)} before"
     note(
@@ -67,6 +63,26 @@ def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
         f"{plan.tokens.numel():,} tokens of {plan.text}"
     )
     note(f'headstart run --model {target} "..."')
+
+
+@contextmanager
+def _telling(layers: int) -> Iterator[Callable[[int], None]]:
+    """Yield what is told how many layers are done, and tells the user.
+
+    In a terminal on one line that changes; elsewhere, as in a log, on a line for each tenth.
+    """
+    done, start, is_log = 0, time.perf_counter(), columns_of(sys.stderr) is None
+
+    def progress(now: int) -> None:
+        nonlocal done
+        before, done = done, now
+        if is_log and now < layers and before * _TOLD // layers < now * _TOLD // layers:
+            note(quantizing_line(now, layers, time.perf_counter() - start))
+
+    if is_log:
+        note(quantizing_line(0, layers, 0))
+    with waiting(lambda elapsed: quantizing_line(done, layers, elapsed)):
+        yield progress
 
 
 @contextmanager

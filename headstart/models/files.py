@@ -60,6 +60,7 @@ _INTEGERS = frozenset({"BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U
 _ON_HUB = re.compile(
     r"(?:(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/)?(\w[\w.-]*/\w[\w.-]*)(:[\w.-]+)?/?"
 )
+_OF_OLLAMA = re.compile(r"\w[\w.-]*:[\w.-]+")  # `qwen2.5:0.5b`
 # Seconds to wait for the hub's first answer.
 _HUB_TIMEOUT = 5.0
 
@@ -159,6 +160,11 @@ def _meant(name: str) -> str:
     spelled = re.split(r"[/\\]", name)[-1].lower().replace("_", "-")
     if near := get_close_matches(spelled, [BUILT_IN], 1, 0.75):
         return f"; did you mean {near[0]}?"
+    if _OF_OLLAMA.fullmatch(name):
+        return (
+            "; Ollama names models so: give a name on the hub, such as Qwen/Qwen2.5-0.5B-Instruct, "
+            "or the path of a GGUF file"
+        )
     found = _ON_HUB.fullmatch(name)
     if "gguf" in spelled or (found and found[2]):
         return _wants_file(found[1] if found else "OWNER/NAME")

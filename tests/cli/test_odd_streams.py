@@ -79,9 +79,10 @@ def test_a_misspelt_name_is_answered_in_whole_sentences(call: str, said: str) ->
 @pytest.mark.parametrize("more", [(), ("Hello",)])
 def test_a_model_that_is_asked_as_a_prompt_is_told_of(more: tuple[str, ...]) -> None:
     """Alone it was answered as a prompt without a word, and `ollama run NAME` names it so."""
-    done = run_headstart("run", "--max-tokens", "2", "headstart-tiny", *more)
-    assert done.returncode == 0
-    assert "headstart-tiny is asked as a prompt; a model is named by --model" in done.stderr
+    for name in ("headstart-tiny", "qwen2.5:0.5b"):
+        done = run_headstart("run", "--max-tokens", "2", name, *more)
+        assert done.returncode == 0
+        assert f"{name} is asked as a prompt; a model is named by --model" in done.stderr
     done = run_headstart("run", "--max-tokens", "2", "Hello", "There")
     assert done.returncode == 0
     assert "as a prompt" not in done.stderr

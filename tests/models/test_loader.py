@@ -203,6 +203,7 @@ def test_models_in_gguf_are_named_by_their_file(
         ("hf.co/owner/name:Q4_K_M", "hf download owner/name FILE.gguf --local-dir ."),
         ("hf.co/owner/name", "did you mean owner/name?"),
         ("https://huggingface.co/owner/name/", "did you mean owner/name?"),
+        ("qwen2.5:0.5b", "or the path of a GGUF file"),
         ("../owner/name", "there is no folder ../owner/name"),
     ],
 )

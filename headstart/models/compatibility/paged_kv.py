@@ -33,7 +33,7 @@ from headstart.attention.register import (
     read_options,
 )
 from headstart.attention.torch_ops import TorchAttention
-from headstart.errors import UnsupportedModelError
+from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.compatibility.far_positions import check_far_positions
 from headstart.models.compatibility.substitute_attention import Attending
 from headstart.models.context_length import context_length
@@ -214,6 +214,7 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
     prompt = prompt.to(model.device)
     expected = _run(model, prompt, torch.arange(length, device=model.device))
     if not torch.isfinite(expected).all():
+        _check_numbers(model)
         raise UnsupportedModelError(
             f"{type(model).__name__} gives logits that are not finite in {model.dtype}, with "
             "transformers' own attention; another dtype may help"
@@ -308,6 +309,16 @@ def _run(model: PreTrainedModel, tokens: Tensor, positions: Tensor) -> Tensor:
         raise UnsupportedModelError(
             f"{type(model).__name__} fails over one row of tokens with explicit positions: {error}"
         ) from error
+
+
+def _check_numbers(model: PreTrainedModel) -> None:
+    """Raise DamagedModelError for a weight with NaN, which no dtype makes of a number."""
+    for name, weight in model.named_parameters():
+        if torch.isnan(weight.float()).any():
+            raise DamagedModelError(
+                f"{name} holds weights that are NaN in the file itself: it is damaged, or was saved "
+                "so; download the model again"
+            )
 
 
 def _rows_apart(logits: Tensor, expected: Tensor) -> Tensor:

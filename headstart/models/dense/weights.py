@@ -42,6 +42,8 @@ _DTYPES = {
 }
 
 
+_EMBEDDING = "model.embed_tokens.weight"
+
 FLOATS = frozenset(_DTYPES.values())
 """The dtypes of weights that are read here."""
 
@@ -231,7 +233,7 @@ class FloatReader:
         if embedding is None:
             return self.linear(name, inputs, outputs, bias=False)
         assert isinstance(embedding, nn.Embedding)
-        _check_finite(name, embedding.weight)
+        self._check_finite(_EMBEDDING, embedding.weight)
         made = _Linear(inputs, outputs, bias=False, device="meta")
         made.weight = embedding.weight
         return made
@@ -246,13 +248,30 @@ class FloatReader:
         """The tensor as the file has it, until `release`; in float32 if it has 64 bits."""
         found = self._checkpoint.tensor(name).to(self._device)
         found = found.float() if found.dtype == torch.float64 else found
-        _check_finite(name, found)
+        self._check_finite(name, found)
         return found
 
     def _parameter(self, name: str) -> nn.Parameter:
         copied = self._copy(name)
-        _check_finite(name, copied)
+        self._check_finite(name, copied)
         return copied
+
+    def _check_finite(self, name: str, weight: Tensor) -> None:
+        """Raise for infinities and NaN in the weight that a tensor of the file became.
+
+        `DamagedModelError` where the file has them, `UnsupportedModelError` where the dtype made
+        them.
+        """
+        if _is_finite(weight):
+            return
+        if not _is_finite(self._checkpoint.tensor(name)):
+            raise DamagedModelError(
+                f"{name} holds weights that are not finite in the file itself: it is damaged, or was "
+                "saved so; download the model again"
+            )
+        raise UnsupportedModelError(
+            f"{name} holds weights that are not finite in {weight.dtype}; another dtype may help"
+        )
 
     def _copy(self, name: str) -> nn.Parameter:
         found = self._checkpoint.tensor(name)
@@ -270,7 +289,7 @@ class HalfReader(FloatReader):
         if f"{name}.weight" not in self._halves:
             return super().linear(name, inputs, outputs, bias)
         made = self._half(f"{name}.weight", self._parameter(f"{name}.bias") if bias else None)
-        _check_finite(f"{name}.weight", made.weight)
+        self._check_finite(f"{name}.weight", made.weight)
         return HalfLinear(made)
 
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
@@ -281,7 +300,7 @@ class HalfReader(FloatReader):
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
         if not isinstance(embedding, HalfEmbedding):
             return super().head(embedding, name, outputs, inputs)
-        _check_finite(name, embedding.matrix.weight)
+        self._check_finite(_EMBEDDING, embedding.matrix.weight)
         return HalfLinear(embedding.matrix)
 
     def _half(self, name: str, bias: Tensor | None = None) -> HalfWeight:
@@ -299,7 +318,7 @@ class PackedReader(FloatReader):
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         rounded = self._rounded(f"{name}.weight")
-        _check_finite(f"{name}.weight", rounded)
+        self._check_finite(f"{name}.weight", rounded)
         own = self._parameter(f"{name}.bias") if bias else None
         return PackedLinear(PackedWeight(rounded, own, self._arena))
 
@@ -310,7 +329,7 @@ class PackedReader(FloatReader):
         if embedding is None:
             return self.linear(name, inputs, outputs, bias=False)
         assert isinstance(embedding, PackedEmbedding)
-        _check_finite(name, self._rounded("model.embed_tokens.weight"))
+        self._check_finite(_EMBEDDING, self._rounded(_EMBEDDING))
         return PackedLinear(embedding.packed)
 
     def close(self) -> None:
@@ -320,11 +339,8 @@ class PackedReader(FloatReader):
         return self._checkpoint.tensor(name).to(torch.bfloat16)
 
 
-def _check_finite(name: str, weight: Tensor) -> None:
-    """Raise `UnsupportedModelError` for infinities and NaN; reads the weight once."""
+def _is_finite(weight: Tensor) -> bool:
+    """False for infinities and NaN; reads the weight once."""
     some = weight.sum() if weight.dtype == torch.float32 else torch.stack(torch.aminmax(weight))
     # A sum of finite numbers may overflow; only then each is looked at.
-    if not torch.isfinite(some).all() and not torch.isfinite(weight).all():
-        raise UnsupportedModelError(
-            f"{name} holds weights that are not finite in {weight.dtype}; another dtype may help"
-        )
+    return bool(torch.isfinite(some).all() or torch.isfinite(weight).all())

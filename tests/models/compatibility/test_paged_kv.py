@@ -36,7 +36,7 @@ from transformers.models.llama import modeling_llama
 
 from headstart.attention import AttentionOptions, LayerLayout, register
 from headstart.attention.register import AttentionCall
-from headstart.errors import UnsupportedModelError
+from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.compatibility import paged_kv
 from headstart.models.compatibility.paged_kv import check_config, probe_model
 from tests.tiny_models import TINY, VOCABULARY, tiny_config
@@ -158,6 +158,15 @@ def test_logits_that_are_not_finite_are_found() -> None:
     with torch.no_grad():
         model.lm_head.weight[3, 3] = math.inf
     with pytest.raises(UnsupportedModelError, match=r"not finite in torch\.float32"):
+        probe_model(model)
+
+
+def test_weights_that_are_nan_are_told_by_name() -> None:
+    """The advice was another dtype, which changes nothing."""
+    model = TINY["llama"]()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 3] = math.nan
+    with pytest.raises(DamagedModelError, match=r"layers\.1\.mlp\.up_proj\.weight holds .* NaN"):
         probe_model(model)
 
 

@@ -164,10 +164,24 @@ def test_a_scale_of_angles_that_is_not_finite_is_of_no_family(factor: float) -> 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
 def test_weights_that_are_not_finite(name: str, dtype: str, value: float, tmp_path: Path) -> None:
+    """The advice was another dtype, which changes nothing."""
     folder = save_tiny("llama", tmp_path)
     edit_weights(folder, lambda w: w[name].view(-1)[-1:].fill_(value))
-    with pytest.raises(UnsupportedModelError, match=f"{name} holds weights that are not finite"):
-        load_model(folder, dtype)
+    told = f"{name} holds weights that are not finite in the file itself"
+    for weights in ("auto", "int8"):
+        with pytest.raises(DamagedModelError, match=told):
+            load_model(folder, dtype, weights=weights)
+
+
+def test_a_damaged_embedding_is_told_by_its_name_in_the_file(tmp_path: Path) -> None:
+    """Where the LM head shares it, it was the head that was told, which is not in the file."""
+    config = LlamaConfig(**tiny_config("llama").to_dict() | {"tie_word_embeddings": True})
+    tiny_model(config).save_pretrained(tmp_path)
+    name = "model.embed_tokens.weight"
+    edit_weights(tmp_path, lambda w: w[name].view(-1)[-1:].fill_(float("nan")))
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(DamagedModelError, match=f"{name} holds weights that are not finite in"):
+            load_model(tmp_path, dtype)
 
 
 def test_large_weights_are_finite_where_their_dtype_holds_them(tmp_path: Path) -> None:

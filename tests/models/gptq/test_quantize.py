@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import warnings
 from pathlib import Path
@@ -177,6 +178,17 @@ def test_the_command_says_what_it_wrote_and_how_to_use_it(text: Path, tmp_path: 
     assert f"headstart run --model {target}" in told and f"tokens of {text}" in told
     again = CliRunner().invoke(main, called)
     assert again.exit_code == 2 and "is there already" in again.stderr
+
+
+def test_a_log_tells_how_far_it_is(text: Path, tmp_path: Path) -> None:
+    """Without a terminal it was silent for the minutes that it takes."""
+    save_small(tmp_path / "float", num_hidden_layers=3)
+    called = ["models", "quantize", str(tmp_path / "float"), str(tmp_path / "small")]
+    result = CliRunner().invoke(main, [*called, "--text", str(text)])
+    assert result.exit_code == 0, result.stderr
+    found = re.findall(r"quantising \d+ layers|quantised \d of \d layers; about", result.stderr)
+    layers = [f"quantised {number} of 3 layers; about" for number in (1, 2)]
+    assert found == ["quantising 3 layers", *layers]
 
 
 def test_bad_input_is_told_before_any_work(text: Path, tmp_path: Path) -> None:

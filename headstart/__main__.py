@@ -11,6 +11,16 @@ def main() -> None:
         run = load_module("headstart.cli.main").main
     except KeyboardInterrupt:
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("headstart"):
+            raise
+        # Installed with --no-deps, as `headstart.cache` alone may be.
+        print(
+            f"headstart: its commands need {error.name}, which is not installed: pip install . in "
+            "the folder of the clone",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     run(prog_name="headstart")
 
 

@@ -67,3 +67,14 @@ def test_what_is_missing_is_installed_from_the_clone() -> None:
     project = tomllib.loads((root.parent / "pyproject.toml").read_text(encoding="utf-8"))
     assert {"vision", "gguf", "otel"} <= named <= project["project"]["optional-dependencies"].keys()
     assert not [text for text in sources if re.search(r"pip install ['\"]headstart", text)]
+
+
+def test_commands_without_the_packages_that_they_need() -> None:
+    """`pip install --no-deps`, for the cache as a library, brings `headstart` too: a traceback."""
+    program = "import sys; sys.modules['click'] = None\nfrom headstart.__main__ import main\nmain()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "headstart: its commands need click, which is not installed: pip install . in the folder "
+        "of the clone\n"
+    )

@@ -57,11 +57,11 @@ def show_images(model: str, options: Mapping[str, Any], svg: Path | None) -> Non
     """Run the demo and print it, into an SVG file as well if one is named.
 
     Without a model of the user's own, one is made on the spot. Raises what making, loading and
-    running it raise.
+    running it raise, and `ConfigError` where Pillow is missing.
     """
     console = demo_console()
     block_size = max(1, options.get("block_size", 16))
-    made = model == DEFAULT_MODEL
+    made, asks = model == DEFAULT_MODEL, _asks()
     with console.status("making the model, if it is not there yet, and loading it"):
         if made:
             model = str(import_module("headstart.models.demo.vision").demo_vision_path())
@@ -70,7 +70,7 @@ def show_images(model: str, options: Mapping[str, Any], svg: Path | None) -> Non
         if llm.engine.images is None:
             raise RequestError(f"{model} takes text alone: --images needs a model that sees")
         note = NOTE if made else f"model {model}"
-        show(chain([Text(note, style="dim")], _run(llm, console)), console, svg)
+        show(chain([Text(note, style="dim")], _run(llm, asks, console)), console, svg)
 
 
 def make_picture(seed: int) -> Image:
@@ -122,7 +122,7 @@ def _asks() -> list[Ask]:
     ]
 
 
-def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:
+def _run(llm: LLM, asks: list[Ask], console: Console) -> Iterator[RenderableType]:
     """A card for each request as soon as it is answered."""
     images = llm.engine.images
     assert images is not None
@@ -134,7 +134,7 @@ def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:
     outputs: list[RequestOutput] = []
     messages: list[dict[str, Any]] = []
     start = images.cache.num_encoded
-    for number, ask in enumerate(_asks(), start=1):
+    for number, ask in enumerate(asks, start=1):
         messages = [*messages, _message(ask.parts)] if ask.continues else [_message(ask.parts)]
         before = images.cache.num_encoded
         with console.status(f"request {number}: {ask.title}"):

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
@@ -61,6 +62,7 @@ _ON_HUB = re.compile(
     r"(?:(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/)?(\w[\w.-]*/\w[\w.-]*)(:[\w.-]+)?/?"
 )
 _OF_OLLAMA = re.compile(r"\w[\w.-]*:[\w.-]+")  # `qwen2.5:0.5b`
+_POINTER = b"version https://git-lfs"
 # Seconds to wait for the hub's first answer.
 _HUB_TIMEOUT = 5.0
 
@@ -341,9 +343,11 @@ def _read_header(file: Path) -> dict[str, _Header]:
                 for name, part in parts.items()
             }
     except (SafetensorError, OSError) as error:
-        raise DamagedModelError(
-            f"{file} is truncated or not a safetensors file: {_first_line(error)}"
-        ) from error
+        why = f"truncated or not a safetensors file: {_first_line(error)}"
+        with suppress(OSError), file.open("rb") as content:
+            if content.read(len(_POINTER)) == _POINTER:
+                why = "a pointer of Git LFS in the place of weights: git lfs pull downloads them"
+        raise DamagedModelError(f"{file} is {why}") from error
 
 
 class FileStamp(NamedTuple):

@@ -314,6 +314,14 @@ def test_truncated_weights(folder: Path, keep: int) -> None:
         load_model(folder)
 
 
+def test_a_pointer_of_git_lfs_is_told_as_such(folder: Path) -> None:
+    """A clone without Git LFS has these; they were "truncated", and "header too large"."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\n"
+    (folder / "model.safetensors").write_text(pointer)
+    with pytest.raises(DamagedModelError, match=r"is a pointer of Git LFS .* git lfs pull"):
+        load_model(folder)
+
+
 def test_missing_parameters_are_not_made_up(folder: Path) -> None:
     edit_weights(folder, lambda w: w.__delitem__("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(DamagedModelError, match=r"1 parameters are missing, model\.layers\.1\.mlp"):

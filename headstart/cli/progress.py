@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from headstart.engine.streams.stream import PromptProgress, RequestStream
 
 _PATIENCE = 0.3  # seconds before a line appears: shorter waits need none
+_FEW = 0.02  # share of files that says nothing of how fast they are read: headers, some samples
 
 
 @contextmanager
@@ -52,17 +53,17 @@ def describe_loading(name: str, files: Sequence[Path]) -> Callable[[float], str]
     except (OSError, ValueError):  # a system that does not tell, or an empty file
         cached, first = None, 1.0
 
-    began = 0.0  # when the first part was read: before that, modules are imported
+    began, at = 0.0, first  # when reading did, and what was in memory then
 
     def describe(elapsed: float) -> str:
-        nonlocal began
+        nonlocal began, at
         share = 1.0
         if cached and first < 1:
             with suppress(OSError):
                 share = cached.read()
-        if share <= first:
-            began = elapsed
-        return loading_line(name, size, (first, share), elapsed, began)
+        if share <= first + _FEW:  # modules are imported
+            began, at = elapsed, share
+        return loading_line(name, size, (at, share), elapsed, began)
 
     return describe
 
@@ -72,7 +73,7 @@ def loading_line(
 ) -> str:
     """What is loaded; while its files are read from the disk, how far and how long still.
 
-    cached: the shares that were in memory at the beginning, and are now. began: when reading did.
+    cached: the shares that were in memory when reading began, and are now. began: when it did.
 
     >>> loading_line("a/model", 3_000_000_000, (0.0, 0.25), 2.0)
     'loading a/model: read 750.0 MB of 3.0 GB of weights; about 6 s to go'
@@ -126,7 +127,7 @@ def reading_line(progress: PromptProgress, elapsed: float) -> str:
     if not read:
         return f"reading {total:,} tokens"
     line = f"read {read:,} of {total:,} tokens, {cached:,} of them cached"
-    if read == cached:
+    if read in (cached, total):
         return line
     return f"{line}; about {_roughly(elapsed / (read - cached) * (total - read))} to go"
 

@@ -57,6 +57,19 @@ def test_the_line_says_how_far_and_how_long_still(weights: Path) -> None:
     assert describe_loading("a/model", [weights])(1.0).endswith("262.1 KB of weights: 1.00 s")
 
 
+def test_a_header_says_nothing_of_how_fast_the_rest_is_read(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While modules were imported it said "about 2 min to go": those 10 s were of a page."""
+    shares = iter([0.94, 0.944, 0.944, 0.97, 1.0])
+    monkeypatch.setattr(CachedShare, "read", lambda self: next(shares))
+    describe = describe_loading("a/model", [weights])
+    for seconds in (1.0, 10.0):
+        assert describe(seconds) == f"loading a/model, 262.1 KB of weights: {seconds:.2f} s"
+    assert describe(11.0).endswith("read 254.3 KB of 262.1 KB of weights; about 1 s to go")
+    assert describe(12.0) == "loading a/model, 262.1 KB of weights: 12.00 s"
+
+
 def test_files_that_are_wrong_are_left_to_the_loader() -> None:
     assert describe_loading("a/model", [])(2.0) == "loading a/model: 2.00 s"
 

@@ -316,8 +316,8 @@ def _check_numbers(model: PreTrainedModel) -> None:
     for name, weight in model.named_parameters():
         if torch.isnan(weight.float()).any():
             raise DamagedModelError(
-                f"{name} holds weights that are NaN in the file itself: it is damaged, or was saved "
-                "so; download the model again"
+                f"{name} holds weights that are NaN in the file itself: it is damaged, or was "
+                "saved so; download the model again"
             )
 
 

@@ -266,8 +266,8 @@ class FloatReader:
             return
         if not _is_finite(self._checkpoint.tensor(name)):
             raise DamagedModelError(
-                f"{name} holds weights that are not finite in the file itself: it is damaged, or was "
-                "saved so; download the model again"
+                f"{name} holds weights that are not finite in the file itself: it is damaged, or "
+                "was saved so; download the model again"
             )
         raise UnsupportedModelError(
             f"{name} holds weights that are not finite in {weight.dtype}; another dtype may help"

@@ -1,9 +1,10 @@
-"""`/image` in `headstart chat`, in a real pseudo-terminal, with a model that sees."""
+"""Images in `headstart chat`, in a real pseudo-terminal, in `run` and in the demo of them."""
 
 import io
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,3 +116,16 @@ def test_a_file_that_is_no_image_is_told_before_the_model(
     monkeypatch.setitem(sys.modules, "PIL", None)
     result = call("run", "--image", str(path), "What?")
     assert result.stderr.endswith('pip install ".[vision]" in the folder of the clone\n')
+
+
+def test_demo_of_images_tells_how_to_install_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended in a traceback of transformers', which made the model first."""
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("before the model is made")
+
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setattr("headstart.models.demo.vision.demo_vision_path", fail)
+    result = call("demo", "--images")
+    assert result.exit_code == 2
+    assert 'pip install ".[vision]"' in result.stderr

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -130,19 +129,6 @@ def test_demo_of_images_shows_what_is_computed(demo_vision: Path) -> None:
     shares = [int(card[2]) for card in cards]
     assert shares[1] > 80 and shares[2] > 40 and max(shares[0], shares[3], shares[4]) < 5
     assert "of 7 pictures shown 3 were encoded" in said
-
-
-def test_demo_of_images_tells_how_to_install_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended in a traceback of transformers', which made the model first."""
-
-    def fail(*_: Any) -> None:
-        raise AssertionError("before the model is made")
-
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    monkeypatch.setattr("headstart.models.demo.vision.demo_vision_path", fail)
-    result = call("demo", "--images")
-    assert result.exit_code == 2
-    assert 'pip install ".[vision]"' in result.stderr
 
 
 def test_demo_of_images_needs_a_model_that_sees() -> None:

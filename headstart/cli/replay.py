@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from headstart.cli.help import SPEED, GroupedCommand, GroupedOption
+from headstart.cli.reply_metrics import count
 from headstart.cli.streams import as_typed
 from headstart.cluster.policies import DEFAULT_POLICY, POLICIES
 from headstart.errors import ConfigError
@@ -159,7 +160,7 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
+        yield lambda done: bar.advance(task, done)
 
 
 def _as_json(
@@ -177,7 +178,7 @@ def _as_json(
 def _print(trace: Trace, fleet: Fleet, results: list[ReplayResult], optimum: Optimum) -> None:
     mean = trace.num_tokens / len(trace.requests)
     click.echo(
-        f"{trace.name}: {len(trace.requests):,} requests in {trace.seconds:,.0f} s, "
+        f"{trace.name}: {count(len(trace.requests), 'request')} in {trace.seconds:,.0f} s, "
         f"{mean:,.0f} prompt tokens each"
     )
     parts = f" ({fleet.prefill_replicas} for prompts)" if fleet.prefill_replicas else ""

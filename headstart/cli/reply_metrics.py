@@ -9,13 +9,15 @@ if TYPE_CHECKING:
 
 
 def duration(seconds: float | None) -> str:
-    """Three digits and a unit; a dash for what was not measured.
+    """About three digits and a unit; a dash for what was not measured.
 
-    >>> duration(2.314), duration(0.3141), duration(0.03141), duration(None)
-    ('2.31 s', '314 ms', '31.4 ms', '–')
+    >>> duration(2.314), duration(0.3141), duration(0.03141), duration(None), duration(1593.84)
+    ('2.31 s', '314 ms', '31.4 ms', '–', '26.6 min')
     """
     if seconds is None:
         return "–"
+    if seconds >= 120:
+        return f"{seconds / 60:.1f} min"
     if seconds >= 0.9995:
         return f"{seconds:.2f} s"
     return f"{seconds * 1000:.0f} ms" if seconds >= 0.09995 else f"{seconds * 1000:.1f} ms"

@@ -27,6 +27,7 @@ from headstart.cli.cache.keeping import shorten_home, size_of
 from headstart.cli.cache.listing import NAME_DIGITS, in_order, show_models, show_prefixes
 from headstart.cli.help import OrderedGroup
 from headstart.cli.progress import show_bytes
+from headstart.cli.reply_metrics import count
 from headstart.cli.streams import as_typed, columns_of
 from headstart.engine.config import EngineConfig
 from headstart.errors import CacheError
@@ -120,7 +121,7 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
                     f"not all was dropped: {path} cannot be changed now; if its disk is full, "
                     "remove the folder"
                 )
-        click.echo("1 block dropped" if dropped == 1 else f"{dropped:,} blocks dropped")
+        click.echo(f"{count(dropped, 'block')} dropped")
 
 
 @cache.command(short_help="Check that every block is whole.")
@@ -158,9 +159,8 @@ def export(name: str, file: Path, folder: str | None) -> None:
         )
         blocks = [*_before(path, state, prefix), *prefix.all_blocks()]
         with closing(DiskStore(path, state.model.record, _most(path))) as store:
-            count = export_blocks(store, blocks, file)
-        size = state.model.record.block_size
-        click.echo(f"{count * size:,} tokens of {state.model.record.title} are in {file}")
+            num_tokens = export_blocks(store, blocks, file) * state.model.record.block_size
+        click.echo(f"{num_tokens:,} tokens of {state.model.record.title} are in {file}")
 
 
 @cache.command(name="import", short_help="Keep what export wrote.")
@@ -178,8 +178,8 @@ def import_file(file: Path, folder: str | None) -> None:
                 f"dtype and block size; models that have: {titles}"
             )
         with closing(DiskStore(path, record, _most(path))) as store:
-            count = import_blocks(store, file, time.time())
-        click.echo(f"{count * record.block_size:,} tokens of {record.title} are new here")
+            num_tokens = import_blocks(store, file, time.time()) * record.block_size
+        click.echo(f"{num_tokens:,} tokens of {record.title} are new here")
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 import os
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -68,6 +70,21 @@ def test_models_and_prefixes_are_listed(cache: Cache) -> None:
     assert [line.startswith("  ") and "80 to 96" in line for line in (one, other)] == [True, True]
     assert "... 2 more" in cache("ls", "tiny-model", "--lines", "1").output
     assert "112 tokens in 7 blocks" in cache("stat").output
+
+
+@pytest.mark.parametrize("names", [["ls"], ["ls", "tiny-model"], ["stat"]])
+def test_an_output_that_fails_is_no_fault_of_the_folder(
+    names: list[str], cache: Cache, folder: Path
+) -> None:
+    """`headstart cache ls | head -1` told to verify the folder, which "cannot be read"."""
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("there is no /dev/full here")
+    call = [sys.executable, "-m", "headstart", "cache", *names, "--cache-dir", str(folder)]
+    with full.open("w") as output:
+        done = subprocess.run(call, stdout=output, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("headstart: cannot write the output: ")
 
 
 def test_what_is_dropped_is_computed_again(cache: Cache, model: Path, folder: Path) -> None:

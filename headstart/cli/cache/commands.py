@@ -68,17 +68,17 @@ def list_kept(model: str | None, lines: int, folder: str | None) -> None:
 
     MODEL is what ls shows: a name, which stands for all its kinds, or digits of a fingerprint.
     """
+    columns, shown = columns_of(sys.stdout), []
     with _opened(folder) as path:
-        columns = columns_of(sys.stdout)
         if model is None:
-            click.echo(show_models(read_models(path), columns))
-            return
-        states = _find_models(path, model)
+            shown.append(show_models(read_models(path), columns))
+        states = [] if model is None else _find_models(path, model)
         for state in states:
             record = state.model.record
             if len(states) > 1:
-                click.echo(f"{record.title}  {record.fingerprint[:NAME_DIGITS]}")
-            click.echo(show_prefixes(_all_of(path, state), record, lines, columns))
+                shown.append(f"{record.title}  {record.fingerprint[:NAME_DIGITS]}")
+            shown.append(show_prefixes(_all_of(path, state), record, lines, columns))
+    click.echo("\n".join(shown))
 
 
 @cache.command(short_help="Say how much is kept, and saved.")
@@ -87,13 +87,13 @@ def stat(folder: str | None) -> None:
     """How much is kept, and what that has saved."""
     with _opened(folder) as path:
         states = read_models(path)
-        nbytes, blocks = sum(one.nbytes for one in states), sum(one.num_blocks for one in states)
-        tokens = sum(one.num_blocks * one.model.record.block_size for one in states)
-        click.echo(f"folder   {shorten_home(path)}")
-        click.echo(f"kept     {show_bytes(nbytes)}, {tokens:,} tokens in {blocks:,} blocks")
-        click.echo(f"models   {len(states)}")
-        click.echo(f"loaded   {sum(one.hits for one in states):,} blocks")
-        click.echo(f"saved    {sum(one.saved_seconds for one in states):,.1f} s of computing")
+    nbytes, blocks = sum(one.nbytes for one in states), sum(one.num_blocks for one in states)
+    tokens = sum(one.num_blocks * one.model.record.block_size for one in states)
+    click.echo(f"folder   {shorten_home(path)}")
+    click.echo(f"kept     {show_bytes(nbytes)}, {tokens:,} tokens in {blocks:,} blocks")
+    click.echo(f"models   {len(states)}")
+    click.echo(f"loaded   {sum(one.hits for one in states):,} blocks")
+    click.echo(f"saved    {sum(one.saved_seconds for one in states):,.1f} s of computing")
 
 
 @cache.command(short_help="Drop prefixes, a model's, or all.")
@@ -121,7 +121,7 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
                     f"not all was dropped: {path} cannot be changed now; if its disk is full, "
                     "remove the folder"
                 )
-        click.echo(f"{count(dropped, 'block')} dropped")
+    click.echo(f"{count(dropped, 'block')} dropped")
 
 
 @cache.command(short_help="Check that every block is whole.")
@@ -160,7 +160,7 @@ def export(name: str, file: Path, folder: str | None) -> None:
         blocks = [*_before(path, state, prefix), *prefix.all_blocks()]
         with closing(DiskStore(path, state.model.record, _most(path))) as store:
             num_tokens = export_blocks(store, blocks, file) * state.model.record.block_size
-        click.echo(f"{num_tokens:,} tokens of {state.model.record.title} are in {file}")
+    click.echo(f"{num_tokens:,} tokens of {state.model.record.title} are in {file}")
 
 
 @cache.command(name="import", short_help="Keep what export wrote.")
@@ -179,7 +179,7 @@ def import_file(file: Path, folder: str | None) -> None:
             )
         with closing(DiskStore(path, record, _most(path))) as store:
             num_tokens = import_blocks(store, file, time.time()) * record.block_size
-        click.echo(f"{num_tokens:,} tokens of {record.title} are new here")
+    click.echo(f"{num_tokens:,} tokens of {record.title} are new here")
 
 
 @contextmanager
@@ -198,6 +198,8 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 def _opened(folder: str | None, *, new: bool = False) -> Iterator[Path]:
     """The folder; what is wrong with its index is one clear error.
 
+    Print what was found after it: else an output that fails is told as a folder that cannot be
+    read.
     new: one that was named is made if it is not there.
     """
     path = default_folder()

@@ -105,10 +105,13 @@ class QuantizedLinear(nn.Module, ABC):
         """
 
     def is_of(self, weight: Tensor) -> bool:
-        """True if the layer's weight is what quantising `weight` gives."""
+        """True if the layer's weight is `weight`, in its dtype, or what quantising it gives."""
         if weight.shape != (self.out_features, self.in_features):
             return False
-        return torch.equal(self.quantize(weight, None).unpack(), self.unpack())
+        own = self.unpack()
+        return torch.equal(own.to(weight.dtype), weight) or torch.equal(
+            self.quantize(weight, None).unpack(), own
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., inputs]` times the weight, plus the bias: `[..., outputs]` in x's dtype."""

@@ -30,7 +30,7 @@ class QuantizedEmbedding(nn.Module):
         return self.head.unpack()
 
     def is_of(self, weight: Tensor) -> bool:
-        """True if the table is what quantising `weight` gives."""
+        """True if the table is `weight`, in its dtype, or what quantising it gives."""
         return self.head.is_of(weight)
 
     def forward(self, numbers: Tensor) -> Tensor:

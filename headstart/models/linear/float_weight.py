@@ -16,7 +16,7 @@ class FloatParts(NamedTuple):
     """A weight in memory, on the CPU.
 
     `values` lie as `native/weight.h` says for rows of float32. `scales` float32 `[outputs]`, but
-    not of bfloat16; `columns` float32 `[inputs]` or None: only of 4 and 5 bits.
+    not of bfloat16; `columns` float32 `[inputs]` or None: only of weights in groups.
     """
 
     values: Tensor

@@ -208,7 +208,7 @@ class Int8Linear(QuantizedLinear):
         else:
             assert self.values is not None, "a table's"
             values = self.values[check_numbers(numbers, self.out_features)]
-        return values * self.scales[numbers].unsqueeze(-1)
+        return values * self.scales[numbers.long()].unsqueeze(-1)
 
     def multiply(self, rows: Tensor) -> Tensor:
         if self._for_fbgemm is not None:

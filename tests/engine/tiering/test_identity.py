@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from headstart import LLM, SamplingParams
-from headstart.engine.tiering.identity import _name
+from headstart.engine.tiering import identity
+from headstart.engine.tiering.identity import _kept_weights, _name
 from headstart.models.dense import decoder
 from headstart.models.files import BUILT_IN, find_folder
+from headstart.models.linear import QuantizedLinear
+from headstart.models.loader import load_model
 from headstart.native import avx2_library
 from headstart.tiers.contents import read_models
 from tests.engine.tiny_llm import make_llm, save_smallest
@@ -127,6 +131,28 @@ def test_blocks_are_those_of_rows_that_are_rounded_alike(
         options = {"cache_dir": str(tmp_path / "kept"), "weights": weights}
         found.append(fingerprint(make_llm(model, **options)))
     assert found[0] != found[1]
+
+
+def test_blocks_are_those_of_the_same_way_to_round_and_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a shared embedding, too: its rows are what K and V are computed from."""
+    config = TINY["llama"]().config
+    config.tie_word_embeddings = True
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_model(tmp_path, weights="int8")
+    layers = [m for m in model.module.modules() if isinstance(m, QuantizedLinear)]
+    seen = [_kept_weights(model)]
+    assert len(seen[0]) == len(layers) + 1, "the embedding shares the head's weight"
+    monkeypatch.setitem(identity.REVISIONS, "int8", 1000)
+    seen.append(_kept_weights(model))
+    for layer in layers:
+        layer.has_own_bits = True
+    seen.append(_kept_weights(model))
+    monkeypatch.setattr(identity, "OWN_BITS_REVISION", 1000)
+    seen.append(_kept_weights(model))
+    for lines in zip(*seen, strict=True):
+        assert len({*lines}) == 4
 
 
 def test_deterministic_blocks_are_those_of_the_same_instructions(

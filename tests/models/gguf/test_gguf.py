@@ -11,9 +11,10 @@ import torch
 from headstart import LLM, SamplingParams, native
 from headstart.errors import HeadstartError, ModelNotFoundError, UnsupportedModelError
 from headstart.models.dense.decoder import DenseDecoder
-from headstart.models.gguf import blocks, library
+from headstart.models.gguf import blocks, checkpoint, library
 from headstart.models.gguf.blocks import FORMATS, read_weight
 from headstart.models.gguf.checkpoint import _NARROW, GGUFCheckpoint
+from headstart.models.gguf.folder import gguf_folder
 from headstart.models.half_weight import HalfLinear
 from headstart.models.linear import QuantizedEmbedding, QuantizedLinear
 from headstart.models.linear.int4 import Int4Linear, Int5Linear, Int8GroupsLinear
@@ -72,12 +73,27 @@ def test_weights_are_those_of_the_file(
         assert found is not None
         assert float((found - expected).norm()) <= apart * float(expected.norm())
         assert getattr(layer, "kind", None) == wanted
+        bias = original.get_submodule(name).bias
+        assert torch.equal(layer.bias, bias) if bias is not None else layer.bias is None
     tied = wanted is not None and original.config.tie_word_embeddings
     table, numbers = model.layer("model.embed_tokens"), torch.arange(VOCABULARY).flip(0)
     assert isinstance(table, QuantizedEmbedding) == tied
     if tied:
         head = model.weight("lm_head")
         assert head is not None and torch.equal(table(numbers), head[numbers])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_a_model_knows_the_weights_of_its_file(kind: str, dtype: str, tmp_path: Path) -> None:
+    """An adapter with a copy of the LM head, as the package reads it, was refused."""
+    file = write_gguf(tmp_path / "tiny.gguf", "qwen2", make_model("qwen2"), kind)
+    model = load_model(file, dtype)
+    with GGUFCheckpoint(gguf_folder(file)) as opened:
+        for name, own in (("lm_head", "model.embed_tokens"), ("model.layers.1.mlp.up_proj",) * 2):
+            weight = opened.tensor(f"{own}.weight")
+            assert model.holds(name, weight) and model.holds(name, weight.bfloat16())
+            assert not model.holds(name, weight.roll(1, 0)) and not model.holds(name, weight[1:])
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
@@ -147,6 +163,7 @@ def test_blocks_of_any_bytes(kind: str) -> None:
 def test_a_weight_in_several_pieces_is_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     data = np.random.default_rng(0).integers(0, 60, (70, 34), dtype=np.uint8)
     whole = read_weight(data, "Q8_0", gguf)
+    assert blocks._OUTPUTS % 16 == 0
     monkeypatch.setattr(blocks, "_OUTPUTS", 32)
     pieces = read_weight(data, "Q8_0", gguf)
     assert torch.equal(pieces.panels, whole.panels) and torch.equal(pieces.scales, whole.scales)
@@ -154,7 +171,7 @@ def test_a_weight_in_several_pieces_is_that_of_one(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux how much of a file is in memory")
-def test_pages_of_the_file_are_given_back_layer_by_layer(tmp_path: Path) -> None:
+def test_pages_of_the_file_are_given_back(tmp_path: Path) -> None:
     """A load took half as much memory again: the whole file was resident at its end."""
     file = write_gguf(tmp_path / "model.gguf", "llama", make_model("llama"), "Q8_0")
 
@@ -163,12 +180,24 @@ def test_pages_of_the_file_are_given_back_layer_by_layer(tmp_path: Path) -> None
         assert any(str(file) in line for line in lines)
         return int(next(line for line in lines if line.startswith("Rss")).split()[1])
 
-    with GGUFCheckpoint(tmp_path) as checkpoint:
-        before = checkpoint.tensor("lm_head.weight")
+    with GGUFCheckpoint(tmp_path) as opened:
+        before = opened.tensor("lm_head.weight")
         assert resident() > 0
-        checkpoint.release()
+        opened.release()
         assert resident() == 0
-        assert torch.equal(checkpoint.tensor("lm_head.weight"), before)
+        assert torch.equal(opened.tensor("lm_head.weight"), before)
+    assert resident() == 0
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_pages_are_given_back_after_the_embedding_each_layer_and_the_head(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[int] = []
+    monkeypatch.setattr(checkpoint, "drop_pages", lambda start, size: given_back.append(size))
+    file = write_gguf(tmp_path / "tiny.gguf", "llama", make_model("llama"), "Q8_0")
+    model = load_model(file, weights=weights)
+    assert given_back == [file.stat().st_size] * (1 + len(model.layouts) + 1 + 1)  # and at its end
 
 
 def test_a_file_answers_and_brings_its_tokenizer(tmp_path: Path, cache: Path) -> None:

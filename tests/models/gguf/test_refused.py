@@ -7,6 +7,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 
 from headstart.errors import DamagedModelError, ModelError, UnsupportedModelError
 from headstart.models.gguf import checkpoint
@@ -194,7 +195,8 @@ def test_what_becomes_of_a_file_is_logged(
     monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add)
     lines: list[str] = []
     monkeypatch.setattr(checkpoint._log, "info", lambda text, *told: lines.append(text % told))
-    file = write_gguf(tmp_path / "a.gguf", architecture, make_model(architecture), "Q4_0")
+    original = make_model(architecture)
+    file = write_gguf(tmp_path / "a.gguf", architecture, original, "Q4_0")
     model = load_model(file, "float32")
     [line] = lines
     _, _, told = line.partition(" F32 stay float, ")
@@ -205,3 +207,6 @@ def test_what_becomes_of_a_file_is_logged(
     assert head.has_own_bits == ("again" not in said)
     table = model.layer("model.embed_tokens")
     assert isinstance(table, QuantizedEmbedding) == (architecture == "qwen2")
+    if architecture == "qwen2":
+        bias = original.model.layers[1].self_attn.k_proj.bias
+        assert torch.equal(model.layer("model.layers.1.self_attn.k_proj").bias, bias)

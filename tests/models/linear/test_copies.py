@@ -12,7 +12,9 @@ from torch import nn
 
 from headstart.errors import ModelError
 from headstart.models.half_weight import HalfEmbedding, HalfLinear
-from headstart.models.linear import WeightKind, int4, int8
+from headstart.models.linear import QuantizedEmbedding, QuantizedLinear, WeightKind, int4, int8
+from headstart.models.linear.int4 import Form, Grid, Int4Linear, Int8GroupsLinear, pack_int4
+from headstart.models.linear.int8 import Int8Linear, quantize_int8
 from headstart.models.loader import load_model
 from headstart.models.packed import PackedEmbedding, PackedLinear
 from headstart.native import AMX, avx2_library, library
@@ -66,6 +68,45 @@ def test_a_copy_multiplies_by_weights_of_its_own(
             seen.add(type(layer))
     if weights == "auto" and dtype == "bfloat16" and library() is not None:
         assert seen == {PackedLinear, PackedEmbedding}
+
+
+def _int8() -> QuantizedLinear:
+    return Int8Linear(quantize_int8(torch.randn(40, 70)), table=True)
+
+
+def _int4() -> QuantizedLinear:
+    return Int4Linear.quantize(torch.randn(40, 70), None)
+
+
+def _int8_in_groups() -> QuantizedLinear:
+    values = torch.randint(256, (40, 96), dtype=torch.uint8)
+    grid = Grid(values, torch.rand(40, 3), torch.rand(40, 3))
+    return Int8GroupsLinear(pack_int4(grid, Form(8, False)))
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch's, of FBGEMM's weights
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("kernels", ["1", "0"])
+@pytest.mark.parametrize("make", [_int8, _int4, _int8_in_groups])
+def test_an_embedding_and_the_head_that_it_reads_are_copied_as_one(
+    make: Callable[[], QuantizedLinear],
+    kernels: str,
+    copied: Callable[[nn.Module], nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HEADSTART_NATIVE", kernels)
+    head = make()
+    table = QuantizedEmbedding(head, torch.float32)
+    numbers, rows = NUMBERS % 40, torch.randn(3, head.in_features)
+    before, product = table(numbers), head(rows)
+    model = nn.ModuleList([table, head])
+    assert not model.state_dict() and [*model.children()] == [table, head]
+    other = copied(model)
+    other_table, other_head = other.children()
+    assert isinstance(other_table, QuantizedEmbedding) and other_table.head is other_head
+    wipe(head)
+    assert not table(numbers).any()
+    assert torch.equal(other_table(numbers), before) and torch.equal(other_head(rows), product)
 
 
 @pytest.mark.skipif(avx2_library() is None, reason="no compiled kernels here")

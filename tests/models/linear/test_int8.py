@@ -247,7 +247,8 @@ def test_an_embedding_reads_its_rows_where_the_head_has_them(
     weight = Int8Weight((torch.arange(40 * 33) * 37).view(40, 33).char(), torch.rand(40))
     head = Int8Linear(weight, rows=own_dtype(path), table=True)
     table, numbers = QuantizedEmbedding(head, torch.float32), torch.tensor([[39, 0], [16, 15]])
-    assert torch.equal(table(numbers), weight.unpack()[numbers])
+    for kind in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        assert torch.equal(table(numbers.to(kind)), weight.unpack()[numbers])
     assert (head.values is None) == (path in ("bfloat16", *BYTE_PRODUCTS))
     for outside in (-1, 40):
         with pytest.raises(IndexError, match="weight that has 40"):

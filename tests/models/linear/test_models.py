@@ -146,11 +146,14 @@ def tied_llama(folder: Path) -> Path:
     return folder / "tied"
 
 
+@pytest.mark.parametrize("kernels", ["1", "0"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("load", [load_model, load_zoo])
 def test_embeddings_that_share_the_heads_weight_share_its_values(
-    tmp_path: Path, load: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, load: Any, dtype: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also beside what FBGEMM keeps, which no row is read from."""
+    monkeypatch.setenv("HEADSTART_NATIVE", kernels)
     if library() is not None:
         monkeypatch.setattr(int8, "level", lambda: AMX)
     model = load(tied_llama(tmp_path), dtype, weights="int8")
@@ -164,6 +167,16 @@ def test_embeddings_that_share_the_heads_weight_share_its_values(
     with pytest.raises(IndexError):
         table(torch.tensor([VOCABULARY]))
     assert model.vocab_size == VOCABULARY and model.dtype == getattr(torch, dtype)
+
+
+def test_a_table_is_not_put_into_panels_that_no_row_is_read_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With AMX, each row would cost a copy of the whole weight."""
+    monkeypatch.setattr(int4, "level", lambda: AMX)
+    weight = int4.quantize_int4(torch.randn(16, 64), 4)
+    made = quantized._make_packed(weight, None, torch.device("cpu"), torch.bfloat16, table=True)
+    assert made.packed is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -221,13 +221,19 @@ def test_each_module_may_have_a_configuration(tmp_path: Path) -> None:
     assert apart_in_most_rows(logits(model), expected) <= LIMIT
 
 
+@pytest.mark.parametrize("kernels", ["1", "0"])
 @pytest.mark.parametrize(
     ("bits", "granularity"), [(torch.int8, BY_OUTPUT), (torch.int8, IN_32), (torch.int4, IN_32)]
 )
 def test_an_embedding_may_share_its_bits_with_the_head(
-    bits: torch.dtype, granularity: Any, tmp_path: Path
+    bits: torch.dtype,
+    granularity: Any,
+    kernels: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torchao saves it twice, and transformers does not load it again."""
+    monkeypatch.setenv("HEADSTART_NATIVE", kernels)
     folder = tmp_path / "model"
     table = quantization.IntxWeightOnlyConfig(weight_dtype=bits, granularity=granularity)
     each = {

@@ -203,6 +203,7 @@ COUNTS = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 ATTEMPTS = 100
 SEEDS, THREADS = st.integers(0, 2**20), st.integers(1, 3)
 TOLERANCE = 2e-5
+NEAR = 0.1  # a few in a hundred draws are more than TOLERANCE apart, and those by 0.003 at most
 
 
 @given(shape=shapes(), counts=COUNTS, seed=SEEDS, threads=THREADS)
@@ -231,14 +232,17 @@ def test_layers_that_round_numbers_are_their_modules(
 ) -> None:
     """Of many draws of the same shape, one must have the modules' rows; in a wrong layer none has.
 
-    Where a number in 8 bits is a near tie and goes the other way in the modules, so do later ones.
+    Where a number in 8 bits is a near tie and goes the other way in the modules, so do later ones:
+    such a draw is a little apart, and none is far.
     """
     with on_threads(threads):
-        draws = (Pair(shape, kind, memory_dtype, seed + at) for at in range(ATTEMPTS))
-        assert any(
-            all(step.apart(step.modules) <= TOLERANCE for step in pair.run(counts))
-            for pair in draws
-        )
+        for at in range(ATTEMPTS):
+            pair = Pair(shape, kind, memory_dtype, seed + at)
+            apart = [step.apart(step.modules) for step in pair.run(counts)]
+            assert all(one <= NEAR for one in apart)
+            if all(one <= TOLERANCE for one in apart):
+                return
+    pytest.fail(f"of {ATTEMPTS} draws none has the modules' rows")
 
 
 SHAPE = DecoderShape(

@@ -19,6 +19,7 @@ from headstart.models.linear.int4 import (
     Int8GroupsLinear,
     pack_int4,
 )
+from headstart.models.linear.int8 import Int8Linear
 from headstart.native import library
 from tests.examples import at_least
 from tests.native.byte_products import BYTE_PRODUCTS, use_byte_product
@@ -315,6 +316,13 @@ def test_eight_bits_in_groups_take_rows_in_bfloat16(monkeypatch: pytest.MonkeyPa
     layer = Int8GroupsLinear(draw_weight(40, 70, 1, FORMS[-1])[0], rows=torch.bfloat16)
     rows = draw(3, 70, 1).bfloat16()
     assert layer.packed is None and torch.equal(layer(rows), layer(rows.float()).bfloat16())
+
+
+def test_floats_are_rounded_to_eight_bits_without_groups() -> None:
+    weight, bias = draw(20, 48), draw(20, 1).flatten()
+    layer = Int8GroupsLinear.quantize(weight, bias)
+    assert isinstance(layer, Int8Linear) and layer.is_of(weight)
+    assert layer.bias is not None and torch.equal(layer.bias, bias)
 
 
 @PATHS

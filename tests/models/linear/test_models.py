@@ -5,11 +5,11 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from headstart.errors import ConfigError
+from headstart.errors import ConfigError, UnsupportedModelError
 from headstart.models.decoder import DecoderModel
 from headstart.models.dense import quantized
 from headstart.models.dense.decoder import DenseDecoder
@@ -161,12 +161,26 @@ def test_embeddings_that_share_the_heads_weight_share_its_values(
     assert isinstance(table, QuantizedEmbedding) and isinstance(head, Int8Linear)
     is_packed = head.packed is not None or head.panels is not None
     assert table.head is head and (head.values is None) == is_packed  # there are no two copies
+    assert (table.num_embeddings, table.embedding_dim) == head.unpack().shape
+    for name in ("model.embed_tokens", "lm_head"):
+        weight = model.weight(name)
+        assert weight is not None and torch.equal(weight, head.unpack())
     numbers = torch.arange(VOCABULARY).flip(0)[1:].view(2, -1)
     assert torch.equal(table(numbers), head.unpack()[numbers].to(model.dtype))
     assert table(numbers[:, :0]).shape[:2] == (2, 0)
     with pytest.raises(IndexError):
         table(torch.tensor([VOCABULARY]))
     assert model.vocab_size == VOCABULARY and model.dtype == getattr(torch, dtype)
+
+
+def test_a_table_too_large_to_be_quantised_is_refused(tmp_path: Path) -> None:
+    """Its logits would be infinite."""
+    file = tied_llama(tmp_path) / "model.safetensors"
+    weights = load_file(file)
+    weights["model.embed_tokens.weight"][3, 5:7] = 3e38
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"embed_tokens\.weight .* too large for int8;"):
+        load_model(file.parent, "float32", weights="int8")
 
 
 def test_a_table_is_not_put_into_panels_that_no_row_is_read_from(

@@ -19,6 +19,7 @@ from headstart.models.linear.int4 import Int4Linear, Int8GroupsLinear
 from headstart.models.linear.int8 import Int8Linear
 from headstart.models.loader import load_model
 from headstart.models.prequantised import checkpoint
+from headstart.models.prequantised.grouped import Grouped
 from headstart.models.prequantised.scheme import read_scheme
 from tests.models.paged import Paged
 from tests.models.prequantised.written import (
@@ -126,6 +127,32 @@ def test_compressed_tensors_are_what_the_library_makes_of_them(kind: str) -> Non
         torch.testing.assert_close(Int8Linear(packed[1]).unpack(), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("bits", "zero"), [(4, 16.0), (8, 0.0)])
+def test_a_last_group_may_be_short_and_starts_as_large_as_they_can_be(
+    bits: int, zero: float
+) -> None:
+    """Starts are near the largest float16."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(2**bits, (24, 70), generator=generator, dtype=torch.uint8)
+    steps, zeros = torch.rand(24, 3, generator=generator), torch.full((24, 3), zero)
+    steps[:, 1] = 0.99999
+    found = Grouped(values, steps, zeros, torch.arange(70) // 32, bits)
+    kept = found.in_groups()
+    assert kept is not None
+    apart = (GROUPED[bits](kept).unpack() - found.weight()).abs()
+    assert apart.max() <= 2 ** (bits - 11)  # steps and starts are rounded to 11 bits
+
+
+def test_neighbouring_outputs_may_share_a_step_in_torchao() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-128, 128, (8, 64), generator=generator, dtype=torch.int8)
+    steps = torch.rand(4, 2, generator=generator)
+    parts = {"_weight_qdata": values, "_weight_scale": steps}
+    found = read(scheme("torchao", 8), (8, 64), parts).weight()
+    wide = steps.repeat_interleave(2, dim=0).repeat_interleave(32, dim=1)
+    assert torch.equal(found, values * wide)
+
+
 FOLDERS: dict[str, tuple[dict[str, Any], Quantise, str]] = {
     "awq": (AWQ, awq, "int4"),
     "gptq": (GPTQ, gptq, "int4"),
@@ -196,6 +223,19 @@ def test_why_a_weight_is_rounded_again_is_told(
     load_model(tmp_path, "float32")
     [told] = [line for line in lines if line.startswith("model.layers.1.mlp.down_proj")]
     assert f"is rounded again, to int8: its values have {why}" in told
+
+
+def test_weights_that_are_rounded_again_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(checkpoint._log, "info", lambda text, *told: lines.append(text % told))
+    about, quantise, _ = FOLDERS["w4 in 16"]
+    save(tmp_path, LlamaConfig(**BASE), about, quantise)
+    load_model(tmp_path, "float32")
+    assert lines[0] == "14 weights of the compressed-tensors checkpoint have 4 bits"
+    named = "model.layers.1.mlp.up_proj.weight is rounded again, to int8: its values have 4 bits in"
+    assert len(lines) == 15 and any(line.startswith(named) for line in lines)
 
 
 @pytest.mark.parametrize("kind", ["w8a8", "w4 in 32"])

@@ -73,8 +73,9 @@ def test_weights_are_those_of_the_file(
         assert found is not None
         assert float((found - expected).norm()) <= apart * float(expected.norm())
         assert getattr(layer, "kind", None) == wanted
+        own: Any = layer.bias
         bias = original.get_submodule(name).bias
-        assert torch.equal(layer.bias, bias) if bias is not None else layer.bias is None
+        assert torch.equal(own, bias) if bias is not None else own is None
     tied = wanted is not None and original.config.tie_word_embeddings
     table, numbers = model.layer("model.embed_tokens"), torch.arange(VOCABULARY).flip(0)
     assert isinstance(table, QuantizedEmbedding) == tied

@@ -209,4 +209,5 @@ def test_what_becomes_of_a_file_is_logged(
     assert isinstance(table, QuantizedEmbedding) == (architecture == "qwen2")
     if architecture == "qwen2":
         bias = original.model.layers[1].self_attn.k_proj.bias
-        assert torch.equal(model.layer("model.layers.1.self_attn.k_proj").bias, bias)
+        found: Any = model.layer("model.layers.1.self_attn.k_proj").bias
+        assert torch.equal(found, bias)

@@ -318,6 +318,16 @@ def test_eight_bits_in_groups_take_rows_in_bfloat16(monkeypatch: pytest.MonkeyPa
     assert layer.packed is None and torch.equal(layer(rows), layer(rows.float()).bfloat16())
 
 
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+@pytest.mark.parametrize("form", [form for form in FORMS if not form.in_bytes])
+def test_a_step_or_a_start_may_be_not_finite(form: Form, number: float) -> None:
+    for at in range(2):
+        grid = [torch.ones(20, 64), torch.ones(20, 2), torch.ones(20, 2)]
+        assert pack_int4(Grid(grid[0].byte(), *grid[1:]), form).is_finite()
+        grid[1 + at][17, 1] = number
+        assert not pack_int4(Grid(grid[0].byte(), *grid[1:]), form).is_finite()
+
+
 def test_floats_are_rounded_to_eight_bits_without_groups() -> None:
     weight, bias = draw(20, 48), draw(20, 1).flatten()
     layer = Int8GroupsLinear.quantize(weight, bias)

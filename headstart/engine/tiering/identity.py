@@ -9,7 +9,6 @@ all that decides on rounding.
 import hashlib
 import json
 import os
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -90,9 +89,10 @@ def _kept_weights(decoder: DecoderModel) -> list[str]:
 def _kinds(decoder: DecoderModel, memory: PagedKVMemory, config: EngineConfig) -> list[str]:
     """What tells people a model's K/V from others of the same files."""
     found = [str(decoder.dtype).removeprefix("torch.")]
-    layers = (one for one in decoder.module.modules() if isinstance(one, QuantizedLinear))
-    most = Counter((one.kind, one.has_own_bits) for one in layers).most_common(1)
-    found += [f"{kind} weights" for (kind, is_own), _ in most if not is_own]
+    layers = [one for one in decoder.module.modules() if isinstance(one, QuantizedLinear)]
+    rounded = [one.kind for one in layers if not one.has_own_bits]
+    if 2 * len(rounded) > len(layers):  # int4 has layers of more bits
+        found.append(f"{min(rounded, key=lambda kind: kind.removeprefix('int'))} weights")
     if memory.has_scales:
         found.append("int8 K/V")
     if config.deterministic:

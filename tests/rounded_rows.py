@@ -6,7 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from headstart.models.linear import QuantizedLinear
-from headstart.models.linear.int4 import GROUP, Int4Linear
+from headstart.models.linear.grouped import (
+    GROUP,
+    GroupedLinear,
+)
 
 __all__ = ["apart_in_most_rows", "round_groups", "round_inputs", "round_rows"]
 
@@ -26,7 +29,7 @@ def round_groups(rows: Tensor) -> Tensor:
 
 def round_rows(layer: QuantizedLinear, rows: Tensor) -> Tensor:
     """What a compiled product takes for finite rows, float64."""
-    columns = layer.columns if isinstance(layer, Int4Linear) else None
+    columns = layer.columns if isinstance(layer, GroupedLinear) else None
     columns = torch.ones(rows.shape[-1]) if columns is None else columns
     return round_groups(rows.float() * columns) / columns.double()
 

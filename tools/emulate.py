@@ -53,7 +53,7 @@ TESTS = (
     *("tests/models/dense", "tests/models/zoo/test_pack.py"),
     *(f"tests/models/test_{name}.py" for name in ("greedy_head", "packed", "nonfinite")),
     "tests/models/test_half_weight.py",
-    "tests/models/linear/test_int4.py",
+    "tests/models/linear/test_grouped.py",
     "tests/models/linear/test_int8.py",
 )
 

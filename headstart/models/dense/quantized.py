@@ -14,7 +14,7 @@ from headstart.models.linear import (
     kind_of_layer,
     make_linear,
 )
-from headstart.models.linear.int4 import Int4Linear, Int4Weight, Int5Linear, Int8GroupsLinear
+from headstart.models.linear.grouped import GroupedWeight, Int4Linear, Int5Linear, Int8GroupsLinear
 from headstart.models.linear.int8 import Int8Linear, Int8Weight, quantize_int8
 from headstart.native.pages import return_freed_memory
 
@@ -75,7 +75,7 @@ class QuantizedTensors(Tensors, Protocol):
         """What a weight becomes that is not kept in its own bits; None for a float."""
         ...
 
-    def packed(self, name: str) -> Int4Weight | Int8Weight | None:
+    def packed(self, name: str) -> GroupedWeight | Int8Weight | None:
         """The weight in its own bits; None if no kind of ours holds it."""
         ...
 
@@ -117,7 +117,7 @@ class OwnBitsReader(QuantizedReader):
         weight = self._checkpoint.packed(f"{name}.weight")
         if weight is None:
             return None
-        if isinstance(weight, Int4Weight) and not weight.is_finite():
+        if isinstance(weight, GroupedWeight) and not weight.is_finite():
             raise UnsupportedModelError(f"{name}.weight has scales that are not finite in float16")
         return _make_packed(weight, bias, self._floats.device, self._floats.dtype, table)
 
@@ -131,7 +131,7 @@ def _check_scales(name: str, scales: Tensor, kind: WeightKind) -> None:
 
 
 def _make_packed(
-    weight: Int4Weight | Int8Weight,
+    weight: GroupedWeight | Int8Weight,
     bias: Tensor | None,
     device: torch.device,
     rows: torch.dtype,

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from headstart.models.linear import WeightKind
-from headstart.models.linear.int4 import GROUP, Form, Grid, Int4Weight, pack_int4
+from headstart.models.linear.grouped import GROUP, Form, Grid, GroupedWeight, pack_groups
 
 __all__ = ["FORMATS", "read_weight"]
 
@@ -37,7 +37,7 @@ class _Blocks(NamedTuple):
     start: _Floats
 
 
-def read_weight(data: _Bytes, name: str, library: Any) -> Int4Weight:
+def read_weight(data: _Bytes, name: str, library: Any) -> GroupedWeight:
     """A weight of rows of blocks, uint8 `[outputs, bytes]`, in one of `FORMATS`."""
     # In pieces of whole panels: a few copies of each are made on the way.
     pieces = [
@@ -47,7 +47,7 @@ def read_weight(data: _Bytes, name: str, library: Any) -> Int4Weight:
     return pieces[0]._replace(panels=panels, scales=scales)
 
 
-def _read(data: _Bytes, name: str, library: Any) -> Int4Weight:
+def _read(data: _Bytes, name: str, library: Any) -> GroupedWeight:
     size, kind, read = _FORMATS[name]
     outputs = len(data)
     blocks = read(np.ascontiguousarray(data).reshape(-1, size), library)
@@ -55,7 +55,7 @@ def _read(data: _Bytes, name: str, library: Any) -> Int4Weight:
     step, start = (part.reshape(outputs, -1) for part in (blocks.step, blocks.start))
     assert values.shape[1] == GROUP * step.shape[1]
     grid = Grid(*map(torch.from_numpy, (values, step, start)))
-    return pack_int4(grid, Form(_BITS[kind], in_bytes=False))
+    return pack_groups(grid, Form(_BITS[kind], in_bytes=False))
 
 
 def _halves(data: _Bytes) -> _Bytes:

@@ -17,7 +17,7 @@ from headstart.models.dense.shape import OtherKind
 from headstart.models.gguf.blocks import FORMATS, read_weight
 from headstart.models.gguf.library import ROPE_FACTORS, import_gguf
 from headstart.models.linear import WeightKind
-from headstart.models.linear.int4 import Int4Weight
+from headstart.models.linear.grouped import GroupedWeight
 from headstart.native.pages import drop_pages
 
 __all__ = ["ARCHITECTURES", "GGUFCheckpoint", "read_architecture"]
@@ -157,7 +157,7 @@ class GGUFCheckpoint:
             return None
         return FORMATS.get(own, "int4" if own in _NARROW else "int8")
 
-    def packed(self, name: str) -> Int4Weight | None:
+    def packed(self, name: str) -> GroupedWeight | None:
         """The tensor in its own 4, 5 or 8 bits; None if it has others."""
         own = self._type(name)
         if own not in FORMATS:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from headstart.models.linear.int4 import GROUP
+from headstart.models.linear.grouped import GROUP
 from headstart.models.prequantised.grouped import Grouped
 
 __all__ = ["SCHEME", "CheckpointFolder", "pack"]

@@ -27,7 +27,7 @@ from headstart.models.gptq.inputs import linear_of, make_step, see_input, see_in
 from headstart.models.gptq.rounding import Rows, round_weight
 from headstart.models.gptq.text import cut_windows, describe_text, read_text
 from headstart.models.gptq.units import apply_units
-from headstart.models.linear.int4 import GROUP
+from headstart.models.linear.grouped import GROUP
 from headstart.models.tokenizer import load_tokenizer
 from headstart.validation import describe
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.models.linear.int4 import GROUP
+from headstart.models.linear.grouped import GROUP
 from headstart.models.prequantised.grouped import Grouped
 
 __all__ = ["Rows", "round_weight"]

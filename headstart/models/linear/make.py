@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from headstart.models.linear.base import QuantizedLinear, WeightKind
-from headstart.models.linear.int4 import Int4Linear, Int5Linear
+from headstart.models.linear.grouped import Int4Linear, Int5Linear
 from headstart.models.linear.int8 import Int8Linear
 
 __all__ = ["kind_of_layer", "make_linear"]

@@ -12,7 +12,7 @@ from headstart.errors import DamagedModelError
 from headstart.models.dense.weights import Checkpoint
 from headstart.models.files import weight_files
 from headstart.models.linear import WeightKind
-from headstart.models.linear.int4 import Int4Weight
+from headstart.models.linear.grouped import GroupedWeight
 from headstart.models.linear.int8 import Int8Weight
 from headstart.models.prequantised.grouped import Grouped, read_grouped
 from headstart.models.prequantised.layout import NAMES, find_modules
@@ -69,7 +69,7 @@ class PrequantisedCheckpoint(Checkpoint):
         """What a weight becomes that is not kept in its own bits; None for a float."""
         return "int8" if name in self._modules else None
 
-    def packed(self, name: str) -> Int4Weight | Int8Weight | None:
+    def packed(self, name: str) -> GroupedWeight | Int8Weight | None:
         """The weight in its own bits; None if no kind of ours holds it."""
         read = self._read(name)
         packed = read.as_int8() or read.in_groups()

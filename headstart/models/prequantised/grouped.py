@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headstart.models.linear.int4 import GROUP, Form, Grid, Int4Weight, pack_int4
+from headstart.models.linear.grouped import GROUP, Form, Grid, GroupedWeight, pack_groups
 from headstart.models.linear.int8 import Int8Weight
 from headstart.models.prequantised.layout import Module
 from headstart.models.prequantised.scheme import Scheme
@@ -68,7 +68,7 @@ class Grouped(NamedTuple):
         order = "" if (self.groups.diff() >= 0).all() else ", and its inputs are out of order"
         return f"values have {self.bits} bits in groups of {size}{zeros}{order}"
 
-    def in_groups(self) -> Int4Weight | None:
+    def in_groups(self) -> GroupedWeight | None:
         """The weight, value for value; None if its bits or its groups are other than ours.
 
         Steps are float16 in units of a power of two for each output, in which its largest is near
@@ -86,7 +86,7 @@ class Grouped(NamedTuple):
         steps = steps / units
         values = nn.functional.pad(self.values, (0, -inputs % GROUP))
         form = Form(8 if self.bits == 8 else 4, in_bytes=False)
-        packed = pack_int4(Grid(values, steps, (form.zero - zeros) * steps), form)
+        packed = pack_groups(Grid(values, steps, (form.zero - zeros) * steps), form)
         return packed._replace(scales=units.squeeze(1), inputs=inputs)
 
     def as_int8(self) -> Int8Weight | None:

@@ -17,7 +17,7 @@ from headstart.models.gguf.checkpoint import _NARROW, GGUFCheckpoint
 from headstart.models.gguf.folder import gguf_folder
 from headstart.models.half_weight import HalfLinear
 from headstart.models.linear import QuantizedEmbedding, QuantizedLinear
-from headstart.models.linear.int4 import Int4Linear, Int5Linear, Int8GroupsLinear
+from headstart.models.linear.grouped import Int4Linear, Int5Linear, Int8GroupsLinear
 from headstart.models.loader import load_model
 from headstart.models.packed import PackedLinear
 from headstart.models.tokenizer import load_tokenizer

@@ -12,8 +12,8 @@ from torch import nn
 
 from headstart.errors import ModelError
 from headstart.models.half_weight import HalfEmbedding, HalfLinear
-from headstart.models.linear import QuantizedEmbedding, QuantizedLinear, WeightKind, int4, int8
-from headstart.models.linear.int4 import Form, Grid, Int4Linear, Int8GroupsLinear, pack_int4
+from headstart.models.linear import QuantizedEmbedding, QuantizedLinear, WeightKind, grouped, int8
+from headstart.models.linear.grouped import Form, Grid, Int4Linear, Int8GroupsLinear, pack_groups
 from headstart.models.linear.int8 import Int8Linear, quantize_int8
 from headstart.models.loader import load_model
 from headstart.models.packed import PackedEmbedding, PackedLinear
@@ -47,7 +47,7 @@ def test_a_copy_multiplies_by_weights_of_its_own(
 ) -> None:
     """`ctypes objects containing pointers cannot be pickled` was all that one read."""
     if library() is not None:
-        for module in (int4, int8):
+        for module in (grouped, int8):
             monkeypatch.setattr(module, "level", lambda: AMX)
     TINY["qwen2"]().to(torch.bfloat16).save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype, weights=weights).module
@@ -81,7 +81,7 @@ def _int4() -> QuantizedLinear:
 def _int8_in_groups() -> QuantizedLinear:
     values = torch.randint(256, (40, 96), dtype=torch.uint8)
     grid = Grid(values, torch.rand(40, 3), torch.rand(40, 3))
-    return Int8GroupsLinear(pack_int4(grid, Form(8, False)))
+    return Int8GroupsLinear(pack_groups(grid, Form(8, False)))
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch's, of FBGEMM's weights

@@ -13,7 +13,7 @@ from headstart.errors import ConfigError, UnsupportedModelError
 from headstart.models.decoder import DecoderModel
 from headstart.models.dense import quantized
 from headstart.models.dense.decoder import DenseDecoder
-from headstart.models.linear import QuantizedEmbedding, QuantizedLinear, WeightKind, int4, int8
+from headstart.models.linear import QuantizedEmbedding, QuantizedLinear, WeightKind, grouped, int8
 from headstart.models.linear.int8 import Int8Linear
 from headstart.models.loader import load_model
 from headstart.models.zoo.decoder import forward_rows
@@ -103,7 +103,7 @@ def test_layers_under_bfloat16_run_as_one_call_with_amx(
 ) -> None:
     if library() is None:
         pytest.skip("no products of bfloat16 here")  # without AMX the same weight is multiplied
-    for module in (int4, int8):
+    for module in (grouped, int8):
         monkeypatch.setattr(module, "level", lambda: AMX)
     folder = save_tiny(architecture, tmp_path)
     model = load_model(folder, "bfloat16", weights=kind)
@@ -187,8 +187,8 @@ def test_a_table_is_not_put_into_panels_that_no_row_is_read_from(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With AMX, each row would cost a copy of the whole weight."""
-    monkeypatch.setattr(int4, "level", lambda: AMX)
-    weight = int4.quantize_int4(torch.randn(16, 64), 4)
+    monkeypatch.setattr(grouped, "level", lambda: AMX)
+    weight = grouped.quantize_groups(torch.randn(16, 64), 4)
     given = (weight, None, torch.device("cpu"), torch.bfloat16)
     assert quantized._make_packed(*given, table=True).packed is None
     if library() is not None:

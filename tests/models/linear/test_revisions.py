@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headstart.models.linear import REVISIONS, QuantizedLinear, WeightKind
-from headstart.models.linear.int4 import GROUP, Form, Grid, Int4Linear, Int5Linear, pack_int4
+from headstart.models.linear.grouped import GROUP, Form, Grid, Int4Linear, Int5Linear, pack_groups
 from headstart.models.linear.int8 import Int8Linear
 from headstart.native import avx2_library
 
@@ -33,7 +33,7 @@ def make_layer(kind: WeightKind) -> QuantizedLinear:
     steps, starts = spread(OUTPUTS, groups, 250) + 1, spread(OUTPUTS, groups, 240)
     values = spread(OUTPUTS, INPUTS, 2**bits - 1)
     grid = Grid(*(numbers.to(torch.uint8) for numbers in (values, steps, starts)))
-    return (Int4Linear if kind == "int4" else Int5Linear)(pack_int4(grid, Form(bits, True)))
+    return (Int4Linear if kind == "int4" else Int5Linear)(pack_groups(grid, Form(bits, True)))
 
 
 @pytest.mark.parametrize("kind", REVISIONS)

@@ -13,7 +13,7 @@ from headstart import LLM
 from headstart.engine.tiering.identity import identify
 from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.dense.quantized import _make_packed
-from headstart.models.linear.int4 import quantize_int4
+from headstart.models.linear.grouped import quantize_groups
 from headstart.models.linear.int8 import quantize_int8
 from headstart.models.loader import load_model
 from tests.models.prequantised.written import (
@@ -181,7 +181,7 @@ def test_ways_to_read_one_file_do_not_share_kept_prefixes(tmp_path: Path) -> Non
 
 
 def test_a_weight_in_its_own_bits_lies_where_the_model_runs() -> None:
-    packed = quantize_int4(torch.randn(16, 64), 4), quantize_int8(torch.randn(16, 64))
+    packed = quantize_groups(torch.randn(16, 64), 4), quantize_int8(torch.randn(16, 64))
     for weight in packed:
         made = _make_packed(weight, None, torch.device("meta"), torch.bfloat16)
         assert {part.device.type for part in made.buffers()} == {"meta"}

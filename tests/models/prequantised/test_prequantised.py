@@ -15,7 +15,11 @@ from headstart import LLM, SamplingParams
 from headstart.models.decoder import DecoderModel
 from headstart.models.dense.shape import OtherKind
 from headstart.models.linear import QuantizedLinear
-from headstart.models.linear.int4 import Int4Linear, Int8GroupsLinear
+from headstart.models.linear.grouped import (
+    GroupedLinear,
+    Int4Linear,
+    Int8GroupsLinear,
+)
 from headstart.models.linear.int8 import Int8Linear
 from headstart.models.loader import load_model
 from headstart.models.prequantised import checkpoint
@@ -47,7 +51,7 @@ from compressed_tensors.entrypoints.convert.converters.autoawq import (  # noqa:
 )
 
 TOKENS = torch.arange(3, 23)
-GROUPED: dict[int, type[Int4Linear]] = {4: Int4Linear, 8: Int8GroupsLinear}
+GROUPED: dict[int, type[GroupedLinear]] = {4: Int4Linear, 8: Int8GroupsLinear}
 
 
 def logits(model: DecoderModel) -> Tensor:

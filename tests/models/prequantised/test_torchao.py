@@ -16,7 +16,7 @@ from headstart.errors import UnsupportedModelError
 from headstart.models.decoder import DecoderModel
 from headstart.models.families import FAMILIES
 from headstart.models.linear import QuantizedEmbedding, QuantizedLinear
-from headstart.models.linear.int4 import Int4Linear
+from headstart.models.linear.grouped import GroupedLinear
 from headstart.models.linear.int8 import Int8Linear
 from headstart.models.loader import load_model
 from tests.models.paged import Paged
@@ -146,7 +146,7 @@ def test_a_checkpoint_has_torchaos_weights_and_answers(
         if isinstance(layer, Int8Linear):
             torch.testing.assert_close(layer.unpack(), weight, rtol=1e-6, atol=1e-7)
         else:  # a start is a step times a zero point, rounded to 11 bits
-            assert isinstance(layer, Int4Linear)
+            assert isinstance(layer, GroupedLinear)
             largest = theirs.get_submodule(name).weight.scale.float().max()
             limit = 2**layer.bits * largest * 2**-12
             assert (layer.unpack() - weight).abs().max() <= limit

@@ -1,4 +1,4 @@
-"""Weights in 4 or 5 bits, and in 8 as files have them: steps and starts for 32 inputs of an output.
+"""Weights in groups: of 4 or 5 bits, or 8 as files have them; a step and a start for 32 inputs.
 
     weight[o, i]  ~  (value[o, i] * step[o, i // 32] + start[o, i // 32]) * scales[o] * columns[i]
 
@@ -30,16 +30,17 @@ from headstart.native import AMX, avx2_library, level
 from headstart.native.bindings import INT8_IN_GROUPS
 
 __all__ = [
-    "GROUP",
     "Common",
     "Form",
+    "GROUP",
     "Grid",
+    "GroupedLinear",
+    "GroupedWeight",
     "Int4Linear",
-    "Int4Weight",
     "Int5Linear",
     "Int8GroupsLinear",
-    "pack_int4",
-    "quantize_int4",
+    "pack_groups",
+    "quantize_groups",
 ]
 
 GROUP = 32
@@ -110,7 +111,7 @@ class Form(NamedTuple):
         return values
 
 
-class Int4Weight(NamedTuple):
+class GroupedWeight(NamedTuple):
     """A packed weight.
 
     `panels` uint8 `[panels, groups, bytes]`, `scales` float32 `[outputs]`; `columns` float32
@@ -178,7 +179,7 @@ class Common(NamedTuple):
     columns: Tensor
 
 
-def quantize_int4(weight: Tensor, bits: Literal[4, 5]) -> Int4Weight:
+def quantize_groups(weight: Tensor, bits: Literal[4, 5]) -> GroupedWeight:
     """A weight of 4 or 5 bits near a floating-point `[outputs, inputs]`."""
     outputs, inputs = weight.shape
     rows = max(1, _ROUNDED // max(1, inputs))
@@ -192,7 +193,7 @@ def quantize_int4(weight: Tensor, bits: Literal[4, 5]) -> Int4Weight:
         scales[at : at + rows] *= units
         grids.append(grid)
     grid = Grid(*(torch.cat(parts) for parts in zip(*grids, strict=True)))
-    return pack_int4(grid, form, Common(scales, columns))
+    return pack_groups(grid, form, Common(scales, columns))
 
 
 def _round(groups: Tensor, form: Form) -> tuple[Grid, Tensor]:
@@ -234,7 +235,7 @@ def _common(weight: Tensor, rows: int) -> Common:
     return Common(scales, (squares / max(1, len(weight))).sqrt_().clamp_min_(_SMALLEST_COLUMN))
 
 
-def pack_int4(grid: Grid, form: Form, common: Common | None = None) -> Int4Weight:
+def pack_groups(grid: Grid, form: Form, common: Common | None = None) -> GroupedWeight:
     """A weight of these values; `common.columns` says how many inputs count."""
     outputs, groups = grid.steps.shape
     fill = (0, 0, 0, -outputs % _PANEL)
@@ -258,21 +259,20 @@ def pack_int4(grid: Grid, form: Form, common: Common | None = None) -> Int4Weigh
     blocks = torch.cat(parts, dim=-1)
     if common is None:
         ones = torch.ones(outputs, dtype=torch.float32, device=blocks.device)
-        return Int4Weight(blocks, ones, None, grid.values.shape[1], form)
-    return Int4Weight(blocks, common.scales, common.columns, len(common.columns), form)
+        return GroupedWeight(blocks, ones, None, grid.values.shape[1], form)
+    return GroupedWeight(blocks, common.scales, common.columns, len(common.columns), form)
 
 
-class Int4Linear(QuantizedLinear):
-    """A linear layer with a weight of 4 bits."""
+class GroupedLinear(QuantizedLinear):
+    """A linear layer with a weight in groups."""
 
-    kind: ClassVar[WeightKind] = "int4"
-    bits: ClassVar[Literal[4, 5, 8]] = 4
+    bits: ClassVar[Literal[4, 5, 8]]
     rounding: ClassVar[float] = 1 / 127
     panels: Tensor
     columns: Tensor | None
 
     def __init__(
-        self, weight: Int4Weight, bias: Tensor | None = None, rows: torch.dtype = torch.float32
+        self, weight: GroupedWeight, bias: Tensor | None = None, rows: torch.dtype = torch.float32
     ) -> None:
         assert weight.form.bits == self.bits
         super().__init__(weight.inputs, len(weight.scales), bias)
@@ -294,14 +294,14 @@ class Int4Linear(QuantizedLinear):
         cls, weight: Tensor, bias: Tensor | None, rows: torch.dtype = torch.float32
     ) -> QuantizedLinear:
         assert cls.bits != 8
-        return cls(quantize_int4(weight, cls.bits), bias, rows)
+        return cls(quantize_groups(weight, cls.bits), bias, rows)
 
     @property
-    def parts(self) -> Int4Weight:
+    def parts(self) -> GroupedWeight:
         """The packed weight."""
         narrow = None if self.packed is None else self.packed.narrow
         panels = self.panels if narrow is None else _from_panels(narrow)
-        return Int4Weight(panels, self.scales, self.columns, self.in_features, self.form)
+        return GroupedWeight(panels, self.scales, self.columns, self.in_features, self.form)
 
     def unpack(self) -> Tensor:
         return self.rows(torch.arange(self.out_features))
@@ -321,7 +321,7 @@ class Int4Linear(QuantizedLinear):
         return out[:, : self.out_features] * self.scales
 
 
-def _to_panels(weight: Int4Weight) -> NarrowPanels:
+def _to_panels(weight: GroupedWeight) -> NarrowPanels:
     """Two panels of 16 outputs, group by group, and columns of whole groups."""
     count, groups, size = weight.panels.shape
     panels = nn.functional.pad(weight.panels, (0, 0, 0, 0, 0, count % 2))
@@ -333,19 +333,26 @@ def _to_panels(weight: Int4Weight) -> NarrowPanels:
 
 
 def _from_panels(narrow: NarrowPanels) -> Tensor:
-    """The panels of `Int4Weight`."""
+    """The panels of `GroupedWeight`."""
     panels = narrow.panels.transpose(1, 2).flatten(0, 1)
     return panels[: -(-len(narrow.scales) // _PANEL)]
 
 
-class Int5Linear(Int4Linear):
+class Int4Linear(GroupedLinear):
+    """A linear layer with a weight of 4 bits."""
+
+    kind: ClassVar[WeightKind] = "int4"
+    bits: ClassVar[Literal[4, 5, 8]] = 4
+
+
+class Int5Linear(GroupedLinear):
     """A linear layer with a weight of 5 bits."""
 
     kind: ClassVar[WeightKind] = "int5"
     bits: ClassVar[Literal[4, 5, 8]] = 5
 
 
-class Int8GroupsLinear(Int4Linear):
+class Int8GroupsLinear(GroupedLinear):
     """A linear layer with a weight of 8 bits in groups, as a checkpoint has it.
 
     Rows in bfloat16 are multiplied as those in float32 are, with AMX too.

@@ -7,17 +7,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart.models.linear import QuantizedLinear, WeightKind, make_linear
-from headstart.models.linear import int4 as kinds
-from headstart.models.linear.int4 import (
+from headstart.models.linear import grouped as kinds
+from headstart.models.linear.grouped import (
     GROUP,
     Common,
     Form,
     Grid,
+    GroupedLinear,
+    GroupedWeight,
     Int4Linear,
-    Int4Weight,
     Int5Linear,
     Int8GroupsLinear,
-    pack_int4,
+    pack_groups,
 )
 from headstart.models.linear.int8 import Int8Linear
 from headstart.native import library
@@ -30,7 +31,7 @@ SHAPES = [(1, 1), (7, 3), (64, 48), (131, 95), (300, 896), (2100, 512)]
 COUNTS = [1, 2, 16, 65, 200]
 LAYERS = (Int4Linear, Int5Linear)
 FORMS = [Form(4, False), Form(4, True), Form(5, False), Form(5, True), Form(8, False)]
-MADE: dict[int, type[Int4Linear]] = {4: Int4Linear, 5: Int5Linear, 8: Int8GroupsLinear}
+MADE: dict[int, type[GroupedLinear]] = {4: Int4Linear, 5: Int5Linear, 8: Int8GroupsLinear}
 KINDS = pytest.mark.parametrize("kind", ["int4", "int5"])
 PATHS = pytest.mark.parametrize("path", ["bfloat16", *BYTE_PRODUCTS, "tiles"])
 COMPILED = pytest.mark.parametrize("path", ["bfloat16", *BYTE_PRODUCTS])
@@ -42,7 +43,7 @@ def draw(rows: int, columns: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
-def draw_weight(outputs: int, inputs: int, seed: int, form: Form) -> tuple[Int4Weight, Tensor]:
+def draw_weight(outputs: int, inputs: int, seed: int, form: Form) -> tuple[GroupedWeight, Tensor]:
     """Any values, steps and starts of a form; with what outputs and inputs share, or without.
 
     And how large the two parts of each output's weights are, which may cancel out.
@@ -55,7 +56,7 @@ def draw_weight(outputs: int, inputs: int, seed: int, form: Form) -> tuple[Int4W
     levels = max(form.zero, form.levels - form.zero)
     size = levels * steps.double().abs() + abs(form.start_unit) * starts.double().abs()
     common = Common(draw(outputs, 1, seed).exp().flatten(), draw(inputs, 1, seed).exp().flatten())
-    weight = pack_int4(Grid(values.byte(), steps, starts), form, common if seed % 2 else None)
+    weight = pack_groups(Grid(values.byte(), steps, starts), form, common if seed % 2 else None)
     return weight, size.amax(1)
 
 
@@ -84,11 +85,11 @@ def make_layer(
 ) -> QuantizedLinear:
     use(path, patch)
     layer = make_linear(weight, bias, kind, own_dtype(path))
-    assert isinstance(layer, Int4Linear) and (layer.packed is not None) == (path == "bfloat16")
+    assert isinstance(layer, GroupedLinear) and (layer.packed is not None) == (path == "bfloat16")
     return layer
 
 
-def limits(layer: Int4Linear, rows: Tensor, path: str) -> Tensor:
+def limits(layer: GroupedLinear, rows: Tensor, path: str) -> Tensor:
     """How far a product may be from float64's: half a step of each input, and of sums.
 
     Where rows are bfloat16, half a step of each weight and of the result.
@@ -113,7 +114,7 @@ def limits(layer: Int4Linear, rows: Tensor, path: str) -> Tensor:
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_a_weight_is_near(outputs: int, inputs: int, layer: type[Int4Linear]) -> None:
+def test_a_weight_is_near(outputs: int, inputs: int, layer: type[GroupedLinear]) -> None:
     """Half a step of its group's range apart, in units of what its output and input share."""
     weight = draw(outputs, inputs) * torch.logspace(-3, 3, inputs)
     weight *= torch.logspace(-9, 9, outputs).unsqueeze(1)
@@ -164,11 +165,11 @@ def test_values_on_a_grid_are_kept_bit_for_bit(
     wide = [part.double().repeat_interleave(GROUP, dim=1) for part in (steps, starts)]
     unit = -(2 ** (form.bits - 1)) if form.in_bytes else 1
     expected = (values.double() - 128 * (form.bits == 8)) * wide[0] + unit * wide[1]
-    layer = made(pack_int4(Grid(values, steps, starts), form), rows=own_dtype(path))
+    layer = made(pack_groups(Grid(values, steps, starts), form), rows=own_dtype(path))
     torch.testing.assert_close(layer.unpack().double(), expected, rtol=1e-6, atol=1e-6)
     common = Common(draw(70, 1).exp().flatten(), draw(90, 1, 2).exp().flatten())
     expected = expected[:, :90] * common.scales.double().unsqueeze(1) * common.columns.double()
-    layer = made(pack_int4(Grid(values, steps, starts), form, common), rows=own_dtype(path))
+    layer = made(pack_groups(Grid(values, steps, starts), form, common), rows=own_dtype(path))
     torch.testing.assert_close(layer.unpack().double(), expected, rtol=1e-5, atol=1e-4)
     rows = draw(5, 90, 3).to(own_dtype(path))
     apart = (layer(rows).double() - rows.double() @ expected.T).abs()
@@ -182,7 +183,7 @@ def test_products_are_those_of_float64(
     outputs: int, inputs: int, path: str, kind: WeightKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = make_layer(draw(outputs, inputs), None, path, monkeypatch, kind)
-    assert isinstance(layer, Int4Linear)
+    assert isinstance(layer, GroupedLinear)
     weight = layer.unpack().double()
     for count in COUNTS:
         rows = draw(count, inputs, 1) * torch.logspace(-4, 4, count).unsqueeze(1)
@@ -198,7 +199,7 @@ def test_a_compiled_product_is_that_of_the_rounded_rows(
     outputs: int, inputs: int, path: str, kind: WeightKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = make_layer(draw(outputs, inputs), None, path, monkeypatch, kind)
-    assert isinstance(layer, Int4Linear)
+    assert isinstance(layer, GroupedLinear)
     rows = draw(9, inputs, 1) * torch.logspace(-4, 4, 9).unsqueeze(1)
     apart = (layer(rows).double() - round_rows(layer, rows) @ layer.unpack().double().T).abs()
     assert (apart <= 1.02 * limits(layer, rows, "tiles")).all()
@@ -263,7 +264,7 @@ def test_bias_dtype_and_leading_axes(
     rows = draw(6, 48, 2).view(2, 3, 48).to(dtype)
     found = layer(rows)
     assert found.shape == (2, 3, 20) and found.dtype == dtype
-    assert isinstance(layer, Int4Linear)
+    assert isinstance(layer, GroupedLinear)
     if path == "bfloat16":  # rows and a bias of another dtype are rounded to it
         rows, bias = rows.bfloat16(), bias.bfloat16()
     flat = rows.view(6, 48)
@@ -304,7 +305,7 @@ def test_sums_of_the_largest_values_do_not_overflow(form: Form) -> None:
     ones, made = torch.ones(20, 2, dtype=torch.uint8), MADE[form.bits]
     for value in (0, form.levels):
         values = torch.full((20, 64), value, dtype=torch.uint8)
-        layer = made(pack_int4(Grid(values, ones, 0 * ones), form))
+        layer = made(pack_groups(Grid(values, ones, 0 * ones), form))
         expected = torch.full((5, 20), 64.0 * (value - form.zero))
         torch.testing.assert_close(layer(torch.ones(5, 64)), expected)
         torch.testing.assert_close(layer(-torch.ones(5, 64)), -expected)
@@ -323,9 +324,9 @@ def test_eight_bits_in_groups_take_rows_in_bfloat16(monkeypatch: pytest.MonkeyPa
 def test_a_step_or_a_start_may_be_not_finite(form: Form, number: float) -> None:
     for at in range(2):
         grid = [torch.ones(20, 64), torch.ones(20, 2), torch.ones(20, 2)]
-        assert pack_int4(Grid(grid[0].byte(), *grid[1:]), form).is_finite()
+        assert pack_groups(Grid(grid[0].byte(), *grid[1:]), form).is_finite()
         grid[1 + at][17, 1] = number
-        assert not pack_int4(Grid(grid[0].byte(), *grid[1:]), form).is_finite()
+        assert not pack_groups(Grid(grid[0].byte(), *grid[1:]), form).is_finite()
 
 
 def test_floats_are_rounded_to_eight_bits_without_groups() -> None:

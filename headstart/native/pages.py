@@ -45,7 +45,7 @@ def advise_pages(start: int, size: int, advice: int) -> bool:
 
 
 def drop_pages(start: int, size: int) -> None:
-    """Give back pages of a mapped file that nobody writes to; to read one maps it again."""
+    """Give back pages of a mapped file that nobody writes to; reading one maps it again."""
     if sys.platform == "linux":
         advise_pages(start, size, mmap.MADV_DONTNEED)
 

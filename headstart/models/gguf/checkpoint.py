@@ -54,7 +54,7 @@ ARCHITECTURES = {
 """The architectures whose tensors are known, and transformers' names for them."""
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Formats that no kind holds, and that are rounded to 4 bits: they have few. Others are, to 8.
+# Formats of few bits, which no kind holds: they are rounded to 4 bits, all others to 8.
 _NARROW = frozenset(
     {
         *("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS"),

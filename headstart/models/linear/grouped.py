@@ -30,9 +30,9 @@ from headstart.native import AMX, avx2_library, level
 from headstart.native.bindings import INT8_IN_GROUPS
 
 __all__ = [
+    "GROUP",
     "Common",
     "Form",
-    "GROUP",
     "Grid",
     "GroupedLinear",
     "GroupedWeight",

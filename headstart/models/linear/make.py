@@ -16,10 +16,11 @@ _LAYERS: dict[WeightKind, type[QuantizedLinear]] = {
 }
 
 
-# More than half of what 4 bits lose is lost here, in a third of the weights. The last two hold the
-# others; the first are a few hundredths of all where several heads share a key.
+# More than half of what 4 bits lose is lost in these, which are a third of the weights (docs/log.md
+# has the measurement). Where several heads share a key, keys and values are a few hundredths.
 _KEYS = frozenset({"k_proj", "v_proj"})
-_MORE_BITS = _KEYS | {"o_proj", "up_proj", "qkv_proj", "gate_up_proj"}
+_FUSED = frozenset({"qkv_proj", "gate_up_proj"})  # which hold one of the others
+_MORE_BITS = _KEYS | {"o_proj", "up_proj"} | _FUSED
 
 
 def kind_of_layer(name: str, kind: WeightKind, inputs: int, outputs: int) -> WeightKind:

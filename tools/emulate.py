@@ -71,7 +71,9 @@ def main(arguments: list[str]) -> int:
         environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "2"}
         if sanitize:
             environment |= sanitizer()
-        options = [*SPREAD, "--capture=sys", "--timeout=0"]  # written-out instructions are slow
+        # Written-out instructions are slow: no limit, and each test named as it ends, so that a run
+        # which is stopped has told what failed.
+        options = [*SPREAD, "--capture=sys", "--timeout=0", "-v"]
         if sanitize:
             options += ["--hypothesis-profile", "deep"]
         command = [sys.executable, "-m", "pytest", *options, *tests]

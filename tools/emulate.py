@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
             environment |= sanitizer()
         # Written-out instructions are slow: no limit, and each test named as it ends, so that a run
         # which is stopped has told what failed.
-        options = [*SPREAD, "--capture=sys", "--timeout=0", "-v"]
+        options = [*SPREAD, "--capture=sys", "--timeout=0", "-vv"]
         if sanitize:
             options += ["--hypothesis-profile", "deep"]
         command = [sys.executable, "-m", "pytest", *options, *tests]

@@ -12,7 +12,7 @@ from headstart.attention.backend import AttentionBackend
 from headstart.attention.layout import LayerLayout
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.dense.compiled import compile_layers
-from headstart.models.dense.modules import DecoderLayer, RMSNorm, StepAttention
+from headstart.models.dense.modules import DecoderLayer, LayerStep, RMSNorm
 from headstart.models.dense.rotary import AngleTable, Frequencies
 from headstart.models.dense.shape import DecoderShape
 from headstart.models.dense.weights import Reader
@@ -200,7 +200,7 @@ class DenseDecoder(DecoderModel):
         if self._compiled is not None and not self.calls_each_layer:
             out = self._compiled(x, angles[""], backend, kept)
         if out is None:
-            step = StepAttention(backend, angles)
+            step = LayerStep(backend, angles, in_pieces=not self.calls_each_layer)
             for layer in body.layers[:-1]:
                 x = layer(x, step)
             out = body.layers[-1](x, step, kept)

@@ -24,6 +24,9 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
+# Numbers of an MLP's gate that are computed at a time: 16 MiB of float32. More than 32 MiB go back
+# to the system each time; their fresh pages cost a twentieth of a long prefill in 8 bits.
+_PIECE = 1 << 22
 
 
 class WeightReader(Protocol):
@@ -38,11 +41,15 @@ class WeightReader(Protocol):
         ...
 
 
-class StepAttention(NamedTuple):
-    """What attention needs of a step: the backend, and the angles of its rows by kind."""
+class LayerStep(NamedTuple):
+    """What layers need of a step: the attention, and the angles of its rows by kind.
+
+    in_pieces: no hook waits for all rows of a linear layer, so an MLP may take some at a time.
+    """
 
     backend: AttentionBackend
     angles: dict[str, Angles]
+    in_pieces: bool = False
 
 
 class RMSNorm(nn.Module):
@@ -92,7 +99,7 @@ class Attention(nn.Module):
                 for part, width in zip("qk", widths, strict=False)
             )
 
-    def forward(self, x: Tensor, step: StepAttention, kept_rows: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, step: LayerStep, kept_rows: Tensor | None = None) -> Tensor:
         """The update of all rows, or of `kept_rows`; K and V of all rows are written."""
         query, key, value = self._project(x)
         if self._head_norms == "row":
@@ -120,7 +127,7 @@ class MLP(nn.Module):
     def __init__(self, shape: DecoderShape, name: str, read: WeightReader) -> None:
         super().__init__()
         hidden, inner, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
-        self._fused = shape.fused
+        self._inner, self._fused = inner, shape.fused
         if shape.fused:
             self.gate_up_proj = read.linear(f"{name}.gate_up_proj", hidden, 2 * inner, bias)
         else:
@@ -129,7 +136,13 @@ class MLP(nn.Module):
         self.down_proj = read.linear(f"{name}.down_proj", inner, hidden, bias)
         self._activation = _ACTIVATIONS[shape.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, in_pieces: bool = False) -> Tensor:
+        most = max(1, _PIECE // self._inner)
+        if not in_pieces or len(x) <= most or x.device.type != "cpu":
+            return self._update(x)
+        return torch.cat([self._update(rows) for rows in x.tensor_split(-(-len(x) // most))])
+
+    def _update(self, x: Tensor) -> Tensor:
         if self._fused:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:
@@ -162,7 +175,7 @@ class DecoderLayer(nn.Module):
             self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
         self._scale = shape.residual_scale
 
-    def forward(self, x: Tensor, step: StepAttention, kept_rows: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, step: LayerStep, kept_rows: Tensor | None = None) -> Tensor:
         """The rows `[rows, hidden]` after the layer, of `kept_rows` alone if they are given."""
         before, after, around = (self._norms == place for place in ("before", "after", "around"))
         update = self.self_attn(x if after else self.input_layernorm(x), step, kept_rows)
@@ -170,9 +183,9 @@ class DecoderLayer(nn.Module):
             update = self.post_attention_layernorm(update)
         x = self._add(x if kept_rows is None else x.index_select(0, kept_rows), update)
         if before:
-            update = self.mlp(self.post_attention_layernorm(x))
+            update = self.mlp(self.post_attention_layernorm(x), step.in_pieces)
         else:
-            update = self.mlp(self.pre_feedforward_layernorm(x) if around else x)
+            update = self.mlp(self.pre_feedforward_layernorm(x) if around else x, step.in_pieces)
             update = self.post_feedforward_layernorm(update)
         return self._add(x, update)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headstart.attention.backend import AttentionOptions
 from headstart.models.dense.decoder import Description
-from headstart.models.dense.modules import DecoderLayer, StepAttention
+from headstart.models.dense.modules import DecoderLayer, LayerStep
 from headstart.models.dense.rotary import AngleTable
 from headstart.models.dense.shape import DecoderShape
 
@@ -38,19 +38,19 @@ def linear_of(layer: DecoderLayer, name: str) -> nn.Linear:
     return found
 
 
-def make_step(about: Description, windows: int, length: int) -> StepAttention:
+def make_step(about: Description, windows: int, length: int) -> LayerStep:
     """What layers need to read so many windows of so many tokens, one behind another."""
     places = torch.arange(length).repeat(windows)
     like = torch.empty(0)
     angles = {kind: AngleTable(own, like)(places) for kind, own in about.frequencies.items()}
-    return StepAttention(_Windows(length), angles)  # type: ignore[arg-type]
+    return LayerStep(_Windows(length), angles)  # type: ignore[arg-type]
 
 
 class _Seen(Exception):
     """Ends a layer when the wanted input was seen."""
 
 
-def see_input(layer: DecoderLayer, name: str, rows: Tensor, step: StepAttention) -> Tensor:
+def see_input(layer: DecoderLayer, name: str, rows: Tensor, step: LayerStep) -> Tensor:
     """The input `[rows, inputs]` of a linear layer; what comes behind it is not computed."""
     seen: list[Tensor] = []
 
@@ -74,9 +74,7 @@ class Seen(NamedTuple):
     inputs: dict[str, Tensor]
 
 
-def see_inputs(
-    layer: DecoderLayer, names: Sequence[str], rows: Tensor, step: StepAttention
-) -> Seen:
+def see_inputs(layer: DecoderLayer, names: Sequence[str], rows: Tensor, step: LayerStep) -> Seen:
     """What a whole layer does."""
     inputs: dict[str, Tensor] = {}
     with ExitStack() as hooks:

@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart.errors import ConfigError, ModelError, UnsupportedModelError
 from headstart.models.dense.decoder import DenseModules, Description
 from headstart.models.dense.loader import check_tensors, describe_decoder
-from headstart.models.dense.modules import DecoderLayer, StepAttention
+from headstart.models.dense.modules import DecoderLayer, LayerStep
 from headstart.models.dense.shape import DecoderShape, OtherKind
 from headstart.models.dense.weights import Checkpoint, FloatReader, Outline
 from headstart.models.files import check_files, find_folder, is_gguf, read_json, weight_files
@@ -181,7 +181,7 @@ class _Streams(NamedTuple):
 
     rows: Tensor
     by_float: dict[str, Tensor]
-    step: StepAttention
+    step: LayerStep
 
 
 def _round_layer(

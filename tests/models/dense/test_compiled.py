@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headstart.attention import LayerLayout, NativeAttention, PagedKVMemory, Span, StepPlan
 from headstart.models.dense.compiled import FloatLayers, compile_layers
-from headstart.models.dense.modules import DecoderLayer, RMSNorm, StepAttention
+from headstart.models.dense.modules import DecoderLayer, LayerStep, RMSNorm
 from headstart.models.dense.shape import DecoderShape, LayerShape
 from headstart.models.half_weight import MANY_ROWS, HalfLinear, HalfWeight
 from headstart.models.linear import make_linear
@@ -184,7 +184,7 @@ class Pair:
             assert found is not None and torch.equal(hidden, given_rows)
             x = hidden
             for layer in self.layers:
-                x = layer(x, StepAttention(self._backends[1], {"": angles}))
+                x = layer(x, LayerStep(self._backends[1], {"": angles}))
             for backend in self._backends:
                 backend.end_step()
             yield Step(plan, hidden, angles, found, x)

@@ -27,6 +27,7 @@ from transformers import (
 
 from headstart.attention import PagedKVMemory, Span, StepPlan, make_backend
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
+from headstart.models.dense import modules
 from headstart.models.dense.loader import load_dense
 from headstart.models.families import FAMILIES
 from headstart.models.loader import load_model
@@ -170,6 +171,24 @@ def test_every_variant(name: str, tmp_path: Path) -> None:
     expected = expected_logits(config, tokens(), first)
     size = float(expected.abs().max())
     torch.testing.assert_close(run(model, tokens(), first), expected, rtol=0.0, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize("name", TINY_FAMILIES)
+def test_an_mlp_in_pieces(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(save_tiny(name, tmp_path), "float32")
+    layer = model.module.get_submodule("model.layers.0.mlp.down_proj")
+    monkeypatch.setattr(modules, "_PIECE", 5 * layer.in_features)
+    seen: list[int] = []
+    hook = layer.register_forward_hook(lambda _, given, out: seen.append(len(given[0])))
+    expected = expected_logits(tiny_config(name), tokens())
+    size = float(expected.abs().max())
+    torch.testing.assert_close(run(model, tokens()), expected, rtol=0.0, atol=1e-5 * size)
+    assert seen[:2] == [4, 3] and max(seen) <= 5
+    seen.clear()
+    model.calls_each_layer = True  # a hook waits for all rows
+    torch.testing.assert_close(run(model, tokens()), expected, rtol=0.0, atol=1e-5 * size)
+    assert set(seen) == set(PIECES)
+    hook.remove()
 
 
 @pytest.mark.parametrize("name", TINY_FAMILIES)

@@ -200,7 +200,7 @@ class DenseDecoder(DecoderModel):
         if self._compiled is not None and not self.calls_each_layer:
             out = self._compiled(x, angles[""], backend, kept)
         if out is None:
-            step = LayerStep(backend, angles, in_pieces=not self.calls_each_layer)
+            step = LayerStep(backend, angles, hooked=self.calls_each_layer)
             for layer in body.layers[:-1]:
                 x = layer(x, step)
             out = body.layers[-1](x, step, kept)

@@ -15,6 +15,7 @@ from torch.nn import functional
 from headstart.attention.backend import AttentionBackend, AttentionOptions
 from headstart.models.dense.rotary import Angles, rotate
 from headstart.models.dense.shape import Activation, DecoderShape, NormKind
+from headstart.models.linear import QuantizedLinear
 
 __all__ = ["MLP", "Attention", "DecoderLayer", "RMSNorm", "WeightReader"]
 
@@ -27,6 +28,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 # Numbers of an MLP's gate that are computed at a time: 16 MiB of float32. More than 32 MiB go back
 # to the system each time; their fresh pages cost a twentieth of a long prefill in 8 bits.
 _PIECE = 1 << 22
+_BLOCK = 128  # rows: the largest block, which in deterministic mode is computed at once
 
 
 class WeightReader(Protocol):
@@ -44,12 +46,12 @@ class WeightReader(Protocol):
 class LayerStep(NamedTuple):
     """What layers need of a step: the attention, and the angles of its rows by kind.
 
-    in_pieces: no hook waits for all rows of a linear layer, so an MLP may take some at a time.
+    hooked: linear layers may have hooks, which want all rows at once.
     """
 
     backend: AttentionBackend
     angles: dict[str, Angles]
-    in_pieces: bool = False
+    hooked: bool = True
 
 
 class RMSNorm(nn.Module):
@@ -135,12 +137,23 @@ class MLP(nn.Module):
             self.up_proj = read.linear(f"{name}.up_proj", hidden, inner, bias)
         self.down_proj = read.linear(f"{name}.down_proj", inner, hidden, bias)
         self._activation = _ACTIVATIONS[shape.activation]
+        # Then rows in bfloat16 become float32 once, and not before and behind each product.
+        self._computes_float32 = all(
+            isinstance(linear, QuantizedLinear) and linear.packed is None
+            for linear in self.children()
+        )
 
-    def forward(self, x: Tensor, in_pieces: bool = False) -> Tensor:
-        most = max(1, _PIECE // self._inner)
-        if not in_pieces or len(x) <= most or x.device.type != "cpu":
+    def forward(self, x: Tensor, hooked: bool = True) -> Tensor:
+        """hooked: hooks of the linear layers want all rows at once, in x's dtype."""
+        if hooked or x.device.type != "cpu":
             return self._update(x)
-        return torch.cat([self._update(rows) for rows in x.tensor_split(-(-len(x) // most))])
+        most = max(_BLOCK, _PIECE // self._inner)
+        dtype = torch.float32 if self._computes_float32 else x.dtype
+        done = [
+            self._update(rows.to(dtype)).to(x.dtype)
+            for rows in x.tensor_split(max(1, -(-len(x) // most)))
+        ]
+        return torch.cat(done) if len(done) > 1 else done[0]
 
     def _update(self, x: Tensor) -> Tensor:
         if self._fused:
@@ -183,9 +196,9 @@ class DecoderLayer(nn.Module):
             update = self.post_attention_layernorm(update)
         x = self._add(x if kept_rows is None else x.index_select(0, kept_rows), update)
         if before:
-            update = self.mlp(self.post_attention_layernorm(x), step.in_pieces)
+            update = self.mlp(self.post_attention_layernorm(x), step.hooked)
         else:
-            update = self.mlp(self.pre_feedforward_layernorm(x) if around else x, step.in_pieces)
+            update = self.mlp(self.pre_feedforward_layernorm(x) if around else x, step.hooked)
             update = self.post_feedforward_layernorm(update)
         return self._add(x, update)
 

@@ -33,10 +33,10 @@ def find_kind(name: str) -> WeightKind | None:
     return next((kind for kind in kinds if kind == name), None)
 
 
-REVISIONS: dict[WeightKind, int] = {"int8": 5, "int5": 2, "int4": 3}
+REVISIONS: dict[WeightKind, int] = {"int8": 6, "int5": 3, "int4": 4}
 """How a kind rounds weights and rows: another number where that changes, and so do K and V."""
 
-OWN_BITS_REVISION = 3
+OWN_BITS_REVISION = 4
 """How weights are read that are in a kind's bits before: as above."""
 
 

@@ -178,6 +178,7 @@ def test_an_mlp_in_pieces(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     model = load_model(save_tiny(name, tmp_path), "float32")
     layer = model.module.get_submodule("model.layers.0.mlp.down_proj")
     monkeypatch.setattr(modules, "_PIECE", 5 * layer.in_features)
+    monkeypatch.setattr(modules, "_BLOCK", 1)
     seen: list[int] = []
     hook = layer.register_forward_hook(lambda _, given, out: seen.append(len(given[0])))
     expected = expected_logits(tiny_config(name), tokens())
@@ -189,6 +190,22 @@ def test_an_mlp_in_pieces(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(run(model, tokens()), expected, rtol=0.0, atol=1e-5 * size)
     assert set(seen) == set(PIECES)
     hook.remove()
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_an_mlp_of_quantised_weights_rounds_rows_in_bfloat16_once(
+    weights: str, tmp_path: Path
+) -> None:
+    model = load_model(save_tiny("qwen2", tmp_path), "bfloat16", weights=weights)
+    mlp = model.module.get_submodule("model.layers.1.mlp")
+    rows = torch.randn(9, mlp.down_proj.out_features, generator=torch.Generator().manual_seed(2))
+    rows = rows.bfloat16()
+    once, each_time = mlp(rows, hooked=False), mlp(rows)
+    assert once.dtype == each_time.dtype == torch.bfloat16
+    if mlp.down_proj.packed is None:  # or its product takes bfloat16
+        assert torch.equal(once, mlp(rows.float()).bfloat16())
+        assert not torch.equal(once, each_time)
+    torch.testing.assert_close(once, each_time, rtol=0.0, atol=0.02 * float(once.abs().max()))
 
 
 @pytest.mark.parametrize("name", TINY_FAMILIES)

@@ -1,4 +1,4 @@
-"""int4 and int5 weights: against the product in float64, alone and in batches, in every shape."""
+"""Weights in groups: against the product in float64, alone and in batches, in every shape."""
 
 import pytest
 import torch

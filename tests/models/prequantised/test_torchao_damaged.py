@@ -360,7 +360,7 @@ def test_what_config_json_says_is_read(kind: str) -> None:
     ("about", "reason"),
     [
         (config("Float8WeightOnlyConfig"), "torchao's of Float8WeightOnlyConfig: Int8Weight"),
-        (config("GroupedWeightOnlyConfig", group_size=32), "of GroupedWeightOnlyConfig"),
+        (config("Int4WeightOnlyConfig", group_size=32), "of Int4WeightOnlyConfig"),
         (config("Int8StaticActivationInt8WeightConfig"), "of Int8StaticActivation"),
         (config(granularity=shared("PerBlock")), "steps by PerBlock"),
         (config(granularity=shared("PerGroup", group_size=0)), "group_size is 0"),

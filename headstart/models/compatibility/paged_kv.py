@@ -37,6 +37,7 @@ from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.compatibility.far_positions import check_far_positions
 from headstart.models.compatibility.substitute_attention import Attending
 from headstart.models.context_length import context_length
+from headstart.models.files import SAVED_SO
 from headstart.models.linear import QuantizedLinear
 from headstart.models.zoo.decoder import forward_rows
 
@@ -315,10 +316,7 @@ def _check_numbers(model: PreTrainedModel) -> None:
     """Raise DamagedModelError for a weight with NaN, which no dtype makes of a number."""
     for name, weight in model.named_parameters():
         if torch.isnan(weight.float()).any():
-            raise DamagedModelError(
-                f"{name} holds weights that are NaN in the file itself: it is damaged, or was "
-                "saved so; download the model again"
-            )
+            raise DamagedModelError(f"{name} holds weights that are NaN {SAVED_SO}")
 
 
 def _rows_apart(logits: Tensor, expected: Tensor) -> Tensor:

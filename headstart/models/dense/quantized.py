@@ -49,11 +49,15 @@ class QuantizedReader:
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
         if isinstance(embedding, QuantizedEmbedding):
             return embedding.head
-        return self._rounded(name, None, "int8")
+        return self._head(embedding, name, outputs, inputs)
 
     def release(self) -> None:
         self._floats.release()
         return_freed_memory()
+
+    def _head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
+        """The LM head, where no quantised embedding has it."""
+        return self._rounded(name, None, "int8")
 
     def _table(self, name: str) -> QuantizedLinear:
         """The LM head, of the embedding's weight."""
@@ -100,9 +104,7 @@ class OwnBitsReader(QuantizedReader):
         own = self._floats.tensor(f"{name}.bias") if bias else None
         return self._in_own_bits(name, own) or self._rounded(name, own, kind)
 
-    def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
-        if isinstance(embedding, QuantizedEmbedding):
-            return embedding.head
+    def _head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
         if embedding is not None or self._checkpoint.kind(f"{name}.weight") is None:
             return self._floats.head(embedding, name, outputs, inputs)
         return self._in_own_bits(name, None) or self._rounded(name, None, "int8")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.dense.modules import WeightReader
 from headstart.models.dense.shape import OtherKind
-from headstart.models.files import weight_files
+from headstart.models.files import SAVED_SO, weight_files
 from headstart.models.half_weight import HalfEmbedding, HalfLinear, HalfWeight
 from headstart.models.packed import Arena, PackedEmbedding, PackedLinear, PackedWeight
 from headstart.models.prefetch import ReadyMemory
@@ -40,8 +40,6 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
-
-
 _EMBEDDING = "model.embed_tokens.weight"
 
 FLOATS = frozenset(_DTYPES.values())
@@ -265,10 +263,7 @@ class FloatReader:
         if _is_finite(weight):
             return
         if not _is_finite(self._checkpoint.tensor(name)):
-            raise DamagedModelError(
-                f"{name} holds weights that are not finite in the file itself: it is damaged, or "
-                "was saved so; download the model again"
-            )
+            raise DamagedModelError(f"{name} holds weights that are not finite {SAVED_SO}")
         raise UnsupportedModelError(
             f"{name} holds weights that are not finite in {weight.dtype}; another dtype may help"
         )

@@ -98,13 +98,6 @@ async def prepare_chat(
     """
     adapter = service.adapter(call.model)
     call = replace(call, template=service.template_options(call.template))
-    if "chat_template" in call.template and not service.options.trust_request_chat_template:
-        raise ApiError(
-            400,
-            "chat_template is given; allowed: none, unless the server was started with "
-            "--trust-request-chat-template",
-            param="chat_template",
-        )
     dialect = await asyncio.to_thread(_read_dialect, service, call)
     sampling = dict(call.sampling)
     form = sampling.get("structured_outputs")

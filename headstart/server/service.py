@@ -221,7 +221,17 @@ class Service(Front):
         raise EngineError("the engine ended a request without an answer")
 
     def template_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """How a conversation is rendered: what a request says of it, and the server's defaults."""
+        """How a conversation is rendered: what a request says of it, and the server's defaults.
+
+        Raises ApiError for a template, a program, unless the server runs those of requests.
+        """
+        if "chat_template" in given and not self.options.trust_request_chat_template:
+            raise ApiError(
+                400,
+                "chat_template is given; allowed: none, unless the server was started with "
+                "--trust-request-chat-template",
+                param="chat_template",
+            )
         more = self._template_options | (given.get("chat_template_kwargs") or {})
         return {**given, "chat_template_kwargs": more} if more else dict(given)
 

@@ -256,3 +256,28 @@ def test_documents_are_for_the_template_and_a_model_may_have_further_names() -> 
             f"{server.url}/detokenize", json={"tokens": told.json()["prompt_token_ids"]}
         )
         assert spelled.json()["prompt"] == "Ben is 45. How old is Ben?"
+
+
+TEMPLATE = {"chat_template": "{% for one in messages %}<{{ one.content }}>{% endfor %}"}
+
+
+def test_a_template_of_a_request_is_explained_as_the_chat_renders_it() -> None:
+    """`/cache/explain` refused it, so a chat that had missed could not be explained as it is."""
+    with running(trust_request_chat_template=True) as server:
+        body = {**CHAT, **TEMPLATE, "max_tokens": 1, "return_token_ids": True}
+        told = post(server, "chat/completions", **body).json()
+        spelled = httpx.post(f"{server.url}/detokenize", json={"tokens": told["prompt_token_ids"]})
+        assert spelled.json()["prompt"] == f"<{CHAT['messages'][0]['content']}>"
+        explained = httpx.post(f"{server.url}/cache/explain", json=body).json()
+        count = len(told["prompt_token_ids"])
+        assert (explained["prompt_tokens"], explained["cached_tokens"]) == (count, count - 1)
+
+
+@pytest.mark.parametrize(
+    "path", ["v1/chat/completions", "tokenize", "cache/explain", "cache/prewarm"]
+)
+def test_a_template_of_a_request_is_a_program_that_is_not_run(server: Running, path: str) -> None:
+    body = {"messages": CHAT["messages"], **TEMPLATE}
+    told = httpx.post(f"{server.url}/{path}", json=body)
+    assert (told.status_code, told.json()["error"]["param"]) == (400, "chat_template")
+    assert "--trust-request-chat-template" in told.json()["error"]["message"]

@@ -172,9 +172,8 @@ async def prepare(
     template = {"add_generation_prompt": begins_reply} | read_template(body)
     options |= service.template_options(template)
     llm = service.llm
-    messages = read_roles(
-        llm.tokenizer, body.messages or [], llm.chat_template, with_tools=bool(tools)
-    )
+    given = options.get("chat_template") or llm.chat_template
+    messages = read_roles(llm.tokenizer, body.messages or [], given, with_tools=bool(tools))
     return await service.prepare_chat(messages, params, name, **options)
 
 

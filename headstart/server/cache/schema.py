@@ -20,10 +20,7 @@ class PromptBody(CacheFields, TemplateFields):
     """
 
     rows = accepted({"no answer is made": _OF_REQUESTS}) | refused(
-        {
-            "the server's own is used": {"chat_template": ()},
-            "give a chat's `messages`": dict.fromkeys(("input", "instructions", "system"), ()),
-        }
+        {"give a chat's `messages`": dict.fromkeys(("input", "instructions", "system"), ())}
     )
     model: str | None = None
     prompt: str | Many[Whole] | None = None

@@ -48,9 +48,6 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         )
     body = body.model_copy(update={"model": body.model or service.name})
     tools = read_tools(body)
-    template = read_template(body)
-    if body.chat_template is not None:
-        template["chat_template"] = body.chat_template
     named = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
     with telling_form_as(form_field(body, tools), named):
         call = ChatCall(
@@ -61,7 +58,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
             retention=read_retention(body),
             priority=body.priority,
             tools=tools,
-            template=template,
+            template=read_template(body),
         )
         name = service.new_id("chatcmpl")
         prepared = await prepare_chat(service, call, name, stream=bool(body.stream))

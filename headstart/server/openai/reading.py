@@ -35,7 +35,10 @@ _SAME = (
     *("min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("bad_words", "allowed_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
 )
-_TEMPLATE = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_TEMPLATE = (
+    *("chat_template", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message"),
+)
 _MAX_ENTRIES = 16_384  # of what is looked at here; half a microsecond of the event loop each
 _MAX_LOGPROBS = 20  # of a token; a long prompt with more of them is an answer of megabytes
 

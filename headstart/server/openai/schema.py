@@ -163,6 +163,7 @@ class TemplateFields(Body):
 
     tools: Many[FunctionTool] | None = None
     reasoning_effort: str | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag | None = None
@@ -183,4 +184,3 @@ class ChatRequest(SamplingFields, TemplateFields):
     verbosity: str | None = None
     modalities: Many[Literal["text", "audio"]] | None = None
     audio: Speech | None = None
-    chat_template: str | None = None

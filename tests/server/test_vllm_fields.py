@@ -281,3 +281,14 @@ def test_a_template_of_a_request_is_a_program_that_is_not_run(server: Running, p
     told = httpx.post(f"{server.url}/{path}", json=body)
     assert (told.status_code, told.json()["error"]["param"]) == (400, "chat_template")
     assert "--trust-request-chat-template" in told.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@pytest.mark.parametrize("stream", [{}, {"stream": False}, {"stream": None}])
+def test_options_of_a_stream_need_one(server: Running, path: str, stream: dict[str, Any]) -> None:
+    """They were dropped without a word: there was no usage where a client looked for it."""
+    body = CHAT if path.startswith("chat") else COMPLETION
+    told = post(server, path, **body, **stream, stream_options={"include_usage": True})
+    assert (told.status_code, told.json()["error"]["param"]) == (400, "stream_options")
+    assert told.json()["error"]["message"].startswith("stream_options is given without a stream")
+    assert post(server, path, **body, **stream, stream_options=None).status_code == 200

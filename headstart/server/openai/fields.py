@@ -28,7 +28,7 @@ _WORKS = _plain(
     "return_tokens_as_token_ids"
 ) | {
     "model": "may be left out",
-    "stream_options": "`include_usage`, `continuous_usage_stats`",
+    "stream_options": "with `stream`: `include_usage`, `continuous_usage_stats`",
     "response_format": "`json_object`, `json_schema`, `structural_tag`; without white space",
     "structured_outputs": "as `StructuredOutputsParams`",
     "logit_bias": "-100 to 100",

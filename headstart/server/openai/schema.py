@@ -4,9 +4,9 @@ A field that is not here is an error: nothing is dropped in silence. Fields that
 server of one model (`user`, `metadata`, `store`, ...) are taken and have no effect.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Many, Real, Whole
@@ -107,6 +107,15 @@ class SamplingFields(CacheFields):
     store: Flag | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        """Refuse what is said of a stream that is not asked for, as OpenAI and vLLM do."""
+        if self.stream_options is not None and not self.stream:
+            told = 'stream_options is given without a stream; allowed: none, or "stream": true too'
+            about = {"told": told, "field": "stream_options"}
+            raise PydanticCustomError("refused_field", "{told}", about)
+        return self
 
 
 class CompletionRequest(SamplingFields):

@@ -24,9 +24,11 @@ __all__ = ["extend", "read_input", "read_sampling", "read_template", "read_tools
 
 
 def read_input(body: ResponseRequest, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation after `earlier` messages, without instructions."""
+    """The conversation after `earlier` messages, without instructions. Raises ApiError."""
     if isinstance(body.input, str):
         return [*earlier, {"role": "user", "content": body.input}]
+    if not body.input and not earlier:
+        raise ApiError(400, "input is empty; allowed: a text, or a list of items", param="input")
     return extend(earlier, body.input)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator
-from importlib.metadata import version
-from typing import Any
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
 
 import click
 
@@ -14,7 +14,7 @@ from headstart import native
 from headstart.cli.help import GroupedCommand
 from headstart.cli.progress import show_bytes
 from headstart.cli.streams import show_field
-from headstart.imports import load_module
+from headstart.imports import install, load_module
 from headstart.machine import X86, available_memory, cpu_flags, cpu_name, multiplies_bfloat16
 from headstart.version import __version__
 
@@ -34,9 +34,34 @@ _SETS = {
 }
 
 
+class _Extra(NamedTuple):
+    """What an extra of the package is for, and what pip must have installed for it."""
+
+    gives: str
+    packages: tuple[str, ...]
+
+
+_SERVER = ("fastapi", "uvicorn", "httptools", "prometheus-client")
+_EXTRAS = {
+    "serve": _Extra("the server", _SERVER),
+    "vision": _Extra("images in prompts", ("pillow",)),
+    "gguf": _Extra("GGUF files", ("gguf",)),
+    "structured": _Extra("JSON schemas, regular expressions, grammars", ("llguidance",)),
+    "audio": _Extra("sound over HTTP", ("soundfile", "soxr")),
+    "cluster": _Extra("replicas", (*_SERVER, "ray")),
+    "remote": _Extra("a cache in Redis or Valkey", ("redis",)),
+    "otel": _Extra(
+        "traces of requests", ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
+    ),
+}
+
+
 @click.command(cls=GroupedCommand, short_help="Show what this machine has, and what is used of it.")
 def doctor() -> None:
-    """Show the CPU, the kernels that run on it, free memory and GPUs, and what would be faster."""
+    """Show what this machine has, what of it is used, and what would be faster.
+
+    It tells the CPU, the kernels that run on it, free memory, GPUs, and the optional packages.
+    """
     torch = load_module("torch")
     for name, text in _lines(torch):
         show_field(name, text, 10)
@@ -53,6 +78,7 @@ def _lines(torch: Any) -> Iterator[tuple[str, str]]:
     gpus = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
     yield "GPUs", ", ".join(gpus) or "none that torch can use"
     yield "dtype", _auto()
+    yield from _extras()
     yield from (("faster", hint) for hint in _hints(bool(gpus)))
 
 
@@ -89,6 +115,23 @@ def _auto() -> str:
     if native.avx2_library() is not None:
         return "auto is float32; weights stay in bfloat16, which this CPU cannot multiply itself"
     return "auto is float32, if memory allows: this CPU cannot multiply bfloat16 itself"
+
+
+def _extras() -> Iterator[tuple[str, str]]:
+    has = {name: all(map(_is_installed, extra.packages)) for name, extra in _EXTRAS.items()}
+    told = {name: f"{name} ({extra.gives})" for name, extra in _EXTRAS.items()}
+    yield "extras", ", ".join(told[name] for name in has if has[name]) or "none"
+    if missing := [name for name in has if not has[name]]:
+        what = ", ".join(told[name] for name in missing)
+        yield "missing", f"{what}: {install(','.join(missing))}"
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def _hints(has_gpu: bool) -> Iterator[str]:

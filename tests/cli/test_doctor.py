@@ -1,5 +1,9 @@
 """`headstart doctor`: told from this machine, and from machines that are not here."""
 
+import re
+import tomllib
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -7,6 +11,7 @@ from click.testing import CliRunner
 from headstart import native
 from headstart.cli import doctor
 from headstart.cli.main import main
+from tests.house.source import ROOT
 
 
 def lines() -> dict[str, str]:
@@ -79,6 +84,42 @@ def test_kernels_that_are_capped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADSTART_NATIVE", raising=False)
     monkeypatch.setenv("HEADSTART_CPU", "avx2")
     assert lines()["kernels"].endswith("; no others, by HEADSTART_CPU=avx2")
+
+
+def test_extras_are_those_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = project["optional-dependencies"]
+    found = {name: {*extra.packages} for name, extra in doctor._EXTRAS.items()}
+    # uvloop is not for every system, and the server runs without it.
+    needed = {
+        name: {re.split(r"[^\w-]", one)[0] for one in packages if ";" not in one}
+        for name, packages in wanted.items()
+    }
+    needed["cluster"] = needed["cluster"] - {"headstart"} | needed["serve"]
+    needed.pop("dev")
+    assert found == needed
+
+
+def test_extras_that_are_missing_are_told_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of them are there one learned only where a command failed."""
+
+    def of_package(name: str) -> str:
+        if name in missing:
+            raise PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(doctor, "version", of_package)
+    missing = {"gguf", "ray", "opentelemetry-sdk"}
+    said = lines()
+    assert said["extras"].startswith("serve (the server), vision (images in prompts), structured (")
+    assert said["missing"] == (
+        "gguf (GGUF files), cluster (replicas), otel (traces of requests): "
+        'pip install ".[gguf,cluster,otel]" in the folder of the clone'
+    )
+    missing = set()
+    assert "missing" not in lines() and "otel (traces" in lines()["extras"]
+    missing = {package for extra in doctor._EXTRAS.values() for package in extra.packages}
+    assert lines()["extras"] == "none"
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
 
 @contextmanager
 def _telling(layers: int) -> Iterator[Callable[[int], None]]:
-    """Yield what is told how many layers are done, and tells the user.
+    """Yield a callback for the number of layers that are done, and show it to the user.
 
     In a terminal on one line that changes; elsewhere, as in a log, on a line for each tenth.
     """

@@ -198,8 +198,7 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 def _opened(folder: str | None, *, new: bool = False) -> Iterator[Path]:
     """The folder; what is wrong with its index is one clear error.
 
-    Print what was found after it: else an output that fails is told as a folder that cannot be
-    read.
+    Print results outside of it: an output that fails would be told as a damaged folder.
     new: one that was named is made if it is not there.
     """
     path = default_folder()
@@ -220,8 +219,10 @@ def _most(path: Path) -> int:
 
 
 def _find_models(path: Path, name: str) -> list[ModelState]:
-    """The models of this name, of all kinds that it does not tell, or those whose fingerprint
-    begins so, which are alike but for the size of their blocks. Raises CacheError.
+    """The models of this name, in all their kinds unless it ends in one; or of this fingerprint.
+
+    One fingerprint may have several models, which differ in their block size. A few of its digits
+    are enough. Raises CacheError.
     """
     states = read_models(path)
     wanted = as_typed(name)

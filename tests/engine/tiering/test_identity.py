@@ -9,8 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headstart import LLM, SamplingParams
+from headstart.attention import PagedKVMemory
+from headstart.engine.config import EngineConfig
 from headstart.engine.tiering import identity
-from headstart.engine.tiering.identity import _kept_weights, _name
+from headstart.engine.tiering.identity import _kept_weights, _kinds, _name
 from headstart.models.dense import decoder
 from headstart.models.files import BUILT_IN, find_folder
 from headstart.models.linear import QuantizedLinear
@@ -66,6 +68,17 @@ def test_kinds_of_one_model_are_told_apart(tmp_path: Path) -> None:
         "model (float32, int4 weights, int8 K/V)",
         "model (float32, int8 weights)",
     ]
+
+
+def test_few_layers_that_were_rounded_are_no_kind_of_a_model(tmp_path: Path) -> None:
+    """Of a file in few bits, whose name says so, a head may be rounded."""
+    model = load_model(save_smallest(tmp_path), "float32", weights="int8")
+    layers = [m for m in model.module.modules() if isinstance(m, QuantizedLinear)]
+    about = (model, PagedKVMemory(model.layouts, 1, 16, torch.float32, "cpu"), EngineConfig())
+    assert _kinds(*about) == ["float32", "int8 weights"]
+    for layer in layers[1:]:
+        layer.has_own_bits = True
+    assert _kinds(*about) == ["float32"]
 
 
 def fingerprint(llm: LLM) -> str:

@@ -173,10 +173,13 @@ def test_weights_that_are_not_finite(name: str, dtype: str, value: float, tmp_pa
             load_model(folder, dtype, weights=weights)
 
 
-def test_a_damaged_embedding_is_told_by_its_name_in_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
+def test_a_damaged_embedding_is_told_by_its_name_in_the_file(
+    saved: torch.dtype, tmp_path: Path
+) -> None:
     """Where the LM head shares it, it was the head that was told, which is not in the file."""
     config = LlamaConfig(**tiny_config("llama").to_dict() | {"tie_word_embeddings": True})
-    tiny_model(config).save_pretrained(tmp_path)
+    tiny_model(config).to(saved).save_pretrained(tmp_path)
     name = "model.embed_tokens.weight"
     edit_weights(tmp_path, lambda w: w[name].view(-1)[-1:].fill_(float("nan")))
     for dtype in ("float32", "bfloat16"):

@@ -162,7 +162,7 @@ def test_blocks_of_any_bytes(kind: str) -> None:
 
 
 def test_a_weight_in_several_pieces_is_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = np.random.default_rng(0).integers(0, 60, (70, 34), dtype=np.uint8)
+    data = np.random.default_rng(0).integers(0, 60, (65, 34), dtype=np.uint8)
     whole = read_weight(data, "Q8_0", gguf)
     assert blocks._OUTPUTS % 16 == 0
     monkeypatch.setattr(blocks, "_OUTPUTS", 32)
@@ -188,6 +188,20 @@ def test_pages_of_the_file_are_given_back(tmp_path: Path) -> None:
         assert resident() == 0
         assert torch.equal(opened.tensor("lm_head.weight"), before)
     assert resident() == 0
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_memory_that_was_written_to_is_not_given_back(
+    is_mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the package reads a file, or maps it to be changed, its pages cannot be read again."""
+    file = write_gguf(tmp_path / "model.gguf", "llama", make_model("llama"), "Q8_0")
+    held = np.memmap(file, mode="c") if is_mapped else np.empty(1 << 20, dtype=np.uint8)
+    held.fill(7)
+    opened = GGUFCheckpoint(tmp_path)
+    monkeypatch.setattr(opened, "_mapped", held)
+    opened.release()
+    assert (held == 7).all()
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8"])

@@ -13,7 +13,14 @@ from headstart.errors import ConfigError, UnsupportedModelError
 from headstart.models.decoder import DecoderModel
 from headstart.models.dense import quantized
 from headstart.models.dense.decoder import DenseDecoder
-from headstart.models.linear import QuantizedEmbedding, QuantizedLinear, WeightKind, grouped, int8
+from headstart.models.linear import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    WeightKind,
+    grouped,
+    int8,
+    kind_of_layer,
+)
 from headstart.models.linear.int8 import Int8Linear
 from headstart.models.loader import load_model
 from headstart.models.zoo.decoder import forward_rows
@@ -263,6 +270,32 @@ def test_int4_takes_more_bits_where_it_loses_most(kv_heads: int, load: Any, tmp_
     assert found == set(wanted.items()) and len(kinds) == 7 * config.num_hidden_layers
     others = quantised(load(tmp_path, weights="int5")).values()
     assert {layer.kind for layer in others} == {"int5", "int8"}
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "wanted"),
+    [
+        ("model.layers.3.self_attn.k_proj", 32, "int8"),
+        ("v_proj", 32, "int8"),
+        ("k_proj", 64, "int5"),
+        ("v_proj", 96, "int5"),
+        ("model.layers.3.self_attn.qkv_proj", 32, "int5"),  # fused, and narrow
+        ("gate_up_proj", 128, "int5"),
+        ("o_proj", 32, "int5"),
+        ("up_proj", 128, "int5"),
+        ("q_proj", 32, "int4"),
+        ("gate_proj", 128, "int4"),
+        ("down_proj", 32, "int4"),
+        ("k_proj.extra", 32, "int4"),
+        ("fc1", 32, "int4"),
+    ],
+)
+def test_bits_are_by_the_name_and_the_shape_of_a_layer(
+    name: str, outputs: int, wanted: WeightKind
+) -> None:
+    assert kind_of_layer(name, "int4", 64, outputs) == wanted
+    for kind in ("int5", "int8"):
+        assert kind_of_layer(name, kind, 64, outputs) == kind
 
 
 def test_a_kind_that_there_is_not_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""No memory is not a damaged model."""
+"""What is told of a model that transformers cannot load, or loads otherwise than it was saved."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from headstart import LLM, OutOfMemoryError
-from headstart.errors import DamagedModelError
+from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.zoo import loader, pretrained
 from tests.tiny_models import save_tiny
 
@@ -53,3 +54,15 @@ def test_any_other_error_is_a_damaged_model(
     monkeypatch.setattr(loader.AutoModelForCausalLM, "from_pretrained", fail)
     with pytest.raises(DamagedModelError, match=type(error).__name__):
         LLM(folder, num_blocks=8)
+
+
+@pytest.mark.parametrize("part", ["", "text_config"])
+def test_a_method_of_the_text_part_is_looked_at_too(part: str, tmp_path: Path) -> None:
+    """transformers takes it from there, and loads integers without their scales."""
+    about = {"quantization_config": {"quant_method": "modelopt"}}
+    text = {"model_type": "llama"}
+    config: dict[str, Any] = {"model_type": "llava", "text_config": text}
+    config = config | ({part: text | about} if part else about)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="are quantised by 'modelopt', in a way that"):
+        pretrained.load_config(tmp_path)

@@ -26,7 +26,7 @@ _LARGEST_SCALE = 1e28
 
 
 class QuantizedReader:
-    """Linear layers in the kinds of a model of one, and all else as a float reader makes it.
+    """Linear layers rounded to `kind_of_layer`, and all else as a float reader makes it.
 
     The LM head is int8 whatever the kind. An embedding that shares its weight reads it there.
     """

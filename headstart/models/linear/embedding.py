@@ -16,7 +16,7 @@ class QuantizedEmbedding(nn.Module):
 
     def __init__(self, head: QuantizedLinear, dtype: torch.dtype) -> None:
         super().__init__()
-        self._head = (head,)  # in a tuple: it has one place in the model, and this is not it
+        self._head = (head,)  # in a tuple: as a child, it would have a second name in the model
         self._dtype = dtype
         self.num_embeddings, self.embedding_dim = head.out_features, head.in_features
 

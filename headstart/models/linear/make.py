@@ -1,4 +1,4 @@
-"""A linear layer of the wanted kind for a weight, and which kind a layer has in a model of one."""
+"""Makes a linear layer of a kind, and says which kind each layer of a quantised model has."""
 
 import torch
 from torch import Tensor
@@ -24,9 +24,9 @@ _MORE_BITS = _KEYS | {"o_proj", "up_proj"} | _FUSED
 
 
 def kind_of_layer(name: str, kind: WeightKind, inputs: int, outputs: int) -> WeightKind:
-    """The kind of a linear layer where a model of floats is rounded to a kind.
+    """The kind of one linear layer of a model of floats that is quantised to `kind`.
 
-    name: that of the module, dotted or without its parents'.
+    name: the module's, with or without those of its parents.
     """
     own = name.rpartition(".")[2]
     if kind != "int4" or own not in _MORE_BITS:

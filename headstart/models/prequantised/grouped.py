@@ -62,7 +62,7 @@ class Grouped(NamedTuple):
         ]
 
     def describe(self) -> str:
-        """Its bits and groups, and what else keeps it out of a kind of ours."""
+        """Its bits and groups, whether it has zero points, and whether inputs are out of order."""
         size = int(torch.bincount(self.groups).max())
         zeros = "" if (self.zeros == 1 << (self.bits - 1)).all() else " with zero points"
         order = "" if (self.groups.diff() >= 0).all() else ", and its inputs are out of order"

@@ -17,11 +17,12 @@ _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
 
 def quantize_linears(model: PreTrainedModel, kind: WeightKind) -> None:
-    """Keep the weights of the text part's linear layers, and of the LM head, as `kind`.
+    """Round the weights of the text part's linear layers, and of the LM head.
 
-    One at a time, so that at most one weight is in memory twice. The LM head is int8 whatever
-    the kind, and so are embeddings that share its weight. Other embeddings, norms, routers, a
-    vision tower and what is no plain `nn.Linear` (the stacked weights of experts) stay as they are.
+    One at a time, so that at most one weight is in memory twice. Each layer has its
+    `kind_of_layer`; the LM head is int8 whatever the kind, and so are embeddings that share its
+    weight. Other embeddings, norms, routers, a vision tower and what is no plain `nn.Linear` (the
+    stacked weights of experts) stay as they are.
     """
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and _can_replace(head):

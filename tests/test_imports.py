@@ -78,3 +78,6 @@ def test_commands_without_the_packages_that_they_need() -> None:
         "headstart: its commands need click, which is not installed: pip install . in the folder "
         "of the clone\n"
     )
+    ours = program.replace("click", "headstart.cli.main")  # a fault of ours, told as such
+    done = subprocess.run([sys.executable, "-c", ours], capture_output=True, text=True)
+    assert done.returncode == 1 and "ModuleNotFoundError" in done.stderr

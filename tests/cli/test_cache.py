@@ -171,6 +171,12 @@ def test_a_name_stands_for_all_kinds_of_a_model(cache: Cache, folder: Path) -> N
     assert "112 tokens in 7 blocks" in cache("stat").output
 
 
+def test_a_name_stands_for_the_stages_of_a_pipeline(cache: Cache, folder: Path) -> None:
+    keep(folder, ModelRecord("c" * 64, "pair, talker (float32)", 16, 1000), "0000000401")
+    for name in ("pair", "pair, talker"):
+        assert "0000000401" in cache("ls", name).output
+
+
 def test_a_name_that_several_prefixes_have_is_an_error(cache: Cache, folder: Path) -> None:
     """`drop` dropped them all, and `export` took any of them."""
     keep(folder, ModelRecord("a" * 64, "twin", 16, 1000), "12340001", "12340002")

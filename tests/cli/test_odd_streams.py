@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from headstart.cli.run import names_model
 from tests.forked import run_headstart
 
 COMMAND = f"{sys.executable} -m headstart "
@@ -86,6 +87,12 @@ def test_a_model_that_is_asked_as_a_prompt_is_told_of(more: tuple[str, ...]) -> 
     done = run_headstart("run", "--max-tokens", "2", "Hello", "There")
     assert done.returncode == 0
     assert "as a prompt" not in done.stderr
+
+
+def test_what_looks_like_the_name_of_a_model() -> None:
+    names = ["headstart-tiny", "owner/name", "some.gguf", "qwen2.5:0.5b", "llama3:latest"]
+    prompts = ["Hello", "10:30", "and/or?", "Name: Ben", "note:this", "Qwen:7b?", "a:b/c", ""]
+    assert [text for text in names + prompts if names_model(text)] == names
 
 
 @pytest.mark.parametrize("call", ["cache", "keys"])

@@ -258,16 +258,17 @@ def test_documents_are_for_the_template_and_a_model_may_have_further_names() -> 
         assert spelled.json()["prompt"] == "Ben is 45. How old is Ben?"
 
 
-TEMPLATE = {"chat_template": "{% for one in messages %}<{{ one.content }}>{% endfor %}"}
+TOLD = "{% for one in messages if one.role == 'narrator' %}<{{ one.content }}>{% endfor %}"
 
 
 def test_a_template_of_a_request_is_explained_as_the_chat_renders_it() -> None:
     """`/cache/explain` refused it, so a chat that had missed could not be explained as it is."""
+    said = {"messages": [{"role": "narrator", "content": "Ben is 45"}], "chat_template": TOLD}
     with running(trust_request_chat_template=True) as server:
-        body = {**CHAT, **TEMPLATE, "max_tokens": 1, "return_token_ids": True}
+        body = {**said, "max_tokens": 1, "return_token_ids": True}
         told = post(server, "chat/completions", **body).json()
         spelled = httpx.post(f"{server.url}/detokenize", json={"tokens": told["prompt_token_ids"]})
-        assert spelled.json()["prompt"] == f"<{CHAT['messages'][0]['content']}>"
+        assert spelled.json()["prompt"] == "<Ben is 45>"
         explained = httpx.post(f"{server.url}/cache/explain", json=body).json()
         count = len(told["prompt_token_ids"])
         assert (explained["prompt_tokens"], explained["cached_tokens"]) == (count, count - 1)
@@ -277,7 +278,7 @@ def test_a_template_of_a_request_is_explained_as_the_chat_renders_it() -> None:
     "path", ["v1/chat/completions", "tokenize", "cache/explain", "cache/prewarm"]
 )
 def test_a_template_of_a_request_is_a_program_that_is_not_run(server: Running, path: str) -> None:
-    body = {"messages": CHAT["messages"], **TEMPLATE}
+    body = {"messages": CHAT["messages"], "chat_template": TOLD}
     told = httpx.post(f"{server.url}/{path}", json=body)
     assert (told.status_code, told.json()["error"]["param"]) == (400, "chat_template")
     assert "--trust-request-chat-template" in told.json()["error"]["message"]

@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import click
 
@@ -62,12 +62,11 @@ def doctor() -> None:
 
     It tells the CPU, the kernels that run on it, free memory, GPUs, and the optional packages.
     """
-    torch = load_module("torch")
-    for name, text in _lines(torch):
+    for name, text in _lines():
         show_field(name, text, 10)
 
 
-def _lines(torch: Any) -> Iterator[tuple[str, str]]:
+def _lines() -> Iterator[tuple[str, str]]:
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     yield "headstart", f"{__version__}, Python {platform.python_version()}, {packages}"
     has = [text for flag, text in _SETS.items() if flag in cpu_flags()]
@@ -75,6 +74,7 @@ def _lines(torch: Any) -> Iterator[tuple[str, str]]:
     yield "CPU", f"{cpu_name()}, {cores} cores: {', '.join(has) or 'no instruction set known here'}"
     yield "kernels", _kernels()
     yield "memory", f"{show_bytes(available_memory())} free"
+    torch = load_module("torch")  # which takes seconds: what needs none of it is told before
     gpus = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
     yield "GPUs", ", ".join(gpus) or "none that torch can use"
     yield "dtype", _auto()

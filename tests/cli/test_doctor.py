@@ -2,10 +2,10 @@
 
 import re
 import tomllib
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from headstart import native
@@ -25,6 +25,22 @@ def test_this_machine() -> None:
     assert {"headstart", "CPU", "kernels", "memory", "GPUs", "dtype"} <= said.keys()
     assert "torch" in said["headstart"] and "cores" in said["CPU"]
     assert said["memory"].endswith(" free")
+
+
+def test_what_needs_no_torch_is_told_before_it_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing was shown for the seconds that the import takes."""
+    told: list[str] = []
+
+    def load(name: str) -> object:
+        told.append(name)
+        return import_module(name)
+
+    monkeypatch.setattr(doctor, "load_module", load)
+    for name, _ in doctor._lines():
+        told.append(name)
+    assert told[:6] == ["headstart", "CPU", "kernels", "memory", "torch", "GPUs"]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +67,7 @@ def test_other_machines(
     monkeypatch.setattr(native, "is_built", lambda: built)
     monkeypatch.setattr(native, "avx2_library", lambda: object() if level >= 1 else None)
     monkeypatch.setattr(native, "library", lambda: object() if level >= 2 else None)
-    found = [text for name, text in doctor._lines(torch) if name == "kernels"]
+    found = [text for name, text in doctor._lines() if name == "kernels"]
     assert kernels in found[0]
     hints = list(doctor._hints(has_gpu=False))
     assert bool(hints) == (faster is not None)

@@ -46,7 +46,18 @@ def test_products_of_bfloat16(
 ) -> None:
     monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset(flags.split()))
     monkeypatch.setattr("platform.machine", lambda: architecture)
+    monkeypatch.delenv("HEADSTART_CPU", raising=False)
     assert multiplies_bfloat16() is expected
+    monkeypatch.setenv("HEADSTART_CPU", "avx512")  # without AMX; AVX-512 has products of its own
+    assert multiplies_bfloat16() is expected
+
+
+def test_a_cpu_that_is_capped_has_no_products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels were capped alone: models then ran in bfloat16 on torch's AVX-512."""
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx512_bf16", "amx_bf16"}))
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setenv("HEADSTART_CPU", "avx2")
+    assert multiplies_bfloat16() is False
 
 
 @pytest.fixture

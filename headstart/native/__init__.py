@@ -5,8 +5,8 @@ One library serves every x86 CPU. Most kernels need AVX-512 with its bf16 and VN
 few such rows, need AVX2 (`avx2_library`). If the library was not built or the CPU lacks these,
 both are None and callers use torch operations instead. Where the CPU has AMX, products in bf16 use
 it; products of bytes use VNNI, with AVX-512 or without. In the environment `HEADSTART_NATIVE=0`
-switches all kernels off, `HEADSTART_CPU=avx2` what is beyond AVX2, `HEADSTART_CPU=avx512` AMX; any
-other value of either raises `ConfigError`.
+switches all kernels off, `HEADSTART_CPU=avx2` what is beyond AVX2 (`dtype="auto"` is then float32,
+as on a CPU without it), `HEADSTART_CPU=avx512` AMX; any other value of either raises `ConfigError`.
 
 Kernels take plain numbers, addresses and structs (ctypes), as `bindings` declares them. They run
 on the threads of torch's own OpenMP library: a second thread pool would compete for the cores.

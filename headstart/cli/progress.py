@@ -99,6 +99,15 @@ def converting_line(name: str, elapsed: float) -> str:
     return f"reading configuration and tokenizer of {name}: {duration(elapsed)}"
 
 
+def describe_check(doing: str) -> Callable[[float], str]:
+    """For `waiting`: what is checked before the model is loaded.
+
+    >>> describe_check("counting the tokens of the prompt")(2.0)
+    'counting the tokens of the prompt: 2.00 s'
+    """
+    return lambda elapsed: f"{doing}: {duration(elapsed)}"
+
+
 def starting_line(name: str, replicas: int, elapsed: float) -> str:
     """Ray and then replicas of a model start, in processes of their own.
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.cli.contents import join_content, read_document, read_image, read_text
-from headstart.cli.streams import as_typed, reading_stdin
+from headstart.cli.progress import describe_check, waiting
+from headstart.cli.streams import as_typed, hiding_typed, reading_stdin
 from headstart.engine.config import EngineConfig
 from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.errors import RequestError
@@ -95,8 +96,9 @@ class Questions:
         longest = "".join([*self.documents, max(self.texts, key=len)])
         if limit is None or len(longest.encode()) < limit:
             return  # a token has a byte at least
-        # What reads a tokenizer takes a second of imports, which the model needs in any case.
-        load_module("headstart.engine.text.max_length").check_text_fits(folder, longest, limit)
+        with hiding_typed(), waiting(describe_check("counting the tokens of the prompt")):
+            # What reads a tokenizer takes a second of imports, which the model needs in any case.
+            load_module("headstart.engine.text.max_length").check_text_fits(folder, longest, limit)
 
     def check(self, answers: Sequence[RequestOutput]) -> None:
         """Raise RequestError for an answer that was cut before it had its form."""
@@ -159,8 +161,9 @@ def _read_schema(path: Path) -> StructuredOutputsParams:
     text = read_text(path)
     try:
         form = StructuredOutputsParams(json=text, disable_any_whitespace=True)
-        # What compiles a schema brings torch with it, which is loaded for the model in any case.
-        load_module("headstart.engine.structured.grammar").check_form(form.form)
+        with hiding_typed(), waiting(describe_check(f"compiling the schema in {path}")):
+            # What compiles it brings torch with it, which is loaded for the model in any case.
+            load_module("headstart.engine.structured.grammar").check_form(form.form)
     except RequestError as error:
         told = str(error).replace("structured_outputs.json", str(path))
         raise RequestError(f"--json: {told}") from error

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from headstart.cli import opening
+from headstart.cli import opening, run
 from headstart.cli.options import note_on
 from headstart.cli.page_cache import CachedShare
 from headstart.cli.progress import describe_loading
+from headstart.cli.run import Questions
+from headstart.engine.config import make_config
+from headstart.errors import RequestError
+from tests.cli.test_main import call
 
 PAGES = 64
 
@@ -92,27 +96,53 @@ def test_what_few_bits_do_to_the_embedded_model_is_told(
     assert note_on("some/model", engine) == ""
 
 
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The line of each wait, as it is after twelve seconds."""
+    lines: list[str] = []
+
+    def waiting(describe: Callable[[float], str]) -> AbstractContextManager[None]:
+        lines.append(describe(12.0))
+        return nullcontext()
+
+    for module in (opening, run):
+        monkeypatch.setattr(module, "waiting", waiting)
+    return lines
+
+
 def test_the_first_start_of_a_gguf_file_is_shown_and_ends_as_all_else(
-    monkeypatch: pytest.MonkeyPatch,
+    shown: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing was shown for 20 s, and Ctrl-C left an unfinished folder in the user's cache.
 
     It ended the process at once, as in a download, so that nothing was removed.
     """
-    shown, handlers = [], []
-
-    def waiting(describe: Callable[[float], str]) -> AbstractContextManager[None]:
-        shown.append(describe(12.0))
-        return nullcontext()
+    handlers = []
 
     def find_folder(model: str) -> Path:
         handlers.append(signal.getsignal(signal.SIGINT))
         return Path(model)
 
-    monkeypatch.setattr(opening, "waiting", waiting)
     monkeypatch.setattr(opening, "find_folder", find_folder)
     opening.folder_of("some.gguf")
     assert shown == ["reading configuration and tokenizer of some.gguf: 12.00 s"]
     assert handlers == [signal.getsignal(signal.SIGINT)]
     opening.folder_of("an/owner")
     assert len(shown) == 1 and handlers[1] != handlers[0]
+
+
+def test_what_is_checked_before_a_model_is_loaded_is_shown(
+    shown: list[str], demo_model: Path, tmp_path: Path
+) -> None:
+    """Nothing was, for the seconds that what reads a tokenizer or a schema takes to import."""
+    questions = Questions(("y",), ("x" * 60,))
+    questions.check_length(demo_model, make_config({"max_model_len": 62}))
+    assert not shown  # so short a text fits, whatever its tokens are
+    with pytest.raises(RequestError, match="has 61 tokens"):
+        questions.check_length(demo_model, make_config({"max_model_len": 61}))
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "no such"}')
+    assert call("run", "--json", str(schema), "Who?").exit_code == 2
+    counting, compiling = shown
+    assert counting == "counting the tokens of the prompt: 12.00 s"
+    assert compiling == f"compiling the schema in {schema}: 12.00 s"

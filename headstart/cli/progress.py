@@ -143,15 +143,17 @@ def reading_line(progress: PromptProgress, elapsed: float) -> str:
     return f"{line}; about {_roughly(elapsed / (read - cached) * (total - read))} to go"
 
 
-def quantizing_line(done: int, layers: int, elapsed: float) -> str:
+def quantizing_line(done: int, layers: int, elapsed: float, at: float) -> str:
     """How far a model is quantised, and how long the rest takes at the rate so far.
 
-    >>> quantizing_line(0, 30, 1.0), quantizing_line(10, 30, 20.0)
-    ('quantising 30 layers', 'quantised 10 of 30 layers; about 40 s to go')
+    at: the seconds that the layers which are done took.
+
+    >>> quantizing_line(0, 30, 1.0, 0.0), quantizing_line(10, 30, 21.0, 20.0)
+    ('quantising 30 layers', 'quantised 10 of 30 layers; about 39 s to go')
     """
     if not done:
         return f"quantising {layers} layers"
-    left = _roughly(elapsed / done * (layers - done))
+    left = _roughly(at / done * layers - elapsed)
     return f"quantised {done} of {layers} layers; about {left} to go"
 
 

@@ -13,11 +13,10 @@ from types import FrameType
 
 import click
 
-from headstart.cli.opening import ending_at_once
-from headstart.cli.options import resolve_model
-from headstart.cli.progress import quantizing_line, show_bytes, waiting
+from headstart.cli.opening import folder_of
+from headstart.cli.progress import describe_check, quantizing_line, show_bytes, waiting
 from headstart.cli.reply_metrics import duration
-from headstart.cli.streams import as_typed, columns_of, note
+from headstart.cli.streams import as_typed, columns_of, hiding_typed, note
 from headstart.imports import load_module
 
 __all__ = ["quantize"]
@@ -50,10 +49,14 @@ def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
     """
     target = Path(as_typed(str(folder)))
     file = None if text is None else Path(as_typed(str(text))).expanduser()
-    # Its modules bring torch, which the other commands for models do without.
-    work = load_module("headstart.models.gptq")
-    source = resolve_model(as_typed(model))
-    with ending_at_once():
+    with hiding_typed(), waiting(describe_check("importing torch")):
+        # Which the other commands for models do without.
+        work = load_module("headstart.models.gptq")
+    work.check_target(target)  # before anything is downloaded
+    source = as_typed(model)
+    if Path(source).suffix != ".gguf":  # which is refused: to find its folder takes minutes
+        source = str(folder_of(source))
+    with hiding_typed(), waiting(describe_check("reading the model's tokenizer and the text")):
         plan = work.plan_quantizing(source, target, file)
     with _ending_as_by_ctrl_c(), _telling(plan.layers) as progress:
         written = work.quantize(plan, progress)
@@ -71,17 +74,17 @@ def _telling(layers: int) -> Iterator[Callable[[int], None]]:
 
     In a terminal on one line that changes; elsewhere, as in a log, on a line for each tenth.
     """
-    done, start, is_log = 0, time.perf_counter(), columns_of(sys.stderr) is None
+    done, at, start, is_log = 0, 0.0, time.perf_counter(), columns_of(sys.stderr) is None
 
     def progress(now: int) -> None:
-        nonlocal done
-        before, done = done, now
+        nonlocal done, at
+        before, done, at = done, now, time.perf_counter() - start
         if is_log and now < layers and before * _TOLD // layers < now * _TOLD // layers:
-            note(quantizing_line(now, layers, time.perf_counter() - start))
+            note(quantizing_line(now, layers, at, at))
 
     if is_log:
-        note(quantizing_line(0, layers, 0))
-    with waiting(lambda elapsed: quantizing_line(done, layers, elapsed)):
+        note(quantizing_line(0, layers, 0, 0))
+    with waiting(lambda elapsed: quantizing_line(done, layers, elapsed, at)):
         yield progress
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from headstart.cli import opening, run
+from headstart.cli import opening, quantize, run
 from headstart.cli.options import note_on
 from headstart.cli.page_cache import CachedShare
-from headstart.cli.progress import describe_loading
+from headstart.cli.progress import describe_loading, quantizing_line
 from headstart.cli.run import Questions
 from headstart.engine.config import make_config
 from headstart.errors import RequestError
@@ -105,7 +105,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         lines.append(describe(12.0))
         return nullcontext()
 
-    for module in (opening, run):
+    for module in (opening, quantize, run):
         monkeypatch.setattr(module, "waiting", waiting)
     return lines
 
@@ -146,3 +146,25 @@ def test_what_is_checked_before_a_model_is_loaded_is_shown(
     counting, compiling = shown
     assert counting == "counting the tokens of the prompt: 12.00 s"
     assert compiling == f"compiling the schema in {schema}: 12.00 s"
+
+
+def test_what_is_read_before_a_model_is_quantised_is_shown(
+    shown: list[str], tmp_path: Path
+) -> None:
+    """Nothing was, for seconds."""
+    done = call("models", "quantize", "headstart-tiny", str(tmp_path / "small"))
+    assert done.exit_code == 2 and "multiples of 32" in done.stderr
+    assert shown == [
+        "importing torch: 12.00 s",
+        "reading the model's tokenizer and the text: 12.00 s",
+    ]
+
+
+def test_the_time_that_quantising_still_takes_falls_while_a_layer_is_rounded() -> None:
+    """It grew from 16 to 32 minutes during the second layer, whose time was not yet done."""
+    lines = [quantizing_line(2, 10, elapsed, at=6.0) for elapsed in (6.0, 7.5, 8.9)]
+    assert [line.rpartition("about ")[2] for line in lines] == [
+        "24 s to go",
+        "22 s to go",
+        "21 s to go",
+    ]

@@ -4,6 +4,6 @@
 what a layer sees, `text.py` what is read, `folder.py` the files.
 """
 
-from headstart.models.gptq.quantize import Plan, Written, plan_quantizing, quantize
+from headstart.models.gptq.quantize import Plan, Written, check_target, plan_quantizing, quantize
 
-__all__ = ["Plan", "Written", "plan_quantizing", "quantize"]
+__all__ = ["Plan", "Written", "check_target", "plan_quantizing", "quantize"]

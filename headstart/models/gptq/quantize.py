@@ -31,7 +31,7 @@ from headstart.models.linear.grouped import GROUP
 from headstart.models.tokenizer import load_tokenizer
 from headstart.validation import describe
 
-__all__ = ["Plan", "Written", "plan_quantizing", "quantize"]
+__all__ = ["Plan", "Written", "check_target", "plan_quantizing", "quantize"]
 
 _LAYERS = "model.layers."
 
@@ -68,11 +68,7 @@ def plan_quantizing(model: str | Path, target: Path, text: Path | None = None) -
     `headstart.models.families`, and `ConfigError` for a target that is there, or a text that cannot
     be read or is too short.
     """
-    target = target.expanduser().absolute()
-    if target.exists() or target.is_symlink():
-        raise ConfigError(f"the folder {target} is there already; allowed: a new one")
-    if not target.parent.is_dir():
-        raise ConfigError(f"{target} cannot be made: {target.parent} is no folder; make it first")
+    target = check_target(target)
     given = Path(model).expanduser()
     if given.suffix == ".gguf" and given.is_file():  # to find its folder takes minutes
         raise UnsupportedModelError(
@@ -90,6 +86,16 @@ def plan_quantizing(model: str | Path, target: Path, text: Path | None = None) -
     if int(tokens.max()) >= about.shape.vocab_size:
         raise UnsupportedModelError(f"{source} has a tokenizer with more tokens than embeddings")
     return Plan(source=source, target=target, about=about, names=names, tokens=tokens, text=told)
+
+
+def check_target(target: Path) -> Path:
+    """The whole path of a folder that can be made; raises `ConfigError` for any other."""
+    target = target.expanduser().absolute()
+    if target.exists() or target.is_symlink():
+        raise ConfigError(f"the folder {target} is there already; allowed: a new one")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target} cannot be made: {target.parent} is no folder; make it first")
+    return target
 
 
 def _check_model(source: Path) -> tuple[Description, frozenset[str]]:

@@ -120,16 +120,27 @@ def starting_line(name: str, replicas: int, elapsed: float) -> str:
 
 def describe_reading(stream: RequestStream) -> Callable[[float], str]:
     """For `waiting`: the prompt of a request is read."""
-    return lambda elapsed: reading_line(stream.progress(), elapsed)
+    read, at = 0, 0.0
+
+    def describe(elapsed: float) -> str:
+        nonlocal read, at
+        progress = stream.progress()
+        if progress.read != read:
+            read, at = progress.read, elapsed
+        return reading_line(progress, elapsed, at)
+
+    return describe
 
 
-def reading_line(progress: PromptProgress, elapsed: float) -> str:
+def reading_line(progress: PromptProgress, elapsed: float, at: float) -> str:
     """How far a prompt is read, and how long the rest takes at the rate so far.
 
+    at: the seconds that what is read took.
+
     >>> from headstart.engine.streams.stream import PromptProgress
-    >>> reading_line(PromptProgress(total=7644, read=6600, cached=5600), 2.0)
+    >>> reading_line(PromptProgress(total=7644, read=6600, cached=5600), 2.5, 2.0)
     'read 6,600 of 7,644 tokens, 5,600 of them cached; about 2 s to go'
-    >>> reading_line(PromptProgress(total=7644, read=0, cached=0), 2.0)
+    >>> reading_line(PromptProgress(total=7644, read=0, cached=0), 2.0, 0.0)
     'reading 7,644 tokens'
     >>> reading_line(PromptProgress(total=7644, read=7644, cached=5600), 2.0)
     'read 7,644 of 7,644 tokens, 5,600 of them cached'
@@ -140,7 +151,7 @@ def reading_line(progress: PromptProgress, elapsed: float) -> str:
     line = f"read {read:,} of {total:,} tokens, {cached:,} of them cached"
     if read in (cached, total):
         return line
-    return f"{line}; about {_roughly(elapsed / (read - cached) * (total - read))} to go"
+    return f"{line}; about {_roughly(at / (read - cached) * (total - cached) - elapsed)} to go"
 
 
 def quantizing_line(done: int, layers: int, elapsed: float, at: float) -> str:

@@ -6,15 +6,18 @@ import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from headstart.cli import opening, quantize, run
 from headstart.cli.options import note_on
 from headstart.cli.page_cache import CachedShare
-from headstart.cli.progress import describe_loading, quantizing_line
+from headstart.cli.progress import describe_loading, describe_reading, quantizing_line
 from headstart.cli.run import Questions
 from headstart.engine.config import make_config
+from headstart.engine.streams.stream import PromptProgress
 from headstart.errors import RequestError
 from tests.cli.test_main import call
 
@@ -167,4 +170,18 @@ def test_the_time_that_quantising_still_takes_falls_while_a_layer_is_rounded() -
         "24 s to go",
         "22 s to go",
         "21 s to go",
+    ]
+
+
+def test_the_time_that_a_prompt_still_takes_falls_within_a_step() -> None:
+    """It grew from 21 to 34 s while the next 2,048 tokens were computed."""
+    reads = iter([0, 2_048, 2_048, 2_048, 4_096])
+    stream: Any = SimpleNamespace(progress=lambda: PromptProgress(6_144, next(reads), 0))
+    describe = describe_reading(stream)
+    lines = [describe(seconds) for seconds in (0.5, 10.0, 12.0, 17.0, 20.0)]
+    assert [line.rpartition("about ")[2] for line in lines[1:]] == [
+        "20 s to go",
+        "18 s to go",
+        "13 s to go",
+        "10 s to go",
     ]

@@ -16,6 +16,7 @@ from headstart.cli.options import note_on
 from headstart.cli.page_cache import CachedShare
 from headstart.cli.progress import describe_loading, describe_reading, quantizing_line
 from headstart.cli.run import Questions
+from headstart.cli.serving import server
 from headstart.engine.config import make_config
 from headstart.engine.streams.stream import PromptProgress
 from headstart.errors import RequestError
@@ -108,7 +109,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         lines.append(describe(12.0))
         return nullcontext()
 
-    for module in (opening, quantize, run):
+    for module in (opening, quantize, run, server):
         monkeypatch.setattr(module, "waiting", waiting)
     return lines
 
@@ -161,6 +162,13 @@ def test_what_is_read_before_a_model_is_quantised_is_shown(
         "importing torch: 12.00 s",
         "reading the model's tokenizer and the text: 12.00 s",
     ]
+
+
+def test_that_a_server_is_imported_is_shown(shown: list[str], tmp_path: Path) -> None:
+    """Nothing was, for two seconds and more."""
+    done = call("serve", "--public-prefix", str(tmp_path / "nothing"))
+    assert done.exit_code == 2 and "nothing" in done.stderr
+    assert shown == ["importing the server: 12.00 s"]
 
 
 def test_the_time_that_quantising_still_takes_falls_while_a_layer_is_rounded() -> None:

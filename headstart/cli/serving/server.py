@@ -16,7 +16,7 @@ import click
 
 from headstart.cli.opening import announce, check_adapter, folder_of
 from headstart.cli.options import RANDOM_MODEL, resolve_model
-from headstart.cli.progress import starting_line, waiting
+from headstart.cli.progress import describe_check, starting_line, waiting
 from headstart.cli.streams import note
 from headstart.cluster.options import ReplicaConfig
 from headstart.engine.vllm_api.options import read_config
@@ -56,7 +56,8 @@ def run_server(
     ModelError, OutOfMemoryError or EngineError.
     """
     extra = "cluster" if replicas.is_wanted else "serve"  # which has that of serve, too
-    launch = _import_optional("headstart.server.launch", extra)
+    with waiting(describe_check("importing the server")):
+        launch = _import_optional("headstart.server.launch", extra)
     for name in adapters.keys() & {options.served_model_name or model, *options.model_alias}:
         raise ConfigError(f"adapter is {name!r}, as the model is; allowed: another name")
     prefixes = launch.read_prefixes(options.public_prefix)

@@ -23,6 +23,7 @@ from headstart.native.pages import drop_pages
 __all__ = ["ARCHITECTURES", "GGUFCheckpoint", "read_architecture"]
 
 _log = logging.getLogger(__name__)
+_ROUNDED = "rounded again"
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -165,10 +166,12 @@ class GGUFCheckpoint:
         return read_weight(self._rows(name, self._tensors[name].data), own, self._gguf)
 
     def tell(self, tied: bool) -> None:
-        """Log in one line what becomes of the file's formats."""
+        """Log in one line what becomes of the file's formats; in a warning where numbers change."""
         counts = Counter((self._type(n), self._becomes(n, tied)) for n in self._tensors)
         said = [f"{count} {own} {becomes}" for (own, becomes), count in sorted(counts.items())]
-        _log.info("tensors of the GGUF file: %s", ", ".join(said))
+        changed = any(becomes.startswith(_ROUNDED) for _, becomes in counts)
+        level = logging.WARNING if changed else logging.INFO
+        _log.log(level, "tensors of the GGUF file: %s", ", ".join(said))
 
     def _becomes(self, name: str, tied: bool) -> str:
         own, kind = self._type(name), self.kind(name)
@@ -179,7 +182,7 @@ class GGUFCheckpoint:
         if own in FORMATS:
             return f"kept as {kind}"
         is_head = name in ("lm_head.weight", "model.embed_tokens.weight")
-        return f"rounded again to {'int8' if is_head else kind}"
+        return f"{_ROUNDED} to {'int8' if is_head else kind}"
 
     def release(self) -> None:
         """Give the pages of the file back that were read: tensors are copied out of it."""

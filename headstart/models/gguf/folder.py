@@ -16,12 +16,13 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
-from headstart.errors import DamagedModelError, ModelError, UnsupportedModelError
+from headstart.errors import DamagedModelError, ModelError, OutOfMemoryError, UnsupportedModelError
 from headstart.models.dense.shape import OtherKind
 from headstart.models.files import read_json
 from headstart.models.gguf.checkpoint import read_architecture
 from headstart.models.gguf.header import CUT_OFF, check_header
 from headstart.models.gguf.library import ROPE_FACTORS, import_gguf
+from headstart.models.out_of_memory import is_out_of_memory
 from headstart.models.silence_transformers import silence_transformers
 
 __all__ = ["gguf_folder"]
@@ -41,7 +42,7 @@ def gguf_folder(file: Path) -> Path:
 
     It is below `$HEADSTART_GGUF_DIR`, or the user's cache folder. Raises `UnsupportedModelError`
     (an architecture that transformers does not read, or the package is missing),
-    `DamagedModelError` or, where the cache cannot be written to, `ModelError`.
+    `DamagedModelError`, `OutOfMemoryError` or, where the cache cannot be written to, `ModelError`.
     """
     gguf = import_gguf(file)
     file, stat = file.resolve(), file.stat()
@@ -98,6 +99,8 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
         raise
     # transformers raises KeyError, TypeError, ValueError, OSError; the tokenizers a bare Exception.
     except Exception as error:
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(f"no memory to read the metadata of {file}") from error
         reason = " ".join(str(error).split())
         kind = UnsupportedModelError if "not supported" in reason else DamagedModelError
         named = "" if type(error) is ValueError else f"{type(error).__name__}: "

@@ -98,6 +98,13 @@ class PrequantisedCheckpoint(Checkpoint):
                 f"{name} in {self._folder} has a value that is {most} above its smallest possible, "
                 f"and {read.bits} bits"
             )
+        low, high = (int(end) for end in torch.aminmax(read.zeros))
+        if low < 0 or high >> read.bits:
+            middle = 1 << (read.bits - 1)
+            raise DamagedModelError(
+                f"{name} in {self._folder} has zero points from {low - middle} to {high - middle}; "
+                f"those of {read.bits} bits are {-middle} to {middle - 1}"
+            )
         low, high = (int(end) for end in torch.aminmax(read.groups))
         if low < 0 or high >= read.steps.shape[1]:
             raise DamagedModelError(

@@ -108,6 +108,9 @@ def _check_types(held: Mapping[str, Entry], words: str, scheme: Scheme, told: st
     needed += [_SHAPE] * (words == "weight_packed")
     if missing := [name for name in needed if name not in held]:
         raise DamagedModelError(f"{told}: there is no {missing[0]}")
+    # Values that are not packed are less their zero points whatever config.json says.
+    if words == "weight_packed" and scheme.has_zeros is False and zeros in held:
+        raise DamagedModelError(f"{told}: by config.json weights are symmetric, without {zeros}")
     if _SHAPE in held and held[_SHAPE].shape != (2,):
         raise DamagedModelError(f"{told}: {_SHAPE} is not two numbers")
 

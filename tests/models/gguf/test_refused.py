@@ -9,8 +9,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-from headstart.errors import DamagedModelError, ModelError, UnsupportedModelError
+from headstart.errors import DamagedModelError, ModelError, OutOfMemoryError, UnsupportedModelError
 from headstart.models.gguf import checkpoint
 from headstart.models.linear import QuantizedEmbedding, QuantizedLinear
 from headstart.models.loader import load_model
@@ -50,6 +51,21 @@ def test_counts_are_not_believed(damage: str, tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(data)
     with pytest.raises(ModelError, match=said):
         load_model(tmp_path / "tiny.gguf")
+
+
+def test_want_of_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file was said to be unreadable: a user would have downloaded it again."""
+    file = write_gguf(tmp_path / "tiny.gguf", "llama", make_model("llama"), "Q4_0")
+
+    def full(*args: Any, **options: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", full)
+    with pytest.raises(OutOfMemoryError, match=r"no memory to read the metadata of .*tiny\.gguf"):
+        load_model(file)
+    monkeypatch.undo()
+    monkeypatch.setenv("HEADSTART_GGUF_DIR", str(tmp_path / "cache"))
+    assert load_model(file).vocab_size == BASE["vocab_size"]
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1"])

@@ -1,6 +1,7 @@
 """Checkpoints that are damaged, or say one thing and hold another; and how they are told apart."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,15 @@ def test_a_damaged_weight_is_refused(damage: str, weights: str, tmp_path: Path) 
 
 
 def test_what_config_json_promises_is_needed(tmp_path: Path) -> None:
-    """Without its zero points a weight was read as symmetric, without its order in order."""
+    """Without its zero points a weight was read as symmetric, without its order in order.
+
+    With zero points that nothing speaks of it was read with them, and compressed-tensors has
+    others, or none.
+    """
     kept = "w4 in 64, zeros"
     layout, theirs = COMPRESSED[kept]
+    symmetric = compressed_config(kept)
+    symmetric["config_groups"]["group_0"]["weights"]["symmetric"] = True
 
     def without_zeros(weight: Tensor) -> Tensors:
         parts = compressed(theirs, layout, weight)
@@ -91,6 +98,7 @@ def test_what_config_json_promises_is_needed(tmp_path: Path) -> None:
 
     cases: list[tuple[dict[str, Any], Quantise, str]] = [
         (compressed_config(kept), without_zeros, "there is no weight_zero_point"),
+        (symmetric, partial(compressed, theirs, layout), "symmetric, without weight_zero_point"),
         (compressed_config(kept), without_shape, "there is no weight_shape"),
         (GPTQ | {"desc_act": True}, without_order, "there is no g_idx"),
         (GPTQ | {"group_size": 48}, gptq, "groups, by config.json of"),

@@ -204,6 +204,14 @@ def intx(bits: str) -> Any:
     return changed
 
 
+def zeros_beyond(tensors: Tensors, header: dict[str, str]) -> None:
+    """Values of 4 bits, and zero points of more, which torchao never gives them."""
+    intx("int4")(tensors, header)
+    for name in [name for name in tensors if name.endswith("qdata")]:
+        tensors[name] = tensors[name].clamp(-8, 7)
+    tensors[f"{UP}._weight_zero_point"][3] = -9
+
+
 FOUR = {"weight_dtype": {"_type": "torch.dtype", "_data": "int4"}}
 CONTRADICTIONS: dict[str, tuple[About, Any, str]] = {
     "groups": (
@@ -217,6 +225,11 @@ CONTRADICTIONS: dict[str, tuple[About, Any, str]] = {
         config("IntxWeightOnlyConfig", **FOUR),
         intx("int4"),
         "above its smallest possible, and 4 bits",
+    ),
+    "zero points of more than 4 bits": (
+        config("IntxWeightOnlyConfig", **FOUR),
+        zeros_beyond,
+        r"up_proj\.weight .* zero points from -9 to 0; those of 4 bits are -8 to 7",
     ),
 }
 

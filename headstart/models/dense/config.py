@@ -63,7 +63,7 @@ def read_config(family: Family, content: Mapping[str, Any]) -> Any:
         if plain is not None:
             return plain
         return load_module("headstart.models.dense.scaled_rotary").RotaryConfig(**merged)
-    except OtherKind:
+    except (OtherKind, MemoryError):
         raise
     # Wrong values raise KeyError, TypeError, ValueError and errors of huggingface_hub's own.
     except Exception as error:

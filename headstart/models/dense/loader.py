@@ -176,7 +176,7 @@ def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
             context_length(config),
             _eos_token_ids(folder, config),
         )
-    except (HeadstartError, OtherKind):
+    except (HeadstartError, OtherKind, MemoryError):
         raise
     # Values of a wrong type, or that are missing, raise anything: transformers says which.
     except Exception as error:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -251,6 +252,16 @@ def test_no_memory_is_said_to_be_that(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Checkpoint, "tensor", lambda *_: torch.empty(1 << 50))  # a PiB
     with pytest.raises(OutOfMemoryError, match="memory does not hold the model in"):
         load_model(folder)
+
+
+@pytest.mark.parametrize("place", ["loader.read_shape", "config._read_plain"])
+def test_a_configuration_without_memory_for_it_is_not_another_family_s(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model ran in transformers' modules, and a GGUF file was said to be unreadable."""
+    monkeypatch.setattr(f"headstart.models.dense.{place}", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        load_model(save_tiny("llama", tmp_path))
 
 
 def test_weights_outlive_their_file(tmp_path: Path) -> None:

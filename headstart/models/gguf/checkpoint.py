@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.errors import UnsupportedModelError
+from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.dense.shape import OtherKind
 from headstart.models.gguf.blocks import FORMATS, read_weight
 from headstart.models.gguf.library import ROPE_FACTORS, import_gguf
@@ -85,9 +85,9 @@ class GGUFCheckpoint:
     """
 
     def __init__(self, folder: Path) -> None:
-        file = folder / "model.gguf"
-        self._gguf: Any = import_gguf(file)
-        reader = self._gguf.GGUFReader(file)
+        self._file = folder / "model.gguf"
+        self._gguf: Any = import_gguf(self._file)
+        reader = self._gguf.GGUFReader(self._file)
         self._mapped = reader.data
         self._architecture = read_architecture(reader)
         self._check_keys(reader)
@@ -142,7 +142,7 @@ class GGUFCheckpoint:
         """The tensor in float32, in memory of its own; raises `UnsupportedModelError`."""
         entry = self._tensors[name]
         try:
-            data = self._gguf.quants.dequantize(self._rows(name, entry.data), entry.tensor_type)
+            data = self._gguf.quants.dequantize(self._rows(name), entry.tensor_type)
         except NotImplementedError as error:
             raise UnsupportedModelError(
                 f"{name} is of the format {self._type(name)}, which the package gguf does not read"
@@ -163,7 +163,7 @@ class GGUFCheckpoint:
         own = self._type(name)
         if own not in FORMATS:
             return None
-        return read_weight(self._rows(name, self._tensors[name].data), own, self._gguf)
+        return read_weight(self._rows(name), own, self._gguf)
 
     def tell(self, tied: bool) -> None:
         """Log in one line what becomes of the file's formats; in a warning where numbers change."""
@@ -208,11 +208,15 @@ class GGUFCheckpoint:
         layer = "" if found[1] is None else f"model.layers.{found[1]}."
         return f"{layer}{ours}.{found[3]}"
 
-    def _rows(self, name: str, data: Any) -> Any:
+    def _rows(self, name: str) -> Any:
         """Rows of bytes or numbers, of Q and K in transformers' order.
 
-        llama.cpp puts the two halves of a head, which are rotated together, side by side.
+        llama.cpp puts the two halves of a head, which are rotated together, side by side. Raises
+        `DamagedModelError` for a file that was cut off since: to read beyond its end is a SIGBUS.
         """
+        if self._file.stat().st_size < self._mapped.nbytes:
+            raise DamagedModelError(f"{self._file} was written to while it was read")
+        data = self._tensors[name].data
         part = name.split(".")[-2]
         if self._architecture != "llama" or part not in ("q_proj", "k_proj"):
             return data

@@ -7,6 +7,7 @@ reads them, gets all of them back.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from headstart.models.prefetch import ReadyMemory
 from headstart.models.zoo.decoder import forward_rows
 from headstart.native import library
 
-__all__ = ["pack_linears"]
+__all__ = ["leave_file", "pack_linears"]
 
 _ROWS = 3
 _PROMPT = 5
@@ -50,7 +51,7 @@ def pack_linears(model: PreTrainedModel, ready_memory: ReadyMemory | None = None
         if not _runs_alike(_logits(model), expected):
             _unpack(model)
             return
-        _leave_file(model, packed_bytes)
+        leave_file((*model.parameters(), *model.buffers()), packed_bytes)
 
 
 def _logits(model: PreTrainedModel) -> Tensor | None:
@@ -154,14 +155,14 @@ def _unpack(model: PreTrainedModel) -> None:
                 setattr(parent, name, table)
 
 
-def _leave_file(model: PreTrainedModel, packed_bytes: int) -> None:
-    """Copy unpacked weights out of their mapped file, since any view keeps the whole file mapped.
+def leave_file(tensors: Iterable[Tensor], replaced_bytes: int) -> None:
+    """Copy what was not replaced out of its mapped file, since any view keeps all of it mapped.
 
-    If more bytes are left than were packed (experts of a mixture), they stay in the file.
+    If more bytes are left than were replaced (experts of a mixture), they stay in the file.
     Subclasses of `Tensor` are not copied.
     """
-    left = list(filter(has_memory, (*model.parameters(), *model.buffers())))
-    if sum(tensor.nbytes for tensor in left) < packed_bytes:
+    left = list(filter(has_memory, tensors))
+    if sum(tensor.nbytes for tensor in left) < replaced_bytes:
         with torch.inference_mode(False):
             for tensor in left:
                 tensor.data = tensor.data.clone()

@@ -9,6 +9,7 @@ from headstart.models.linear.int8 import Int8Linear, quantize_int8
 from headstart.models.linear.make import kind_of_layer, make_linear
 from headstart.models.packed import has_memory
 from headstart.models.zoo.decoder import text_part
+from headstart.models.zoo.pack import leave_file
 
 __all__ = ["quantize_linears"]
 
@@ -24,8 +25,9 @@ def quantize_linears(model: PreTrainedModel, kind: WeightKind) -> None:
     weight. Other embeddings, norms, routers, a vision tower and what is no plain `nn.Linear` (the
     stacked weights of experts) stay as they are.
     """
-    head = model.get_output_embeddings()
+    head, replaced_bytes = model.get_output_embeddings(), 0
     if isinstance(head, nn.Linear) and _can_replace(head):
+        replaced_bytes += head.weight.nbytes
         _replace_head(model, head)
     for parent in list(text_part(model).modules()):
         for child_name, child in list(parent.named_children()):
@@ -33,7 +35,10 @@ def quantize_linears(model: PreTrainedModel, kind: WeightKind) -> None:
                 assert isinstance(child, nn.Linear)
                 own = kind_of_layer(child_name, kind, child.in_features, child.out_features)
                 made = make_linear(child.weight, child.bias, own, child.weight.dtype)
+                replaced_bytes += child.weight.nbytes
                 setattr(parent, child_name, made)
+    # No buffers: compiled code has the addresses of a quantised layer's.
+    leave_file(model.parameters(), replaced_bytes)
 
 
 def _can_replace(module: nn.Module) -> bool:

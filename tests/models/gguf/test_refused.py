@@ -1,6 +1,7 @@
 """GGUF files that are damaged, or would be read wrongly: refused with a reason."""
 
 import logging
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,16 @@ def test_a_file_that_was_cut_off_is_said_to_be_that(left: float, kind: str, tmp_
     file.write_bytes(data[:size])
     with pytest.raises(DamagedModelError, match=rf"within its tensors, after {size:,} bytes; was"):
         load_model(file)
+
+
+def test_a_file_that_is_cut_off_while_it_is_read(tmp_path: Path) -> None:
+    """To read a mapped file beyond its end ended the process, without a word."""
+    file = write_gguf(tmp_path / "model.gguf", "llama", make_model("llama"), "Q4_0")
+    with checkpoint.GGUFCheckpoint(tmp_path) as opened:
+        os.truncate(file, file.stat().st_size - 1)
+        for read in (opened.tensor, opened.packed):
+            with pytest.raises(DamagedModelError, match=r"model\.gguf was written to while"):
+                read("lm_head.weight")
 
 
 @pytest.mark.parametrize(

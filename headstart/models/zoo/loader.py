@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from headstart.errors import UnsupportedModelError
+from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.compatibility.paged_kv import check_config
 from headstart.models.compatibility.proven import probe_once
 from headstart.models.files import OMNI_TYPES, stamp_files
@@ -56,6 +56,8 @@ def load_transformers(
             quantize_linears(loaded, weights)
         decoder = TransformersDecoder(loaded, probe_once(loaded, files), folder)
         decoder.files = files
+    if not decoder.has_its_files:
+        raise DamagedModelError(f"the files in {folder} were written to while they were read")
     return decoder
 
 

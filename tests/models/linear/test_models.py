@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from headstart.errors import ConfigError, UnsupportedModelError
+from headstart.errors import ConfigError, DamagedModelError, UnsupportedModelError
 from headstart.models.decoder import DecoderModel
 from headstart.models.dense import quantized
 from headstart.models.dense.decoder import DenseDecoder
@@ -23,6 +23,7 @@ from headstart.models.linear import (
 )
 from headstart.models.linear.int8 import Int8Linear
 from headstart.models.loader import load_model
+from headstart.models.zoo import loader as zoo_loader
 from headstart.models.zoo.decoder import forward_rows
 from headstart.models.zoo.loader import load_transformers
 from headstart.native import AMX, library
@@ -240,6 +241,16 @@ def test_what_is_not_quantised_outlives_its_file(tmp_path: Path) -> None:
     with file.open("r+b") as opened:
         opened.write(bytes(file.stat().st_size))
     assert torch.equal(logits(model), expected)
+
+
+def test_files_that_are_written_to_while_transformers_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model had weights of both files, and answered."""
+    file = save_tiny("gpt_neox", tmp_path) / "model.safetensors"
+    monkeypatch.setattr(zoo_loader, "quantize_linears", lambda *_: file.touch())
+    with pytest.raises(DamagedModelError, match="were written to while they were read"):
+        load_zoo(tmp_path, weights="int4")
 
 
 def test_routers_and_experts_stay_as_they_are(tmp_path: Path) -> None:

@@ -82,9 +82,7 @@ def load_dense(
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise OutOfMemoryError(
-                f"memory does not hold the model in {folder}: {type(error).__name__}: {error}"
-            ) from error
+            raise _no_memory(folder, error) from error
     decoder = DenseDecoder(about, modules.eval(), wanted)
     decoder.files = files
     if not decoder.has_its_files:
@@ -95,12 +93,23 @@ def load_dense(
 
 @contextmanager
 def _opened(folder: Path, scheme: Scheme | None) -> Iterator[Checkpoint | GGUFCheckpoint]:
-    """The checkpoint; what goes wrong with its files meanwhile is a `DamagedModelError`."""
+    """The checkpoint; what goes wrong with its files meanwhile is a `DamagedModelError`.
+
+    But for want of memory to map them.
+    """
     try:
         with _open_checkpoint(folder, scheme) as checkpoint:
             yield checkpoint
     except (OSError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise _no_memory(folder, error) from error
         raise DamagedModelError(f"the weights in {folder} cannot be read: {error}") from error
+
+
+def _no_memory(folder: Path, error: Exception) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"memory does not hold the model in {folder}: {type(error).__name__}: {error}"
+    )
 
 
 def _open_checkpoint(folder: Path, scheme: Scheme | None) -> Checkpoint | GGUFCheckpoint:

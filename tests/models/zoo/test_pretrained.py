@@ -25,12 +25,19 @@ def no_memory_for_a_tensor(*_: Any, **__: Any) -> None:
     torch.empty(1 << 50)  # a PiB
 
 
+def no_memory_for_a_mapping(*_: Any, **__: Any) -> None:
+    raise RuntimeError("unable to mmap 9 bytes from file <x>: Cannot allocate memory (12)")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("gpt_neox", tmp_path_factory.mktemp("gpt_neox"))
 
 
-@pytest.mark.parametrize("fail", [no_memory, no_memory_on_a_gpu, no_memory_for_a_tensor])
+@pytest.mark.parametrize(
+    "fail",
+    [no_memory, no_memory_on_a_gpu, no_memory_for_a_tensor, no_memory_for_a_mapping],
+)
 @pytest.mark.parametrize(
     "where", [pretrained.AutoConfig, loader.AutoModelForCausalLM], ids=["config", "weights"]
 )

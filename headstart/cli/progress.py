@@ -142,7 +142,7 @@ def reading_line(progress: PromptProgress, elapsed: float, at: float) -> str:
     'read 6,600 of 7,644 tokens, 5,600 of them cached; about 2 s to go'
     >>> reading_line(PromptProgress(total=7644, read=0, cached=0), 2.0, 0.0)
     'reading 7,644 tokens'
-    >>> reading_line(PromptProgress(total=7644, read=7644, cached=5600), 2.0)
+    >>> reading_line(PromptProgress(total=7644, read=7644, cached=5600), 2.5, 2.0)
     'read 7,644 of 7,644 tokens, 5,600 of them cached'
     """
     total, read, cached = progress

@@ -19,7 +19,7 @@ from headstart.errors import DamagedModelError, OutOfMemoryError, UnsupportedMod
 from headstart.models import dtypes
 from headstart.models.dense.config import read_config
 from headstart.models.dense.decoder import DenseDecoder
-from headstart.models.dense.rotary import AngleTable, Frequencies, read_frequencies
+from headstart.models.dense.rotary import read_frequencies
 from headstart.models.dense.shape import OtherKind
 from headstart.models.dense.weights import Checkpoint
 from headstart.models.families import FAMILIES, read_shape
@@ -373,30 +373,3 @@ def test_matrices_tell_the_dtype_where_the_configuration_does_not(
     monkeypatch.setattr(dtypes, "multiplies_bfloat16", lambda: False)
     model = load_model(tmp_path)
     assert isinstance(model.layer("lm_head"), HalfLinear) == (LIBRARY is not None)
-
-
-def test_positions_beyond_the_table_are_computed() -> None:
-    frequencies = Frequencies(torch.tensor([1.0, 0.25]))
-    table = AngleTable(frequencies, torch.empty(0))
-    far = torch.tensor([5, 3_000_000])
-    cos, sin = table(far)
-    angles = far.unsqueeze(1) * torch.tensor([[1.0, 0.25, 1.0, 0.25]])
-    assert torch.equal(cos, angles.cos()) and torch.equal(sin, angles.sin())
-    assert len(table._table[0]) == 0
-    assert torch.equal(table(far[:1])[0], cos[:1])
-
-
-def test_positions_that_are_covered_ahead_are_computed_once() -> None:
-    """The first long step of a process waited for their memory (60 ms, in a virtual machine)."""
-    frequencies = Frequencies(torch.tensor([1.0, 0.25]), 1.5)
-    table, other = AngleTable(frequencies, torch.empty(0)), AngleTable(frequencies, torch.empty(0))
-    table.cover(3_000)
-    known = table._table
-    last = torch.tensor([0, 2_999])
-    for part, expected in zip(table(last), other(last), strict=True):
-        assert torch.equal(part, expected)
-    assert table._table is known
-    angles = last.unsqueeze(1) * torch.tensor([[1.0, 0.25, 1.0, 0.25]])
-    assert torch.equal(table(last)[0], angles.cos() * 1.5)
-    table.cover(10)
-    assert table._table is known

@@ -13,7 +13,6 @@ from headstart.models.config_values import find_values
 from headstart.models.files import read_json, weight_files
 from headstart.models.half_weight import can_halve
 from headstart.models.prequantised.scheme import is_read
-from headstart.native import avx2_library
 from headstart.validation import describe
 
 __all__ = ["computes_wider", "fast_dtype", "find_device", "find_dtype", "own_dtype"]
@@ -61,8 +60,8 @@ def computes_wider(dtype: str | torch.dtype, folder: Path, device: torch.device)
     So it is on a CPU without instructions for bfloat16 that the compiled products serve: they take
     neither the memory of float32 nor the time of bfloat16.
     """
-    halves = dtype == "auto" and avx2_library() is not None
-    return halves and _slow_dtypes(folder, device) == {"bfloat16"}
+    halves = can_halve({torch.bfloat16}, torch.float32, device)
+    return dtype == "auto" and halves and _slow_dtypes(folder, device) == {"bfloat16"}
 
 
 def own_dtype(kept: torch.dtype, held: Set[torch.dtype], device: torch.device) -> torch.dtype:

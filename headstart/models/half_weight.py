@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headstart.models.linear.base import scratch, tile_outputs
 from headstart.models.linear.float_weight import FloatParts, FloatWeight
-from headstart.native import avx2_library
+from headstart.models.linear.products import choose_product
 from headstart.native.bindings import BF16
 
 __all__ = ["MANY_ROWS", "HalfEmbedding", "HalfLinear", "HalfWeight", "can_halve"]
@@ -24,8 +24,7 @@ MANY_ROWS = 64
 
 def can_halve(held: Set[torch.dtype], wanted: torch.dtype, device: torch.device) -> bool:
     """True for weights of dtypes `held` under arithmetic in `wanted`, if the kernels run here."""
-    fits = (held, wanted, device.type) == ({torch.bfloat16}, torch.float32, "cpu")
-    return fits and avx2_library() is not None
+    return held == {torch.bfloat16} and choose_product("bfloat16", wanted, device) == "float32"
 
 
 class HalfWeight:

@@ -33,11 +33,12 @@ from headstart.models.gguf.checkpoint import GGUFCheckpoint
 from headstart.models.half_weight import can_halve
 from headstart.models.huge_pages import move_to_huge_pages
 from headstart.models.linear import WeightKind
+from headstart.models.linear.products import choose_product
 from headstart.models.out_of_memory import is_out_of_memory
 from headstart.models.prefetch import ReadyMemory
 from headstart.models.prequantised.checkpoint import PrequantisedCheckpoint
 from headstart.models.prequantised.scheme import Scheme, read_scheme
-from headstart.native import advise, library
+from headstart.native import advise
 
 __all__ = ["check_tensors", "describe_decoder", "load_dense"]
 
@@ -147,7 +148,7 @@ def _float_reader(
     ready_memory: ReadyMemory | None,
 ) -> FloatReader:
     """Makes the layers of floats that are fastest here."""
-    if floats.shapes and (dtype, device.type) == (torch.bfloat16, "cpu") and library() is not None:
+    if floats.shapes and choose_product("bfloat16", dtype, device) == "bfloat16":
         return PackedReader(checkpoint, floats.shapes, ready_memory)
     if floats.halves and can_halve({torch.bfloat16}, dtype, device):
         return HalfReader(checkpoint, floats.halves)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from headstart.models.linear.base import QuantizedLinear, WeightKind, scratch, tile_outputs
 from headstart.models.linear.float_weight import FloatParts, FloatWeight
 from headstart.models.linear.int8 import Int8Linear
+from headstart.models.linear.products import WeightForm, choose_product
 from headstart.models.packed import NarrowPanels, PackedWeight, check_numbers
-from headstart.native import AMX, avx2_library, level
 from headstart.native.bindings import INT8_IN_GROUPS
 
 __all__ = [
@@ -277,14 +277,15 @@ class GroupedLinear(QuantizedLinear):
         assert weight.form.bits == self.bits
         super().__init__(weight.inputs, len(weight.scales), bias)
         self.form = weight.form
-        on_cpu = weight.panels.device.type == "cpu"
-        if on_cpu and rows == torch.bfloat16 and level() >= AMX and self.bits < 8:
+        form: WeightForm = "fewer bits" if self.bits < 8 else "int8 in groups"
+        product = choose_product(form, rows, weight.panels.device)
+        if product == "bfloat16":
             self.packed = PackedWeight.of_panels(_to_panels(weight), bias)
         plain = weight.panels.contiguous() if self.packed is None else None
         self.register_buffer("panels", plain, persistent=False)
         self.register_buffer("scales", weight.scales, persistent=False)
         self.register_buffer("columns", weight.columns, persistent=False)
-        if on_cpu and plain is not None and avx2_library() is not None:
+        if plain is not None and product == "integers":
             parts = FloatParts(plain, weight.form.number, self.scales, self.columns)
             size = (self.out_features, self.in_features)
             self.float_weight = FloatWeight(parts, *size, self.bias)

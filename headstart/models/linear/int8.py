@@ -2,7 +2,7 @@
 
     weight[o, i]  ~  values[o, i] * scales[o]        values int8, -127 .. 127; -128 from checkpoints
 
-Four ways to multiply, of which `Int8Linear` takes the first that this machine is made for:
+Four products, of which `Int8Linear` takes the one that `products` says:
 
 1. On a CPU with AMX, rows in bfloat16: by the compiled product for weights in bfloat16, which makes
    numbers of bfloat16 of the values as it reads them (see `native/linear.h`). None is rounded.
@@ -11,28 +11,22 @@ Four ways to multiply, of which `Int8Linear` takes the first that this machine i
    much larger than the others, and 8 bits of the largest are too few for the rest. Sums of integers
    are exact, so a row's result has the same bits alone, in any batch, on any number of threads and
    on any CPU that takes this way.
-3. On a CPU for x86 without compiled kernels: as integers, by FBGEMM, which torch brings. It takes 7
-   bits of an input: with 8, a CPU without VNNI saturates the sum of two products. So a row is split
-   into two digits of 7 bits, two rows of one product:
-
-       x  ~  top / 63 * (high + low / 126)              high, low: whole numbers, -63 .. 63
-
-   which has 14 bits, at the price of a second row that costs nothing while the product waits for
-   memory. It, too, gives a row the same bits in any batch.
+3. On a CPU for x86 without compiled kernels: as integers, by FBGEMM (see `fbgemm`). It, too, gives
+   a row the same bits in any batch.
 4. Anywhere: the weight is dequantised tile by tile into scratch memory for a float product.
 """
 
-import warnings
-from functools import cache
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from headstart.models.linear import fbgemm
 from headstart.models.linear.base import QuantizedLinear, WeightKind, scratch, tile_outputs
 from headstart.models.linear.float_weight import FloatParts, FloatWeight
+from headstart.models.linear.products import choose_product
 from headstart.models.packed import NarrowPanels, PackedWeight, check_numbers
-from headstart.native import AMX, avx2_library, level
+from headstart.native import avx2_library
 from headstart.native.bindings import INT8
 
 __all__ = ["Int8Linear", "Int8Panels", "Int8Weight", "quantize_int8"]
@@ -41,8 +35,6 @@ _WIDE_PANEL = 32  # outputs, see native/linear.h
 _PANEL, _GROUP = 16, 32  # outputs and inputs, see native/narrow/integers.h
 _LEVELS = 127
 _MIDDLE = 128
-_DIGIT = 63  # the largest digit
-_ZERO_POINT = 64
 _TINY = 1e-30  # an all-zero row has no scale
 
 
@@ -128,23 +120,9 @@ def quantize_int8(weight: Tensor, rows: torch.dtype = torch.float32) -> Int8Weig
 
 
 def _empty(weight: Tensor, rows: torch.dtype) -> Tensor | Int8Panels:
-    if _choose_way(weight.device, rows) == "integers":
+    if choose_product("int8", rows, weight.device) == "integers":
         return Int8Panels.empty(weight.shape)
     return torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-
-
-_Way = Literal["bfloat16", "integers", "fbgemm", "tiles"]
-
-
-def _choose_way(device: torch.device, rows: torch.dtype) -> _Way:
-    """The way to multiply rows of this dtype on a device; the four are in the order of above."""
-    if device.type != "cpu":
-        return "tiles"
-    if rows == torch.bfloat16 and level() >= AMX:
-        return "bfloat16"
-    if avx2_library() is not None:
-        return "integers"
-    return "fbgemm" if _has_fbgemm() else "tiles"
 
 
 class Int8Linear(QuantizedLinear):
@@ -168,18 +146,18 @@ class Int8Linear(QuantizedLinear):
     ) -> None:
         outputs, inputs = weight.values.shape
         super().__init__(inputs, outputs, bias)
-        way = _choose_way(weight.scales.device, rows)
-        panels = weight.panels if way == "integers" else None
+        product = choose_product("int8", rows, weight.scales.device)
+        panels = weight.panels if product == "integers" else None
         if panels is not None:
             parts = FloatParts(panels.bytes, INT8, weight.scales)
             self.float_weight = FloatWeight(parts, outputs, inputs, self.bias)
-        elif way == "bfloat16":
+        elif product == "bfloat16":
             self.packed = PackedWeight.of_panels(_to_panels(weight), bias)
-        elif way == "fbgemm":
-            self._for_fbgemm = _pack(weight)
+        elif product == "fbgemm":
+            self._for_fbgemm = fbgemm.pack(weight.plain, weight.scales)
         self.register_buffer("scales", weight.scales, persistent=False)
         self.register_buffer("panel_bytes", panels and panels.bytes, persistent=False)
-        plain = weight.plain if way == "tiles" or (way == "fbgemm" and table) else None
+        plain = weight.plain if product == "torch" or (product == "fbgemm" and table) else None
         self.register_buffer("values", plain, persistent=False)
 
     @classmethod
@@ -199,7 +177,7 @@ class Int8Linear(QuantizedLinear):
         if (packed := self.packed or self.panels) is not None:
             values = packed.unpack()
         else:
-            values = _unpack(self._for_fbgemm) if self.values is None else self.values
+            values = fbgemm.unpack(self._for_fbgemm) if self.values is None else self.values
         return Int8Weight(values, self.scales).unpack()
 
     def rows(self, numbers: Tensor) -> Tensor:
@@ -212,7 +190,7 @@ class Int8Linear(QuantizedLinear):
 
     def multiply(self, rows: Tensor) -> Tensor:
         if self._for_fbgemm is not None:
-            return _multiply_digits(rows, self._for_fbgemm)
+            return fbgemm.multiply_digits(rows, self._for_fbgemm)
         assert self.values is not None
         return _multiply_tiles(rows, self.values).mul_(self.scales)
 
@@ -225,20 +203,6 @@ def _to_panels(weight: Int8Weight) -> NarrowPanels:
     return NarrowPanels(panels, INT8, inputs, weight.scales.float().contiguous())
 
 
-def _multiply_digits(rows: Tensor, packed: Any) -> Tensor:
-    """Rows times a packed weight, as integers."""
-    count = len(rows)
-    # NaN and infinity pass through `top` into the result.
-    top = torch.linalg.vector_norm(rows, float("inf"), dim=-1, keepdim=True).clamp_min_(_TINY)
-    digits = torch.empty((2 * count, rows.shape[1]))
-    high, low = digits[:count], digits[count:]
-    torch.mul(rows, _DIGIT / top, out=low)
-    torch.round(low, out=high)
-    low.sub_(high).mul_(2 * _DIGIT)
-    products = _fbgemm(digits, packed)
-    return torch.add(products[:count], products[count:], alpha=0.5 / _DIGIT).mul_(top)
-
-
 def _multiply_tiles(rows: Tensor, values: Tensor) -> Tensor:
     """Rows times values that become floats tile by tile."""
     outputs, inputs = values.shape
@@ -249,50 +213,3 @@ def _multiply_tiles(rows: Tensor, values: Tensor) -> Tensor:
         tile = scratch(part.numel(), part.device).view(part.shape).copy_(part)
         out[:, start : start + step] = rows @ tile.T
     return out
-
-
-def _fbgemm(digits: Tensor, packed: Any) -> Tensor:
-    multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
-    products: Tensor = multiply(digits, 1.0, _ZERO_POINT, packed)
-    return products
-
-
-def _pack(weight: Int8Weight) -> Any:
-    """The weight in FBGEMM's layout, scaled for digits; the original tensor can be freed."""
-    before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = "fbgemm"  # others take no input of whole numbers
-    try:
-        with warnings.catch_warnings():
-            # A later torch may have no quantised tensors: `_has_fbgemm` is False there.
-            warnings.filterwarnings("ignore", ".*quantized tensor creation functions.*")
-            return _prepack(weight)
-    finally:
-        torch.backends.quantized.engine = before
-
-
-def _prepack(weight: Int8Weight) -> Any:
-    scales = weight.scales.double() / _DIGIT
-    zeros = torch.zeros(len(scales), dtype=torch.int64)
-    tensor = torch._make_per_channel_quantized_tensor(weight.plain, scales, zeros, 0)
-    return torch.ops.quantized.linear_prepack(tensor, None)
-
-
-def _unpack(packed: Any) -> Tensor:
-    values: Tensor = torch.ops.quantized.linear_unpack(packed)[0].int_repr()
-    return values
-
-
-@cache
-def _has_fbgemm() -> bool:
-    """True if FBGEMM multiplies and unpacks a weight here as it must."""
-    if "fbgemm" not in torch.backends.quantized.supported_engines:
-        return False
-    weight = Int8Weight(torch.arange(-96, 96, dtype=torch.int8).view(4, 48), torch.ones(4))
-    digits = torch.arange(96.0).view(2, 48).remainder(127).sub(_DIGIT)
-    try:
-        packed = _pack(weight)
-        found = _fbgemm(digits, packed)
-        same = torch.equal(_unpack(packed), weight.plain)
-    except (RuntimeError, AttributeError):  # torch was built without, or has another name for it
-        return False
-    return same and torch.allclose(found, digits @ weight.plain.float().T / _DIGIT)

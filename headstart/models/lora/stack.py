@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headstart.models.linear.products import choose_product
 from headstart.models.lora.files import LoraPair, LoraWeights
 from headstart.models.packed import PackedWeight, can_pack
-from headstart.native import library
 
 __all__ = ["AdapterStack", "StackedLayer"]
 
@@ -37,7 +37,8 @@ class Product:
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix
-        self._packs = library() is not None and can_pack(matrix)
+        product = choose_product("bfloat16", matrix.dtype, matrix.device)
+        self._packs = product == "bfloat16" and can_pack(matrix)
         self._packed: PackedWeight | None = None
 
     def __call__(self, x: Tensor) -> Tensor:

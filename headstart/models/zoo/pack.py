@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headstart.models.linear.products import choose_product
 from headstart.models.packed import (
     Arena,
     PackedEmbedding,
@@ -24,7 +25,6 @@ from headstart.models.packed import (
 )
 from headstart.models.prefetch import ReadyMemory
 from headstart.models.zoo.decoder import forward_rows
-from headstart.native import library
 
 __all__ = ["leave_file", "pack_linears"]
 
@@ -40,7 +40,7 @@ def pack_linears(model: PreTrainedModel, ready_memory: ReadyMemory | None = None
     Does nothing without the compiled kernels, on a device other than the CPU or in a dtype other
     than bfloat16.
     """
-    if library() is None or model.dtype != torch.bfloat16 or model.device.type != "cpu":
+    if choose_product("bfloat16", model.dtype, model.device) != "bfloat16":
         return
     with torch.inference_mode():
         map_pages(model.parameters())

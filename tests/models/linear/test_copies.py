@@ -12,7 +12,7 @@ from torch import nn
 
 from headstart.errors import ModelError
 from headstart.models.half_weight import HalfEmbedding, HalfLinear
-from headstart.models.linear import QuantizedEmbedding, QuantizedLinear, WeightKind, grouped, int8
+from headstart.models.linear import QuantizedEmbedding, QuantizedLinear, WeightKind, products
 from headstart.models.linear.grouped import Form, Grid, Int4Linear, Int8GroupsLinear, pack_groups
 from headstart.models.linear.int8 import Int8Linear, quantize_int8
 from headstart.models.loader import load_model
@@ -47,8 +47,7 @@ def test_a_copy_multiplies_by_weights_of_its_own(
 ) -> None:
     """`ctypes objects containing pointers cannot be pickled` was all that one read."""
     if library() is not None:
-        for module in (grouped, int8):
-            monkeypatch.setattr(module, "level", lambda: AMX)
+        monkeypatch.setattr(products, "level", lambda: AMX)
     TINY["qwen2"]().to(torch.bfloat16).save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype, weights=weights).module
     copied, seen = make(model), set()

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headstart.models.linear import QuantizedLinear, WeightKind, make_linear
-from headstart.models.linear import grouped as kinds
+from headstart.models.linear import QuantizedLinear, WeightKind, make_linear, products
 from headstart.models.linear.grouped import (
     GROUP,
     Common,
@@ -21,7 +20,7 @@ from headstart.models.linear.grouped import (
     pack_groups,
 )
 from headstart.models.linear.int8 import Int8Linear
-from headstart.native import library
+from headstart.native import AMX, library
 from tests.examples import at_least
 from tests.native.byte_products import BYTE_PRODUCTS, use_byte_product
 from tests.native.foreign_rows import among_nonfinite
@@ -64,11 +63,11 @@ def use(path: str, patch: pytest.MonkeyPatch) -> None:
     """Let layers multiply in one way; skips what this machine cannot do."""
     if path == "bfloat16" and library() is None:
         pytest.skip("no compiled kernels for AVX-512 here")
-    patch.setattr(kinds, "level", lambda: kinds.AMX if path == "bfloat16" else kinds.AMX - 1)
+    patch.setattr(products, "level", lambda: AMX if path == "bfloat16" else AMX - 1)
     if path in BYTE_PRODUCTS:
         use_byte_product(path)
     elif path == "tiles":
-        patch.setattr(kinds, "avx2_library", lambda: None)
+        patch.setattr(products, "avx2_library", lambda: None)
 
 
 def own_dtype(path: str) -> torch.dtype:
@@ -313,7 +312,7 @@ def test_sums_of_the_largest_values_do_not_overflow(form: Form) -> None:
 
 def test_eight_bits_in_groups_take_rows_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """With AMX, too, by the product of rows in float32."""
-    monkeypatch.setattr(kinds, "level", lambda: kinds.AMX)
+    monkeypatch.setattr(products, "level", lambda: AMX)
     layer = Int8GroupsLinear(draw_weight(40, 70, 1, FORMS[-1])[0], rows=torch.bfloat16)
     rows = draw(3, 70, 1).bfloat16()
     assert layer.packed is None and torch.equal(layer(rows), layer(rows.float()).bfloat16())

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headstart.models.linear import QuantizedEmbedding, QuantizedLinear, make_linear
-from headstart.models.linear import int8 as kinds
+from headstart.models.linear import QuantizedEmbedding, QuantizedLinear, int8, make_linear, products
+from headstart.models.linear.fbgemm import has_fbgemm
 from headstart.models.linear.int8 import Int8Linear, Int8Weight, quantize_int8
-from headstart.native import library
+from headstart.native import AMX, library
 from tests.native.byte_products import BYTE_PRODUCTS, use_byte_product
 from tests.native.foreign_rows import among_nonfinite
 from tests.rounded_rows import check_rows_that_are_not_finite, round_groups
@@ -41,14 +41,14 @@ def make_rows(count: int, inputs: int) -> Tensor:
 def take_path(path: str, patch: pytest.MonkeyPatch) -> None:
     if path == "bfloat16" and library() is None:
         pytest.skip("no products of bfloat16 here")  # without AMX the same weight is multiplied
-    patch.setattr(kinds, "level", lambda: kinds.AMX if path == "bfloat16" else kinds.AMX - 1)
+    patch.setattr(products, "level", lambda: AMX if path == "bfloat16" else AMX - 1)
     if path in BYTE_PRODUCTS:
         use_byte_product(path)
     elif path != "bfloat16":
-        patch.setattr(kinds, "avx2_library", lambda: None)
+        patch.setattr(products, "avx2_library", lambda: None)
     if path == "tiles":
-        patch.setattr(kinds, "_has_fbgemm", lambda: False)
-    elif path == "fbgemm" and not kinds._has_fbgemm():
+        patch.setattr(products, "has_fbgemm", lambda: False)
+    elif path == "fbgemm" and not has_fbgemm():
         pytest.skip("this torch has no FBGEMM")
 
 
@@ -102,7 +102,7 @@ def test_a_weight_that_is_quantised_tile_by_tile_is_the_same(
     take_path(path, monkeypatch)
     weight = make_weight(131, 95)
     whole = quantize_int8(weight)
-    monkeypatch.setattr(kinds, "tile_outputs", lambda inputs: 20)
+    monkeypatch.setattr(int8, "tile_outputs", lambda inputs: 20)
     found = quantize_int8(weight)
     assert torch.equal(found.plain, whole.plain) and torch.equal(found.scales, whole.scales)
 

@@ -18,8 +18,8 @@ from headstart.models.linear import (
     QuantizedLinear,
     WeightKind,
     grouped,
-    int8,
     kind_of_layer,
+    products,
 )
 from headstart.models.linear.int8 import Int8Linear
 from headstart.models.loader import load_model
@@ -111,8 +111,7 @@ def test_layers_under_bfloat16_run_as_one_call_with_amx(
 ) -> None:
     if library() is None:
         pytest.skip("no products of bfloat16 here")  # without AMX the same weight is multiplied
-    for module in (grouped, int8):
-        monkeypatch.setattr(module, "level", lambda: AMX)
+    monkeypatch.setattr(products, "level", lambda: AMX)
     folder = save_tiny(architecture, tmp_path)
     model = load_model(folder, "bfloat16", weights=kind)
     assert isinstance(model, DenseDecoder) and model._compiled is not None
@@ -163,7 +162,7 @@ def test_embeddings_that_share_the_heads_weight_share_its_values(
     """Also beside what FBGEMM keeps, which no row is read from."""
     monkeypatch.setenv("HEADSTART_NATIVE", kernels)
     if library() is not None:
-        monkeypatch.setattr(int8, "level", lambda: AMX)
+        monkeypatch.setattr(products, "level", lambda: AMX)
     model = load(tied_llama(tmp_path), dtype, weights="int8")
     table, head = model.layer("model.embed_tokens"), model.layer("lm_head")
     assert isinstance(table, QuantizedEmbedding) and isinstance(head, Int8Linear)
@@ -195,7 +194,7 @@ def test_a_table_is_not_put_into_panels_that_no_row_is_read_from(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With AMX, each row would cost a copy of the whole weight."""
-    monkeypatch.setattr(grouped, "level", lambda: AMX)
+    monkeypatch.setattr(products, "level", lambda: AMX)
     weight = grouped.quantize_groups(torch.randn(16, 64), 4)
     given = (weight, None, torch.device("cpu"), torch.bfloat16)
     assert quantized._make_packed(*given, table=True).packed is None
@@ -211,7 +210,7 @@ def test_a_model_knows_the_table_that_it_was_made_of(
 ) -> None:
     """An adapter with a copy of the embedding was refused, by what held it in this process."""
     if library() is not None:
-        monkeypatch.setattr(int8, "level", lambda: AMX)
+        monkeypatch.setattr(products, "level", lambda: AMX)
     kind = None if load is load_zoo and weights == "auto" else weights
     model = load(tied_llama(tmp_path), dtype, weights=kind)
     given = load_file(tmp_path / "tied" / "model.safetensors")["model.embed_tokens.weight"]

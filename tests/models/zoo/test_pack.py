@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
+from headstart.models.linear import products
 from headstart.models.loader import load_model
 from headstart.models.packed import PackedEmbedding, PackedLinear, PackedWeight
-from headstart.models.zoo import pack
 from headstart.models.zoo.loader import load_transformers
 from headstart.models.zoo.pack import pack_linears
 from headstart.native import library
@@ -118,7 +118,7 @@ def test_nothing_is_packed_where_kernels_do_not_fit(monkeypatch: pytest.MonkeyPa
         model = TINY["llama"]().to(dtype)
         pack_linears(model)
         assert kinds(model) == {nn.Linear: 22}
-    monkeypatch.setattr(pack, "library", lambda: None)
+    monkeypatch.setattr(products, "library", lambda: None)
     model = tiny("llama")
     pack_linears(model)
     assert kinds(model) == {nn.Linear: 22}

@@ -64,7 +64,7 @@ def check_numbers(numbers: Tensor, rows: int) -> Tensor:
 
 
 class Arena:
-    """One block of memory for many packed weights, so that the system can use huge pages.
+    """One block of memory for many weights, so that the system can use huge pages.
 
     Huge pages are requested when it is full: the system then merges small pages in the background.
     Requested earlier, each first write would wait until 2 MiB are cleared: seconds in all.

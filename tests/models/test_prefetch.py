@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from headstart.errors import DamagedModelError, ModelNotFoundError
+from headstart.machine import multiplies_bfloat16
 from headstart.models import prefetch
+from headstart.models.half_weight import HalfLinear
 from headstart.models.loader import load_model
 from headstart.models.packed import Arena, PackedWeight
 from headstart.models.prefetch import ReadyMemory, read_ahead
-from headstart.native import library
+from headstart.native import avx2_library, library
 from tests.models.paged import Paged
 from tests.tiny_models import TINY
 
@@ -88,6 +90,42 @@ def test_a_model_is_the_same_in_it(folder: Path) -> None:
         paged.step([(sequence, 6)])
         logits.append(torch.stack(sequence.logits))
     assert torch.equal(*logits)
+
+
+@pytest.fixture
+def without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU with AVX2 and no products of bfloat16."""
+    if avx2_library() is None:
+        pytest.skip("no compiled kernels for AVX2 here")
+    monkeypatch.setenv("HEADSTART_CPU", "avx2")
+    assert multiplies_bfloat16() is False
+
+
+@pytest.mark.usefixtures("without_bfloat16")
+def test_weights_that_stay_in_bfloat16_under_float32_lie_in_it(folder: Path) -> None:
+    """They were copied to memory that the system cleared page by page meanwhile."""
+    memory = read_ahead(folder, "auto", "cpu")
+    assert memory is not None
+    assert touched(memory) == (folder / "model.safetensors").stat().st_size
+    one, other = load_model(folder), load_model(folder, ready_memory=memory)
+    start = torch.frombuffer(memory._memory, dtype=torch.uint8).data_ptr()
+    for name, module in other.module.named_modules():
+        if isinstance(module, HalfLinear):
+            assert start <= module.matrix.weight.data_ptr() < start + len(memory._memory)
+            expected = one.layer(name)
+            assert isinstance(expected, HalfLinear)
+            assert torch.equal(module.matrix.weight, expected.matrix.weight)
+    assert isinstance(other.layer("lm_head"), HalfLinear)
+
+
+@pytest.mark.usefixtures("without_bfloat16")
+@pytest.mark.parametrize("model_type", ["gpt_neox", "llama"])
+def test_none_is_touched_for_weights_that_become_float32(folder: Path, model_type: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    dtype = "auto" if model_type == "gpt_neox" else "float32"
+    memory = read_ahead(folder, dtype, "cpu")
+    assert memory is not None and touched(memory) == 0
 
 
 @needs_kernels

@@ -120,23 +120,23 @@ def _open_checkpoint(folder: Path, scheme: Scheme | None) -> Checkpoint | GGUFCh
 
 
 class _Floats(NamedTuple):
-    """The matrices that stay floats: their shapes, and the names of those in bfloat16."""
+    """The matrices that stay floats: their shapes, and those in bfloat16 by name."""
 
     shapes: list[torch.Size]
-    halves: set[str]
+    halves: dict[str, torch.Size]
 
 
 def _float_matrices(
     checkpoint: Tensors, outline: Outline, weights: WeightKind | None, tied: bool
 ) -> _Floats:
-    found = _Floats([], set())
+    found = _Floats([], {})
     own = checkpoint if isinstance(checkpoint, GGUFCheckpoint | PrequantisedCheckpoint) else None
     for name, shape in outline.matrices.items():
         is_float = own is None or own.kind(name) is None
         if (weights is None and is_float) or (name == _EMBEDDING and not tied):
             found.shapes.append(shape)
             if is_float and checkpoint.dtypes([name]) == [torch.bfloat16]:
-                found.halves.add(name)
+                found.halves[name] = shape
     return found
 
 
@@ -151,7 +151,7 @@ def _float_reader(
     if floats.shapes and choose_product("bfloat16", dtype, device) == "bfloat16":
         return PackedReader(checkpoint, floats.shapes, ready_memory)
     if floats.halves and can_halve({torch.bfloat16}, dtype, device):
-        return HalfReader(checkpoint, floats.halves)
+        return HalfReader(checkpoint, floats.halves, ready_memory)
     if floats.halves and device.type == "cpu":
         advise()
     return FloatReader(checkpoint, dtype, device)

@@ -4,7 +4,7 @@ Nothing is in memory twice: a tensor is copied (and converted, or packed) out of
 and the file is unmapped after every layer.
 """
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -276,9 +276,15 @@ class FloatReader:
 class HalfReader(FloatReader):
     """As `FloatReader` in float32 on the CPU, with the matrices `halves` left in bfloat16."""
 
-    def __init__(self, checkpoint: Tensors, halves: Set[str]) -> None:
+    def __init__(
+        self,
+        checkpoint: Tensors,
+        halves: Mapping[str, torch.Size],
+        ready_memory: ReadyMemory | None,
+    ) -> None:
         super().__init__(checkpoint, torch.float32, torch.device("cpu"))
         self._halves = halves
+        self._arena = Arena(halves.values(), ready_memory)
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         if f"{name}.weight" not in self._halves:
@@ -299,7 +305,9 @@ class HalfReader(FloatReader):
         return HalfLinear(embedding.matrix)
 
     def _half(self, name: str, bias: Tensor | None = None) -> HalfWeight:
-        return HalfWeight(self._checkpoint.tensor(name).to(torch.bfloat16, copy=True), bias)
+        found = self._checkpoint.tensor(name)
+        kept = self._arena.take(found.nbytes).view(torch.bfloat16).view(found.shape)
+        return HalfWeight(kept.copy_(found), bias)
 
 
 class PackedReader(FloatReader):

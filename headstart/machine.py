@@ -29,6 +29,7 @@ def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
 
 
 _FLAG_FIELDS = ("flags", "Features")  # on x86, on ARM
+_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})  # on x86
 
 
 def cpu_name(cpuinfo: Path = _CPUINFO) -> str:
@@ -51,9 +52,19 @@ def multiplies_bfloat16() -> bool | None:
     if not flags:
         return None
     if platform.machine() in X86:
-        is_capped = os.environ.get("HEADSTART_CPU") == "avx2"
-        return not is_capped and not flags.isdisjoint({"avx512_bf16", "amx_bf16"})
+        return not _is_capped() and not flags.isdisjoint(_BFLOAT16)
     return "bf16" in flags
+
+
+def why_no_bfloat16() -> str:
+    """In few words, why `multiplies_bfloat16` is False."""
+    if _is_capped() and not cpu_flags().isdisjoint(_BFLOAT16):
+        return "HEADSTART_CPU=avx2 leaves its products of bfloat16 unused"
+    return "no AVX512-BF16, no AMX-BF16" if platform.machine() in X86 else "no products of it"
+
+
+def _is_capped() -> bool:
+    return os.environ.get("HEADSTART_CPU") == "avx2"
 
 
 def available_memory() -> int:

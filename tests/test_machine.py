@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headstart import machine
-from headstart.machine import cpu_flags, multiplies_bfloat16
+from headstart.machine import cpu_flags, multiplies_bfloat16, why_no_bfloat16
 from headstart.models import dtypes
 from headstart.models.dtypes import fast_dtype
 from headstart.models.loader import load_model
@@ -56,8 +56,12 @@ def test_a_cpu_that_is_capped_has_no_products_of_bfloat16(monkeypatch: pytest.Mo
     """The kernels were capped alone: models then ran in bfloat16 on torch's AVX-512."""
     monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx512_bf16", "amx_bf16"}))
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert why_no_bfloat16() == "no AVX512-BF16, no AMX-BF16"
     monkeypatch.setenv("HEADSTART_CPU", "avx2")
     assert multiplies_bfloat16() is False
+    assert why_no_bfloat16() == "HEADSTART_CPU=avx2 leaves its products of bfloat16 unused"
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx2"}))
+    assert why_no_bfloat16() == "no AVX512-BF16, no AMX-BF16"
 
 
 @pytest.fixture

@@ -15,7 +15,14 @@ from headstart.cli.help import GroupedCommand
 from headstart.cli.progress import show_bytes
 from headstart.cli.streams import show_field
 from headstart.imports import install, load_module
-from headstart.machine import X86, available_memory, cpu_flags, cpu_name, multiplies_bfloat16
+from headstart.machine import (
+    X86,
+    available_memory,
+    cpu_flags,
+    cpu_name,
+    multiplies_bfloat16,
+    why_no_bfloat16,
+)
 from headstart.version import __version__
 
 __all__ = ["doctor"]
@@ -113,8 +120,8 @@ def _auto() -> str:
     if multiplies_bfloat16() is not False:
         return "auto is the checkpoint's"
     if native.avx2_library() is not None:
-        return "auto is float32; weights stay in bfloat16, which this CPU cannot multiply itself"
-    return "auto is float32, if memory allows: this CPU cannot multiply bfloat16 itself"
+        return f"auto is float32; weights stay in bfloat16 ({why_no_bfloat16()})"
+    return f"auto is float32, if memory allows: slow in bfloat16 ({why_no_bfloat16()})"
 
 
 def _extras() -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from headstart.errors import ConfigError
-from headstart.machine import X86, available_memory, multiplies_bfloat16
+from headstart.machine import X86, available_memory, multiplies_bfloat16, why_no_bfloat16
 from headstart.models.config_values import find_values
 from headstart.models.files import read_json, weight_files
 from headstart.models.half_weight import can_halve
@@ -46,7 +46,7 @@ def fast_dtype(dtype: str | torch.dtype, folder: Path, device: torch.device) -> 
         return dtype
     size = 2 * sum(file.stat().st_size for file in weight_files(folder))
     free = available_memory()
-    slow = f"this CPU is slow in {' and '.join(sorted(kept))} (no AVX512-BF16, no AMX-BF16)"
+    slow = f"this CPU is slow in {' and '.join(sorted(kept))} ({why_no_bfloat16()})"
     if size > free // 2:
         _log.warning("%s, and %s free bytes are too few for float32", slow, f"{free:,}")
         return dtype

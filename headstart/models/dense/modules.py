@@ -17,7 +17,7 @@ from headstart.models.dense.rotary import Angles, rotate
 from headstart.models.dense.shape import Activation, DecoderShape, NormKind
 from headstart.models.linear import QuantizedLinear
 
-__all__ = ["MLP", "Attention", "DecoderLayer", "RMSNorm", "WeightReader"]
+__all__ = ["MLP", "Attention", "DecoderLayer", "LayerStep", "RMSNorm", "WeightReader"]
 
 # Of a tensor that nobody else reads; they may write to it.
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -25,8 +25,8 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
-# Numbers of an MLP's gate that are computed at a time: 16 MiB of float32. More than 32 MiB go back
-# to the system each time; their fresh pages cost a twentieth of a long prefill in 8 bits.
+# Numbers of an MLP's widest product that are computed at a time: 16 MiB of float32. More than 32
+# MiB go back to the system each time; fresh pages cost a twentieth of a long prefill in 8 bits.
 _PIECE = 1 << 22
 _BLOCK = 128  # rows: the largest block, which in deterministic mode is computed at once
 
@@ -129,9 +129,9 @@ class MLP(nn.Module):
     def __init__(self, shape: DecoderShape, name: str, read: WeightReader) -> None:
         super().__init__()
         hidden, inner, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
-        self._inner, self._fused = inner, shape.fused
+        self._widest, self._fused = inner * (1 + shape.fused), shape.fused
         if shape.fused:
-            self.gate_up_proj = read.linear(f"{name}.gate_up_proj", hidden, 2 * inner, bias)
+            self.gate_up_proj = read.linear(f"{name}.gate_up_proj", hidden, self._widest, bias)
         else:
             self.gate_proj = read.linear(f"{name}.gate_proj", hidden, inner, bias)
             self.up_proj = read.linear(f"{name}.up_proj", hidden, inner, bias)
@@ -147,7 +147,7 @@ class MLP(nn.Module):
         """hooked: hooks of the linear layers want all rows at once, in x's dtype."""
         if hooked or x.device.type != "cpu":
             return self._update(x)
-        most = max(_BLOCK, _PIECE // self._inner)
+        most = max(_BLOCK, _PIECE // self._widest)
         dtype = torch.float32 if self._computes_float32 else x.dtype
         done = [
             self._update(rows.to(dtype)).to(x.dtype)

@@ -306,8 +306,9 @@ class HalfReader(FloatReader):
 
     def _half(self, name: str, bias: Tensor | None = None) -> HalfWeight:
         found = self._checkpoint.tensor(name)
-        kept = self._arena.take(found.nbytes).view(torch.bfloat16).view(found.shape)
-        return HalfWeight(kept.copy_(found), bias)
+        memory = self._arena.take(found.numel() * torch.bfloat16.itemsize)
+        kept = memory.view(torch.bfloat16).view(found.shape)
+        return HalfWeight(kept.copy_(found), bias)  # of bfloat16, or of its numbers in float32
 
 
 class PackedReader(FloatReader):

@@ -126,7 +126,7 @@ def _empty(weight: Tensor, rows: torch.dtype) -> Tensor | Int8Panels:
 
 
 class Int8Linear(QuantizedLinear):
-    """A linear layer with an int8 weight, kept as its way to multiply wants it.
+    """A linear layer with an int8 weight, kept as its product wants it.
 
     table: single outputs are read, too; FBGEMM keeps no weight that this can be done with.
     """

@@ -3,7 +3,7 @@
 Importing them keeps one core busy for two seconds and more. Meanwhile a thread asks the system to
 read the weights' files ahead, and touches the memory for their copy. The system clears each page at
 its first touch, which takes 2 us per page of 4 KB, or 10 us in a virtual machine whose host had
-reclaimed the page; in pages of 2 MiB, for which it is asked, a tenth of that.
+reclaimed the page. It is asked for pages of 2 MiB, which are fewer.
 """
 
 import ctypes

@@ -28,7 +28,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 # Numbers of an MLP's widest product that are computed at a time: 16 MiB of float32. More than 32
 # MiB go back to the system each time; fresh pages cost a twentieth of a long prefill in 8 bits.
 _PIECE = 1 << 22
-_BLOCK = 128  # rows: the largest block, which in deterministic mode is computed at once
+_BLOCK = 128  # rows of the largest block, which in deterministic mode are computed at once
 
 
 class WeightReader(Protocol):

@@ -1,7 +1,7 @@
 """Which product multiplies rows by a weight on this machine: decided here, and nowhere else.
 
-Each was measured to be the fastest of its row (docs/log.md), so flags of the CPU are enough. What a
-product uses of a CPU besides, VNNI or AMX, the compiled library knows (`headstart.native`).
+The CPU's flags decide, by what was measured on such CPUs (docs/log.md); integers with AVX-512 VNNI
+were not. What a product uses besides, VNNI or AMX, the compiled library knows (`headstart.native`).
 """
 
 from collections.abc import Callable

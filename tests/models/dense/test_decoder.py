@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from headstart.attention import PagedKVMemory, Span, StepPlan, make_backend
+from headstart.engine.config import BLOCK_SIZES
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.dense import modules
 from headstart.models.dense.loader import load_dense
@@ -191,6 +192,11 @@ def test_an_mlp_in_pieces(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(run(model, tokens()), expected, rtol=0.0, atol=1e-5 * size)
     assert set(seen) == set(PIECES)
     hook.remove()
+
+
+def test_no_block_is_computed_in_pieces() -> None:
+    """In deterministic mode a block's rows are one product, whatever hooks there are."""
+    assert max(BLOCK_SIZES) <= modules._BLOCK
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

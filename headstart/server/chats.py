@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,10 @@ Result = TypeVar("Result")
 
 _MANY = 1000  # messages; to read one takes 2 us, and to keep it 3
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+# Claude Code begins its system prompt with a line that has a digest of each request. It means
+# nothing to a model, and no prefix would ever be found behind it.
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,22 +186,24 @@ def read_roles(
     *,
     with_tools: bool = False,
 ) -> list[Any]:
-    """The messages with roles that templates know: OpenAI's `developer` is the system.
+    """Return the messages with roles that templates know: OpenAI's `developer` is the system.
 
-    given: a template in place of the tokenizer's. Raises ApiError for a role that neither OpenAI
-    nor the template knows: most templates write any role into the prompt, and models do not know
-    what it means.
+    Claude Code's billing line is removed from system messages. given: a template in place of the
+    tokenizer's. Raises ApiError for a role that neither OpenAI nor the template knows: most
+    templates write any role into the prompt, and models do not know what it means.
     """
     template = "" if tokenizer is None else _template_text(tokenizer, given, with_tools)
-    return [_read_role(place, message, template) for place, message in enumerate(messages)]
+    read = (_read_role(place, message, template) for place, message in enumerate(messages))
+    return [message for message in read if message is not None]
 
 
 def _read_role(place: int, message: Any, template: str) -> Any:
+    """Return the message for the template; None if nothing of it is left."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str):
         return message  # the engine says that it is no role
-    if role == "developer":
-        return {**message, "role": "system"}
+    if role in ("system", "developer"):
+        return _without_billing({**message, "role": "system"})
     is_known = role in _ROLES or f"'{role}'" in template or f'"{role}"' in template
     if template and not is_known:
         raise ApiError(
@@ -206,6 +213,25 @@ def _read_role(place: int, message: Any, template: str) -> Any:
             param=f"messages[{place}].role",
         )
     return message
+
+
+def _without_billing(message: dict[str, Any]) -> dict[str, Any] | None:
+    content = message.get("content")
+    if isinstance(content, str):
+        left: Any = _BILLING.sub("", content)
+    elif isinstance(content, list):
+        left = [part for part in map(_part_without_billing, content) if part is not None]
+    else:
+        return message
+    return {**message, "content": left} if left or not content else None
+
+
+def _part_without_billing(part: Any) -> Any:
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if not isinstance(text, str) or not _BILLING.match(text):
+        return part
+    left = _BILLING.sub("", text)
+    return {**part, "text": left} if left else None
 
 
 def _read_dialect(service: Service, call: ChatCall) -> _Dialect:

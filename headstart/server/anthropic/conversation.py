@@ -26,10 +26,6 @@ __all__ = ["count_blocks", "read_messages", "read_sampling", "read_template", "r
 
 _SAME = ("temperature", "top_p", "top_k", "max_tokens")
 
-# Claude Code puts a line with a digest of each request before everything else, for its own
-# accounts. It says nothing to a model, and no prefix would ever be found with it.
-_BILLING = "x-anthropic-billing-header:"
-
 
 def count_blocks(turns: Sequence[Turn]) -> int:
     """Messages and their blocks."""
@@ -45,7 +41,7 @@ def read_messages(body: CountRequest) -> list[dict[str, Any]]:
 def _system(body: CountRequest) -> Iterator[dict[str, Any]]:
     given = [body.system] if isinstance(body.system, str) else body.system or []
     texts = [one if isinstance(one, str) else one.text for one in given]
-    shown = [text for text in texts if text and not text.startswith(_BILLING)]
+    shown = [text for text in texts if text]
     if shown:
         yield {"role": "system", "content": _content([_text(text) for text in shown])}
 

@@ -292,9 +292,7 @@ def test_a_wrong_option_of_a_template(tiny: LLM, options: dict[str, object], mes
         tiny.chat(CONVERSATION[:1], greedy(1), **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "calls", ["weather", [3], [{"function": 3}], [{"function": {"arguments": "{"}}]]
-)
+@pytest.mark.parametrize("calls", ["weather", [3], [{"function": 3}]])
 def test_a_tool_call_that_is_none(tiny: LLM, calls: object) -> None:
-    with pytest.raises(RequestError, match=r"tool call|tool_calls|no JSON"):
+    with pytest.raises(RequestError, match=r"tool call|tool_calls"):
         tiny.chat([{"role": "assistant", "content": "", "tool_calls": calls}], greedy(1))

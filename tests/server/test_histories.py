@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -52,3 +53,64 @@ def test_a_system_text_of_the_billing_line_alone_is_none(server: Running) -> Non
     plain = post(server, "/tokenize", messages=[QUESTION])
     system = {"role": "system", "content": LINE}
     assert post(server, "/tokenize", messages=[system, QUESTION]) == plain
+
+
+WRITE = {
+    "type": "object",
+    "properties": {"text": {"type": "string"}},
+    "required": ["text"],
+}
+FUNCTION = {"type": "function", "function": {"name": "write", "parameters": WRITE}}
+
+
+def test_a_call_that_was_cut_off_comes_back_in_a_chat(tool_server: Running) -> None:
+    """The next turn, and every one after it, was refused; now it hits all before the cut."""
+    body: dict[str, Any] = {"tools": [FUNCTION], "temperature": 0}
+    path = "/v1/chat/completions"
+    forced = {"tool_choice": "required", "max_tokens": 60}
+    answer = post(tool_server, path, messages=[QUESTION], **body, **forced)
+    [choice] = answer["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "length" and not is_json(call["function"]["arguments"])
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "cut off"}
+    history = [QUESTION, choice["message"], result]
+    usage = post(tool_server, path, messages=history, **body, max_tokens=1)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= answer["usage"]["total_tokens"] - 1
+
+
+def test_a_call_that_was_cut_off_comes_back_in_a_response(tool_server: Running) -> None:
+    path, tool = "/v1/responses", {"type": "function", "name": "write", "parameters": WRITE}
+    body: dict[str, Any] = {"tools": [tool], "temperature": 0}
+    first = post(
+        tool_server, path, input="Hi", **body, tool_choice="required", max_output_tokens=60
+    )
+    [call] = first["output"]
+    assert first["status"] == "incomplete" and not is_json(call["arguments"])
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "cut off"}
+    for history in (
+        {"previous_response_id": first["id"], "input": [result]},
+        {"input": [{"role": "user", "content": "Hi"}, call, result]},
+    ):
+        usage = post(tool_server, path, **history, **body, max_output_tokens=1)["usage"]
+        cached = usage["input_tokens_details"]["cached_tokens"]
+        assert cached >= first["usage"]["total_tokens"] - 1
+
+
+def test_a_call_that_was_cut_off_comes_back_in_a_message(tool_server: Running) -> None:
+    call = {"type": "tool_use", "id": "toolu_1", "name": "write", "input": '{"text": "On'}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "cut off"}
+    history = [
+        QUESTION,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    tools = [{"name": "write", "input_schema": WRITE}]
+    post(tool_server, "/v1/messages", messages=history, tools=tools, max_tokens=1)
+
+
+def is_json(value: str) -> bool:
+    try:
+        json.loads(value)
+    except ValueError:
+        return False
+    return True

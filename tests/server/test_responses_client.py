@@ -308,11 +308,6 @@ TOOL = {"type": "function", "name": "f"}
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, 400, "schema"),
         ({"instructions": "\ud800"}, 400, "surrogate"),
         ({"tools": [TOOL | {"parameters": DEEP}], "tool_choice": "none"}, 400, "nested"),
-        (
-            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
-            400,
-            "no JSON",
-        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

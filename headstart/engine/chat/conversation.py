@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 from headstart.cache import Namespace
 from headstart.engine.chat.messages import (
     Message,
+    RawArguments,
     check_conversation,
     check_text_content,
     read_tool_calls,
@@ -112,14 +113,17 @@ class ConversationMemory:
     def apply_template(
         self, messages: list[dict[str, Any]], options: TemplateOptions = _AS_THE_MODEL
     ) -> str:
-        """As above, for messages that the template takes as they are. Raises RequestError."""
+        """Return the prompt's text for messages whose contents the template takes as they are.
+
+        Raises RequestError.
+        """
         tokenizer = self._spelling.tokenizer
         if not (tokenizer.chat_template or options.chat_template):
             raise RequestError("the model's tokenizer has no chat template: give a prompt instead")
         if self._limit is not None:
             self._limit.check_messages(len(messages))
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, **options.arguments())
+            text = _apply(tokenizer, messages, options)
         except TemplateError as error:
             raise RequestError(
                 f"the model's chat template refuses this: {shorten(str(error))}"
@@ -129,7 +133,6 @@ class ConversationMemory:
             raise RequestError(
                 f"the model's chat template failed: {type(error).__name__}: {shorten(str(error))}"
             ) from error
-        assert isinstance(text, str)
         if self._limit is None:
             check_utf8("the conversation", text)
         else:
@@ -211,3 +214,20 @@ class ConversationMemory:
         start = self._spelling.spell(context)
         spelled = self._spelling.spell([*context, *token_ids])
         return spelled[len(start) :] if spelled.startswith(start) else None
+
+
+def _apply(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], options: TemplateOptions
+) -> str:
+    arguments = RawArguments()
+    try:
+        text = tokenizer.apply_chat_template(
+            arguments.mark(messages), tokenize=False, **options.arguments()
+        )
+    except Exception:
+        if not arguments:
+            raise
+        marked = arguments.mark(messages, as_dict=True)
+        text = tokenizer.apply_chat_template(marked, tokenize=False, **options.arguments())
+    assert isinstance(text, str)
+    return arguments.restore(text)

@@ -1,7 +1,9 @@
 """The messages of a conversation, checked before a template sees them."""
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from headstart.errors import RequestError
@@ -9,6 +11,7 @@ from headstart.validation import check_utf8, describe
 
 __all__ = [
     "Message",
+    "RawArguments",
     "check_conversation",
     "check_text_content",
     "describe_content",
@@ -37,9 +40,9 @@ def check_conversation(messages: object) -> Sequence[Message]:
 
 
 def read_tool_calls(message: Message) -> Message:
-    """The message as templates want it: tool calls have their arguments as a dict, and a text.
+    """Return the message as templates want it: a text, and a dict of arguments for each tool call.
 
-    Raises RequestError for arguments that are no JSON.
+    Arguments that are no JSON object stay a text: see `RawArguments`. Raises RequestError.
     """
     calls = message.get("tool_calls")
     if calls is None:
@@ -62,13 +65,51 @@ def _read_tool_call(call: object) -> dict[str, Any]:
             f'a tool call is {describe(call)}; allowed: {{"function": {{"name": ..., '
             '"arguments": ...}}'
         )
-    arguments = function.get("arguments")
+    arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments else {}
-        except ValueError as error:
-            raise RequestError(f"a tool call's arguments are no JSON: {error}") from error
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments, strict=False)  # raw line breaks are read as escaped
+            arguments = parsed if isinstance(parsed, dict) else arguments
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+class RawArguments:
+    """Tool calls' arguments that are no JSON object, such as those of a call that was cut off.
+
+    Templates write arguments by `tojson`, which would quote a text. So a template gets a marker in
+    place of the text, and the text replaces the marker in the prompt.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}  # by marker
+
+    def mark(self, messages: Sequence[Message], *, as_dict: bool = False) -> list[dict[str, Any]]:
+        """Return messages with markers; `as_dict`: as values, for templates that list these."""
+        return [
+            {**message, "tool_calls": [self._mark(call, as_dict) for call in message["tool_calls"]]}
+            if message.get("tool_calls")
+            else dict(message)
+            for message in messages
+        ]
+
+    def _mark(self, call: dict[str, Any], as_dict: bool) -> dict[str, Any]:
+        function = call["function"]
+        text = function["arguments"]
+        if not isinstance(text, str):
+            return call
+        marker = secrets.token_hex(16)
+        self._texts[marker] = text
+        arguments = {"arguments": marker} if as_dict else marker
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    def __bool__(self) -> bool:
+        return bool(self._texts)
+
+    def restore(self, prompt: str) -> str:
+        """Return the prompt with the texts in place of their markers."""
+        for marker, text in self._texts.items():
+            prompt = prompt.replace(f'"{marker}"', text).replace(marker, text)
+        return prompt
 
 
 def check_text_content(place: int, content: object) -> str:

@@ -117,9 +117,9 @@ def _blocks(form: CallFormat, parts: Iterable[Content | Reasoning | Call]) -> li
 
 
 def _read_input(arguments: str) -> dict[str, Any]:
-    """Arguments as an object; a call that breaks off, or was not JSON, has none."""
+    """Return arguments as an object; a call that breaks off, or was not JSON, has none."""
     try:
-        given = json.loads(arguments)
+        given = json.loads(arguments, strict=False)
     except (ValueError, RecursionError):
         return {}
     return given if isinstance(given, dict) else {}

@@ -66,12 +66,12 @@ class ImageBlock(Marked):
 
 
 class ToolUseBlock(Marked):
-    """A call that the model made."""
+    """A call that the model made; the input of a call that was cut off may be a text."""
 
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | str
     caller: dict[str, Any] | None = None
 
 

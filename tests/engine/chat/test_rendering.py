@@ -83,3 +83,33 @@ def test_a_model_without_a_tokenizer_cannot_chat() -> None:
         memory.render(MESSAGES)
     with pytest.raises(RequestError, match="without a tokenizer"):
         memory.encode("hello")
+
+
+TOJSON = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+IF_TEXT = (
+    "{% set given = messages[0].tool_calls[0].function.arguments %}"
+    "{{ given if given is string else given | tojson }}"
+)
+ITEMS = (
+    "{% for name, value in messages[0].tool_calls[0].function.arguments.items() %}"
+    "{{ value }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [TOJSON, IF_TEXT, ITEMS])
+@pytest.mark.parametrize("arguments", ['{"text": "Once', "{", '["a"]', '"a', "nul", "\t{"])
+def test_arguments_that_are_no_json_are_rendered_as_they_are(template: str, arguments: str) -> None:
+    """They were refused, and with them every later turn of a conversation with a cut-off call."""
+    memory = ConversationMemory(TINY_TOKENIZERS["byte_level"](chat_template=template))
+    call = {"type": "function", "function": {"name": "write", "arguments": arguments}}
+    assert memory.render([{"role": "assistant", "tool_calls": [call]}]) == arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rendered"),
+    [('{"a": "x\ny"}', '{"a": "x\\ny"}'), ("", "{}"), (None, "{}"), ({"a": 1}, '{"a": 1}')],
+)
+def test_arguments_of_json_are_an_object(arguments: object, rendered: str) -> None:
+    memory = ConversationMemory(TINY_TOKENIZERS["byte_level"](chat_template=TOJSON))
+    call = {"function": {"name": "write", "arguments": arguments}}
+    assert memory.render([{"role": "assistant", "content": None, "tool_calls": [call]}]) == rendered

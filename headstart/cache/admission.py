@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from headstart.cache.lookup import ComputedBlocks
+from headstart.cache.pool import BlockPool
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation
 from headstart.errors import CacheError
@@ -24,9 +25,9 @@ class Allocation(NamedTuple):
 
 
 def check_admission(
-    sequence: TokenSequence, num_new_tokens: int, computed: ComputedBlocks | None, version: int
+    sequence: TokenSequence, num_new_tokens: int, computed: ComputedBlocks | None, pool: BlockPool
 ) -> None:
-    """Raise CacheError if the sequence cannot be admitted so to a pool of this version."""
+    """Raise CacheError if the sequence cannot be admitted to the pool with this lookup."""
     name = sequence.request_id
     if sequence.blocks:
         raise CacheError(f"sequence {name!r} holds blocks of another manager")
@@ -34,10 +35,18 @@ def check_admission(
     if computed is not None:
         if computed.sequence is not sequence:
             raise CacheError(f"the lookup given for {name!r} is another sequence's")
-        if computed.version != version:
+        check_source(computed, pool)
+        if computed.version != pool.version:
             raise CacheError(f"the lookup of {name!r} is older than an eviction: look again")
         start = computed.num_tokens
     check_count(sequence, num_new_tokens, start)
+
+
+def check_source(computed: ComputedBlocks, pool: BlockPool) -> None:
+    """Raise CacheError if the lookup is another pool's, or older than a recovery of this one."""
+    if computed.source is not pool.index:
+        name = computed.sequence.request_id
+        raise CacheError(f"the lookup of {name!r} is another manager's or too old: look again")
 
 
 def check_count(sequence: TokenSequence, num_new_tokens: int, start: int) -> None:

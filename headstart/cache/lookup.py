@@ -5,7 +5,7 @@ looks at the children of the last node for the one with the longest common head.
 """
 
 from bisect import bisect_left
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from headstart.cache.block import Branches, KVCacheBlock, PrefixNode, RootNode
@@ -39,7 +39,7 @@ class ComputedBlocks(NamedTuple):
     blocks: the cached blocks its prefix fills, in order. num_tokens: tokens that need no
     computing, rows of `partial` included; always less than the sequence has. writer: the
     request that is computing the sequence's next block, if there is one: wait for it, or the
-    block is computed twice. node, version and unwritten: for the manager.
+    block is computed twice. node, version and source: for the manager.
     """
 
     sequence: TokenSequence
@@ -49,11 +49,11 @@ class ComputedBlocks(NamedTuple):
     writer: str | None
     node: PrefixNode | None
     version: int
-    unwritten: Container[KVCacheBlock]
+    source: PrefixIndex
 
     def is_written(self, at: int) -> bool:
         """True if the rows of `blocks[at]` are written; otherwise this step computes them."""
-        return self.blocks[at] not in self.unwritten
+        return self.blocks[at] not in self.source.unwritten
 
     def cut(self, count: int, block_size: int) -> "ComputedBlocks":
         """This result truncated to its first `count` blocks."""

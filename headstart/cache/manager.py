@@ -15,7 +15,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from headstart.cache.admission import Allocation, RowCopy, check_admission, check_count
+from headstart.cache.admission import (
+    Allocation,
+    RowCopy,
+    check_admission,
+    check_count,
+    check_source,
+)
 from headstart.cache.block import KVCacheBlock, PrefixNode, block_ids, count_free
 from headstart.cache.config import CacheConfig
 from headstart.cache.events import CacheEvent
@@ -99,14 +105,14 @@ class KVCacheManager:
 
         At least one token is left to compute. Costs about 0.1 us a cached block.
         """
-        version, unwritten = self.pool.version, self.pool.index.unwritten
+        version, index = self.pool.version, self.pool.index
         if not self._caching:
-            return ComputedBlocks(sequence, [], 0, None, None, None, version, unwritten)
+            return ComputedBlocks(sequence, [], 0, None, None, None, version, index)
         keys = sequence.cut(self.block_size)
-        node: PrefixNode | None = self.pool.index.root(sequence.root)
+        node: PrefixNode | None = index.root(sequence.root)
         blocks: list[KVCacheBlock] = []
         if node is not None:
-            node, blocks = self.pool.index.walk(node, keys)
+            node, blocks = index.walk(node, keys)
         depth = len(blocks)
         num_tokens = min(depth * self.block_size, len(sequence.token_ids) - 1)
         writer = None
@@ -116,11 +122,9 @@ class KVCacheManager:
             writer = writing.request_id if writing is not None else None
         partial = None
         if node is not None and self.config.partial_hits:
-            partial = find_partial(self.pool.index, sequence, node, depth, self.block_size)
+            partial = find_partial(index, sequence, node, depth, self.block_size)
             num_tokens += partial.num_rows if partial is not None else 0
-        return ComputedBlocks(
-            sequence, blocks, num_tokens, partial, writer, node, version, unwritten
-        )
+        return ComputedBlocks(sequence, blocks, num_tokens, partial, writer, node, version, index)
 
     def explain(self, sequence: TokenSequence, *, across_salts: bool = False) -> MissExplanation:
         """Why the sequence would not hit more if it were looked up now.
@@ -153,7 +157,11 @@ class KVCacheManager:
     # Allocation
 
     def can_admit(self, computed: ComputedBlocks) -> bool:
-        """True if the free blocks suffice for all tokens of the sequence that was looked up."""
+        """True if the free blocks suffice for all tokens of the sequence that was looked up.
+
+        Raises CacheError for a lookup of another manager.
+        """
+        check_source(computed, self.pool)
         blocks = -(-len(computed.sequence.token_ids) // self.block_size)
         needed = blocks - len(computed.blocks) + count_free(computed.blocks)
         return needed <= len(self.pool.free)
@@ -203,7 +211,7 @@ class KVCacheManager:
         self._check_whole()
         if sequence.request_id in self._sequences:
             raise CacheError(f"sequence {sequence.request_id!r} holds blocks already")
-        check_admission(sequence, num_new_tokens, computed, self.pool.version)
+        check_admission(sequence, num_new_tokens, computed, self.pool)
         if self._caching:
             sequence.cut(self.block_size)  # for naming; it may raise, so before anything moves
 

@@ -53,6 +53,7 @@ class TokenSequence:
         "_following",
         "_prompt",
         "block_ids",
+        "block_size",
         "blocks",
         "capacity",
         "holder",
@@ -105,6 +106,7 @@ class TokenSequence:
         self.holder: object = None  # the mark of the manager that gave it blocks
         self.block_ids: list[int] = []  # of `blocks`; it changes with them
         self.capacity = 0  # slots in `blocks`, in tokens
+        self.block_size = 0  # that of the keys; 0 until the first cut
         self.keys: list[BlockKey] = []  # of the full blocks, as far as they were needed
         self.num_named = 0  # blocks at the head of `blocks` whose identity is in the index
         self.node: PrefixNode | None = None  # the identity of the last of them
@@ -130,13 +132,26 @@ class TokenSequence:
         self.items.append(item)
 
     def cut(self, block_size: int) -> list[BlockKey]:
-        """Keys of all full blocks of the tokens known by now."""
+        """Return the keys of all full blocks of the tokens known by now.
+
+        Raises CacheError if the sequence was cut before into blocks of another size.
+        """
+        if block_size != self.block_size:
+            self._set_block_size(block_size)
         keys = self.keys
         full = len(self.token_ids) // block_size
         if len(keys) < full:
             new = self._cut(len(keys) * block_size, full * block_size, block_size)
             keys += new if self._following is None else self._name_owner(new, self._following)
         return keys
+
+    def _set_block_size(self, block_size: int) -> None:
+        if self.block_size:
+            raise CacheError(
+                f"sequence {self.request_id!r} is cut into blocks of {self.block_size} tokens; "
+                f"it cannot be used with blocks of {block_size}"
+            )
+        self.block_size = block_size
 
     def _name_owner(self, keys: list[BlockKey], public: PublicBlocks) -> list[BlockKey]:
         """These keys, all before which are public, with the salt in the first that is not."""

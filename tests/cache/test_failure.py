@@ -330,3 +330,46 @@ def test_another_managers_running_sequence_gets_no_slots() -> None:
         other.append_slots(sequence)
     assert own.append_slots(sequence)
     own.check()
+
+
+@pytest.mark.parametrize("partial_hits", [False, True])
+def test_a_lookup_of_another_manager_moves_nothing_in_either(partial_hits: bool) -> None:
+    cached, empty = (make_manager(partial_hits=partial_hits) for _ in range(2))
+    finish(cached, "first", PROMPT)
+    sequence = TokenSequence("second", PROMPT)
+    for theirs, ours in ((cached, empty), (empty, cached)):
+        found = theirs.get_computed_blocks(sequence)
+        for lookup in (found, found.cut(0, theirs.block_size)):
+            before = snapshot(theirs, sequence), snapshot(ours)
+            with pytest.raises(CacheError, match="lookup of 'second' is another manager's"):
+                ours.allocate_slots(sequence, 1, lookup)
+            with pytest.raises(CacheError, match="lookup of 'second' is another manager's"):
+                ours.can_admit(lookup)
+            assert (snapshot(theirs, sequence), snapshot(ours)) == before
+    assert hits(cached, PROMPT) == (9 if partial_hits else 8)
+
+
+def test_every_call_refuses_a_sequence_that_another_manager_admitted() -> None:
+    theirs, ours = make_manager(), make_manager()
+    sequence = start(theirs, "one", PROMPT)
+    sequence.append(1)
+    before = snapshot(theirs, sequence), snapshot(ours)
+    for call in (
+        lambda: ours.allocate_slots(sequence, 1, ours.get_computed_blocks(sequence)),
+        lambda: ours.append_slots(sequence, 1),
+        lambda: ours.free(sequence),
+        lambda: ours.discard([sequence]),
+    ):
+        with pytest.raises(CacheError, match="'one' holds"):
+            call()
+        assert (snapshot(theirs, sequence), snapshot(ours)) == before
+    assert theirs.append_slots(sequence, 1)
+
+
+def test_a_sequence_cut_for_one_block_size_is_refused_by_another() -> None:
+    """Its keys would be taken for those of other blocks: a hit on rows of other tokens."""
+    sequence = start(make_manager(), "one", list(range(16)))
+    manager = make_manager(block_size=8)
+    for call in (manager.get_computed_blocks, manager.explain, manager.block_hashes):
+        with pytest.raises(CacheError, match=r"blocks of 4 tokens; it cannot be used with .* 8"):
+            call(sequence)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -24,6 +25,7 @@ from headstart.engine.chat.messages import (
     check_text_content,
     read_tool_calls,
 )
+from headstart.engine.chat.order import TemplateOrder
 from headstart.engine.chat.template import TemplateOptions
 from headstart.engine.text.codec import Spelling
 from headstart.engine.text.index import TextIndex
@@ -46,6 +48,7 @@ _AS_THE_MODEL = TemplateOptions()
 # Tokens of context in which a piece of text is spelled out: enough for any decoder, which
 # looks back one token (a space before a word) or three (the bytes of a character).
 _CONTEXT = 8
+_MAX_TEMPLATES = 16  # whose orders of messages are remembered
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -90,6 +93,7 @@ class ConversationMemory:
         self._spelling = spelling or Spelling(tokenizer, longest)
         self._texts = TextIndex(max_texts, max_bytes)
         self._limit = limit
+        self._orders: dict[tuple[str, bool], TemplateOrder] = {}
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -123,7 +127,8 @@ class ConversationMemory:
         if self._limit is not None:
             self._limit.check_messages(len(messages))
         try:
-            text = _apply(tokenizer, messages, options)
+            ordered = self._order(messages, options).arrange(messages)
+            text = _apply(tokenizer, ordered, options)
         except TemplateError as error:
             raise RequestError(
                 f"the model's chat template refuses this: {shorten(str(error))}"
@@ -138,6 +143,23 @@ class ConversationMemory:
         else:
             self._limit.check("the conversation", text)
         return text
+
+    def _order(
+        self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions
+    ) -> TemplateOrder:
+        """Return the order of messages that the template takes, which is found out once."""
+        tokenizer = self._spelling.tokenizer
+        tools: list[dict[str, Any]] | None = [{}] if options.tools else None
+        template = tokenizer.get_chat_template(options.chat_template, tools)
+        in_parts = isinstance(messages[0]["content"], list)
+        order = self._orders.get((template, in_parts))
+        if order is None:
+            if len(self._orders) >= _MAX_TEMPLATES:
+                self._orders.clear()
+            render = partial(tokenizer.apply_chat_template, tokenize=False, chat_template=template)
+            order = TemplateOrder(lambda given: str(render(given)), in_parts=in_parts)
+            self._orders[template, in_parts] = order
+        return order
 
     def encode(self, text: str, namespace: Namespace = SHARED) -> list[int]:
         """The ids of a rendered text: those remembered for its longest known beginning first.

@@ -1,13 +1,15 @@
 # `make demo`, `make serve` and `make test` need Python 3.11+, pip and make, nothing else. All keep their
 # environment in .venv, made anew only when requirements.lock or pyproject.toml change; the tools of
-# `make test` come with the first command that needs them. Where there is a C++ compiler the kernels
+# `make test` come with the first command that needs them. torch is its CPU build unless TORCH=cuda. Where there is a C++ compiler the kernels
 # in headstart/native are built too, anew when they change.
 
 MODERN := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3 python python3.14 python3.13 python3.12 python3.11; do \
             $$p -c '$(MODERN)' >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
-INSTALLED := .venv/.installed
+# `make demo TORCH=cuda` installs PyPI's build of torch, which on Linux brings CUDA.
+TORCH := cpu
+INSTALLED := .venv/.installed$(if $(filter cuda,$(TORCH)),-with-cuda)
 # Another one where there is no compiler, so that headstart is installed again once there is.
 READY := .venv/.ready$(if $(shell command -v $${CXX:-c++}),,-without-kernels)
 TOOLS := .venv/.tools
@@ -15,6 +17,8 @@ CODE := headstart tests examples setup.py $(wildcard bench tools recipes docs/fi
 TYPED := headstart $(wildcard bench tools recipes docs/figures_src)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 LOCKED := --constraint requirements.lock
+PINNED_TORCH = "$$(grep '^torch==' requirements.lock)"
+CPU_TORCH := --index-url https://download.pytorch.org/whl/cpu --retries 1 --timeout 20 --no-deps
 
 # The tests start a hundred processes: what one has compiled, the others need not.
 unexport PYTHONDONTWRITEBYTECODE
@@ -33,6 +37,7 @@ help:
 	@echo "make figures draw the figures of the docs anew"
 	@echo "make bench   the manager, the engine, cached prefixes, adapters, look-alikes, four loads, the router"
 	@echo "make curves  measure the curves of docs/performance.md anew, then draw them (minutes)"
+	@echo "make ... TORCH=cuda    install torch with CUDA (5.5 GB) instead of its CPU build"
 	@echo "make clean   remove .venv and every cache that the tools left"
 
 demo: $(READY)
@@ -114,9 +119,16 @@ clean:
 
 $(INSTALLED): requirements.lock pyproject.toml
 	@test -n "$(PYTHON)" || { echo "headstart needs Python 3.11 or newer: make PYTHON=..."; exit 1; }
-	@echo "Installing into .venv what headstart needs: 1.2 GB, a few minutes"
+	@test "$(TORCH)" = cpu -o "$(TORCH)" = cuda || { echo "TORCH is $(TORCH); allowed: cpu, cuda"; exit 1; }
+	@echo "Installing into .venv what headstart needs: $(if $(filter cuda,$(TORCH)),5.5,1.2) GB, a few minutes"
 	$(PYTHON) -m venv .venv
-	$(PIP) $(LOCKED) "$$(grep '^torch==' requirements.lock)" setuptools
+ifeq ($(TORCH),cuda)
+	$(BIN)/python -m pip uninstall --quiet --yes torch
+else
+	$(PIP) $(CPU_TORCH) $(PINNED_TORCH) || \
+	  echo "PyTorch's CPU builds cannot be reached. Installing PyPI's build: up to 4.7 GB, which runs on CPUs too"
+endif
+	$(PIP) $(LOCKED) $(PINNED_TORCH) setuptools
 	@touch $@
 
 # As an entry of sys.path: setuptools' other way, a finder, comes after all entries, so that in the

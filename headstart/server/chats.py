@@ -81,9 +81,11 @@ class PreparedChat:
     _dialect: _Dialect
 
     def parser(self) -> AnswerParser:
-        """For one answer."""
+        """Return a parser for one answer."""
         most = None if self._tools.parallel else 1
-        return AnswerParser(self._read, self._dialect.hidden or (), max_calls=most)
+        hidden = self._dialect.hidden or ()
+        forced = self._tools.is_forced
+        return AnswerParser(self._read, hidden, max_calls=most, only_calls=forced)
 
     def _read(self, source: Source) -> Reading[None]:
         if self._dialect.thought != "none":

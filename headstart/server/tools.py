@@ -12,7 +12,7 @@ from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.engine.structured.tags import spell_text
 from headstart.errors import RequestError
 from headstart.server.answers.formats import CallFormat
-from headstart.server.answers.reasoning import CLOSE, OPEN
+from headstart.server.answers.reasoning import CLOSE
 from headstart.validation import describe
 
 __all__ = ["Thought", "Tool", "ToolUse", "after_reasoning", "force_calls", "make_tools"]
@@ -25,6 +25,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 # Between JSON's tokens is what templates write there: the next turn's prompt then spells a call as
 # it was generated, and hits it.
 _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+_THOUGHT = "thought gap "
 
 Thought = Literal["none", "possible", "begun"]
 """Whether an answer may begin with reasoning, or the prompt already begins it."""
@@ -101,23 +103,28 @@ class ToolUse:
 def force_calls(
     use: ToolUse, form: CallFormat, special: Mapping[str, int], thought: Thought
 ) -> StructuredOutputsParams:
-    """The form of an answer that calls tools as the model would, by their schemas.
+    """Return the form of an answer that calls tools as the model would, by their schemas.
 
-    special: ids of the tokens that spell no text. Raises RequestError.
+    The call begins at once, after reasoning only if the prompt began that: a model that may reason
+    first could do so until `max_tokens`. special: ids of the tokens that spell no text. Raises
+    RequestError.
     """
     tools = [tool for tool in use.tools if use.name in (None, tool.name)]
     call = "call"
     if use.parallel and use.name is None and form.between is not None:
         call = f"call ({spell_text(form.between, special)} call)*"
     pieces = [spell_text(form.head, special), call, spell_text(form.tail, special)]
-    rules = [f"start: {_thought(thought, special)}{' '.join(filter(None, pieces))}"]
+    is_begun = thought == "begun"
+    rules = [f"start: {_THOUGHT if is_begun else ''}{' '.join(filter(None, pieces))}"]
     rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
     for place, tool in enumerate(tools):
         opening = spell_text(form.opening.replace("{name}", json.dumps(tool.name)), special)
         closing = spell_text(form.closing, special)
         rules.append(f"call_{place}: {opening} arguments_{place} {closing}")
         rules.append(f"arguments_{place}: {_json(tool.schema, _SPELLING)}")
-    return StructuredOutputsParams(grammar="\n".join([*rules, *_thought_rules(thought, special)]))
+    if is_begun:
+        rules += _thought_rules(special)
+    return StructuredOutputsParams(grammar="\n".join(rules))
 
 
 def after_reasoning(
@@ -131,9 +138,9 @@ def after_reasoning(
     if whitespace:
         spelling["whitespace_pattern"] = whitespace
     rules = [
-        f"start: {_thought('begun', special)}answer",
+        f"start: {_THOUGHT}answer",
         f"answer: {_json(json.loads(text), spelling)}",
-        *_thought_rules("begun", special),
+        *_thought_rules(special),
     ]
     return StructuredOutputsParams(grammar="\n".join(rules))
 
@@ -145,17 +152,7 @@ def _json(schema: Mapping[str, Any], spelling: Mapping[str, Any]) -> str:
         raise RequestError(f"a tool's parameters are no JSON schema: {error}") from error
 
 
-def _thought(thought: Thought, special: Mapping[str, int]) -> str:
-    if thought == "none":
-        return ""
-    if thought == "begun":
-        return "thought gap "
-    return f"({spell_text(OPEN, special)} thought gap)? "
-
-
-def _thought_rules(thought: Thought, special: Mapping[str, int]) -> Iterable[str]:
-    if thought == "none":
-        return ()
+def _thought_rules(special: Mapping[str, int]) -> Iterable[str]:
     if CLOSE in special:
         rule = f"thought: /(?s:.*)/ {spell_text(CLOSE, special)}"
     else:

@@ -82,13 +82,15 @@ def test_a_named_tool_is_called_once() -> None:
         ("none", "", True),
         ("none", "<think>so</think>\n\n", False),
         ("possible", "", True),
-        ("possible", "<think>so</think>\n\n", True),
+        ("possible", "<think>so</think>\n\n", False),
         ("possible", "so</think>\n\n", False),
         ("begun", "so\n</think>\n\n", True),
         ("begun", "", False),
     ],
 )
-def test_reasoning_may_stand_before_a_call(thought: Thought, before: str, is_taken: bool) -> None:
+def test_reasoning_stands_before_a_call_where_the_prompt_began_it(
+    thought: Thought, before: str, is_taken: bool
+) -> None:
     form = force_calls(ToolUse(TOOLS, "required"), HERMES, {}, thought)
     assert takes(form, before + hermes(F)) is is_taken
 

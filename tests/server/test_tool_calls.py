@@ -233,3 +233,13 @@ def told_by(client: openai.OpenAI, stream: bool, **more: Any) -> tuple[str, str,
         told = [choice.message for choice in choices]
     reasoning = "".join(getattr(one, "reasoning_content", None) or "" for one in told)
     return reasoning, "".join(one.content or "" for one in told), choices[-1].finish_reason
+
+
+def test_a_forced_call_that_is_cut_off_before_its_name_is_no_text(tools: Any) -> None:
+    _, client, _ = tools
+    body = {"model": "tiny", "messages": MESSAGES, "tools": [WEATHER], "max_tokens": 2}
+    choice = client.chat.completions.create(**body, tool_choice="required").choices[0]
+    assert choice.finish_reason == "length" and calls_of(choice.message) == []
+    assert not choice.message.content
+    chunks = client.chat.completions.create(**body, tool_choice="required", stream=True)
+    assert not any(chunk.choices[0].delta.content for chunk in chunks)

@@ -15,7 +15,8 @@ class AnswerParser:
 
     However the text is cut, the joined parts are the same. read: the format's reader. hidden:
     special tokens that stand in the text only because the format needs others; they are left out.
-    max_calls: calls beyond this many are left out, None for no bound.
+    max_calls: calls beyond this many are left out, None for no bound. only_calls: the answer can be
+    nothing but calls, so other text is the beginning of one that was cut off; it is left out.
     """
 
     def __init__(
@@ -24,8 +25,10 @@ class AnswerParser:
         hidden: Sequence[str] = (),
         *,
         max_calls: int | None = None,
+        only_calls: bool = False,
     ) -> None:
         self._max_calls = max_calls
+        self._only_calls = only_calls
         self._source = Source()
         self._hidden = _Hidden(hidden)
         self._reading = read(self._source)
@@ -57,7 +60,9 @@ class AnswerParser:
         return parts
 
     def _is_told(self, part: Part) -> bool:
-        if self._max_calls is None or isinstance(part, Content | Reasoning):
+        if isinstance(part, Content):
+            return not self._only_calls
+        if self._max_calls is None or isinstance(part, Reasoning):
             return True
         return part.index < self._max_calls
 

@@ -38,8 +38,8 @@ class CacheConfig(CacheOptions):
     """How many blocks there are, and what is done with them.
 
     num_blocks: blocks in the pool, at least 1.
-    ghost_entries: evicted identities kept to tell "evicted" from "never seen"; by default one
-        for every ten blocks.
+    ghost_entries: the last evicted identities, remembered to distinguish "evicted" from "never
+        seen"; by default one for every ten blocks. See `headstart.cache.index`.
     events: collect `BlockStored`, `BlockEvicted` and `AllBlocksCleared`.
 
     Raises ConfigError.

@@ -1,8 +1,9 @@
 """The prefix index: the tree of the identities that are cached, or were until lately.
 
 A node whose block was evicted stays as a ghost entry for a while, so that a miss can be told from
-an eviction: the last `max_ghosts` of them. Then it is removed, unless a descendant is cached or a
-ghost, whose identity includes it; then it goes with the last such descendant.
+an eviction: the last `max_ghosts` of them. Then it is removed, unless it is the first evicted block
+of its prefix, where a later lookup of the prefix ends: of these, `TOPS` times as many stay. A node
+with a descendant that is cached or a ghost stays too, and is removed with the last of them.
 
 A node may also stand for a partial block: the rows that a finished request left in its last
 block. It has no children and no name; its rows can only be copied.
@@ -15,6 +16,9 @@ from collections.abc import Iterable
 from headstart.cache.block import Branches, KVCacheBlock, PartialNode, PrefixNode
 from headstart.cache.identity import BlockKey
 from headstart.cache.tree import PrefixTree
+
+TOPS = 5
+"""First evicted blocks of prefixes that are remembered, for each ghost entry."""
 
 
 class PrefixIndex(PrefixTree):
@@ -31,18 +35,21 @@ class PrefixIndex(PrefixTree):
         self.unwritten: set[KVCacheBlock] = set()
         self._unlisted: list[PrefixNode] = []  # unwritten siblings, in no `order` yet
         self._ghosts: deque[PrefixNode] = deque()
+        self._tops: deque[PrefixNode] = deque()  # older ghosts whose parent was cached, or a root
         self._ancestors: set[PrefixNode] = set()  # no ghosts any more; a descendant needs them
 
     def clear(self) -> None:
         """Know nothing any more."""
         self._roots.clear()
         self._ghosts.clear()
+        self._tops.clear()
         self._ancestors.clear()
 
     def check(self, nodes: set[PrefixNode]) -> None:
         """Raise AssertionError if one of these, all nodes there are, is kept for nothing."""
-        ghosts = {node for node in self._ghosts if node.block is None}
+        ghosts = {node for node in (*self._ghosts, *self._tops) if node.block is None}
         assert len(self._ghosts) <= self.max_ghosts, "there are too many ghosts"
+        assert len(self._tops) <= TOPS * self.max_ghosts, "there are too many ghosts"
         assert PartialNode not in map(type, self._ghosts), "a partial block is a ghost"
         for node in nodes - ghosts:
             assert node.block is not None or node.child is not None, "a node is kept for nothing"
@@ -140,8 +147,8 @@ class PrefixIndex(PrefixTree):
             self._drop_ghosts(len(ghosts) - self.max_ghosts)
 
     def _drop_ghosts(self, count: int) -> None:
-        """Drop the oldest `count` ghosts."""
-        ghosts, ancestors = self._ghosts, self._ancestors
+        """Drop the oldest `count` ghosts, except for the first evicted blocks of prefixes."""
+        ghosts, ancestors, tops = self._ghosts, self._ancestors, self._tops
         for _ in range(count):
             node = ghosts.popleft()
             if node.block is not None:
@@ -149,10 +156,20 @@ class PrefixIndex(PrefixTree):
             parent = node.parent
             if node.child is not None:
                 ancestors.add(node)
-            elif parent is None or parent.child is not node or ancestors or parent.parent is None:
+            elif parent is None or parent.block is not None or parent.parent is None:
+                tops.append(node)
+            elif parent.child is not node or (ancestors and parent in ancestors):
                 self._prune(node)
-            else:  # as most are: an only child whose parent goes on
+            else:  # the common case: an only child whose parent is a ghost
                 parent.child = None
+        # Ancestors count as well: a single old entry may need a whole path.
+        while tops and len(tops) + len(ancestors) > TOPS * self.max_ghosts:
+            node = tops.popleft()
+            if node.block is None:
+                if node.child is not None:
+                    ancestors.add(node)
+                else:
+                    self._prune(node)
 
     def keep_ancestors(self, nodes: Iterable[PrefixNode]) -> None:
         """These nodes have no block and are kept for a descendant."""

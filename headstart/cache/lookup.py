@@ -130,6 +130,10 @@ def explain_end(
         return MissExplanation(MissReason.SHORT, position)
     if found.writer is not None:
         return MissExplanation(MissReason.IN_PROGRESS, position)
+    known = index.find(found.node, sequence.keys[depth]) if found.node is not None else None
+    if known is not None:
+        reason = MissReason.EVICTED if known.block is None else MissReason.OUTPUTS
+        return MissExplanation(reason, position)
     if (root := _find_other_adapter(index, found)) is not None:
         return MissExplanation(MissReason.ADAPTER, position, root.namespace.adapter)
     return _explain_child(index, found, block_size)
@@ -189,15 +193,11 @@ def _has_more(
 
 
 def _explain_child(index: PrefixIndex, found: ComputedBlocks, block_size: int) -> MissExplanation:
-    """Why no cached child of the last hit is the sequence's next block."""
+    """Return the explanation by the cached siblings of the sequence's next block."""
     parent, depth, position = found.node, len(found.blocks), found.num_tokens
     if parent is None or parent.child is None:
         return MissExplanation(MissReason.UNSEEN, position)
     key = found.sequence.keys[depth]
-    known = index.find(parent, key)
-    if known is not None:
-        reason = MissReason.EVICTED if known.block is None else MissReason.OUTPUTS
-        return MissExplanation(reason, position)
     own = cut_salt(key)[0]  # what others have behind a public prefix is not told
     closest = max(
         (n.key for n in _nearest_children(index, parent, key) if cut_salt(n.key)[0] == own),

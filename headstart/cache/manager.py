@@ -133,7 +133,8 @@ class KVCacheManager:
         """
         found = self.get_computed_blocks(sequence)
         explanation = explain_end(self.pool.index, found, self.block_size, is_caching=self._caching)
-        if across_salts and is_in_other_salt(self.pool.index, found):
+        is_evicted = explanation.reason is MissReason.EVICTED
+        if across_salts and not is_evicted and is_in_other_salt(self.pool.index, found):
             return MissExplanation(MissReason.SALT, explanation.position)
         return explanation
 

@@ -36,7 +36,7 @@ def snapshot(manager: KVCacheManager, *others: TokenSequence) -> tuple[object, .
         (pool.version, pool.num_evicted, len(pool.events), manager._step),
         {node: tuple(blocks) for node, blocks in pool.copies.items()},
         tuple(_of_node(root) for root in pool.index.roots()),
-        tuple(pool.index._ghosts),
+        (tuple(pool.index._ghosts), tuple(pool.index._tops)),
         tuple(_of_sequence(sequence) for sequence in (*manager.sequences, *others)),
         dict(manager._in_progress._by_block),
         (frozenset(pool.index.unwritten), tuple(pool.index._unlisted)),

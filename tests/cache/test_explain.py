@@ -1,5 +1,6 @@
 """Why a request did not hit more: each reason, and the token it holds from."""
 
+import random
 from collections import OrderedDict
 
 import pytest
@@ -309,3 +310,55 @@ def test_an_adapter_of_another_tenant_behind_a_public_prefix_is_not_named() -> N
         manager.commit_step()
         manager.free(sequence)
     assert "secret" not in told[1] and told[1] == told[0]
+
+
+@pytest.mark.parametrize("eviction", ["lru", "adaptive-lru", "fair-lru"])
+def test_every_miss_of_a_loop_that_is_larger_than_the_pool_is_an_eviction(eviction: str) -> None:
+    """The prompts begin alike within the first block, so another child is always cached."""
+    manager = make_manager(num_blocks=140, eviction=eviction)
+    for turn in range(3):
+        for document in range(5):
+            prompt = [1, 2, document, *range(57 * 4), turn]
+            finish(manager, f"{document} {turn}", prompt)
+    assert manager.stats.missed[MissReason.EVICTED] == 10
+    manager.check()
+
+
+def test_evicted_where_another_follows_the_same_prefix() -> None:
+    manager = make_manager(num_blocks=11, partial_hits=False)
+    for at in (1, 2, 3, 1):
+        finish(manager, f"request {at}", [*LONG, *[at] * 16])
+    assert manager.stats.missed[MissReason.EVICTED] == 1
+    assert explain(manager, [*LONG, *[2] * 16]) == (MissReason.EVICTED, 12)
+    assert explain(manager, [*LONG, *[4] * 16]) == (MissReason.TOKEN, 12)
+
+
+def test_evicted_counts_before_what_another_adapter_or_salt_has() -> None:
+    manager = make_manager(num_blocks=6, partial_hits=False, ghost_entries=6)
+    finish(manager, "mine", LONG, salt="a")
+    finish(manager, "adapter's", LONG, salt="a", adapter="lora")
+    finish(manager, "theirs", LONG, salt="b")
+    for across_salts in (False, True):
+        found = explain(manager, LONG, salt="a", across_salts=across_salts)
+        assert found == (MissReason.EVICTED, 0)
+
+
+def test_evicted_is_what_an_oracle_says_that_remembers_all() -> None:
+    """Random prompts of a small tree; the oracle has the prefixes of every prompt so far."""
+    rng = random.Random(5)
+    manager = make_manager(num_blocks=40, partial_hits=False, ghost_entries=1000)
+    seen: set[tuple[int, ...]] = set()
+    reasons = set()
+    for at in range(600):
+        tokens = [word for _ in range(rng.randrange(1, 6)) for word in [rng.randrange(4)] * 4]
+        sequence = TokenSequence(f"{at}", [*tokens, 9])
+        depth = len(manager.get_computed_blocks(sequence).blocks)
+        reason = manager.explain(sequence).reason
+        if 4 * depth < len(tokens):
+            was_seen = tuple(tokens[: 4 * depth + 4]) in seen
+            assert (reason is MissReason.EVICTED) == was_seen
+        finish(manager, f"{at}", [*tokens, 9])
+        seen.update(tuple(tokens[:end]) for end in range(4, len(tokens) + 1, 4))
+        reasons.add(reason)
+        manager.check()
+    assert {MissReason.EVICTED, MissReason.UNSEEN} <= reasons

@@ -4,6 +4,7 @@ import pytest
 
 from headstart.cache import KVCacheManager, MissReason, Namespace, TokenSequence
 from headstart.cache.block import PrefixNode
+from headstart.cache.index import TOPS
 from tests.cache.steps import admit, finish, hits, make_manager, start
 
 
@@ -35,14 +36,15 @@ def test_there_are_no_more_ghosts_than_was_said(ghosts: int, eviction: str) -> N
     for at in range(6):
         finish(manager, f"request {at}", numbered(at))
         manager.check()
-        assert evicted_nodes(manager) == min(ghosts, 4 * at)
+        first_blocks = max(0, (4 * at - ghosts) // 4)  # of prefixes that are no ghosts any more
+        assert evicted_nodes(manager) == min(ghosts, 4 * at) + min(TOPS * ghosts, first_blocks)
 
 
 def test_there_is_a_ghost_for_every_ten_blocks_by_default() -> None:
     manager = make_manager(num_blocks=20, partial_hits=False)
-    for at in range(12):
+    for at in range(12):  # evict 28 blocks, 6 of them a prompt's first that is no ghost any more
         finish(manager, f"request {at}", numbered(at))
-    assert evicted_nodes(manager) == 2
+    assert evicted_nodes(manager) == 2 + 6
 
 
 def test_what_is_cached_again_is_not_forgotten_with_its_old_time() -> None:
@@ -62,10 +64,10 @@ def test_siblings_are_cut_off_one_by_one() -> None:
     for at in range(5):
         finish(manager, f"request {at}", [*head, at, at, at, at])
     assert len(all_nodes(manager)) == 6
-    for at in range(3):
+    for at in range(30):
         finish(manager, f"other {at}", numbered(at + 1))
         manager.check()
-    assert len(all_nodes(manager)) <= 6 + 1
+    assert len(all_nodes(manager)) <= 6 + 1 + TOPS
     assert manager.explain(TokenSequence("probe", [*head, 9])).reason is MissReason.UNSEEN
 
 
@@ -117,7 +119,7 @@ def test_a_node_that_is_a_ghost_twice_is_cut_off_once() -> None:
     manager.check()
     probe = TokenSequence("probe", [4] * 4, salt="s")
     assert manager.explain(probe).reason is MissReason.EVICTED
-    for at in range(6, 9):
+    for at in range(6, 6 + (1 + TOPS) * 2 + 1):
         finish(manager, f"request {at}", [at] * 4)
         manager.check()
     assert manager.pool.index.root(Namespace(None, "s")) is None
@@ -138,7 +140,7 @@ def test_one_that_outlives_its_time_does_not_keep_others() -> None:
     manager.pool.release([child])
     manager.check()
     assert manager.pool.index._ancestors == {child.node.parent}  # type: ignore[union-attr]
-    assert evicted_nodes(manager) == 2
+    assert evicted_nodes(manager) == 3  # a ghost, a prompt's first block, and the gap
     manager.free(start(manager, "closes the gap", [*numbered(1, blocks=2), 0]))
     manager.check()
     assert manager.pool.index._ancestors == set()

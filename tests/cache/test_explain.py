@@ -1,7 +1,9 @@
 """Why a request did not hit more: each reason, and the token it holds from."""
 
 import random
+import re
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 
@@ -362,3 +364,10 @@ def test_evicted_is_what_an_oracle_says_that_remembers_all() -> None:
         reasons.add(reason)
         manager.check()
     assert {MissReason.EVICTED, MissReason.UNSEEN} <= reasons
+
+
+def test_the_documented_reasons_are_those_that_there_are() -> None:
+    page = Path(__file__).parents[2] / "docs" / "prefix-caching.md"
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page.read_text(), re.MULTILINE)
+    documented = {name: text for name, text in rows if name.upper() in MissReason.__members__}
+    assert documented == {reason.name.lower(): reason.value for reason in MissReason}

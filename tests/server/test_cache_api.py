@@ -49,6 +49,9 @@ def test_what_is_in_the_pool(client: httpx.Client) -> None:
     assert full["cached"] + full["held"] + full["empty"] == 128
     assert full["hit_tokens"] == cached(told) > 16
     assert full["running"] == full["waiting"] == 0
+    assert set(full["missed"]) <= set(full["reasons"])
+    explained = client.post("/cache/explain", json={"prompt": PEOPLE + "Who is it?"}).json()
+    assert full["reasons"][explained["reason"]] in explained["text"]
     assert full["owners"] == [{"salt": None, "adapter": None, "blocks": full["cached"], "held": 0}]
     shared = full["prefixes"][0]
     assert shared["parent"] is None and shared["text"].startswith("Anna is 31")

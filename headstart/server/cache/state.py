@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headstart.cache import Stretch, read_tokens
+from headstart.cache import MissReason, Stretch, read_tokens
 from headstart.server.cache.hits import count_hits
 from headstart.server.cache.owners import Owner, Owners
 from headstart.server.cache.traffic import Seen
@@ -31,6 +31,7 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
         "hit_tokens": stats.hit_tokens,
         "hit_rate": round(stats.hit_rate, 4),
         "missed": {reason.name.lower(): count for reason, count in stats.missed.items()},
+        "reasons": {reason.name.lower(): reason.value for reason in MissReason},
         "preemptions": engine.num_preemptions,
         "running": running,
         "waiting": waiting,

@@ -21,13 +21,6 @@ const map = new PoolMap($("pool"), $("block"), $("undrawn"), (prefix) => colours
 new Chat({ form: $("ask"), message: $("message"), submit: $("send"), stop: $("stop"), anew: $("anew"),
   example: $("example"), turns: $("turns") }, () => model, () => rate);
 
-const MISSED = {
-  disabled: "caching is off", not_read: "asked not to read", unseen: "nothing like it seen",
-  evicted: "evicted since", token: "another token", adapter: "another adapter",
-  salt: "another salt", item: "another image or sound", short: "less than a block is new",
-  in_progress: "another request computes it", outputs: "outputs not cached",
-};
-
 function ownerName(owner) {
   const adapter = owner.adapter ? `, adapter ${owner.adapter.slice(0, 8)}` : "";
   if (owner.kind === "public") return `all tenants${adapter}`;
@@ -53,7 +46,7 @@ function show(look) {
   map.show(look.cells, pool.num_blocks);
   fillTree($("tree"), prefixes);
   fillBars($("missed"), Object.entries(engine.missed).filter(([name]) => name !== "none")
-    .sort((a, b) => b[1] - a[1]).map(([name, value]) => [MISSED[name] || name, value]));
+    .sort((a, b) => b[1] - a[1]).map(([name, value]) => [engine.reasons[name], value]));
   fillBars($("owners"), pool.owners.slice(0, 12).map((owner) => [ownerName(owner), owner.blocks]));
   fillBatch($("batch"), look.batch, engine.running);
   const last = traffic.at(-1)?.id + traffic.length;

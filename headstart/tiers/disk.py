@@ -180,7 +180,7 @@ class DiskStore:
         """
         count, size = index.count(model.id), slot_bytes(model.record.block_bytes)
         try:
-            there = slot_path(self.folder, model.record).stat().st_size
+            there = slot_path(self.folder, model.record).lstat().st_size
         except FileNotFoundError:
             there = 0
         if count * size > -(-there // size) * size:
@@ -311,7 +311,7 @@ class DiskStore:
                 describe_model(self.folder, self.model)
                 listed = {slot_path(self.folder, kept.record) for kept in index.models()}
                 for path in slot_files(self.folder) - listed:
-                    if path.stat().st_size:
+                    if path.lstat().st_size:
                         raise ValueError(f"it lacks {path.name}")
                 if (model := self._known_id(index)) is not None:
                     self.num_kept = index.count(model)

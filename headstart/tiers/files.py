@@ -8,6 +8,7 @@ from pathlib import Path
 from headstart.cache import BlockHash
 from headstart.tiers.buffers import ReadBuffers
 from headstart.tiers.records import HEADER_BYTES, RecordHeader, make_header, payload_of, read_header
+from headstart.tiers.safe_files import open_file
 from headstart.tiers.store import StoredBlock
 
 __all__ = ["SlotFile", "slot_bytes"]
@@ -30,7 +31,7 @@ class SlotFile:
         self._fd = -1  # first, for `__del__`: a damaged index may tell no number of bytes
         self.slot_bytes = slot_bytes(block_bytes)
         self._path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = open_file(path, os.O_RDWR, create=True)
         self._inode = os.fstat(self._fd).st_ino
 
     def __del__(self) -> None:
@@ -40,7 +41,7 @@ class SlotFile:
     def is_in_place(self) -> bool:
         """False once the file was removed, or another has its name."""
         try:
-            return os.stat(self._path).st_ino == self._inode
+            return os.lstat(self._path).st_ino == self._inode
         except FileNotFoundError:
             return False
 

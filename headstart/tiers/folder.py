@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import re
 import time
@@ -16,6 +17,7 @@ from headstart.errors import ConfigError
 from headstart.tiers.files import SlotFile
 from headstart.tiers.index import DiskIndex, is_passing
 from headstart.tiers.records import RecordHeader
+from headstart.tiers.safe_files import open_file, read_file, replace_file
 from headstart.tiers.store import ModelRecord, StoredBlock
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 INDEX = "index.sqlite"
+_LOG = logging.getLogger("headstart.tiers")
 _OURS = re.compile(r"index\.sqlite.*|lock|fingerprints\..*|[0-9a-f]{32}\..*")
 _LARGEST = 1 << 40  # bytes of a block that a description may tell
 _PATIENCE = 5.0  # seconds to wait for another process that makes the index anew
@@ -52,10 +55,11 @@ def default_folder() -> Path:
     return caches / "headstart" / "prefixes"
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder that its owner alone may enter. Raises ConfigError.
+def make_folder(folder: Path) -> bool:
+    """Make a folder that its owner alone may enter; return True if it can be written.
 
-    One that holds other files is not taken: its mode would change for them too.
+    A folder with other files is refused, since its mode would change for them too. Files of a
+    folder that other users could write are removed. Raises ConfigError.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -66,16 +70,33 @@ def make_folder(folder: Path) -> None:
                 f"cache folder {folder} holds other files, such as {sorted(names)[0]}; allowed: "
                 "a new folder, or an empty one"
             )
-        if state.st_uid != os.geteuid():
+        if state.st_uid not in (os.geteuid(), 0):
             raise ConfigError(
                 f"cache folder {folder} belongs to another user; give one of your own"
             )
-        if state.st_mode & 0o077:
-            folder.chmod(0o700)
+        is_writable = os.access(folder, os.W_OK | os.X_OK) and state.st_uid == os.geteuid()
+        if state.st_mode & 0o022 and not is_writable:
+            raise ConfigError(
+                f"cache folder {folder} has mode {state.st_mode & 0o777:04o}; allowed: a folder "
+                "that only its owner can write"
+            )
+        if state.st_mode & 0o077 and is_writable:
+            folder.chmod(state.st_mode & 0o700)
+        if state.st_mode & 0o022 and names:
+            _LOG.warning("%s could be written by other users: it is emptied", folder)
+            _remove_files(folder)
     except OSError as error:
         raise ConfigError(f"cache folder {folder} cannot be used: {error.strerror}") from error
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"cache folder {folder} cannot be written")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise ConfigError(f"cache folder {folder} cannot be read")
+    return is_writable
+
+
+def _remove_files(folder: Path) -> None:
+    """Remove the files of a store. Raises OSError."""
+    for path in folder.iterdir():
+        if _OURS.fullmatch(path.name) and (path.is_symlink() or not path.is_dir()):
+            path.unlink(missing_ok=True)
 
 
 @lru_cache(maxsize=256)  # asked for every model with every block that is saved
@@ -93,11 +114,8 @@ def slot_files(folder: Path) -> set[Path]:
 def describe_model(folder: Path, record: ModelRecord) -> None:
     """Write down what a model's file holds, for `rebuild_index`. Raises OSError."""
     path = slot_path(folder, record).with_suffix(".json")
-    if _read_description(path) == record:
-        return
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_text(json.dumps(record._asdict()), encoding="utf-8")
-    partial.replace(path)
+    if _read_description(path) != record:
+        replace_file(path, json.dumps(record._asdict()).encode())
 
 
 def reopen(folder: Path, opened: OpenIndex | None) -> OpenIndex:
@@ -114,7 +132,7 @@ def reopen(folder: Path, opened: OpenIndex | None) -> OpenIndex:
     index = DiskIndex(path)
     try:
         path.chmod(0o600)
-        return OpenIndex(index, os.stat(path).st_ino)
+        return OpenIndex(index, os.lstat(path).st_ino)
     except BaseException:
         index.close()
         raise
@@ -131,6 +149,7 @@ def rebuild_index(folder: Path, broken: Collection[int]) -> None:
             return
         partial = folder / f"{INDEX}.tmp"
         partial.unlink(missing_ok=True)
+        os.close(open_file(partial, os.O_RDWR, create=True))
         records = list(described_models(folder))
         for path in slot_files(folder) - {slot_path(folder, record) for record in records}:
             path.unlink(missing_ok=True)  # nobody could find what is in it, or bound its size
@@ -169,7 +188,7 @@ def _add_records(index: DiskIndex, record: ModelRecord, file: SlotFile) -> None:
 
 def _inode(folder: Path) -> int | None:
     try:
-        return os.stat(folder / INDEX).st_ino
+        return os.lstat(folder / INDEX).st_ino
     except FileNotFoundError:
         return None
 
@@ -193,7 +212,7 @@ def described_models(folder: Path) -> Iterator[ModelRecord]:
 
 def _read_description(path: Path) -> ModelRecord | None:
     try:
-        return parse_description(path.read_bytes())
+        return parse_description(read_file(path))
     except Exception:  # of any kind: a damaged file may say anything
         return None
 
@@ -214,7 +233,7 @@ def parse_description(data: bytes) -> ModelRecord | None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, which ends with the process that has it."""
-    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = open_file(folder / "lock", os.O_RDWR, create=True)
     try:
         until = time.monotonic() + _PATIENCE
         while not _try_lock(fd):

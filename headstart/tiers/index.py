@@ -9,15 +9,17 @@ where the clock is the worth of the last block that was evicted. So what was use
 among models what is costly for its size stays longer. Of a prefix only the last block may go.
 """
 
+import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from headstart.cache import BlockHash
 from headstart.errors import ConfigError
+from headstart.tiers.safe_files import is_accepted
 from headstart.tiers.store import ModelRecord, StoredBlock
 
 __all__ = ["DiskIndex", "KeptBlock", "KeptModel", "is_passing"]
@@ -101,6 +103,8 @@ class DiskIndex:
     """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
+        _require_accepted(path)
+        _require_accepted(path.with_name(f"{path.name}-journal"))
         self._connection = sqlite3.connect(
             f"{path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}",
             timeout=_PATIENCE,
@@ -342,6 +346,16 @@ class DiskIndex:
             "UPDATE blocks SET worth = ? + seconds / ?, used = ?, hits = hits + 1 WHERE name = ?",
             [(clock, max(block_bytes, 1), now, name) for name in names],
         )
+
+
+def _require_accepted(path: Path) -> None:
+    """Raise ValueError for a link or another user's file, which SQLite would follow and write.
+
+    The file is not opened: closing a second descriptor would end this process's locks on it.
+    """
+    with suppress(FileNotFoundError):
+        if not is_accepted(os.lstat(path)):
+            raise ValueError(f"{path} is a link or belongs to another user")
 
 
 def _kept(row: Sequence[Any]) -> KeptBlock:

@@ -9,6 +9,7 @@ all that decides on rounding.
 import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from headstart.models.linear import (
     QuantizedLinear,
 )
 from headstart.tiers import ModelRecord
+from headstart.tiers.safe_files import read_file, replace_file
 from headstart.version import __version__
 
 __all__ = ["identify"]
@@ -144,25 +146,16 @@ def _weights(decoder: DecoderModel, folder: Path | None) -> str:
         decoder.recall_fingerprint(found)
         return found
     known[key.hexdigest()] = decoder.fingerprint()
-    _write(path, dict(list(known.items())[-_MOST:]))
+    with suppress(OSError):  # two processes may write at once
+        replace_file(path, json.dumps(dict(list(known.items())[-_MOST:])).encode())
     return known[key.hexdigest()]
 
 
 def _read(path: Path) -> dict[str, str]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(found, dict):
         return {}
     return {key: value for key, value in found.items() if isinstance(value, str)}
-
-
-def _write(path: Path, known: dict[str, str]) -> None:
-    """Remember, if that can be written; two processes may do so at once."""
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        partial.write_text(json.dumps(known), encoding="utf-8")
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)

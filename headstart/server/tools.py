@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from headstart.engine.structured.params import StructuredOutputsParams
+from headstart.engine.structured.params import StructuredOutputsParams, adapt_schema
 from headstart.engine.structured.tags import spell_text
 from headstart.errors import RequestError
 from headstart.server.answers.formats import CallFormat
@@ -147,7 +147,8 @@ def after_reasoning(
 
 def _json(schema: Mapping[str, Any], spelling: Mapping[str, Any]) -> str:
     try:
-        return "%json " + json.dumps({**schema, "x-guidance": spelling}, allow_nan=False)
+        adapted = adapt_schema(schema)
+        return "%json " + json.dumps({**adapted, "x-guidance": spelling}, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"a tool's parameters are no JSON schema: {error}") from error
 

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from headstart.engine.logits.vocabulary import Vocabulary
-from headstart.engine.structured.multiples import check_grammar, check_multiples
+from headstart.engine.structured.multiples import check_multiples, schemas_in
 from headstart.engine.structured.params import Form
 from headstart.engine.structured.reasons import MAX_ITEMS_IN_ROW, explain
+from headstart.engine.structured.recursion import check_recursion
 from headstart.engine.structured.refusals import Check, refuse_form
 from headstart.engine.structured.tags import write_tags
 from headstart.errors import RequestError
@@ -187,10 +188,10 @@ _READ = Check(_misread, tries=2_000)
 def _grammar(form: Form, special: Mapping[str, int]) -> str:
     """A form in llguidance's own notation; special: ids of the tokens that spell no text."""
     library = _library()
-    if form.kind in ("json", "structural_tag"):
-        check_multiples(form.text)
-    if form.kind == "grammar":
-        check_grammar(form.text)
+    schemas = schemas_in(form.kind, form.text)
+    check_multiples(schemas, together=form.kind == "grammar" and len(schemas) > 1)
+    for schema in schemas:
+        check_recursion(schema)
     if form.kind == "structural_tag":
         return str(library.LLMatcher.grammar_from_lark(write_tags(*form[1:], special)))
     if form.kind == "choice":  # one terminal: as rules, each text would be looked at in every step

@@ -6,12 +6,13 @@ a second, 982,451,653 would take hours, and nothing can stop it. So they are bou
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from math import lcm
 from typing import Any
 
-__all__ = ["MAX_REMAINDERS", "check_grammar", "check_multiples"]
+__all__ = ["MAX_REMAINDERS", "check_multiples", "objects_in", "schemas_in"]
 
 MAX_REMAINDERS = 2**16
 _MAX_EXPONENT = 12  # of ten
@@ -19,29 +20,14 @@ _SCHEMA = re.compile(r"%json\s*")  # in a Lark grammar; a schema follows
 _READER = json.JSONDecoder(parse_int=Decimal, parse_float=Decimal)
 
 
-def check_multiples(text: str) -> None:
-    """Raise ValueError for a schema, in JSON, whose numbers have too many remainders."""
-    if "multipleOf" in text or "\\" in text:  # which may spell any name
-        _check(_READER.decode(text))
+def check_multiples(schemas: Sequence[Any], *, together: bool = False) -> None:
+    """Raise ValueError for schemas whose numbers have too many remainders.
 
-
-def check_grammar(text: str) -> None:
-    """The same for the schemas in a Lark grammar."""
-    schemas = []
-    for found in _SCHEMA.finditer(text):
-        try:
-            schemas.append(_READER.raw_decode(text, found.end())[0])
-        except (ValueError, RecursionError):
-            continue  # llguidance refuses it, too
-    if schemas:
-        _check(schemas, together=len(schemas) > 1)
-
-
-def _check(schema: Any, *, together: bool = False) -> None:
-    """together: a number may have to be a multiple of all."""
-    together = together or any("allOf" in part or "$ref" in part for part in _objects(schema))
+    together: a number may have to be a multiple of all.
+    """
+    together = together or any("allOf" in part or "$ref" in part for part in objects_in(schemas))
     most = 1
-    for value in _multiples(schema):
+    for value in _multiples(schemas):
         count = _remainders(value)
         most = lcm(most, count) if together else count
         if most > MAX_REMAINDERS:
@@ -51,14 +37,31 @@ def _check(schema: Any, *, together: bool = False) -> None:
             )
 
 
+def schemas_in(kind: str, text: str) -> list[Any]:
+    """Return the JSON schemas of a form, with exact numbers; a grammar has them behind `%json`.
+
+    What cannot be read is left out: llguidance refuses it.
+    """
+    with suppress(ValueError, RecursionError):
+        if kind == "json":
+            return [_READER.decode(text)]
+        if kind == "structural_tag":
+            return [tag[-2] for tag in _READER.decode(text)]
+    schemas = []
+    for found in _SCHEMA.finditer(text) if kind == "grammar" else ():
+        with suppress(ValueError, RecursionError):
+            schemas.append(_READER.raw_decode(text, found.end())[0])
+    return schemas
+
+
 def _multiples(schema: Any) -> Iterator[Decimal]:
-    for part in _objects(schema):
+    for part in objects_in(schema):
         found = part.get("multipleOf")
         if isinstance(found, Decimal) and found.is_finite() and found > 0:
             yield found
 
 
-def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+def objects_in(schema: Any) -> Iterator[dict[str, Any]]:
     pending = [schema]
     while pending:
         part = pending.pop()

@@ -3,6 +3,7 @@
 import json as json_text
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 from headstart.engine.structured.tags import read_tags
@@ -10,7 +11,7 @@ from headstart.engine.vllm_api.sampling import STRUCTURED, take_vllm_names
 from headstart.errors import RequestError
 from headstart.validation import check_utf8, describe, shorten
 
-__all__ = ["Form", "StructuredOutputsParams"]
+__all__ = ["FORMATS", "Form", "StructuredOutputsParams", "adapt_schema"]
 
 MAX_BYTES = 65_536
 MAX_CHOICE_BYTES = 2**20  # one terminal, whose masks cost no more for more texts
@@ -123,8 +124,10 @@ def _schema_text(schema: Any, *, closed: bool) -> str:
         else:
             describes_itself = getattr(schema, "model_json_schema", None)  # pydantic's models
             parsed = describes_itself() if callable(describes_itself) else schema
-        parsed = _close(parsed) if closed else parsed
         text = json_text.dumps(parsed, ensure_ascii=False, allow_nan=False)
+        if closed or '"format"' in text:
+            adapted = adapt_schema(parsed, closed=closed)
+            text = json_text.dumps(adapted, ensure_ascii=False, allow_nan=False)
     except Exception as error:  # RecursionError, and whatever a class raises
         raise RequestError(
             f"structured_outputs.json is {describe(schema)}; allowed: a JSON schema "
@@ -138,26 +141,38 @@ def _schema_text(schema: Any, *, closed: bool) -> str:
     return text
 
 
+FORMATS = frozenset(
+    {
+        *("date", "date-time", "duration", "email", "hostname"),
+        *("ipv4", "ipv6", "time", "unknown", "uri", "uuid"),
+    }
+)
+"""Formats of strings that are enforced."""
+
 # Of a schema's keywords: those whose values are no schemas, and those that hold them by name.
 _DATA = ("const", "default", "enum", "examples")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
-def _close(schema: Any) -> Any:
-    """The schema with `additionalProperties: false` where it names properties and does not say."""
+def adapt_schema(schema: Any, *, closed: bool = False) -> Any:
+    """Return the schema without formats that are annotations only: llguidance refuses them.
+
+    closed: with `additionalProperties: false` where it names properties and does not say.
+    """
+    adapt = partial(adapt_schema, closed=closed)
     if isinstance(schema, (list, tuple)):
-        return [_close(one) for one in schema]
+        return [adapt(one) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
-    closed: dict[str, Any] = {}
+    adapted: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _BY_NAME and isinstance(value, Mapping):
-            closed[key] = {name: _close(one) for name, one in value.items()}
-        else:
-            closed[key] = value if key in _DATA else _close(value)
-    if {"properties", "patternProperties"} & closed.keys():
-        closed.setdefault("additionalProperties", False)
-    return closed
+            adapted[key] = {name: adapt(one) for name, one in value.items()}
+        elif key != "format" or not isinstance(value, str) or value in FORMATS:
+            adapted[key] = value if key in _DATA else adapt(value)
+    if closed and {"properties", "patternProperties"} & adapted.keys():
+        adapted.setdefault("additionalProperties", False)
+    return adapted
 
 
 def _check_pattern(name: str, pattern: object) -> None:

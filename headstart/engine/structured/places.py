@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-__all__ = ["Fault", "find_fault"]
+__all__ = ["Fault", "find_fault", "resolve"]
 
 _BY_NAME = ("properties", "patternProperties")
 _IN_LIST = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
@@ -165,10 +165,10 @@ def _parts(schema: Any, pointer: str, root: Any) -> Iterator[_Part]:
         elif key in _ALONE:
             found = [(_join(pointer, key), value)]
         elif key == "$ref":
-            found = list(_resolve(value, root))
+            found = list(resolve(value, root))
         for at, part in found:
             is_reference = isinstance(part, Mapping) and [*part] == ["$ref"]
-            places = _resolve(part["$ref"], root) if is_reference else []
+            places = resolve(part["$ref"], root) if is_reference else []
             if not isinstance(part, bool):
                 yield from (_Part(inner, place) for place, inner in places or [(at, part)])
 
@@ -185,7 +185,7 @@ def _write_alone(schema: Any, root: Any, outer: Collection[str], most: int) -> s
 
     def rename(found: dict[str, Any]) -> dict[str, Any]:
         value: Any = found.get("$ref")
-        for pointer, part in _resolve(value, root):
+        for pointer, part in resolve(value, root):
             if pointer in outer:
                 return {key: one for key, one in found.items() if key != "$ref"}
             if pointer not in names:
@@ -213,7 +213,7 @@ def _write_alone(schema: Any, root: Any, outer: Collection[str], most: int) -> s
     return json.dumps({**alone, "$defs": definitions} if definitions else alone)
 
 
-def _resolve(pointer: Any, root: Any) -> list[tuple[str, Any]]:
+def resolve(pointer: Any, root: Any) -> list[tuple[str, Any]]:
     """The place that a reference points to, and what stands there, alone in a list; or nothing."""
     if not isinstance(pointer, str) or not f"{pointer}/".startswith("#/"):
         return []

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headstart.cache import BlockHash
-from headstart.tiers.folder import reopen
+from headstart.tiers.folder import INDEX, make_folder, reopen
 from headstart.tiers.index import DiskIndex, KeptBlock, KeptModel
 
 __all__ = ["KeptPrefix", "ModelState", "read_models", "read_prefixes"]
@@ -61,6 +61,8 @@ class KeptPrefix:
 
 def read_models(folder: Path) -> list[ModelState]:
     """The models that have blocks in a folder, largest first. Raises sqlite3.Error or OSError."""
+    if not (folder / INDEX).exists() and not make_folder(folder):
+        return []
     with closing(reopen(folder, None).connection) as index:
         states = (_summarise(model, index.list_blocks(model.id)) for model in index.models())
         return sorted((one for one in states if one.num_blocks), key=lambda one: -one.nbytes)

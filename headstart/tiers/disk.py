@@ -21,6 +21,7 @@ from headstart.errors import ConfigError
 from headstart.tiers.faults import Faults
 from headstart.tiers.files import SlotFile, slot_bytes
 from headstart.tiers.folder import (
+    INDEX,
     OpenIndex,
     describe_model,
     make_folder,
@@ -45,8 +46,9 @@ class _Closed(Exception):
 class DiskStore:
     """The blocks of one model in a folder; a `BlockStore`.
 
-    max_bytes bounds the files of all models in the folder together. Raises ConfigError if the
-    folder cannot be made or written.
+    max_bytes bounds the files of all models in the folder together. If the folder cannot be
+    written, its blocks are loaded and none is saved. Raises ConfigError if it cannot be made or
+    read.
     """
 
     tier = "disk"
@@ -67,11 +69,13 @@ class DiskStore:
         self._reader: OpenIndex | None = None
         self._writer: OpenIndex | None = None
         self._closed = False
-        make_folder(folder)
+        self._is_read_only = not make_folder(folder)
         with self._guard():
             self._check_files()
 
     def find(self, names: Sequence[BlockHash]) -> int:
+        if self._is_read_only and not (self.folder / INDEX).exists():
+            return 0
         with self._guard(), self._reading:
             return len(self._open_reader().find(names))
         return 0
@@ -91,6 +95,9 @@ class DiskStore:
                 yield LoadedBlock(self.tier, payload)
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
+        if self._is_read_only:
+            self.faults.num_unsaved += len(blocks)
+            return 0
         made_anew = self._made_anew
         saved = self._save(blocks)
         if made_anew != self._made_anew:
@@ -220,6 +227,8 @@ class DiskStore:
                 path.unlink(missing_ok=True)
 
     def touch(self, names: Sequence[BlockHash]) -> None:
+        if self._is_read_only:
+            return
         with self._guard(), self._writing:
             index = self._open_writer()
             with index.changing():
@@ -240,6 +249,8 @@ class DiskStore:
 
     def clear(self) -> bool:
         """Forget all blocks of the model; False where some may be left."""
+        if self._is_read_only:
+            return False
         with self._guard(), self._writing:
             index = self._open_writer()
             with index.changing():
@@ -261,6 +272,8 @@ class DiskStore:
 
     def _look_again(self, name: BlockHash) -> memoryview | None:
         """A block that another process may have moved meanwhile; forgotten if it is damaged."""
+        if self._is_read_only:
+            return None
         with self._writing:
             index = self._open_writer()
             with index.changing():
@@ -301,23 +314,31 @@ class DiskStore:
                 self.faults.note("the index cannot be used", error)
             else:
                 self.faults.note("the index is damaged", error)
-                self._make_anew()
+                if not self._is_read_only:
+                    self._make_anew()
 
     def _check_files(self) -> None:
         """Describe the model, and look for files that the index lacks."""
+        if self._is_read_only and not (self.folder / INDEX).exists():
+            return
         with self._writing:
             index = self._open_writer()
             with index.changing():
-                describe_model(self.folder, self.model)
-                listed = {slot_path(self.folder, kept.record) for kept in index.models()}
-                for path in slot_files(self.folder) - listed:
-                    if path.lstat().st_size:
-                        raise ValueError(f"it lacks {path.name}")
+                if not self._is_read_only:
+                    describe_model(self.folder, self.model)
+                    self._require_all_listed(index)
                 if (model := self._known_id(index)) is not None:
                     self.num_kept = index.count(model)
                     self.block_seconds = index.block_seconds(model)
                 if self.num_kept:
                     SlotFile.prepare_reading()
+
+    def _require_all_listed(self, index: DiskIndex) -> None:
+        """Raise ValueError if a file with records is of no model that the index lists."""
+        listed = {slot_path(self.folder, kept.record) for kept in index.models()}
+        for path in slot_files(self.folder) - listed:
+            if path.lstat().st_size:
+                raise ValueError(f"it lacks {path.name}")
 
     def _open_reader(self) -> DiskIndex:
         self._require_open()
@@ -354,7 +375,8 @@ class DiskStore:
         with self._opening:
             file = self._files.get(path)
             if file is None or not file.is_in_place:
-                file = self._files[path] = SlotFile(path, record.block_bytes)
+                file = SlotFile(path, record.block_bytes, read_only=self._is_read_only)
+                self._files[path] = file
         return file
 
     def _make_anew(self) -> None:

@@ -24,14 +24,14 @@ class SlotFile:
     """Records in slots. May be used by several threads and processes. Raises OSError.
 
     Somebody else may overwrite a slot that is read: a record says whose it is, and that it is
-    whole.
+    whole. read_only: the file must exist, and is not written.
     """
 
-    def __init__(self, path: Path, block_bytes: int) -> None:
+    def __init__(self, path: Path, block_bytes: int, *, read_only: bool = False) -> None:
         self._fd = -1  # first, for `__del__`: a damaged index may tell no number of bytes
         self.slot_bytes = slot_bytes(block_bytes)
         self._path = path
-        self._fd = open_file(path, os.O_RDWR, create=True)
+        self._fd = open_file(path, os.O_RDONLY if read_only else os.O_RDWR, create=not read_only)
         self._inode = os.fstat(self._fd).st_ino
 
     def __del__(self) -> None:

@@ -119,19 +119,23 @@ def describe_model(folder: Path, record: ModelRecord) -> None:
 
 
 def reopen(folder: Path, opened: OpenIndex | None) -> OpenIndex:
-    """A connection to the index that is there now. Raises what opening it may raise."""
+    """A connection to the index that is there now. Raises what opening it may raise.
+
+    In a folder that cannot be written, it only reads.
+    """
     inode = _inode(folder)
     if opened is not None:
         if inode == opened.inode:
             return opened
         opened.connection.close()
-    make_folder(folder)
-    if inode is None:
+    is_writable = make_folder(folder)
+    if inode is None and is_writable:
         rebuild_index(folder, ())
     path = folder / INDEX
-    index = DiskIndex(path)
+    index = DiskIndex(path, read_only=not is_writable)
     try:
-        path.chmod(0o600)
+        if is_writable:
+            path.chmod(0o600)
         return OpenIndex(index, os.lstat(path).st_ino)
     except BaseException:
         index.close()

@@ -99,22 +99,26 @@ _COLUMNS = ", ".join(KeptBlock._fields[:-1]) + ", CAST(words AS BLOB)"  # if it 
 class DiskIndex:
     """One connection to the index; belongs to one thread at a time.
 
-    Raises sqlite3.Error; ValueError where the index says what cannot be.
+    Raises sqlite3.Error; ValueError where the index says what cannot be. read_only: nothing is
+    written, not even a journal.
     """
 
-    def __init__(self, path: Path, *, create: bool = False) -> None:
+    def __init__(self, path: Path, *, create: bool = False, read_only: bool = False) -> None:
         _require_accepted(path)
         _require_accepted(path.with_name(f"{path.name}-journal"))
+        mode = "rwc" if create else "ro" if read_only else "rw"
+        self._begin = "BEGIN" if read_only else "BEGIN IMMEDIATE"
         self._connection = sqlite3.connect(
-            f"{path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}",
+            f"{path.absolute().as_uri()}?mode={mode}",
             timeout=_PATIENCE,
             isolation_level=None,
             check_same_thread=False,
             uri=True,
         )
         try:
-            journal = "MEMORY" if create else "TRUNCATE"
-            self._connection.execute(f"PRAGMA journal_mode = {journal}")
+            if not read_only:
+                journal = "MEMORY" if create else "TRUNCATE"
+                self._connection.execute(f"PRAGMA journal_mode = {journal}")
             self._connection.execute("PRAGMA synchronous = OFF")
             self._connection.execute("PRAGMA secure_delete = ON")  # no words of what was dropped
             if create:
@@ -148,7 +152,7 @@ class DiskIndex:
     def changing(self) -> Iterator[None]:
         """A transaction: all of it, or nothing. Other processes change nothing meanwhile."""
         try:
-            self._connection.execute("BEGIN IMMEDIATE")
+            self._connection.execute(self._begin)
             yield
             self._connection.execute("COMMIT")
         except BaseException:  # COMMIT too: one that fails would leave the index locked

@@ -23,10 +23,10 @@ def is_accepted(state: os.stat_result) -> bool:
 
 
 def open_file(path: Path, flags: int, *, create: bool = False) -> int:
-    """Return a descriptor of a file that is accepted. Raises OSError.
+    """Return a descriptor of a file that is accepted.
 
     create: create the file if it is missing. Anything else that has its name is removed; a link's
-    target stays as it is.
+    target stays as it is. Raises OSError; FileNotFoundError if no such file is there.
     """
     for _ in range(_ATTEMPTS):
         try:
@@ -41,7 +41,7 @@ def open_file(path: Path, flags: int, *, create: bool = False) -> int:
                     return fd
                 continue
             if not create:
-                raise OSError(f"{path} is a link or belongs to another user")
+                raise FileNotFoundError(f"{path} is a link or belongs to another user")
             _LOG.warning("%s is a link or belongs to another user: it is removed", path)
             path.unlink(missing_ok=True)
         try:

@@ -8,7 +8,7 @@ import os
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from headstart.cache import BlockHash
 from headstart.errors import ConfigError
 from headstart.tiers.disk import DiskStore
 from headstart.tiers.files import SlotFile
-from headstart.tiers.folder import INDEX, described_models, rebuild_index, slot_path
+from headstart.tiers.folder import INDEX, described_models, make_folder, rebuild_index, slot_path
 from headstart.tiers.index import DiskIndex, KeptModel, is_passing
 from headstart.tiers.store import ModelRecord
 
@@ -77,6 +77,8 @@ def verify(
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no cache folder {folder}")
+    if not make_folder(folder) and repair:
+        raise ConfigError(f"cache folder {folder} cannot be written, and so not be repaired")
     try:
         return _verify(folder, repair, progress or (lambda done, count: None))
     except (OSError, sqlite3.OperationalError) as error:
@@ -107,7 +109,7 @@ def _opened(folder: Path) -> Iterator[DiskIndex | None]:
     index: DiskIndex | None = None
     try:
         if (folder / INDEX).exists():
-            index = DiskIndex(folder / INDEX)
+            index = DiskIndex(folder / INDEX, read_only=not os.access(folder, os.W_OK))
             if not index.is_sound():
                 raise sqlite3.DatabaseError("the index is damaged")
     except Exception as error:  # of any kind: what a damaged index says may be anything
@@ -129,7 +131,7 @@ def _readers(folder: Path, index: DiskIndex | None) -> Iterator["_Reader"]:
     described = {slot_path(folder, record): record for record in described_models(folder)}
     described |= {path: kept.record for path, kept in listed.items()}
     for path, record in described.items():
-        if path.exists() or path in listed:
+        if os.path.lexists(path) or path in listed:
             yield _Reader(path, record, index, listed.get(path))
 
 
@@ -142,7 +144,9 @@ class _Reader:
         self._record = record
         self._index = index if kept is not None else None
         self._model = kept.id if kept is not None else 0
-        self._file = SlotFile(path, record.block_bytes) if path.exists() else None
+        self._file: SlotFile | None = None
+        with suppress(FileNotFoundError):
+            self._file = SlotFile(path, record.block_bytes, read_only=True)
         blocks = self._index.list_blocks(self._model) if self._index is not None else []
         self._listed = [(block.name, block.slot) for block in blocks]
         slots = {block.slot for block in blocks}

@@ -105,7 +105,7 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
     """Drop prefixes by NAMES, as ls shows them, with all that goes on from there."""
     if sum((bool(names), model is not None, everything)) != 1:
         raise click.UsageError("give names, or --model, or --all")
-    with _opened(folder) as path:
+    with _opened(folder, writes=True) as path:
         states = _find_models(path, model) if model is not None else read_models(path)
         wanted = [as_typed(name) for name in names]
         _require_kept(path, states, wanted)
@@ -129,7 +129,7 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
 @_folder()
 def verify(repair: bool, folder: str | None) -> None:
     """Read every block, and say what is whole; exit status 1 if not all that is listed is."""
-    with _opened(folder) as path, _progress("blocks") as advance:
+    with _opened(folder, writes=repair) as path, _progress("blocks") as advance:
         report = verify_folder(path, repair=repair, progress=advance)
     for model, counts in report.models:
         if told := ", ".join(f"{n:,} {what}" for what, n in counts._asdict().items() if n):
@@ -168,7 +168,7 @@ def export(name: str, file: Path, folder: str | None) -> None:
 @_folder()
 def import_file(file: Path, folder: str | None) -> None:
     """Keep the prefixes of a FILE that export wrote; the model must have run here before."""
-    with _opened(folder, new=True) as path:
+    with _opened(folder, new=True, writes=True) as path:
         record = read_model(file)
         known = list(described_models(path))
         if slot_path(path, record) not in [slot_path(path, one) for one in known]:
@@ -195,18 +195,20 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def _opened(folder: str | None, *, new: bool = False) -> Iterator[Path]:
+def _opened(folder: str | None, *, new: bool = False, writes: bool = False) -> Iterator[Path]:
     """The folder; what is wrong with its index is one clear error.
 
     Print results outside of it: an output that fails would be told as a damaged folder.
-    new: one that was named is made if it is not there.
+    new: one that was named is made if it is not there. writes: one that cannot be written is an
+    error.
     """
     path = default_folder()
     if folder not in (None, "", "off"):
         path = Path(as_typed(folder)).expanduser()
         if not (new or path.exists()):
             raise CacheError(f"--cache-dir is {path}, and there is no such folder")
-    make_folder(path)
+    if not make_folder(path) and writes:
+        raise CacheError(f"{path} cannot be written")
     try:
         yield path
     except (sqlite3.Error, OSError) as error:

@@ -1,5 +1,6 @@
 """Prefixes outlive `headstart run` and `chat` unless told otherwise, and a line says where."""
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -28,8 +29,11 @@ class Keeping(NamedTuple):
         if self.folder is not None:
             kept = show_bytes(size_of(self.folder))
             most = show_bytes(self.options.get("cache_dir_bytes", EngineConfig.cache_dir_bytes))
-            place = f"prefixes are kept in {shorten_home(self.folder)}: {kept} of {most}"
-            note(f"{place}; --cache-dir off keeps none")
+            where = shorten_home(self.folder)
+            if os.access(self.folder, os.W_OK):
+                note(f"prefixes are kept in {where}: {kept} of {most}; --cache-dir off keeps none")
+            else:
+                note(f"prefixes are read from {where}, which cannot be written: {kept}")
 
 
 def keep_prefixes(engine: Mapping[str, Any]) -> Keeping:

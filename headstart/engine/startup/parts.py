@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Parts", "make_parts", "open_stores"]
 
+_LOG = logging.getLogger("headstart.tiers")
 _MOST_PREPARED = 8192  # positions, in 3 ms of the start; more take little beside their load
 
 
@@ -78,8 +80,8 @@ def make_parts(
     )
     folder, model, stores = config.kept_folder, None, None
     if config.enable_prefix_caching and (folder is not None or config.remote_cache):
-        if folder is not None:
-            make_folder(folder)
+        if folder is not None and not make_folder(folder):
+            _LOG.warning("cache folder %s cannot be written: its blocks are only read", folder)
         model = identify(decoder, memory, config, folder, rows)
         stores = Stores(
             open_stores(model, config),

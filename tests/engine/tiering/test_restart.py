@@ -1,5 +1,6 @@
 """Prefixes that outlive the process: the next one hits them, and answers the same."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +73,19 @@ def test_a_second_process_hits_what_the_first_computed(model: Path, tmp_path: Pa
     assert [out.outputs[0].token_ids for out in again] == [
         out.outputs[0].token_ids for out in alone
     ]
+
+
+def test_a_folder_that_cannot_be_written_is_read(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(model, tmp_path) as llm:
+        ask(llm, PROMPTS[0])
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    monkeypatch.setattr("os.access", lambda path, mode: not mode & os.W_OK)
+    with opened(model, tmp_path) as llm:
+        assert ask(llm, PROMPTS[0]).num_loaded_tokens == 96
+        assert ask(llm, TEXT[::-1]).num_loaded_tokens == 0
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 
 
 def test_what_was_generated_is_kept_too(model: Path, tmp_path: Path) -> None:

@@ -108,6 +108,26 @@ def test_a_call_that_was_cut_off_comes_back_in_a_message(tool_server: Running) -
     post(tool_server, "/v1/messages", messages=history, tools=tools, max_tokens=1)
 
 
+def test_a_refusal_of_an_earlier_response_is_text(server: Running) -> None:
+    counts = [
+        post(
+            server,
+            "/v1/responses",
+            input=[
+                {"role": "user", "content": "Hi"},
+                {"type": "message", "role": "assistant", "content": [part]},
+                {"role": "user", "content": "Why?"},
+            ],
+            max_output_tokens=1,
+        )["usage"]["input_tokens"]
+        for part in (
+            {"type": "refusal", "refusal": "No."},
+            {"type": "output_text", "text": "No."},
+        )
+    ]
+    assert counts[0] == counts[1]
+
+
 def is_json(value: str) -> bool:
     try:
         json.loads(value)

@@ -21,9 +21,8 @@ from headstart.cache import Namespace
 from headstart.engine.chat.messages import (
     Message,
     RawArguments,
-    check_conversation,
     check_text_content,
-    read_tool_calls,
+    read_conversation,
 )
 from headstart.engine.chat.order import TemplateOrder
 from headstart.engine.chat.template import TemplateOptions
@@ -104,11 +103,9 @@ class ConversationMemory:
         Raises RequestError: no tokenizer or no template, no message, a role or content that is
         not one, too many messages or too long a text, or what the template itself refuses.
         """
-        conversation = check_conversation(messages)
-        texts = [
-            {**message, "content": check_text_content(place, message.get("content"))}
-            for place, message in enumerate(map(read_tool_calls, conversation))
-        ]
+        texts = read_conversation(messages)
+        for place, message in enumerate(texts):
+            message["content"] = check_text_content(place, message.get("content"))
         if options.chat_template_content_format == "openai":
             for message in texts:
                 message["content"] = [{"type": "text", "text": message["content"]}]

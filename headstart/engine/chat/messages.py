@@ -16,7 +16,7 @@ __all__ = [
     "check_text_content",
     "describe_content",
     "kind_of_part",
-    "read_tool_calls",
+    "read_conversation",
 ]
 
 Message = Mapping[str, Any]
@@ -39,23 +39,66 @@ def check_conversation(messages: object) -> Sequence[Message]:
     return messages
 
 
-def read_tool_calls(message: Message) -> Message:
-    """Return the message as templates want it: a text, and a dict of arguments for each tool call.
+def read_conversation(messages: object) -> list[dict[str, Any]]:
+    """Return the messages of a conversation in the one form that templates know.
 
-    Arguments that are no JSON object stay a text: see `RawArguments`. Raises RequestError.
+    Tool calls have a dict of arguments; those that are no JSON object stay a text: see
+    `RawArguments`. No content, and a content of null or no parts, is an empty text. A refusal is
+    text, `reasoning` and OpenRouter's `reasoning_details` are `reasoning_content`, and a
+    `function_call` and its result are a tool call and the tool's result. Raises RequestError.
     """
+    read = []
+    call_id = ""  # of the last function call, whose result names none
+    for place, given in enumerate(check_conversation(messages)):
+        message = dict(given)
+        function = message.pop("function_call", None)
+        if function is not None and not message.get("tool_calls"):
+            call_id = f"call{place:05}"  # nine letters, as Mistral's templates want them
+            message["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
+        if message["role"] == "function":
+            message |= {"role": "tool", "tool_call_id": call_id}
+        _read_calls(message)
+        _read_reasoning(message)
+        _read_refusal(message)
+        if not message.get("content") and ("content" in message or message["role"] == "assistant"):
+            message["content"] = ""
+        read.append(message)
+    return read
+
+
+def _read_calls(message: dict[str, Any]) -> None:
     calls = message.get("tool_calls")
-    if calls is None:
-        return message
-    if not isinstance(calls, (list, tuple)):
+    if calls is not None and not isinstance(calls, (list, tuple)):
         raise RequestError(f"tool_calls are {describe(calls)}; allowed: a list of dicts")
-    if not calls:
-        return message
-    return {
-        **message,
-        "content": message.get("content") or "",
-        "tool_calls": [_read_tool_call(call) for call in calls],
-    }
+    if calls:
+        message["tool_calls"] = [_read_tool_call(call) for call in calls]
+        message.setdefault("content", "")
+
+
+def _read_reasoning(message: dict[str, Any]) -> None:
+    details = message.pop("reasoning_details", None)
+    if message.get("reasoning_content"):
+        return
+    text = message.get("reasoning")
+    if not text and isinstance(details, list):
+        parts = [part for part in details if isinstance(part, Mapping)]
+        texts = [part.get("text") or part.get("summary") for part in parts]
+        text = "".join(text for text in texts if isinstance(text, str))
+    if isinstance(text, str) and text:
+        message["reasoning_content"] = text
+
+
+def _read_refusal(message: dict[str, Any]) -> None:
+    refusal, content = message.pop("refusal", None), message.get("content")
+    if not content and isinstance(refusal, str):
+        message["content"] = refusal
+    elif isinstance(content, (list, tuple)) and message["role"] == "assistant":
+        message["content"] = [
+            {"type": "text", "text": part.get("refusal")}
+            if isinstance(part, Mapping) and part.get("type") == "refusal"
+            else part
+            for part in content
+        ]
 
 
 def _read_tool_call(call: object) -> dict[str, Any]:
@@ -120,7 +163,7 @@ def check_text_content(place: int, content: object) -> str:
     if isinstance(content, str):
         check_utf8(f"message {place}", content)
         return content
-    if not isinstance(content, (list, tuple)) or not content:
+    if not isinstance(content, (list, tuple)):
         raise RequestError(
             f"message {place} has {describe_content(content)}; it must be a text "
             "or a list of text parts"

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from headstart.cache import Namespace
 from headstart.engine.chat.conversation import ChatPrompt, ConversationMemory
 from headstart.engine.chat.messages import (
-    check_conversation,
     describe_content,
     kind_of_part,
-    read_tool_calls,
+    read_conversation,
 )
 from headstart.engine.chat.template import TemplateOptions
 from headstart.engine.images.prompt import IMAGE_MARK, ImagePrompts
@@ -178,8 +177,7 @@ class ImageChat:
         self, messages: Sequence[Any], tenant: Tenant, options: TemplateOptions
     ) -> tuple[str, list[LoadedImage]]:
         """The rendered text and, once that is not too long, the images. Raises RequestError."""
-        conversation = [read_tool_calls(message) for message in check_conversation(messages)]
-        found = read_messages(conversation, self._spelling.quote)
+        found = read_messages(read_conversation(messages), self._spelling.quote)
         text = self._render(found.messages, options)
         return text, self._images.read(found.sources, found.ids, tenant)
 

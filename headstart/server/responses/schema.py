@@ -47,7 +47,19 @@ class InputImage(Body):
     detail: str | None = None
 
 
-Content = str | Many[Annotated[InputText | InputImage, Field(discriminator="type")]]
+class Refusal(Body):
+    """Text by which an assistant refused to answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """Return the refusal as any other text."""
+        return self.refusal
+
+
+Content = str | Many[Annotated[InputText | InputImage | Refusal, Field(discriminator="type")]]
 
 
 class Message(Body):

@@ -1,5 +1,6 @@
 """Messages to a prompt's text: the model's own template, and what is refused before it."""
 
+import json
 from typing import Any
 
 import pytest
@@ -49,7 +50,6 @@ def test_what_else_a_message_holds_reaches_the_template() -> None:
         ([{"role": 3, "content": "hello"}], "role 3"),
         ([{"role": "user"}], "content None"),
         ([{"role": "user", "content": 7}], "content 7"),
-        ([{"role": "user", "content": []}], r"content \[\]"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "takes text alone"),
         ([{"role": "user", "content": [{"type": "audio"}]}], "'audio'"),
         ([{"role": "user", "content": [{"type": "text"}]}], "'text'"),
@@ -113,3 +113,60 @@ def test_arguments_of_json_are_an_object(arguments: object, rendered: str) -> No
     memory = ConversationMemory(TINY_TOKENIZERS["byte_level"](chat_template=TOJSON))
     call = {"function": {"name": "write", "arguments": arguments}}
     assert memory.render([{"role": "assistant", "content": None, "tool_calls": [call]}]) == rendered
+
+
+PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}:{{ m.content }};{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("message", "rendered"),
+    [
+        ({"role": "assistant"}, "assistant::;"),
+        ({"role": "assistant", "content": None}, "assistant::;"),
+        ({"role": "user", "content": None}, "user::;"),
+        ({"role": "user", "content": []}, "user::;"),
+        ({"role": "assistant", "content": None, "refusal": "No."}, "assistant::No.;"),
+        ({"role": "assistant", "content": "A", "refusal": None}, "assistant::A;"),
+        (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+            "assistant::No.;",
+        ),
+        ({"role": "assistant", "content": "A", "reasoning": "R"}, "assistant:R:A;"),
+        (
+            {"role": "assistant", "content": "A", "reasoning_content": "R", "reasoning": "x"},
+            "assistant:R:A;",
+        ),
+        (
+            {
+                "role": "assistant",
+                "content": "A",
+                "reasoning_details": [
+                    {"type": "reasoning.text", "text": "R", "signature": None},
+                    {"type": "reasoning.summary", "summary": "S"},
+                    {"type": "reasoning.encrypted", "data": "x"},
+                ],
+            },
+            "assistant:RS:A;",
+        ),
+    ],
+)
+def test_messages_of_clients_histories(message: dict[str, Any], rendered: str) -> None:
+    memory = ConversationMemory(TINY_TOKENIZERS["byte_level"](chat_template=PLAIN))
+    sent = dict(message)
+    assert memory.render([message]) == rendered
+    assert message == sent
+
+
+def test_a_function_call_of_the_legacy_form_is_a_tool_call() -> None:
+    memory = ConversationMemory(
+        TINY_TOKENIZERS["byte_level"](chat_template="{{ messages | tojson }}")
+    )
+    call = {"name": "look", "arguments": '{"at": 1}'}
+    legacy = [
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "look", "content": "rain"},
+    ]
+    [turn, result] = json.loads(memory.render(legacy))
+    assert turn["tool_calls"][0]["function"] == {"name": "look", "arguments": {"at": 1}}
+    assert "function_call" not in turn and result["role"] == "tool"
+    assert result["tool_call_id"] == turn["tool_calls"][0]["id"]

@@ -128,11 +128,12 @@ def test_an_evicted_prompt_says_so(client: httpx.Client) -> None:
         ask(client, f"{count} " * 150)
     evicted = client.post("/cache/explain", json={"prompt": PEOPLE + "And?"}).json()
     assert evicted["reason"] == "evicted"
-    assert "were evicted: the pool lacked" in evicted["text"]
+    assert "of these were evicted" in evicted["text"]
     ask(client, PEOPLE + "And?")
     advice = client.get("/cache/advice").json()
     assert advice["memory"]["evicted_prompts"] == 1
-    assert advice["memory"]["more_blocks"] * 16 >= advice["memory"]["tokens_computed_again"] > 0
+    assert advice["memory"]["more_blocks"] > 0 and advice["memory"]["more_bytes"] > 0
+    assert advice["memory"]["tokens_saved"] == advice["memory"]["tokens_computed_again"] > 0
     again = advice["memory"]["tokens_computed_again"]
     [regretted] = re.findall(
         r"headstart:regretted_tokens_total{.*} (.*)", client.get("/metrics").text

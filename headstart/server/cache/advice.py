@@ -68,9 +68,7 @@ class Adviser:
         lost = closest.num_lost(missed.position, missed, now)
         if lost >= self._block_size:
             missed = MissExplanation(MissReason.EVICTED, missed.position)
-            lacking = -(-lost // self._block_size)
-            told += f"; since then {lost:,} of these were evicted: the pool lacked "
-            told += f"{lacking:,} {'block' if lacking == 1 else 'blocks'} to keep them"
+            told += f"; since then {lost:,} of these were evicted"
         elif difference is not None and difference.looks_like != ENDS:
             told += f"; what differs there looks like {difference.looks_like}"
         return Explanation(
@@ -94,21 +92,15 @@ class Adviser:
         )
         return describe_difference(before, here, there)
 
-    def sum_up(self, recent: Sequence[Sequence[Seen]], bytes_per_block: int) -> dict[str, Any]:
+    def sum_up(self, recent: Sequence[Sequence[Seen]]) -> dict[str, Any]:
         """What would have saved most tokens of each tenant's prompts, oldest first.
 
         What parts a tenant's prompts at the same word is one cause, whatever their salts.
         """
         forks: dict[tuple[Any, ...], list[Seen]] = defaultdict(list)
-        evicted = evicted_tokens = lacking = 0
         all_seen = [(place, seen) for place, those in enumerate(recent) for seen in those]
         for place, seen in all_seen:
-            lost = seen.num_lost
-            if lost >= self._block_size:
-                evicted += 1
-                evicted_tokens += lost
-                lacking = max(lacking, -(-lost // self._block_size))
-            elif seen.num_again and seen.closest is not None:
+            if seen.num_lost < self._block_size and seen.num_again and seen.closest is not None:
                 head = seen.tokens[: self._word_begins(seen.tokens, seen.closest.num_common)]
                 forks[place, seen.namespace.adapter, head.tobytes()].append(seen)
         again = [those for those in forks.values() if len(those) > 1]
@@ -120,12 +112,6 @@ class Adviser:
             "prompt_tokens": sum(len(seen.tokens) for _, seen in all_seen),
             "cached_tokens": sum(seen.num_cached for _, seen in all_seen),
             "forks": [self._describe_fork(those) for those in told[:_MOST_FORKS]],
-            "memory": {
-                "evicted_prompts": evicted,
-                "tokens_computed_again": evicted_tokens,
-                "more_blocks": lacking,
-                "more_bytes": lacking * bytes_per_block,
-            },
         }
 
     def _word_begins(self, tokens: Tokens, at: int) -> int:

@@ -10,7 +10,8 @@ import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from headstart.cache import MissExplanation, MissReason, Namespace
 
-__all__ = ["Closest", "Seen", "Times", "Traffic", "Traffics"]
+__all__ = ["Closest", "Seen", "Times", "Traffic", "Traffics", "count_common", "sort_key"]
 
 Tokens = NDArray[np.int32]
 _FAR = 2048  # tokens that may stand in the place of what differs, and be more than that
@@ -44,7 +45,8 @@ class Seen:
     """A prompt that was answered.
 
     num_again: tokens that were computed although the closest earlier prompt has them too, behind
-    the first difference: moving what differs to the end would have saved them.
+    the first difference: moving what differs to the end would have saved them. num_computed: tokens
+    of prompt and answer with K/V. ended: on the clock of `times`.
     """
 
     request_id: str
@@ -55,6 +57,8 @@ class Seen:
     missed: MissExplanation | None
     closest: Closest | None
     num_again: int
+    num_computed: int
+    ended: float
 
     @property
     def num_lost(self) -> int:
@@ -117,6 +121,7 @@ class Traffic:
         self._recent: deque[_Known] = deque()
         self._num_tokens = 0
         self._prompts: dict[Namespace, _Prompts] = {}
+        self.forgotten = -inf  # when the last prompt ended that is not known any more
 
     def __len__(self) -> int:
         return len(self._recent)
@@ -138,8 +143,9 @@ class Traffic:
         num_cached: int,
         missed: MissExplanation | None,
         ago: Times = _NOW,
+        num_generated: int = 1,
     ) -> Seen:
-        """Remember a prompt that was answered; `ago` is when that was, in seconds ago.
+        """Remember a prompt that was answered just now; `ago` has its times, in seconds ago.
 
         Takes time with its length, not with the others': 0.1 ms for a thousand tokens.
         """
@@ -147,7 +153,8 @@ class Traffic:
         closest = self.closest(namespace, tokens)
         again = 0
         if closest is not None:
-            closest = Closest(_without_history(closest.seen), closest.num_common)
+            # Without history, so that a prompt keeps no chain of earlier ones alive.
+            closest = Closest(replace(closest.seen, closest=None), closest.num_common)
             if missed is not None and missed.reason in _DIFFERENT:
                 mine = tokens[max(closest.num_common, num_cached) :]
                 far = closest.num_common + len(mine) + _FAR
@@ -161,10 +168,14 @@ class Traffic:
             missed,
             closest,
             again,
+            len(tokens) + num_generated - 1,  # the last token's K/V are not computed
+            now,
         )
         self._forget(len(tokens))
         if len(tokens) <= self._max_tokens:
             self._remember(seen)
+        else:
+            self.forgotten = now
         return seen
 
     def closest(self, namespace: Namespace, tokens: Tokens) -> Closest | None:
@@ -172,7 +183,7 @@ class Traffic:
         prompts = self._prompts.get(namespace)
         if prompts is None:
             return None
-        key = _key(tokens)
+        key = sort_key(tokens)
         at = bisect_left(prompts.keys, key)
         near = [prompts.seen[key].seen for key in prompts.keys[max(0, at - 1) : at + 1]]
         found = [Closest(seen, count_common(tokens, seen.tokens)) for seen in near]
@@ -186,7 +197,7 @@ class Traffic:
 
     def _remember(self, seen: Seen) -> None:
         prompts = self._prompts.setdefault(seen.namespace, _Prompts())
-        key = _key(seen.tokens)
+        key = sort_key(seen.tokens)
         if key in prompts.seen:
             key = prompts.seen[key].key
         else:
@@ -201,6 +212,7 @@ class Traffic:
             len(self._recent) >= self._max_prompts or self._num_tokens + num_new > self._max_tokens
         ):
             known = self._recent.popleft()
+            self.forgotten = known.seen.ended
             self._num_tokens -= len(known.seen.tokens)
             prompts = self._prompts[known.seen.namespace]
             if prompts.seen.get(known.key) is known:  # and not a later one of the same tokens
@@ -228,6 +240,7 @@ class Traffics:
         self._by_tenant = by_tenant
         self._max_tokens = self.MAX_TOKENS_OF_TENANT if by_tenant else self.MAX_TOKENS
         self._traffic: dict[str, Traffic] = {}
+        self._forgotten = -inf
 
     def of(self, salt: str | None) -> Traffic:
         """The prompts of the tenant whose salt, as it is or narrowed, this is."""
@@ -237,8 +250,15 @@ class Traffics:
             found = Traffic(max_tokens=self._max_tokens)
         self._traffic[tenant] = found  # last: of late
         if len(self._traffic) > self.MAX_TENANTS:
-            del self._traffic[next(iter(self._traffic))]
+            dropped = self._traffic.pop(next(iter(self._traffic)))
+            ends = [seen.ended for seen in dropped.recent]
+            self._forgotten = max(self._forgotten, dropped.forgotten, *ends)
         return found
+
+    @property
+    def forgotten(self) -> float:
+        """When the last prompt of any tenant ended that is not known any more."""
+        return max([self._forgotten, *(one.forgotten for one in self._traffic.values())])
 
     @property
     def recent(self) -> list[list[Seen]]:
@@ -256,23 +276,9 @@ _ONES: NDArray[np.int64] = np.ones(_SPAN, np.int64)
 _DIFFERENT = (MissReason.TOKEN, MissReason.ITEM, MissReason.UNSEEN)
 
 
-def _key(tokens: Tokens) -> bytes:
-    """Bytes in the order of the tokens."""
+def sort_key(tokens: Tokens) -> bytes:
+    """Return bytes in the order of the tokens."""
     return tokens.astype(">u4").tobytes()
-
-
-def _without_history(seen: Seen) -> Seen:
-    """A prompt that keeps no earlier one alive."""
-    return Seen(
-        seen.request_id,
-        seen.namespace,
-        seen.tokens,
-        seen.times,
-        seen.num_cached,
-        seen.missed,
-        None,
-        seen.num_again,
-    )
 
 
 def count_common(left: Tokens, right: Tokens) -> int:

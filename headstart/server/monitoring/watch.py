@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headstart.cache import MissExplanation, Namespace
 from headstart.server.cache.advice import Adviser, Explanation
+from headstart.server.cache.reuse import PoolSize, advise_memory
 from headstart.server.cache.traffic import Seen, Times, Traffics
 from headstart.server.monitoring.metrics import Metrics
 
@@ -70,7 +71,8 @@ class Watch:
         engine = llm.engine
         self._tokenizer = engine.tokenizer
         self.decode = self._decode if engine.tokenizer is not None else None
-        self._bytes_per_block = engine.kv_cache_bytes // engine.manager.config.num_blocks
+        blocks = engine.manager.config.num_blocks
+        self._pool = PoolSize(blocks, engine.manager.block_size, engine.kv_cache_bytes // blocks)
         self._lock = threading.Lock()
         self._ended: deque[_Ended] = deque()
         self._is_due = False
@@ -129,6 +131,7 @@ class Watch:
                 output.num_cached_tokens,
                 output.why_missed,
                 _ago(output.metrics, time.monotonic() - since),
+                sum(len(answer.token_ids) for answer in output.outputs),
             )
             age, num_lost = _age(seen), seen.num_lost
         self.metrics.finished(request, output, age, num_lost)
@@ -161,18 +164,20 @@ class Watch:
         """What would have saved most tokens of all prompts of late; see `Adviser.sum_up`."""
         self.settle()
         with self._lock:
-            recent = self._traffics.recent
-        return self._adviser.sum_up(recent, self._bytes_per_block)
+            recent, forgotten = self._traffics.recent, self._traffics.forgotten
+        prompts = [seen for tenant in recent for seen in tenant]
+        memory = advise_memory(prompts, forgotten, self._pool)
+        return self._adviser.sum_up(recent) | {"memory": memory}
 
     def advise_tenant(self, salt: str | None) -> dict[str, Any]:
         """As `advise`, of the prompts of the tenant with this salt alone.
 
-        What memory would have saved is not told (None): that hangs on what others keep.
+        `memory` is None because it would depend on other tenants' data.
         """
         self.settle()
         with self._lock:
             recent = self._traffics.of(salt).recent
-        return self._adviser.sum_up([recent], self._bytes_per_block) | {"memory": None}
+        return self._adviser.sum_up([recent]) | {"memory": None}
 
     def recent_requests(self) -> list[dict[str, Any]]:
         """The last requests that were answered, oldest first: counts and times, no text."""

@@ -150,9 +150,9 @@ def test_a_long_prompt_that_is_forgotten_is_not_spelled_again(
     known = Traffic(max_tokens=400_000 * count)
     for at in range(count):
         known.add(f"long {at}", PLAIN, list(range(400_000)), 0, MISSED)
-    spell, spelled = traffic._key, list[int]()
+    spell, spelled = traffic.sort_key, list[int]()
     monkeypatch.setattr(
-        traffic, "_key", lambda tokens: spelled.append(len(tokens)) or spell(tokens)
+        traffic, "sort_key", lambda tokens: spelled.append(len(tokens)) or spell(tokens)
     )
     for at in range(count):
         known.add(f"short {at}", PLAIN, [at], 0, MISSED)

@@ -64,7 +64,8 @@ async function showAdvice() {
     const told = await get("cache/advice");
     const items = told.forks.slice(0, 3).map(({ advice, before }) => before ? `${advice}. They part after “${before.slice(-40)}”` : advice);
     if (told.memory.evicted_prompts) {
-      items.push(`${counted(told.memory.evicted_prompts, "prompt")} found a beginning evicted: ${counted(told.memory.more_blocks, "more block")} would have kept it`);
+      const { evicted_prompts: prompts, more_blocks: blocks, tokens_saved: tokens } = told.memory;
+      items.push(`${counted(prompts, "prompt")} found a beginning evicted: ${blocks === null ? "how many more blocks would have kept it is unknown" : `${counted(blocks, "more block")} would have saved ${counted(tokens, "token")}`}`);
     }
     const className = items.length ? "" : "quiet";
     if (!items.length) items.push("Nothing yet."); // or nothing any more, after all was forgotten

@@ -1,0 +1,107 @@
+"""Memory advice is true: a pool of the advised size saves what the advice says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from headstart.cache import CacheConfig, KVCacheManager, Namespace, TokenSequence
+from headstart.server.cache.reuse import PoolSize, advise_memory
+from headstart.server.cache.traffic import Traffic
+
+PLAIN = Namespace(None, None)
+SIZE = 16
+Trace = Sequence[tuple[list[int], int]]  # prompts, and tokens generated
+
+
+def run(trace: Trace, num_blocks: int, eviction: str) -> tuple[int, dict[str, Any]]:
+    """Return the tokens that hit in a pool of this size, and the memory advice after it."""
+    manager = KVCacheManager(CacheConfig(num_blocks=num_blocks, eviction=eviction))
+    now = 0.0
+    traffic = Traffic(clock=lambda: now)
+    hits = 0
+    for at, (prompt, generated) in enumerate(trace):
+        now += 1.0
+        sequence = TokenSequence(f"{at}", prompt)
+        found = manager.get_computed_blocks(sequence)
+        allocation = manager.allocate_slots(sequence, len(prompt) - found.num_tokens, found)
+        assert allocation is not None
+        manager.commit_step()
+        for token in range(generated - 1):
+            sequence.append(10**6 * at + token)
+            assert manager.append_slots(sequence)
+            manager.commit_step()
+        manager.free(sequence)
+        hits += found.num_tokens
+        missed = allocation.missed
+        traffic.add(f"{at}", PLAIN, prompt, found.num_tokens, missed, num_generated=generated)
+    pool = PoolSize(num_blocks, SIZE, 1)
+    return hits, advise_memory(traffic.recent, traffic.forgotten, pool)
+
+
+def documents(rng: random.Random, count: int, blocks: int) -> list[list[int]]:
+    return [
+        [rng.randrange(10**6) for _ in range(rng.randint(blocks // 2, 3 * blocks // 2) * SIZE)]
+        for _ in range(count)
+    ]
+
+
+def random_trace(seed: int) -> Trace:
+    """Questions about documents of which some are asked for more often; a third have answers."""
+    rng = random.Random(seed)
+    known = documents(rng, rng.randint(6, 30), rng.randint(6, 40))
+    weights = [1 / (at + 1) ** rng.random() for at in range(len(known))]
+    answers = rng.choice([1, 1, 50])
+    trace = []
+    for _ in range(200):
+        [document] = rng.choices(known, weights)
+        question = [rng.randrange(10**6) for _ in range(rng.randrange(1, 40))]
+        trace.append((document + question, answers))
+    return trace
+
+
+@pytest.mark.parametrize("num_blocks", [140, 200])
+def test_a_loop_needs_all_of_its_blocks(num_blocks: int) -> None:
+    rng = random.Random(1)
+    loop = [[rng.randrange(10**6) for _ in range(57 * SIZE - 3)] for _ in range(5)]
+    trace = [([*document, turn], 1) for turn in range(3) for document in loop]
+    hits, advice = run(trace, num_blocks, "lru")
+    assert hits == 0 and advice["evicted_prompts"] == 10
+    assert 284 <= num_blocks + advice["more_blocks"] <= 290
+
+
+@pytest.mark.parametrize("eviction", ["lru", "adaptive-lru"])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_pool_of_the_advised_size_saves_what_is_said(seed: int, eviction: str) -> None:
+    trace = random_trace(seed)
+    largest = max(-(-(len(prompt) + answer) // SIZE) for prompt, answer in trace)
+    num_blocks = random.Random(seed).randint(largest, 4 * largest)
+    hits, advice = run(trace, num_blocks, eviction)
+    advised = num_blocks + advice["more_blocks"]
+    saved = run(trace, advised, eviction)[0] - hits
+    assert 0.9 * advice["tokens_saved"] <= saved <= 1.1 * advice["tokens_saved"]
+    smaller = num_blocks + int(0.7 * advice["more_blocks"])
+    assert run(trace, smaller, eviction)[0] - hits < advice["tokens_saved"]
+
+
+def test_it_is_unknown_where_the_earlier_use_was_forgotten_or_others_took_the_pool() -> None:
+    rng = random.Random(2)
+    trace = [(prompt, 1) for prompt in documents(rng, 4, 20) * 2]
+    _, advice = run(trace, 40, "lru")
+    assert advice["more_blocks"] > 0
+    traffic = Traffic()
+    for prompt, _ in trace:
+        traffic.add("", PLAIN, prompt, 0, None)
+    known = traffic.recent
+    pool = PoolSize(40, SIZE, 1)
+    assert advise_memory(known, known[-1].ended, pool)["more_blocks"] is None
+    assert advise_memory(known, float("-inf"), pool._replace(num_blocks=10**6)) == {
+        "evicted_prompts": 0,
+        "tokens_computed_again": 0,
+        "more_blocks": None,
+        "more_bytes": None,
+        "tokens_saved": None,
+    }

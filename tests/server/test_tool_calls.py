@@ -243,3 +243,30 @@ def test_a_forced_call_that_is_cut_off_before_its_name_is_no_text(tools: Any) ->
     assert not choice.message.content
     chunks = client.chat.completions.create(**body, tool_choice="required", stream=True)
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
+
+
+def test_functions_of_the_legacy_form(tools: Any) -> None:
+    """Chats had them before tools: an answer has one `function_call`, whole and streamed."""
+    _, client, _ = tools
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "functions": [WEATHER["function"], TIME["function"]],
+        "function_call": {"name": "get_weather"},
+        "max_tokens": 160,
+        "temperature": 0,
+    }
+    choice = client.chat.completions.create(**body).choices[0]
+    call = choice.message.function_call
+    assert choice.finish_reason == "function_call" and choice.message.tool_calls is None
+    check(call.name, call.arguments)
+    deltas = [one.choices[0] for one in client.chat.completions.create(**body, stream=True)]
+    pieces = [one.delta.function_call for one in deltas if one.delta.function_call]
+    assert [piece.name for piece in pieces if piece.name] == ["get_weather"]
+    assert "".join(piece.arguments for piece in pieces) == call.arguments
+    assert deltas[-1].finish_reason == "function_call"
+    result = {"role": "function", "name": "get_weather", "content": "rain"}
+    history = [*MESSAGES, choice.message.model_dump(), result]
+    client.chat.completions.create(**body | {"messages": history, "max_tokens": 2})
+    with pytest.raises(openai.BadRequestError, match="both given"):
+        client.chat.completions.create(**body, tools=[WEATHER])

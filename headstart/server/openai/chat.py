@@ -81,9 +81,9 @@ def _whole(body: ChatRequest, prepared: PreparedChat, output: RequestOutput) -> 
         parts = [*parser.feed(answer.text), *parser.finish()]
         choice = {
             "index": answer.index,
-            "message": _message(prepared, parts),
+            "message": _message(body, prepared, parts),
             "logprobs": _logprobs(body, answer),
-            "finish_reason": _reason(answer.finish_reason, calls=_has_call(parts)),
+            "finish_reason": _reason(body, answer.finish_reason, calls=_has_call(parts)),
             "stop_reason": answer.stop_reason,
         }
         if body.return_token_ids:
@@ -103,7 +103,7 @@ def _logprobs(body: ChatRequest, answer: CompletionOutput) -> dict[str, Any] | N
     return chat_logprobs(answer, body.top_logprobs or 0, as_ids=as_ids)
 
 
-def _message(prepared: PreparedChat, parts: Iterable[Part]) -> dict[str, Any]:
+def _message(body: ChatRequest, prepared: PreparedChat, parts: Iterable[Part]) -> dict[str, Any]:
     gathered = gather(parts)
     content = "".join(part.text for part in gathered if isinstance(part, Content))
     calls = [
@@ -119,7 +119,9 @@ def _message(prepared: PreparedChat, parts: Iterable[Part]) -> dict[str, Any]:
     reasoning = "".join(part.text for part in gathered if isinstance(part, Reasoning))
     if reasoning:
         message |= _reasoning(reasoning)
-    if calls:
+    if calls and body.functions is not None:
+        message |= {"content": content or None, "function_call": calls[0]["function"]}
+    elif calls:
         message |= {"content": content or None, "tool_calls": calls}
     return message
 
@@ -133,8 +135,10 @@ def _has_call(parts: Iterable[Part]) -> bool:
     return any(isinstance(part, CallBegin) for part in parts)
 
 
-def _reason(reason: str | None, *, calls: bool) -> str | None:
-    return "tool_calls" if calls and reason == "stop" else reason
+def _reason(body: ChatRequest, reason: str | None, *, calls: bool) -> str | None:
+    if not calls or reason != "stop":
+        return reason
+    return "tool_calls" if body.functions is None else "function_call"
 
 
 class _Chunks:
@@ -206,7 +210,9 @@ class _Chunks:
         if choices:
             is_calling = answer.index in self._calling
             choices[0] |= told
-            choices[-1]["finish_reason"] = _reason(answer.finish_reason, calls=is_calling)
+            choices[-1]["finish_reason"] = _reason(
+                self._body, answer.finish_reason, calls=is_calling
+            )
             if answer.finish_reason is not None:
                 choices[-1]["stop_reason"] = answer.stop_reason
         return choices
@@ -218,7 +224,11 @@ class _Chunks:
             return _reasoning(part.text)
         if isinstance(part, CallBegin):
             function = {"name": part.name, "arguments": ""}
-            name = self._prepared.calls.new_id("call_")
-            begun = {"index": part.index, "id": name, "type": "function", "function": function}
-            return {"tool_calls": [begun]}
-        return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+        else:
+            function = {"arguments": part.text}
+        if self._body.functions is not None:
+            return {"function_call": function}
+        piece: dict[str, Any] = {"index": part.index, "function": function}
+        if isinstance(part, CallBegin):
+            piece |= {"id": self._prepared.calls.new_id("call_"), "type": "function"}
+        return {"tool_calls": [piece]}

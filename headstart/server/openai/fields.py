@@ -41,7 +41,7 @@ _WORKS = _plain(
 _CHAT_WORKS = _plain(
     "messages max_completion_tokens top_logprobs tools tool_choice reasoning_effort "
     "parallel_tool_calls add_generation_prompt continue_final_message documents chat_template "
-    "chat_template_kwargs"
+    "chat_template_kwargs functions function_call"
 ) | {
     "top_logprobs": "0 to 20",
     "chat_template": "with `--trust-request-chat-template`",
@@ -115,7 +115,6 @@ _CHAT_REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "enable_thinking": _NONE,
         "thinking": _NONE,
     },
-    "the names are `tools` and `tool_choice`": {"functions": _NONE, "function_call": _NONE},
     "the name is `messages`, or ask `/v1/completions`": {"prompt": _NONE},
 }
 

@@ -12,6 +12,7 @@ from headstart.server.errors import ApiError
 from headstart.server.openai.schema import (
     ChatRequest,
     CompletionRequest,
+    FunctionName,
     FunctionTool,
     ResponseFormat,
     SamplingFields,
@@ -111,12 +112,25 @@ def _as_tool(one: FunctionTool) -> Tool:
 
 
 def read_tools(body: ChatRequest) -> ToolUse:
-    """The tools of a chat. Raises RequestError."""
+    """Return the tools of a chat, or its functions. Raises RequestError."""
+    if body.functions is not None or body.function_call is not None:
+        return _read_functions(body)
     tools = as_tools(body.tools)
     parallel = body.parallel_tool_calls is not False
     if isinstance(body.tool_choice, ToolChoice):
         return ToolUse(tools, "required", body.tool_choice.function.name, parallel)
     return ToolUse(tools, body.tool_choice or "auto", None, parallel)
+
+
+def _read_functions(body: ChatRequest) -> ToolUse:
+    if body.tools is not None or body.tool_choice is not None:
+        raise RequestError("tools and functions are both given; allowed: one of them")
+    tools = make_tools(
+        body.functions or (), lambda one: Tool(one.name, one.description, one.parameters)
+    )
+    if isinstance(body.function_call, FunctionName):
+        return ToolUse(tools, "required", body.function_call.name, parallel=False)
+    return ToolUse(tools, body.function_call or "auto", None, parallel=False)
 
 
 def read_template(body: TemplateFields) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from headstart.validation import describe, shorten
 __all__ = [
     "ChatRequest",
     "CompletionRequest",
+    "FunctionName",
     "SamplingFields",
     "StreamOptions",
     "TemplateFields",
@@ -180,7 +181,11 @@ class TemplateFields(Body):
 
 
 class ChatRequest(SamplingFields, TemplateFields):
-    """`POST /v1/chat/completions`."""
+    """`POST /v1/chat/completions`.
+
+    functions, function_call: names of tools and tool_choice before there were tools; an answer then
+    has a function_call.
+    """
 
     rows = CHAT_ROWS
     messages: Many[dict[str, Any]]
@@ -190,6 +195,8 @@ class ChatRequest(SamplingFields, TemplateFields):
     top_logprobs: Whole | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: Flag | None = None
+    functions: Many[Function] | None = None
+    function_call: Literal["none", "auto"] | FunctionName | None = None
     verbosity: str | None = None
     modalities: Many[Literal["text", "audio"]] | None = None
     audio: Speech | None = None

@@ -24,6 +24,7 @@ from headstart.engine.chat.messages import (
     read_conversation,
 )
 from headstart.engine.chat.template import TemplateOptions
+from headstart.engine.images.files import is_data_url
 from headstart.engine.images.prompt import IMAGE_MARK, ImagePrompts
 from headstart.engine.images.reading import ImageSource, LoadedImage, Tenant
 from headstart.engine.prompt import PreparedPrompt
@@ -151,7 +152,7 @@ def _read_part(
         raise RequestError(
             f"message {place} has a part of type {describe(kind)}; allowed: text, image_url, image"
         )
-    if source is None or (isinstance(source, str) and not source.startswith("data:")):
+    if source is None or (isinstance(source, str) and not is_data_url(source)):
         given = "None" if source is None else shorten(repr(source))
         raise RequestError(
             f"message {place} has an image that is {given}; allowed: a data: URL (nothing is "

@@ -3,7 +3,10 @@
 import io
 import threading
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headstart.engine.images.files import ImageSource, read_source
 from headstart.errors import RequestError
@@ -27,6 +30,10 @@ HEADER_BYTES = 2**20
 
 _own_pictures = threading.Lock()
 
+_GREY_STEPS = {"L;2": 85, "L;4": 17}
+"""Between two levels of a PNG with 2 or 4 bits, in Pillow's 8 bits. Pillow scales the pixels, and
+not the level that the file declares transparent."""
+
 
 def file_limit(max_pixels: int) -> int:
     """Bytes that a file may have: 4 for each of `max_pixels`, and 1 MiB for what else it holds."""
@@ -34,7 +41,10 @@ def file_limit(max_pixels: int) -> int:
 
 
 def decode_image(source: ImageSource, max_pixels: int) -> "Image":
-    """The image in RGB, upright, as transformers' own loader makes it. Raises RequestError."""
+    """Return the image in RGB, upright, on white where it is transparent. Raises RequestError.
+
+    An opaque picture of 8 bits is what transformers' and vLLM's loaders make of it.
+    """
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
@@ -45,15 +55,18 @@ def decode_image(source: ImageSource, max_pixels: int) -> "Image":
         else:
             data = read_source(source, file_limit(max_pixels))
             opened = Image.open(io.BytesIO(data), formats=FORMATS)
+            _scale_transparent_level(opened)
         _check_size(*opened.size, max_pixels)
         # A user's own picture, which may be in several prompts, is not decoded twice at once.
         with _own_pictures if opened is source else nullcontext():
             upright = ImageOps.exif_transpose(opened)
-        return upright.convert("RGB")
+        return _to_rgb(upright)
     except RequestError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise RequestError(f"an image is too large: {error}") from error
+        raise RequestError(
+            f"an image has too many pixels; allowed: 1 to {max_pixels:,} (max_image_pixels)"
+        ) from error
     except UnidentifiedImageError as error:
         raise RequestError(
             f"an image cannot be read: it is in no known format, or damaged; allowed: "
@@ -78,3 +91,61 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
             f"an image has {width} × {height} pixels; allowed: the longer side up to "
             f"{MAX_ASPECT} times the shorter"
         )
+
+
+def _scale_transparent_level(image: Any) -> None:
+    """Bring the transparent level of a PNG of 2 or 4 bits to the 8 bits of its pixels.
+
+    `image` is not decoded yet: then it still has the mode of its file.
+    """
+    level = image.info.get("transparency")
+    if image.mode == "L" and isinstance(level, int) and image.tile:
+        image.info["transparency"] = level * _GREY_STEPS.get(image.tile[0][3], 1)
+
+
+def _to_rgb(image: "Image") -> "Image":
+    """Convert an image of any mode to RGB, over a white ground where it is transparent."""
+    from PIL import Image
+
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        image = _scale_grey(image)
+    colour = image.info.get("transparency")
+    if image.mode == "RGB" and isinstance(colour, tuple) and max(colour) > 255:
+        # Of 16 bits, of which Pillow's pixels have the upper 8.
+        image.info["transparency"] = tuple(level >> 8 for level in colour)
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    if image.mode == "La":
+        image = image.convert("LA")
+    coloured = image.convert("RGBA")
+    ground = Image.new("RGB", image.size, "white")
+    ground.paste(coloured, mask=coloured.getchannel("A"))
+    return ground
+
+
+def _scale_grey(image: "Image") -> "Image":
+    """Convert grey of 16 or 32 bits, or of floats, to 8 bits. Pillow would clip it at 255.
+
+    16 bits lose the lower 8, as they do in Pillow's RGB. The range of 32 bits and of floats is the
+    first of 0 .. 1 (floats alone), 0 .. 255, 0 .. 65,535 that has all levels, else from the
+    lowest level to the highest.
+    """
+    from PIL import Image
+
+    levels: NDArray[Any] = np.asarray(image)
+    low, high = float(levels.min()), float(levels.max())
+    if not np.isfinite([low, high]).all():
+        raise RequestError("an image has levels that are not finite; allowed: finite ones")
+    scaled: NDArray[Any] = levels
+    if levels.dtype.itemsize == 2:
+        scaled = levels >> 8
+    elif low < 0 or high > 65_535:
+        scaled = (levels - np.float64(low)) * (255 / (high - low or 1))
+    elif high > 255:
+        scaled = levels / 256
+    elif high <= 1 and levels.dtype.kind == "f":
+        scaled = levels * 255
+    grey = Image.fromarray(scaled.astype(np.uint8))
+    if "transparency" in image.info:
+        grey.putalpha(Image.fromarray(levels != image.info["transparency"]).convert("L"))
+    return grey

@@ -1,19 +1,22 @@
 """The bytes of an image file, from a path, a `data:` URL or memory, no more than a limit."""
 
 import base64
-import binascii
 import os
 import stat
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from headstart.errors import RequestError
 from headstart.validation import describe, shorten
 
-__all__ = ["ImageSource", "read_data_url", "read_source"]
+__all__ = ["ImageSource", "decode_base64", "is_data_url", "read_data_url", "read_source"]
 
 ImageSource = Any
 """A Pillow image, a path, the bytes of an image file, or a `data:` URL."""
+
+_SPACES = " \t\r\n\f\v"
+_TO_STANDARD = bytes.maketrans(b"-_", b"+/")
 
 # Without it, opening a named pipe waits for somebody who writes to it. Windows has no such pipes.
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -27,7 +30,7 @@ def read_source(source: ImageSource, limit: int) -> bytes:
     if isinstance(source, Path):
         return _read_file(source, limit)
     if isinstance(source, str):
-        if source.startswith("data:"):
+        if is_data_url(source):
             return read_data_url(source, limit)
         if source.startswith(("http:", "https:")):
             raise RequestError(
@@ -39,20 +42,40 @@ def read_source(source: ImageSource, limit: int) -> bytes:
     )
 
 
+def is_data_url(text: str) -> bool:
+    """Return True if a text begins with the scheme of a `data:` URL, in any case."""
+    return text[:5].lower() == "data:"
+
+
 def read_data_url(url: str, limit: int) -> bytes:
-    """The bytes of a `data:` URL in base64, at most `limit`. Raises RequestError."""
+    """Return the bytes of a `data:` URL in base64, at most `limit`. Raises RequestError."""
     comma = url.find(",")
     head = url[: max(comma, 0)]
-    if not head.startswith("data:") or not head.endswith(";base64"):
+    if not is_data_url(head) or not head.lower().endswith(";base64"):
         raise RequestError(f"an image's URL is {describe(url)}; allowed: data:image/...;base64,...")
-    padding = url.endswith("=") + url.endswith("==")
-    _check_size((len(url) - comma - 1) // 4 * 3 - padding, limit)
+    if (len(url) - comma - 1) // 4 * 3 > limit:
+        extra = sum(url.count(space, comma) for space in _SPACES) + 2 * url.count("%", comma)
+        padding = url.endswith("=") + url.endswith("==")
+        _check_size((len(url) - comma - 1 - extra) // 4 * 3 - padding, limit)
     try:
-        return base64.b64decode(url[comma + 1 :], validate=True)
-    except (binascii.Error, ValueError) as error:
+        data = decode_base64(url[comma + 1 :])
+    except ValueError as error:
         raise RequestError(
             f"the base64 of an image's data: URL is broken: {shorten(str(error))}"
         ) from error
+    _check_size(len(data), limit)
+    return data
+
+
+def decode_base64(text: str) -> bytes:
+    """Return the bytes of a text in base64. Raises ValueError.
+
+    Both alphabets are read, and texts with line breaks, with `%3D` for `=`, or without padding.
+    """
+    if "%" in text:
+        text = unquote(text)
+    digits = text.encode("ascii").translate(_TO_STANDARD, _SPACES.encode()).rstrip(b"=")
+    return base64.b64decode(digits + b"=" * (-len(digits) % 4), validate=True)
 
 
 def _read_file(path: Path, limit: int) -> bytes:

@@ -1,5 +1,6 @@
 """Prompts with audio and images, a cache of their embeddings, and the thinker's stage."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -7,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import MultiModalItem
+from headstart.engine.images.decoding import decode_image
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import (
     GivenRows,
@@ -83,8 +85,9 @@ class SpokenPrompts:
         """
         media = self._model.media
         features = read_features(given.get("features", {}))
-        for name, make in (("audio", media.hear), ("images", media.see)):
-            made = make(as_items(given.get(name, [])))
+        images = [_as_rgb(image) for image in as_items(given.get("images", []))]
+        sounds = as_items(given.get("audio", []))
+        for name, made in (("audio", media.hear(sounds)), ("images", media.see(images))):
             if made.keys() & features.keys():
                 raise RequestError(f"the prompt has {name}, and features of {name}; give one")
             features |= made
@@ -114,6 +117,15 @@ class SpokenPrompts:
                 f"an {placed.kind} of {placed.length} placeholders became {len(rows)} embeddings"
             )
         return rows
+
+
+def _as_rgb(image: Any) -> Any:
+    """Return a Pillow image as models see it, and anything else unchanged. Raises RequestError."""
+    try:
+        from PIL import Image
+    except ImportError:
+        return image
+    return decode_image(image, sys.maxsize) if isinstance(image, Image.Image) else image
 
 
 def _think(request: OmniRequest) -> Feed:

@@ -140,7 +140,8 @@ def _check_count(name: str, items: Sequence[Any]) -> None:
 def _data_of(url: str, kind: str) -> str:
     """What a `data:` URL has in base64."""
     head, _, data = url.partition(",")
-    if not head.startswith(f"data:{kind}/") or not head.endswith(";base64"):
+    lower = head.lower()
+    if not lower.startswith(f"data:{kind}/") or not lower.endswith(";base64"):
         raise RequestError(
             f"a URL begins with {describe(shorten(head))}; allowed: data:{kind}/...;base64,"
         )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headstart.engine.images.files import decode_base64
 from headstart.errors import RequestError
 from headstart.imports import install
 from headstart.omni.audio import pcm16, wav_bytes
@@ -43,8 +42,8 @@ def read_sound(data: str, rate: int) -> NDArray[np.float32]:
     """
     soundfile, soxr = _library("soundfile"), _library("soxr")
     try:
-        content = base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError) as error:
+        content = decode_base64(data)
+    except ValueError as error:
         raise RequestError(f"the base64 of a sound is broken: {shorten(str(error))}") from error
     try:
         with soundfile.SoundFile(io.BytesIO(content)) as file:

@@ -50,17 +50,19 @@ def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
     return stream.getvalue()
 
 
+def png_of(*chunks: tuple[bytes, bytes]) -> bytes:
+    """A PNG of these chunks, each a name and its data."""
+    data = b"\x89PNG\r\n\x1a\n"
+    for name, content in (*chunks, (b"IEND", b"")):
+        checksum = struct.pack(">I", zlib.crc32(name + content))
+        data += struct.pack(">I", len(content)) + name + content + checksum
+    return data
+
+
 def png_header(width: int, height: int) -> bytes:
     """A PNG that says its size and has next to no pixels."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        tail = struct.pack(">I", zlib.crc32(name + data))
-        return struct.pack(">I", len(data)) + name + data + tail
-
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    pixels = zlib.compress(b"\0" * 100)
-    start = b"\x89PNG\r\n\x1a\n"
-    return start + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    return png_of((b"IHDR", head), (b"IDAT", zlib.compress(b"\0" * 100)))
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -128,9 +130,21 @@ def test_other_formats_are_refused(name: str) -> None:
         (30_000_000, 1, "30000000 × 1 pixels; allowed: the longer side up to 200 times the"),
         (201, 1, "allowed: the longer side up to 200 times the shorter"),
         (6000, 6000, "6000 × 6000 pixels; allowed: 1 to 33,554,432"),
-        (10_000, 10_000, "too large"),
-        (60_000, 60_000, "too large"),
-        (2**31 - 1, 2**31 - 1, "too large"),
+        (
+            10_000,
+            10_000,
+            r"^an image has too many pixels; allowed: 1 to 33,554,432 \(max_image_pixels\)$",
+        ),
+        (
+            60_000,
+            60_000,
+            r"^an image has too many pixels; allowed: 1 to 33,554,432 \(max_image_pixels\)$",
+        ),
+        (
+            2**31 - 1,
+            2**31 - 1,
+            r"^an image has too many pixels; allowed: 1 to 33,554,432 \(max_image_pixels\)$",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("error")
@@ -171,6 +185,127 @@ def test_damaged_files_are_read_or_refused(form: str, data: st.DataObject) -> No
         str(error).encode()
 
 
+# Transparency and levels
+
+_SIZE = (40, 24)
+
+
+def shown(source: Any) -> np.ndarray[Any, Any]:
+    """The levels `[height, width, 3]` that a model sees, as integers that may be subtracted."""
+    return np.asarray(reader().read(source).image.pixels).astype(int)
+
+
+def see_through() -> Image.Image:
+    """A picture in colour, more transparent from left to right."""
+    picture = make_image(1, *_SIZE)
+    ramp = np.linspace(0, 255, _SIZE[0]).astype(np.uint8)
+    picture.putalpha(Image.fromarray(np.tile(ramp, (_SIZE[1], 1))))
+    return picture
+
+
+def over_white(picture: Image.Image) -> np.ndarray[Any, Any]:
+    """The picture over white, in float64."""
+    levels = np.asarray(picture.convert("RGBA")).astype(float)
+    share = levels[..., 3:] / 255
+    return levels[..., :3] * share + 255 * (1 - share)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "RGBa", "La"])
+def test_a_transparent_picture_is_shown_on_white(mode: str) -> None:
+    """Black ink on nothing was all black."""
+    picture = see_through()
+    for step in {"PA": ["LA", "PA"], "La": ["LA", "La"]}.get(mode, [mode]):
+        picture = picture.convert(step)
+    visible = picture.convert("LA") if mode == "La" else picture
+    assert abs(shown(picture) - over_white(visible)).max() <= 1
+
+
+@pytest.mark.parametrize("form", ["PNG", "WEBP", "TIFF", "GIF"])
+def test_a_transparent_file_is_shown_on_white(form: str) -> None:
+    data = encoded(see_through(), form, **({"lossless": True} if form == "WEBP" else {}))
+    expected = over_white(Image.open(io.BytesIO(data)))
+    assert abs(shown(data) - expected).max() <= 1
+    assert reader().read(data).digest != reader().read(see_through().convert("RGB")).digest
+
+
+def test_a_palette_with_transparent_entries_is_shown_on_white() -> None:
+    picture = make_image(1, *_SIZE).quantize(8)
+    data = encoded(picture, "PNG", transparency=bytes([0, 90, 255]))
+    assert abs(shown(data) - over_white(Image.open(io.BytesIO(data)))).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows", "transparent", "expected"),
+    [
+        ((1, 0), b"\x50", (0,), [255, 255, 255, 255]),
+        ((1, 0), b"\x50", (1,), [0, 255, 0, 255]),
+        ((2, 0), b"\x1b", (1,), [0, 255, 170, 255]),
+        ((4, 0), b"\x12\x34", (2,), [17, 255, 51, 68]),
+        ((8, 0), bytes([1, 2, 3, 4]), (2,), [1, 255, 3, 4]),
+        ((16, 0), struct.pack(">4H", 511, 512, 513, 65535), (512,), [1, 255, 2, 255]),
+        ((8, 2), bytes([1] * 3 + [2] * 3 + [3] * 3 + [4] * 3), (2, 2, 2), [1, 255, 3, 4]),
+        ((16, 2), bytes([1] * 6 + [2] * 6 + [3] * 6 + [4] * 6), (0x202,) * 3, [1, 255, 3, 4]),
+    ],
+)
+def test_one_transparent_level_of_a_png(
+    mode: tuple[int, int], rows: bytes, transparent: tuple[int, ...], expected: list[int]
+) -> None:
+    """tRNS, in each number of bits that grey and colour may have."""
+    head = struct.pack(">IIBBBBB", 4, 1, *mode, 0, 0, 0)
+    level = struct.pack(f">{len(transparent)}H", *transparent)
+    data = png_of((b"IHDR", head), (b"tRNS", level), (b"IDAT", zlib.compress(b"\0" + rows)))
+    assert shown(data).tolist() == [[[level] * 3 for level in expected]]
+
+
+def deep(kind: str) -> np.ndarray[Any, Any]:
+    """Levels of 16 bits from black to white."""
+    return np.linspace(0, 65535, _SIZE[0] * _SIZE[1]).reshape(_SIZE[::-1]).astype(kind)
+
+
+@pytest.mark.parametrize("source", ["I;16", "I;16B", "I", "F", "PNG", "TIFF"])
+def test_grey_of_16_bits_is_scaled(source: str) -> None:
+    """Everything above level 255 was white."""
+    mode = {"I;16B": ">u2", "I": "i4", "F": "f4"}.get(source, "u2")
+    image: Any = Image.fromarray(deep(mode))
+    if source in FORMATS:
+        image = encoded(image, source)
+    assert np.array_equal(shown(image)[..., 0], deep("u2") >> 8)
+
+
+@pytest.mark.parametrize(
+    ("levels", "expected"),
+    [
+        (np.array([[0, 0.5, 1]], np.float32), [0, 127, 255]),
+        (np.array([[0, 100, 255]], np.float32), [0, 100, 255]),
+        (np.array([[0, 100, 255]], np.int32), [0, 100, 255]),
+        (np.array([[-2, 0, 2]], np.float32), [0, 127, 255]),
+        (np.array([[0, 2**30, 2**31 - 1]], np.int32), [0, 127, 255]),
+        (np.array([[-7, -7, -7]], np.int32), [0, 0, 0]),
+    ],
+)
+def test_other_grey_is_scaled_by_its_range(levels: Any, expected: list[int]) -> None:
+    assert shown(Image.fromarray(levels))[0, :, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("level", [np.nan, np.inf, -np.inf])
+def test_levels_that_are_not_finite_are_refused(level: float) -> None:
+    with pytest.raises(RequestError, match="has levels that are not finite; allowed: finite ones"):
+        reader().read(Image.fromarray(np.array([[0, level]], np.float32)))
+
+
+def test_a_picture_of_the_user_stays_as_it_is() -> None:
+    picture = see_through()
+    before = picture.tobytes(), dict(picture.info)
+    assert reader().read(picture).digest == reader().read(picture).digest
+    assert (picture.tobytes(), picture.info) == before
+
+
+def test_pictures_that_differ_only_where_they_are_transparent_are_the_same() -> None:
+    black, red = (Image.new("RGBA", _SIZE, colour) for colour in ((0, 0, 0, 0), (255, 0, 0, 0)))
+    white = Image.new("RGB", _SIZE, "white")
+    assert len({reader().read(picture).digest for picture in (black, red, white)}) == 1
+
+
 def test_a_processor_s_error_is_a_request_s() -> None:
     class Refusing(Vision):
         def process(self, image: Image.Image) -> ProcessedImage:
@@ -198,6 +333,24 @@ def test_a_url_has_as_many_bytes_as_it_decodes_to(data: bytes) -> None:
     if data:
         with pytest.raises(RequestError, match=f"has {len(data)} bytes"):
             read_data_url(url, len(data) - 1)
+
+
+@given(
+    st.binary(max_size=40),
+    st.sampled_from(["data:image/png;base64,", "DATA:image/PNG;BASE64,", "Data:;base64,"]),
+    st.sampled_from([base64.b64encode, base64.urlsafe_b64encode, base64.encodebytes]),
+    st.booleans(),
+    st.sampled_from(["", "\r\n", " "]),
+)
+def test_each_spelling_of_base64_is_read(
+    data: bytes, head: str, encode: Any, padded: bool, end: str
+) -> None:
+    """With line breaks, of the URL-safe alphabet, without padding: as clients send it."""
+    digits = encode(data).decode()
+    if not padded:
+        digits = digits.replace("=", "")
+    assert read_data_url(head + digits + end, 40) == data
+    assert read_data_url(head + digits.replace("=", "%3D").replace("+", "%2B"), 40) == data
 
 
 @pytest.mark.parametrize(

@@ -116,17 +116,20 @@ def test_a_digit_is_not_overlooked(llm: LLM) -> None:
 
 
 def test_files_that_show_the_same_are_the_same(llm: LLM) -> None:
-    """Turned by EXIF, with a palette or transparent: compared as the model sees them."""
+    """Turned by EXIF, with a palette or an opaque alpha: compared as the model sees them."""
     image = spots(1, size=64).quantize(64).convert("RGB")
     first = ask(llm, image)
     turned = Image.Exif()
     turned[0x0112] = 6  # to be turned by 90 degrees clockwise
+    opaque = image.copy()
+    opaque.putalpha(255)
     clear = image.copy()
     clear.putalpha(128)
+    assert ask(llm, clear).images[0].digest != first.images[0].digest
     for file, options in (
         (image.rotate(90), {"exif": turned}),
         (image.quantize(64), {}),
-        (clear, {}),
+        (opaque, {}),
     ):
         stream = io.BytesIO()
         file.save(stream, "png", **options)

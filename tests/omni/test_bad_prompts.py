@@ -128,6 +128,7 @@ def test_a_parameter_outside_its_range(options: dict[str, Any], complaint: str) 
         (HEARD | {"audio": np.arange(8000)}, "of floats from -1 to 1, int16 or int32"),
         (HEARD | {"audio": np.array([None])}, "dtype=object), a ndarray; allowed"),
         (HEARD | {"audio": WAVE * 1e300}, "a sound has samples that are not finite"),
+        (HEARD | {"audio": WAVE * 1e30}, "a sound has samples of up to 1e+30; allowed: -1 to 1"),
         (SEEN | {"images": 5}, "images cannot be read"),
         (SEEN | {"images": "x.png"}, "an image is a str; allowed: a Pillow image or an array"),
     ],
@@ -166,6 +167,16 @@ def test_integer_samples_are_scaled(omni: Omni, kind: str, largest: int) -> None
     for same in (whole, torch.from_numpy(whole.astype(whole.dtype.newbyteorder("=")))):
         omni.generate(HEARD | {"audio": same}, JUST_TEXT)
         assert omni.cache.stats.written == written
+
+
+def test_an_image_is_upright_and_on_white(omni: Omni) -> None:
+    """The model saw what lies under transparent pixels."""
+    clear, white = Image.new("RGBA", (64, 32), (0, 0, 0, 0)), Image.new("RGB", (32, 64), "white")
+    clear.getexif()[0x0112] = 6  # to be turned by 90 degrees
+    answer(omni, SEEN | {"images": white})
+    written = omni.cache.stats.written
+    omni.generate(SEEN | {"images": clear}, JUST_TEXT)
+    assert omni.cache.stats.written == written  # known by its content
 
 
 def test_one_image_needs_no_list(omni: Omni) -> None:

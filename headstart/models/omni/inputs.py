@@ -96,6 +96,9 @@ class Media:
             )
         except (RuntimeError, ValueError) as error:  # a sound shorter than the reflection padding
             raise RequestError(f"sounds cannot be read: {type(error).__name__}: {error}") from error
+        if not found["input_features"].isfinite().all():
+            peak = max(float(np.abs(wave).max()) for wave in waves)
+            raise RequestError(f"a sound has samples of up to {peak:.3g}; allowed: -1 to 1")
         mask = found["attention_mask"]
         longest = int(mask.sum(-1).max())
         return {

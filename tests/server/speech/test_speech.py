@@ -168,13 +168,14 @@ class TestMedia:
     """Sounds and images reach the model as `Omni` takes them."""
 
     def test_a_sound_of_the_models_rate(self, speaking: Speaking) -> None:
-        answer = speaking.ask(heard(as_file(waves(1, RATE), RATE)))
+        data = as_file(waves(1, RATE), RATE)
+        answer = speaking.ask(heard(base64.encodebytes(base64.b64decode(data)).decode()))
         prompt = {
             "prompt": rendered(speaking, f"Listen: {HEAR} What is it?"),
             "audio": [waves(1, RATE)],
         }
         assert answer.choices[0].message.content == oracle(speaking, prompt, audio=False).text
-        assert speaking.ask(heard(as_file(waves(1, RATE), RATE))).usage == answer.usage.model_copy(
+        assert speaking.ask(heard(data)).usage == answer.usage.model_copy(
             update={
                 "prompt_tokens_details": answer.usage.prompt_tokens_details.model_copy(
                     update={"cached_tokens": (answer.usage.prompt_tokens - 1) // 16 * 16}
@@ -209,7 +210,7 @@ class TestMedia:
         picture = Image.fromarray(np.arange(56 * 56 * 3, dtype=np.uint8).reshape(56, 56, 3))
         file = io.BytesIO()
         picture.save(file, "PNG")
-        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+        url = "DATA:image/png;BASE64," + base64.urlsafe_b64encode(file.getvalue()).decode()
         answer = speaking.ask([{"type": "image_url", "image_url": {"url": url}}])
         prompt = {"prompt": rendered(speaking, SEE), "images": [picture]}
         assert answer.choices[0].message.content == oracle(speaking, prompt, audio=False).text
@@ -262,6 +263,9 @@ class TestMedia:
             (heard(base64.b64encode(b"RIFF nothing").decode()), {}, "a sound cannot be read"),
             (heard(as_file(np.zeros((0, 1)), RATE)), {}, "a sound has 0 s"),
             (heard(as_file(np.zeros(8000 * 601), 8000, "FLAC", "PCM_16")), {}, "up to 600 s"),
+            (heard(as_file(waves(1, RATE) * 1e30, RATE)), {}, "allowed: -1 to 1"),
+            (heard(as_file(np.full(RATE, np.nan), RATE)), {}, "samples that are not finite"),
+            (heard(as_file(np.full(RATE, np.inf), RATE)), {}, "samples that are not finite"),
             ([{"type": "image_url", "image_url": {"url": "http://a/b.png"}}], {}, "data:image/"),
             (f"hear {HEAR}", {}, "1 audio placeholders"),
         ],

@@ -103,7 +103,7 @@ class _Application(FastAPI):
                 allow_origins=[one.strip() for one in origin.split(",")],
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after"],
+                expose_headers=["x-request-id", "x-headstart-ignored", "retry-after"],
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

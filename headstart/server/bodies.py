@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -42,7 +44,7 @@ _DAY = 86_400.0
 class Body(BaseModel):
     """A body of JSON whose every field is known.
 
-    rows: what becomes of names that are no fields.
+    A null is absent, unless the field takes it. rows: what becomes of names that are no fields.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -58,6 +60,9 @@ class Body(BaseModel):
         if not isinstance(given, dict):
             return given
         fields = {field.alias or name for name, field in cls.model_fields.items()}
+        if None in given.values():
+            needed = _taking_null(cls)
+            given = {name: one for name, one in given.items() if one is not None or name in needed}
         if not (others := given.keys() - fields):
             return given
         names = JsonNames("the request", cls.rows, RequestError, own=fields)
@@ -73,6 +78,16 @@ class Body(BaseModel):
                     {"told": shorten(told), "field": shorten(name)},
                 ) from error
         return {name: value for name, value in given.items() if name in fields}
+
+
+@cache
+def _taking_null(kind: type[Body]) -> frozenset[str]:
+    """Return the fields whose null counts: required ones, and those that may be null."""
+    return frozenset(
+        field.alias or name
+        for name, field in kind.model_fields.items()
+        if field.is_required() or NoneType in get_args(field.annotation)
+    )
 
 
 class ClientTool(Body):

@@ -63,6 +63,8 @@ class Frontdoor:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 line.status = message["status"]
+                if "ignored" in state:  # parts of the request without effect: see `hosted`
+                    told.append((b"x-headstart-ignored", state["ignored"].encode()))
                 message = {**message, "headers": [*message["headers"], *told]}
             await _send_in_parts(send, message)
 

@@ -302,9 +302,9 @@ BAD = [
     ({"max_tokens": 0}, 400, "max_tokens"),
     ({"frobnicate": 1}, 400, "frobnicate"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
         400,
-        "messages.0.content.0: the type is 'document'; allowed: 'text', 'image', ",
+        "messages.0.content.0: the type is 'audio'; allowed: 'text', 'image', ",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {"url": "u"}}]}]},

@@ -14,6 +14,7 @@ from headstart.server.anthropic.schema import (
     Block,
     CacheControl,
     CountRequest,
+    Marked,
     ToolResultBlock,
     Turn,
 )
@@ -65,7 +66,7 @@ def read_breakpoints(body: CountRequest) -> tuple[Breakpoint, ...]:
 def _marks(body: CountRequest) -> Iterator[Breakpoint]:
     system = [] if isinstance(body.system, str) else body.system or []
     for one in [*(body.tools or ()), *system]:
-        if one.cache_control is not None:
+        if isinstance(one, Marked) and one.cache_control is not None:
             yield Breakpoint(one.cache_control.ttl)
     for place, turn in enumerate(body.messages):
         for at, block in enumerate(turn.content if isinstance(turn.content, list) else ()):

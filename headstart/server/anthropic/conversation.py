@@ -9,11 +9,16 @@ from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.server.anthropic.schema import (
     Block,
     CountRequest,
+    DocumentBlock,
     ImageBlock,
     MessageRequest,
     RedactedThinkingBlock,
+    SearchResultBlock,
+    Shown,
     TextBlock,
     ThinkingBlock,
+    ToolDefinition,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
     Turn,
@@ -64,8 +69,8 @@ def _read_user(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
                 yield {"role": role, "content": _content(parts)}
                 parts = []
             yield _read_result(block)
-        elif isinstance(block, TextBlock | ImageBlock):
-            parts.append(_part(block))
+        elif isinstance(block, TextBlock | ImageBlock | DocumentBlock | SearchResultBlock):
+            parts += _parts(block)
         else:
             raise _misplaced(role, block)
     if parts:
@@ -74,8 +79,9 @@ def _read_user(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
 
 def _read_result(block: ToolResultBlock) -> dict[str, Any]:
     content = block.content or ""
-    shown = content if isinstance(content, str) else _content([_part(one) for one in content])
-    message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": shown}
+    if not isinstance(content, str):
+        content = _content([part for shown in content for part in _parts(shown)])
+    message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
     return message | {"is_error": True} if block.is_error else message
 
 
@@ -101,11 +107,35 @@ def _misplaced(role: str, block: Block) -> ApiError:
     return ApiError(400, f"a message of role {role!r} has a block of type {block.type!r}")
 
 
-def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
+def _parts(block: Shown) -> list[dict[str, Any]]:
+    """Return a block as parts of a chat's message. Raises ApiError."""
     if isinstance(block, TextBlock):
-        return _text(block.text)
-    url = f"data:{block.source.media_type};base64,{block.source.data}"
-    return {"type": "image_url", "image_url": {"url": url}}
+        return [_text(block.text)]
+    if isinstance(block, ImageBlock):
+        url = f"data:{block.source.media_type};base64,{block.source.data}"
+        return [{"type": "image_url", "image_url": {"url": url}}]
+    if isinstance(block, ToolReferenceBlock):
+        return [_text(f"The tool {block.tool_name} is available.")]
+    if isinstance(block, SearchResultBlock):
+        texts = "\n".join(text.text for text in block.content)
+        return [_text(f"Search result: {block.title} ({block.source})\n{texts}")]
+    return _document(block)
+
+
+def _document(block: DocumentBlock) -> list[dict[str, Any]]:
+    source = block.source
+    name = f"Document: {block.title or 'untitled'}"
+    head = f"{name}\n{block.context}" if block.context else name
+    if source.type not in ("text", "content"):
+        where = source.url if source.type == "url" else source.media_type or "a file"
+        return [_text(f"{head}\n[not shown: {where} cannot be read by this model]")]
+    content = source.data if source.type == "text" else source.content
+    if content is None:
+        field = "data" if source.type == "text" else "content"
+        raise ApiError(400, f"a document of type {source.type!r} has no {field}")
+    if isinstance(content, str):
+        return [_text(f"{head}\n{content}")]
+    return [_text(head), *(part for shown in content for part in _parts(shown))]
 
 
 def _text(text: str) -> dict[str, Any]:
@@ -119,8 +149,8 @@ def _content(parts: Sequence[dict[str, Any]]) -> Any:
 
 def read_tools(body: CountRequest) -> ToolUse:
     """The tools of a message. Raises RequestError or ApiError."""
-    given = body.tools or ()
-    tools = make_tools(given, lambda one: Tool(one.name, one.description, one.input_schema))
+    own = [tool for tool in body.tools or () if isinstance(tool, ToolDefinition)]
+    tools = make_tools(own, lambda one: Tool(one.name, one.description, one.input_schema))
     choice = body.tool_choice
     if choice is None:
         return ToolUse(tools)

@@ -26,6 +26,7 @@ from headstart.server.anthropic.usage import Usage, apply_breakpoints
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat, read_many
 from headstart.server.errors import JsonResponse, telling_form_as
+from headstart.server.hosted import leave_out_hosted
 from headstart.server.long_answers import tell_whole
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream
@@ -74,6 +75,7 @@ async def _read_call(
     priority: int = 0,
 ) -> ChatCall:
     def read() -> list[dict[str, Any]]:
+        leave_out_hosted(body.tools, request, "custom")
         read_breakpoints(body)  # which are refused before any work
         return read_messages(body)
 

@@ -1,27 +1,34 @@
 """The bodies of Anthropic's requests.
 
-A field that is not here is an error. Those that mean nothing to a server of one model (`metadata`,
-`service_tier`, ...) are taken and have no effect.
+A field that is not here is an error. Fields without effect, such as `metadata`, take only values
+that ask for nothing: docs/apis.md has a table.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from headstart.engine.vllm_api.rows import refused
-from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Many, Real, Whole
+from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Label, Many, Real, Whole
+from headstart.server.hosted import HostedTool, tag_tool
 
 __all__ = [
     "Block",
     "CacheControl",
     "CountRequest",
+    "DocumentBlock",
     "ImageBlock",
+    "Marked",
     "MessageRequest",
     "RedactedThinkingBlock",
+    "SearchResultBlock",
+    "Shown",
     "TextBlock",
     "ThinkingBlock",
+    "ToolDefinition",
+    "ToolReferenceBlock",
     "ToolResultBlock",
     "ToolUseBlock",
     "Turn",
@@ -29,10 +36,11 @@ __all__ = [
 
 
 class CacheControl(Body):
-    """The prompt up to here is worth keeping for `ttl`."""
+    """The prompt up to here is worth keeping for `ttl`; a scope changes nothing here."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
+    scope: Literal["global", "organization", "workspace"] | None = None
 
 
 class Marked(Body):
@@ -65,6 +73,58 @@ class ImageBlock(Marked):
     source: ImageData
 
 
+class Citations(Body):
+    """No answer has citations."""
+
+    enabled: Literal[False] = False
+
+
+class DocumentSource(Body):
+    """A text, blocks, or a file; nothing is fetched, and of a PDF file only the title is shown."""
+
+    type: Literal["text", "content", "base64", "url", "file"]
+    media_type: Label | None = None
+    data: str | None = None
+    content: str | Many[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] | None = (
+        None
+    )
+    url: str | None = None
+    file_id: Label | None = None
+
+
+class DocumentBlock(Marked):
+    """A document."""
+
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+    citations: Citations | None = None
+
+
+class SearchResultBlock(Marked):
+    """A result of the client's search."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Many[TextBlock]
+    citations: Citations | None = None
+
+
+class ToolReferenceBlock(Marked):
+    """A tool that the client's search of tools found; all tools are in the prompt already."""
+
+    type: Literal["tool_reference"]
+    tool_name: Label
+
+
+class Caller(Body):
+    """The model itself called the tool."""
+
+    type: Literal["direct"]
+
+
 class ToolUseBlock(Marked):
     """A call that the model made; the input of a call that was cut off may be a text."""
 
@@ -72,10 +132,13 @@ class ToolUseBlock(Marked):
     id: str
     name: str
     input: dict[str, Any] | str
-    caller: dict[str, Any] | None = None
+    caller: Caller | None = None
 
 
-Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+Shown = Annotated[
+    TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock,
+    Field(discriminator="type"),
+]
 
 
 class ToolResultBlock(Marked):
@@ -103,7 +166,14 @@ class RedactedThinkingBlock(Body):
 
 
 Block = Annotated[
-    TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock,
+    TextBlock
+    | ImageBlock
+    | DocumentBlock
+    | SearchResultBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock,
     Field(discriminator="type"),
 ]
 
@@ -128,6 +198,12 @@ class ToolDefinition(Marked, ClientTool):
     defer_loading: Flag | None = None
     eager_input_streaming: Flag | None = None
     input_examples: Many[dict[str, Any]] | None = None
+
+
+AnyTool = Annotated[
+    Annotated[ToolDefinition, Tag("own")] | Annotated[HostedTool, Tag("hosted")],
+    Discriminator(tag_tool),
+]
 
 
 class ToolChoice(Body):
@@ -169,7 +245,7 @@ class CountRequest(CacheFields):
     model: str
     messages: Annotated[Many[Turn], Field(min_length=1)]
     system: str | Many[TextBlock] | None = None
-    tools: Many[ToolDefinition] | None = None
+    tools: Many[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

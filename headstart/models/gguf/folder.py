@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
+from tokenizers import Regex, pre_tokenizers
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from headstart.errors import DamagedModelError, ModelError, OutOfMemoryError, UnsupportedModelError
 from headstart.models.dense.shape import OtherKind
@@ -22,6 +23,7 @@ from headstart.models.files import read_json
 from headstart.models.gguf.checkpoint import read_architecture
 from headstart.models.gguf.header import CUT_OFF, check_header
 from headstart.models.gguf.library import ROPE_FACTORS, import_gguf
+from headstart.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from headstart.models.out_of_memory import is_out_of_memory
 from headstart.models.silence_transformers import silence_transformers
 
@@ -34,7 +36,7 @@ _NEEDED = (
 _OF_TOKENIZER = ("tokenizer.ggml.model", "tokenizer.ggml.tokens")
 # What numpy says of a slice beyond the end of a file.
 _BEYOND = ("cannot reshape", "must be a divisor of the total size", "is out of bounds")
-_FORMAT = 3  # of what is written here; another number makes every folder anew
+_FORMAT = 4  # of what is written here; another number makes every folder anew
 
 
 def gguf_folder(file: Path) -> Path:
@@ -85,15 +87,16 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _write(gguf: Any, file: Path, folder: Path) -> None:
-    given: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
         check_header(file)
         reader = _open(gguf, file)
         _check_whole(file, reader)
         _check_keys(file, reader)
         with silence_transformers():
-            config = AutoConfig.from_pretrained(file.parent, **given)
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, **given)
+            config = AutoConfig.from_pretrained(
+                file.parent, gguf_file=file.name, local_files_only=True
+            )
+            tokenizer = _read_tokenizer(file, reader)
         changes = _attention(config, reader) | _rotation(config, reader)
     except UnsupportedModelError:
         raise
@@ -113,6 +116,18 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
     content["dtype"] = "bfloat16"
     (folder / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
     (folder / "model.gguf").symlink_to(file)
+
+
+class _Metadata:
+    """The values of a file's metadata below one prefix."""
+
+    def __init__(self, reader: Any, prefix: str) -> None:
+        self._reader, self._prefix = reader, prefix
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value, or `default` where the file has none."""
+        field = self._reader.fields.get(f"{self._prefix}.{name}")
+        return default if field is None else field.contents()
 
 
 def _open(gguf: Any, file: Path) -> Any:
@@ -155,6 +170,40 @@ def _check_whole(file: Path, reader: Any) -> None:
             f"{file} is one of {count} files of a model; allowed: one file, as llama.cpp's "
             "`llama-gguf-split --merge` makes it of them"
         )
+
+
+def _read_tokenizer(file: Path, reader: Any) -> Any:
+    """Return the tokenizer of a file, with the split that the file names.
+
+    Raises `UnsupportedModelError` for a name that is not in `PRE_TOKENIZERS`.
+    """
+    given: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    metadata = _Metadata(reader, "tokenizer.ggml")
+    if metadata.get("model") != "gpt2":
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, **given)
+        pieces = tokenizer.backend_tokenizer
+        if metadata.get("add_space_prefix") is False and isinstance(
+            pieces.pre_tokenizer, pre_tokenizers.Metaspace
+        ):
+            pieces.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+        return tokenizer
+    name = metadata.get("pre", "default")
+    chosen = PRE_TOKENIZERS.get(name)
+    if chosen is None:
+        raise UnsupportedModelError(
+            f"{file} cannot be read: its pre-tokenizer (tokenizer.ggml.pre) is {name!r}; allowed: "
+            + ", ".join(sorted(PRE_TOKENIZERS))
+        )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(
+        file.parent, **given, add_bos_token=chosen.add_bos
+    )
+    backend = tokenizer.backend_tokenizer
+    backend.model.ignore_merges = chosen.ignore_merges
+    splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in chosen.regexes]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return tokenizer
 
 
 def _attention(config: Any, reader: Any) -> dict[str, Any]:

@@ -43,7 +43,7 @@ TOKENS = torch.arange(3, 23)
 
 def make_model(architecture: str, **changes: Any) -> Any:
     torch.manual_seed(0)
-    config = CONFIGS[architecture] if not changes else LlamaConfig(**BASE, **changes)
+    config = CONFIGS[architecture] if not changes else LlamaConfig(**BASE | changes)
     model = AutoModelForCausalLM.from_config(config).eval()
     for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, 0.5 * ("norm" in name), max(weight.shape[-1], 16) ** -0.5)
@@ -58,10 +58,13 @@ def write_gguf(
     scaling: str | None = None,
     factors: torch.Tensor | None = None,
     files: int | None = None,
+    pre: str = "default",
+    words: tuple[list[str], list[str]] | None = None,
 ) -> Path:
     """The model as llama.cpp converts it, its matrices in one format.
 
     factors: what it divides the frequencies of rotary positions by. files: of how many it is one.
+    pre: the split of texts. words: tokens in bytes' letters, behind 3 control tokens, and merges.
     """
     config = model.config
     writer = gguf.GGUFWriter(file, architecture)
@@ -88,11 +91,12 @@ def write_gguf(
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre(pre)
     letters = [chr(30 + at) for at in range(3, VOCABULARY - 1)]
-    writer.add_token_list(["<0>", "<1>", "<2>", *letters, "ab"])
-    writer.add_token_types([3 if at < 3 else 1 for at in range(VOCABULARY)])
-    writer.add_token_merges(["a b"])
+    tokens, merges = words or ([*letters, "ab"], ["a b"])
+    writer.add_token_list(["<0>", "<1>", "<2>", *tokens])
+    writer.add_token_types([3] * 3 + [1] * len(tokens))
+    writer.add_token_merges(merges)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     theirs = {ours: name for name, ours in ARCHITECTURES[architecture].items()}

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from headstart.errors import DamagedModelError, ModelError, OutOfMemoryError, UnsupportedModelError
 from headstart.models.gguf import checkpoint
@@ -69,7 +69,7 @@ def test_want_of_memory_is_no_damage(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(AutoTokenizer, "from_pretrained", full)
+        patch.setattr(PreTrainedTokenizerFast, "from_pretrained", full)
         with pytest.raises(OutOfMemoryError, match=r"no memory to read the metadata of .*tiny\.g"):
             load_model(file)
     load_model(file)

@@ -7,7 +7,9 @@
 
 A slot's record says which block it is and has a checksum, so the index may be wrong: two processes
 may write at once, one may be killed, files may be cut or damaged, and the worst is a miss. Files
-have no gaps: where a block goes, the last one of its file takes its place.
+have no gaps: where a block goes, the last one of its file takes its place. A file is cut once the
+index no longer lists what comes after, so that a process that is killed costs no block that was to
+stay; a slot that it has overwritten holds another block than the index lists.
 """
 
 import os
@@ -62,6 +64,8 @@ class DiskStore:
         self._max_bytes = self._room = max_bytes
         self._made_anew = 0  # times that the index was
         self._new: set[BlockHash] = set()  # what the save under way has listed
+        self._surplus = 0  # bytes of files beyond their blocks, when `_taken` was called
+        self._to_cut: set[ModelRecord] = set()  # whose files are longer than their blocks
         self._files: dict[Path, SlotFile] = {}
         # Two connections, so that a lookup does not wait for what is being written.
         self._reading, self._writing = threading.RLock(), threading.RLock()
@@ -112,8 +116,7 @@ class DiskStore:
             saved = 0
             self._room = self._max_bytes
             self._new.clear()
-            index = self._open_writer()
-            with index.changing():
+            with self._changing() as index:
                 model = self._model_id(index)
                 for block in blocks:
                     if index.block(block.name) is not None:
@@ -125,7 +128,6 @@ class DiskStore:
                     saved += 1
                 if index.known(list(self._new)) != self._new:
                     raise ValueError("it does not find what was just listed")
-                self._forget_empty(index)
             return saved
         return None
 
@@ -162,9 +164,8 @@ class DiskStore:
             return None
         while True:
             taken = self._taken(index)
-            if taken + own.slot_bytes <= self._room and (
-                self._free_space() >= own.slot_bytes + _LEAST_FREE
-            ):
+            free = self._free_space() + self._surplus
+            if taken + own.slot_bytes <= self._room and free >= own.slot_bytes + _LEAST_FREE:
                 return index.count(model)
             found = index.victim(used)
             if found is None or own.slot_bytes > self._room:
@@ -178,6 +179,7 @@ class DiskStore:
 
     def _taken(self, index: DiskIndex) -> int:
         """Bytes that the blocks of all models take."""
+        self._surplus = 0
         return sum(self._bytes_of(index, kept) for kept in index.models())
 
     def _bytes_of(self, index: DiskIndex, model: KeptModel) -> int:
@@ -192,8 +194,9 @@ class DiskStore:
             there = 0
         if count * size > -(-there // size) * size:
             raise ValueError(f"it tells of {count:,} blocks, and {there // size:,} are there")
-        if there > count * size:  # what comes after was written by a process that was killed
-            self._file(model.record).cut(count)
+        if there > count * size:  # blocks were taken out, or a process was killed
+            self._surplus += there - count * size
+            self._to_cut.add(model.record)
         return count * size
 
     def _free_space(self) -> int:
@@ -202,7 +205,7 @@ class DiskStore:
         return state.f_bavail * state.f_frsize
 
     def _take_out(self, index: DiskIndex, block: KeptBlock) -> None:
-        """Forget a block; the last one of its file takes its slot."""
+        """Forget a block; the last one of its file takes its slot. The file is cut later."""
         record = next(kept.record for kept in index.models() if kept.id == block.model)
         file, last = self._file(record), index.count(block.model) - 1
         if block.slot == last:
@@ -210,21 +213,37 @@ class DiskStore:
         else:
             file.move(last, block.slot)
             index.move(block.model, last, block.slot)
-        file.cut(last)
+        self._to_cut.add(record)
 
-    def _forget_empty(self, index: DiskIndex) -> None:
-        """Forget the models that have no block left, and remove their files; at a change's end.
+    @contextmanager
+    def _changing(self) -> Iterator[DiskIndex]:
+        """A transaction of the index, after which files are cut to the blocks that it lists.
 
-        Their descriptions stay. Whoever has such a file open asks if it is in place before it is
-        used, and none is used by two changes at once.
+        Models that have no block left are forgotten, and their files are removed; their
+        descriptions stay. Whoever has such a file open asks if it is in place before it is used.
         """
+        index = self._open_writer()
+        self._to_cut.clear()
+        with index.changing():
+            yield index
+            self._to_cut.update(kept.record for kept in index.models() if index.count(kept.id) == 0)
+        if self._to_cut:
+            with index.changing():  # another process may have saved blocks since
+                self._cut_files(index)
+
+    def _cut_files(self, index: DiskIndex) -> None:
+        """Cut the files that are longer than their blocks; remove those without blocks."""
         for kept in index.models():
-            if index.count(kept.id) == 0:
-                index.forget_model(kept.id)
-                path = slot_path(self.folder, kept.record)
-                with self._opening:
-                    self._files.pop(path, None)
-                path.unlink(missing_ok=True)
+            if kept.record not in self._to_cut:
+                continue
+            if count := index.count(kept.id):
+                self._file(kept.record).cut(count)
+                continue
+            path = slot_path(self.folder, kept.record)
+            with self._opening:
+                self._files.pop(path, None)
+            path.unlink(missing_ok=True)
+            index.forget_model(kept.id)
 
     def touch(self, names: Sequence[BlockHash]) -> None:
         if self._is_read_only:
@@ -237,14 +256,11 @@ class DiskStore:
     def remove(self, names: Sequence[BlockHash]) -> int:
         """Forget blocks; how many there were."""
         removed = 0
-        with self._guard(), self._writing:
-            index = self._open_writer()
-            with index.changing():
-                for name in names:
-                    if (block := index.block(name)) is not None:
-                        self._take_out(index, block)
-                        removed += 1
-                self._forget_empty(index)
+        with self._guard(), self._writing, self._changing() as index:
+            for name in names:
+                if (block := index.block(name)) is not None:
+                    self._take_out(index, block)
+                    removed += 1
         return removed
 
     def clear(self) -> bool:
@@ -252,12 +268,9 @@ class DiskStore:
         if self._is_read_only:
             return False
         with self._guard(), self._writing:
-            index = self._open_writer()
-            with index.changing():
+            with self._changing() as index:
                 if (model := self._known_id(index)) is not None:
                     index.drop_blocks(model)
-                    self._file(self.model).cut(0)
-                    self._forget_empty(index)
             return True
         return False
 
@@ -274,19 +287,18 @@ class DiskStore:
         """A block that another process may have moved meanwhile; forgotten if it is damaged."""
         if self._is_read_only:
             return None
-        with self._writing:
-            index = self._open_writer()
-            with index.changing():
-                block = index.block(name)
-                if block is None:
-                    return None
-                [payload] = self._file(self.model).read([(name, block.slot)])
-                if self._is_whole(payload):
-                    return payload
-                self.faults.note("a block is damaged", name.hex())
-                self._take_out(index, block)
-                self._forget_empty(index)
+        with self._writing, self._changing() as index:
+            block = index.block(name)
+            if block is None:
                 return None
+            file = self._file(self.model)
+            [payload] = file.read([(name, block.slot)])
+            if self._is_whole(payload):
+                return payload
+            if not file.holds_another(block.slot, name):
+                self.faults.note("a block is damaged", name.hex())
+            self._take_out(index, block)
+            return None
 
     def close(self) -> None:
         with self._reading, self._writing:

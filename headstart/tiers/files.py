@@ -112,6 +112,11 @@ class SlotFile:
             if header is not None:
                 yield slot, header
 
+    def holds_another(self, slot: int, name: BlockHash) -> bool:
+        """Return True if a slot was overwritten with another block than this, at least in part."""
+        header = self.header(slot)
+        return header is not None and header.name != name
+
     def header(self, slot: int) -> RecordHeader | None:
         """The header that a slot begins with; None if it is damaged, or none."""
         return read_header(os.pread(self._fd, HEADER_BYTES, slot * self.slot_bytes))

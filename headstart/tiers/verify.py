@@ -29,6 +29,7 @@ class Counts(NamedTuple):
     """Blocks by their state.
 
     damaged: listed, and the record is not that block, whole. lost: listed beyond the file's end.
+    overwritten: listed, and another block is there, since a process ended while it saved.
     unlisted: whole, and not listed; the next save overwrites it. gaps: slots that nobody lists.
     """
 
@@ -37,6 +38,7 @@ class Counts(NamedTuple):
     lost: int = 0
     unlisted: int = 0
     gaps: int = 0
+    overwritten: int = 0
 
 
 class ModelReport(NamedTuple):
@@ -61,7 +63,7 @@ class VerifyReport(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """True if every block that is listed can be loaded."""
+        """True if no block is damaged or lost."""
         total = self.total
         return self.index_is_sound and not (total.damaged or total.lost or total.gaps)
 
@@ -152,7 +154,7 @@ class _Reader:
         slots = {block.slot for block in blocks}
         num_slots = self._file.num_slots if self._file is not None else 0
         self._others = [slot for slot in range(num_slots) if slot not in slots]
-        self._whole = self._damaged = self._lost = 0
+        self._whole = self._damaged = self._lost = self._overwritten = 0
         self._unlisted: list[int] = []
         self._bad: list[BlockHash] = []
         self.gaps = 0
@@ -165,7 +167,7 @@ class _Reader:
     def report(self) -> ModelReport:
         """The counts so far."""
         found = (self._whole, self._damaged, self._lost, len(self._unlisted), self.gaps)
-        return ModelReport(self._record, Counts(*found))
+        return ModelReport(self._record, Counts(*found, self._overwritten))
 
     def steps(self) -> Iterator[None]:
         """Read one record after the other."""
@@ -208,10 +210,12 @@ class _Reader:
                     self._whole += 1
                     continue
                 self._bad.append(name)
-                if self._file is not None and block.slot < self._file.num_slots:
-                    self._damaged += 1
-                else:
+                if self._file is None or block.slot >= self._file.num_slots:
                     self._lost += 1
+                elif self._file.holds_another(block.slot, name):
+                    self._overwritten += 1
+                else:
+                    self._damaged += 1
 
     def _count_gaps(self) -> None:
         if self._index is None:

@@ -137,8 +137,13 @@ def verify(repair: bool, folder: str | None) -> None:
     if not report.index_is_sound:
         click.echo("the index is damaged" + (" and was made anew" if repair else ""))
     if report.is_whole:
-        has_some = any(report.total)
-        click.echo("every block that is listed is whole" if has_some else "no blocks are kept")
+        total = report.total
+        if total.overwritten:
+            click.echo("overwritten: a process ended while it saved; these blocks are misses")
+        elif any(total):
+            click.echo("every block that is listed is whole")
+        else:
+            click.echo("no blocks are kept")
         return
     if not repair:
         click.echo("headstart cache verify --repair forgets what is not whole", err=True)

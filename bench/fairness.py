@@ -1,12 +1,15 @@
 """What a tenant notices of another's flood: its hits, and its time to the first token.
 
-    python bench/fairness.py [--questions 60] [--flooders 24] [--answer 8]
+    python bench/fairness.py [--questions 60] [--flooders 24] [--answer 8] [--defaults]
 
 One tenant asks questions about four documents, one at a time, alone and while another keeps
 `--flooders` requests open, each a prompt that was never sent before. With keys the hit rate
 must stay within 5 points, and the 99th percentile of the time to the first token within 2 x of
 what it is alone. The same without keys shows what the flood does to who is not protected. All over
 a socket, to a server in a process of its own, with the demo model.
+
+`--defaults` measures what a server without options does: steps of 2,048 tokens, a pool that holds
+everything, questions that are hits up to their last 20 tokens, and a flood of 1,500 tokens each.
 
 Questions alone and beside a flood take turns, a few at a time, so that what else the machine does
 meets both. A flood has had an answer for every second of its requests before a question counts, and
@@ -34,8 +37,8 @@ from rich.table import Table
 from serving import Answer, Server, serving
 
 HITS, TIMES = 0.05, 2.0
-DOCUMENT, QUESTION, DOCUMENTS = 960, 320, 4
-STEP, BLOCKS = 128, 1024
+DOCUMENT, DOCUMENTS = 960, 4
+SMALL = ["--max-num-batched-tokens", "128", "--num-blocks", "1024", "--max-num-seqs", "16"]
 TURN = 6  # questions alone, and then as many beside a flood
 
 
@@ -47,8 +50,8 @@ def text(rng: random.Random, count: int) -> str:
 class Asker:
     """Asks about the documents in turn."""
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
+    def __init__(self, server: Server, question: int) -> None:
+        self._server, self._question = server, question
         self._random = random.Random(0)
         self._documents = [text(self._random, DOCUMENT) for _ in range(DOCUMENTS)]
         self._asked = 0
@@ -58,7 +61,7 @@ class Asker:
         return [self._ask() for _ in range(questions)]
 
     def _ask(self) -> Answer:
-        prompt = self._documents[self._asked % DOCUMENTS] + text(self._random, QUESTION)
+        prompt = self._documents[self._asked % DOCUMENTS] + text(self._random, self._question)
         self._asked += 1
         body = {"model": "demo", "prompt": prompt, "max_tokens": 2}
         return self._server.ask("asker", "/v1/completions", body)
@@ -67,8 +70,9 @@ class Asker:
 class Flood:
     """Another tenant, who keeps requests open from a thread of his own."""
 
-    def __init__(self, server: Server, flooders: int, answer: int) -> None:
+    def __init__(self, server: Server, flooders: int, answer: int, shortest: int) -> None:
         self._server, self._flooders, self._answer = server, flooders, answer
+        self._shortest = shortest
         self._random = random.Random(100)
         self.answered = 0
         self.seconds = self.cpu = 0.0  # that it lasted, and that this process computed meanwhile
@@ -109,7 +113,7 @@ class Flood:
 
             async def keep_asking() -> None:
                 while True:
-                    prompt = text(self._random, self._random.randrange(100, 1500))
+                    prompt = text(self._random, self._random.randrange(self._shortest, 1501))
                     body = {"model": "demo", "prompt": prompt, "max_tokens": self._answer}
                     sent = {**body, "stream": True}
                     (await client.post("/v1/completions", json=sent)).raise_for_status()
@@ -138,9 +142,8 @@ def figures_of(answers: Sequence[Answer]) -> dict[str, float]:
     }
 
 
-def measure(server: Server, flood: Flood, questions: int) -> dict[str, dict[str, float]]:
+def measure(asker: Asker, flood: Flood, questions: int) -> dict[str, dict[str, float]]:
     """So many questions alone, and as many beside the flood, a few of each in turn."""
-    asker = Asker(server)
     asker.ask(DOCUMENTS)
     answers: dict[str, list[Answer]] = {"alone": [], "flooded": []}
     while (left := questions - len(answers["alone"])) > 0:
@@ -156,23 +159,26 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=60)
     parser.add_argument("--flooders", type=int, default=24)
     parser.add_argument("--answer", type=int, default=8, help="tokens of the flood's answers")
+    parser.add_argument("--defaults", action="store_true", help="a server without options")
     options = parser.parse_args()
     names = "median", "p90", "p99"
     table = Table("time to the first token", "hits", *names, "the flood's answers")
     figures: dict[str, float] = {}
-    engine = ["--num-blocks", str(BLOCKS), "--max-num-batched-tokens", str(STEP)]
+    engine, question, shortest = ([], 20, 1500) if options.defaults else (SMALL, 320, 100)
     # Without keys every question waits for the whole flood: a few show it.
     modes = (("keys", ("asker", "flood"), options.questions), ("open", (), 4))
     for mode, tenants, questions in modes:
-        with serving("demo", tenants, [*engine, "--max-num-seqs", "16"]) as server:
-            flood = Flood(server, options.flooders, options.answer)
-            for when, found in measure(server, flood, questions).items():
+        with serving("demo", tenants, engine) as server:
+            asker = Asker(server, question)
+            flood = Flood(server, options.flooders, options.answer, shortest)
+            for when, found in measure(asker, flood, questions).items():
                 hits, times = f"{found['hit_rate']:.1%}", [found[f"{name}_s"] for name in names]
                 count = flood.answered if when == "flooded" else 0
-                row = [hits, *(f"{seconds:.2f} s" for seconds in times)]
+                row = [hits, *(f"{1000 * seconds:.0f} ms" for seconds in times)]
                 print(mode, when, *row, flush=True)
                 table.add_row(f"{mode}, {when}", *row, f"{count:,}")
                 figures |= {f"{mode}_{when}_{name}": round(v, 4) for name, v in found.items()}
+            figures[f"{mode}_flood_per_s"] = round(flood.answered / flood.seconds, 2)
             figures[f"{mode}_client_cores"] = round(flood.cpu / flood.seconds, 3)
     lost = figures["keys_alone_hit_rate"] - figures["keys_flooded_hit_rate"]
     slower = {n: figures[f"keys_flooded_{n}_s"] / figures[f"keys_alone_{n}_s"] for n in names}

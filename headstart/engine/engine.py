@@ -78,6 +78,7 @@ class Engine:
             max_running=config.max_num_seqs,
             max_bypassed=config.max_bypassed,
             limits=self._limits(hooks),
+            max_prompt_tokens=self._turns.max_prompt_tokens,
             hooks=hooks,
         )
         self._hooks = hooks

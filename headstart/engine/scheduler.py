@@ -20,11 +20,14 @@ share the engine, requests of one priority are in the order of their turns (`lim
 A limit (`engine/limits/`) may say that fewer tokens of a request can be computed now than there
 are, or none. A running request then waits where it is; if nothing can run because of limits, the
 request admitted last gives way. A waiting request is bypassed, as above.
+
+While several owners ask, a step has fewer tokens of prompts, so that the next request of any of
+them finds a short step under way. Decoding requests have their token in each step regardless.
 """
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from headstart.cache import Allocation, ComputedBlocks, KVCacheManager, RowCopy
@@ -51,8 +54,10 @@ class Scheduler:
         max_running: int,
         max_bypassed: int,
         limits: Sequence[Limit] = (),
+        max_prompt_tokens: Callable[[], int] | None = None,
         hooks: EngineHooks | None = None,
     ) -> None:
+        """`max_prompt_tokens` returns how many tokens of prompts the next step may have."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -63,6 +68,7 @@ class Scheduler:
         self._max_running = max_running
         self._max_bypassed = max_bypassed
         self._limits = tuple(limits)
+        self._max_prompt_tokens = max_prompt_tokens or (lambda: max_tokens)
         self._limited: dict[Request, tuple[Limit, ...]] = {}  # requests that a limit applies to
         self._is_held_up = False  # in this step a limit held a running request up
         self._hooks = hooks
@@ -131,9 +137,13 @@ class Scheduler:
         """The next step, with slots for each of its tokens; empty when nothing can run."""
         self._admitted.clear()
         self.waits_for_inputs = False
+        preempted = self.num_preemptions
         batch = self._schedule()
         while not batch.scheduled and self._is_held_up:
-            self._preempt(self.running.pop())
+            if self.num_preemptions == preempted:
+                self._preempt(self.running.pop())
+            # Else the request that held another up has given way itself.
+            preempted = self.num_preemptions
             batch = self._schedule()
         return batch
 
@@ -147,8 +157,9 @@ class Scheduler:
         return Batch(tuple(scheduled), tuple(copies))
 
     def _schedule_running(self) -> tuple[list[ScheduledTokens], int]:
-        """Schedule running requests; returns their tokens and the rest of the token budget."""
+        """Schedule running requests; returns their tokens and the rest of the prompt budget."""
         budget = self._max_tokens
+        prompt_budget = self._max_prompt_tokens()
         append_slots, limited = self._manager.append_slots, self._limited
         scheduled: list[ScheduledTokens] = []
         at = 0
@@ -157,7 +168,12 @@ class Scheduler:
             sequence = request.sequence
             start = sequence.num_computed_tokens
             known = len(sequence.token_ids)
-            stop = known if known - start <= budget else start + budget
+            decodes = known - start == 1
+            count = 1 if decodes else min(known - start, budget, prompt_budget)
+            if not count:
+                at += 1
+                continue
+            stop = start + count
             if request in limited:
                 reached = self._reach(request, start, stop)
                 if reached is None or reached == start:
@@ -170,10 +186,11 @@ class Scheduler:
                     self._enter(request, start, stop)
                 scheduled.append(ScheduledTokens(request, start, stop, stop == known))
                 budget -= stop - start
+                prompt_budget -= 0 if decodes else stop - start
                 at += 1
             else:
                 self._preempt(self.running.pop())
-        return scheduled, budget
+        return scheduled, min(budget, prompt_budget)
 
     def _preempt(self, request: Request) -> None:
         """Take a running request's blocks; it goes before the waiting ones of its rank."""

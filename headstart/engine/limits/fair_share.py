@@ -19,6 +19,10 @@ Nobody gives up what runs, so a request is let in only where there is room. Some
 are kept for owners that have nothing running, and those blocks that another owner cached of late
 within its share of the pool. An owner that waits for room saves up no turns meanwhile.
 
+A step that is under way is not interrupted, so its length bounds the wait of a request that comes
+meanwhile. While several owners are active, a step has at most a `STEP_SHARE`-th of its tokens for
+prompts. An owner is active while it has requests, and for `ACTIVE_SECONDS` after its last one came.
+
 Owners are those of `headstart.cache.Shares`. Without any, every turn is 0 and nothing is limited.
 """
 
@@ -34,6 +38,9 @@ __all__ = ["FairShare"]
 CREDIT_STEPS = 8
 RESERVE = 8  # one place and one block of so many are kept for owners that have nothing running
 MEMORY = 8  # what an owner cached is kept while as many tokens as fill so many pools are computed
+STEP_SHARE = 32
+SHORTEST_STEP = 64  # tokens of prompts; shorter steps compute prompts slowly
+ACTIVE_SECONDS = 120.0
 _FIRST_GUESS = 128  # tokens of an answer, before an owner had any
 _SLACK = 64  # requests that are gone and still in a heap
 
@@ -46,7 +53,7 @@ class _Owner:
     had: tokens for each unit of its weight. expected: tokens of an answer. unread: requests whose
     prompts are not computed. order: a heap of these, and of some that are gone. lacks_room: when it
     asked last, there was no room for one more of its requests. seen: tokens that had been computed
-    for all owners when it was last served, or asked.
+    for all owners when it was last served, or asked. last_arrival: time of its latest request.
     """
 
     def __init__(self) -> None:
@@ -59,6 +66,7 @@ class _Owner:
         self.most_entries = _SLACK
         self.lacks_room = False
         self.seen = 0
+        self.last_arrival = 0.0
 
 
 class FairShare:
@@ -73,8 +81,10 @@ class FairShare:
         self._reserved_blocks = manager.config.num_blocks // RESERVE
         self._memory = MEMORY * manager.config.num_blocks * manager.block_size
         self._step = config.max_num_batched_tokens
+        self._shared_step = min(self._step, max(SHORTEST_STEP, self._step // STEP_SHARE))
         self._computed = 0  # tokens, for all owners
         self._now = 0.0
+        self._last_arrival = 0.0  # of any owner's requests
         self._owners: dict[str, _Owner] = {}
         self._guesses: dict[Request, float] = {}  # tokens of their answers that were counted
         self._coming: dict[Request, int] = {}  # of each that runs: tokens that are yet to get rows
@@ -93,6 +103,7 @@ class FairShare:
             return request
         owner = self._owners.setdefault(name, _Owner())
         owner.seen = self._computed
+        owner.last_arrival = self._last_arrival = request.group.arrival_time
         owner.had = request.turn = max(self._now - self._credit, owner.had)
         most = request.group.params.max_tokens
         guess = owner.expected if most is None else min(owner.expected, most)
@@ -100,6 +111,17 @@ class FairShare:
         self._charge(name, len(request.sequence.token_ids) + guess)
         self._wait(owner, request)
         return request
+
+    def max_prompt_tokens(self) -> int:
+        """Return how many tokens of prompts the next step may have."""
+        active = (owner for owner in self._owners.values() if self._is_active(owner))
+        several = next(active, None) is not None and next(active, None) is not None
+        return self._shared_step if several else self._step
+
+    def _is_active(self, owner: _Owner) -> bool:
+        if owner.running or owner.last_arrival >= self._last_arrival - ACTIVE_SECONDS:
+            return True
+        return self._first(owner) is not None
 
     def catch_up(self) -> bool:
         """Move the turns of who lacks room on to now; True if any moved, and order with them.

@@ -32,6 +32,7 @@ class Simulation:
         blocks: int = BLOCKS,
         running: int = RUNNING,
         caching: bool = True,
+        tokens: int = TOKENS,
     ) -> None:
         cache = CacheConfig(
             num_blocks=blocks,
@@ -39,17 +40,18 @@ class Simulation:
             eviction="fair-lru",
             enable_prefix_caching=caching,
         )
-        config = EngineConfig(max_num_batched_tokens=TOKENS, max_num_seqs=running)
+        config = EngineConfig(max_num_batched_tokens=tokens, max_num_seqs=running)
         self.manager = KVCacheManager(cache)
         for owner in owners:
             self.manager.shares.set(owner, 1.0)
         self.fair = FairShare(self.manager, config)
         self.scheduler = Scheduler(
             self.manager,
-            max_tokens=TOKENS,
+            max_tokens=tokens,
             max_running=running,
             max_bypassed=8,
             limits=[self.fair],
+            max_prompt_tokens=self.fair.max_prompt_tokens,
         )
         self.now = 0.0
         self.steps = 0

@@ -16,12 +16,12 @@ def words(seed: int, count: int) -> list[int]:
     return list(range(seed * 10**4, seed * 10**4 + count))
 
 
-def finish(simulation: Simulation, request: Request) -> int:
-    """Run until the request has ended; how many steps that took."""
-    before = simulation.steps
+def finish(simulation: Simulation, request: Request) -> float:
+    """Run until the request has ended; returns the simulated time that took."""
+    before = simulation.now
     while request.finish_reason is None:
         simulation.step()
-    return simulation.steps - before
+    return simulation.now - before
 
 
 def flooded(blocks: int = BLOCKS) -> tuple[Simulation, Flood, list[int]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from headstart.engine.limits.fair_share import ACTIVE_SECONDS
+from headstart.engine.request import Request
 from tests.engine.limits.simulation import BLOCK, BLOCKS, RUNNING, TOKENS, Flood, Simulation, run
 
 
@@ -44,6 +46,49 @@ def test_a_prompt_that_a_hit_puts_before_its_turn_takes_nobody_elses() -> None:
     mine = simulation.ask("a", [7] * 64)
     simulation.step()
     assert mine.first_token_time is not None
+
+
+def flooded(simulation: Simulation, requests: int = 24) -> list[Request]:
+    """Ask for prompts of 1,500 tokens without anything in common."""
+    return [
+        simulation.ask("b", list(range(at, at + 1500)), 30)
+        for at in range(10**6, 10**6 + requests * 1500, 1500)
+    ]
+
+
+def test_steps_are_short_while_another_owner_is_active() -> None:
+    """A hit waited for a step of 2,048 tokens under way, then for as long a step of its own."""
+    simulation = Simulation(("a", "b"), blocks=4000, tokens=2048)
+    document = list(range(960))
+    first = simulation.ask("a", document)
+    while first.finish_reason is None:
+        simulation.step()
+    flood = flooded(simulation)
+    while not flood[0].first_token_time:  # its credit is spent
+        simulation.step()
+    for question in range(40):
+        asked = simulation.ask("a", [*document, *[question] * 20], answer=1)
+        for steps in range(8):
+            decoding = [one for one in flood if one.first_token_time and not one.finish_reason]
+            answered = [len(one.sampling.output_token_ids) for one in decoding]
+            running = len(simulation.scheduler.running)
+            assert simulation.step() <= 64 + running
+            now = [len(one.sampling.output_token_ids) for one in decoding]
+            assert now == [count + 1 for count in answered], "an answer was held up"
+            assert asked.finish_reason, f"it was not computed in step {steps}"
+        assert asked.num_cached_tokens >= 960
+    assert any(one.finish_reason for one in flood), "the flood itself is starved"
+
+
+def test_steps_are_long_for_an_owner_that_is_alone() -> None:
+    simulation = Simulation(("a", "b"), blocks=4000, tokens=2048)
+    flooded(simulation)
+    assert simulation.step() == 2048
+    simulation.end(simulation.ask("a", [1]))
+    assert simulation.step() <= 64 + len(simulation.scheduler.running)
+    simulation.now += ACTIVE_SECONDS + 1
+    flooded(simulation, 1)
+    assert simulation.step() > 2000
 
 
 def test_without_owners_the_flood_is_felt() -> None:
@@ -113,8 +158,8 @@ def test_an_owner_pays_once_for_a_prompt_whose_step_failed(is_answered: bool) ->
     had = []
     for failures in (0, 2):
         simulation = Simulation(("a", "b"))
-        first = simulation.ask("a", list(range(64)))
-        simulation.ask("b", list(range(64)))
+        first = simulation.ask("a", list(range(32)))
+        simulation.ask("b", list(range(32)))
         while first.finish_reason is None:
             simulation.step()
         second = simulation.ask("a", list(range(80)))
@@ -143,7 +188,7 @@ def test_who_asked_before_he_was_made_an_owner_is_not_limited() -> None:
     assert early.finish_reason is not None
 
 
-@pytest.mark.parametrize(("blocks", "running"), [(BLOCKS, 1), (70, RUNNING)])
+@pytest.mark.parametrize(("blocks", "running"), [(BLOCKS, 1), (70, RUNNING), (75, RUNNING)])
 def test_a_prompt_does_not_wait_for_one_that_could_only_run_in_its_place(
     blocks: int, running: int
 ) -> None:
@@ -154,7 +199,7 @@ def test_a_prompt_does_not_wait_for_one_that_could_only_run_in_its_place(
         if simulation.scheduler.waiting or simulation.scheduler.running:
             simulation.step()
     assert all(one.finish_reason for one in requests)
-    assert simulation.scheduler.num_preemptions == 0
+    assert simulation.scheduler.num_preemptions <= 1
 
 
 def test_a_prompt_fits_beside_those_that_hold_its_beginning() -> None:

@@ -15,6 +15,7 @@
      ├ OutOfMemoryError        no memory for the model, or for even one such request
      ├ CacheError              misuse of the cache manager: double free, unknown sequence
      └ EngineError             a step failed and its requests ended, or the engine is closed
+        ├ NoTokenError            a request's own bans leave no next token; it ends alone
         ├ ReplicaLostError        the replica that answered died; only its own requests end
         └ TierError               a tier may not have forgotten what it was told to forget
 
@@ -32,6 +33,7 @@ __all__ = [
     "HeadstartError",
     "ModelError",
     "ModelNotFoundError",
+    "NoTokenError",
     "OutOfMemoryError",
     "PromptTooLongError",
     "ReplicaLostError",
@@ -104,6 +106,10 @@ class CacheError(HeadstartError):
 
 class EngineError(HeadstartError):
     """A step failed and its requests ended with this error, or the engine is closed."""
+
+
+class NoTokenError(EngineError):
+    """What a request bans and the form it asks for leave no next token; it alone ended."""
 
 
 class ReplicaLostError(EngineError):

@@ -291,13 +291,13 @@ class Engine:
 
     def _discard_failed(self, step: OpenStep, batch: Batch, tokens: Sequence[Choice]) -> None:
         """End the requests whose part failed, before anything that they computed can be found."""
-        if EngineError not in map(type, tokens):
-            return
         failed = {
             part.request.group: token
             for part, token in zip(batch.scheduled, tokens, strict=True)
             if isinstance(token, EngineError)
         }
+        if not failed:
+            return
         sequences = [request.sequence for group in failed for request in group.requests]
         self.manager.discard([one for one in sequences if self.manager.is_known(one)])
         for group, error in failed.items():

@@ -32,6 +32,7 @@ from headstart.engine.vllm_api.sampling import SAMPLING
 from headstart.errors import (
     EngineError,
     HeadstartError,
+    NoTokenError,
     PromptTooLongError,
     ReplicaLostError,
     RequestError,
@@ -105,6 +106,8 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, PromptTooLongError):  # in the words by which clients know it
         text = f"{error}; this model's maximum context length is {error.max_model_len} tokens"
         return ApiError(400, text, code="context_length_exceeded")
+    if isinstance(error, NoTokenError):  # which says nothing of other requests
+        return ApiError(400, str(error))
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=_param_of(str(error)))
     if isinstance(error, ReplicaLostError):

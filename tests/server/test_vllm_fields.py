@@ -293,3 +293,23 @@ def test_options_of_a_stream_need_one(server: Running, path: str, stream: dict[s
     assert (told.status_code, told.json()["error"]["param"]) == (400, "stream_options")
     assert told.json()["error"]["message"].startswith("stream_options is given without a stream")
     assert post(server, path, **body, **stream, stream_options=None).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("wishes", "says"),
+    [
+        ({"allowed_token_ids": [5], "structured_outputs": {"choice": ["zzz"]}}, "cannot hold"),
+        ({"bad_words": ["zzz"], "structured_outputs": {"choice": ["zzz"]}}, "every token is"),
+        ({"bad_words": ["zzz"], "response_format": {"type": "json_object"}}, None),
+    ],
+)
+def test_wishes_that_contradict_are_the_client_s_fault(
+    server: Running, wishes: dict[str, Any], says: str | None
+) -> None:
+    """They were a 500."""
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 5, **wishes}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == (200 if says is None else 400), answer.text
+    assert says is None or says in answer.json()["error"]["message"]
+    blocks, free = server.pool()
+    assert blocks == free

@@ -2,17 +2,23 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from headstart.engine.logits.bad_words import BadWords, spell_words
 from headstart.engine.logits.bias import AllowedTokens, LogitBias
 from headstart.engine.logits.callback import Callbacks
 from headstart.engine.logits.checks import check_vocabulary
-from headstart.engine.logits.protocol import LogitsProcessor
+from headstart.engine.logits.protocol import LogitsProcessor, TokenMask, allowed_tokens
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.params import SamplingParams
 from headstart.engine.structured.grammar import NAMES_SPECIAL, GrammarCompiler
 from headstart.engine.structured.processor import GrammarMask
+from headstart.errors import RequestError
 
 __all__ = ["ProcessorFactory"]
+
+_BANNING = ("allowed_token_ids", "bad_words", "structured_outputs", "min_tokens")
+"""Sampling parameters that ban tokens."""
 
 
 class ProcessorFactory:
@@ -49,7 +55,30 @@ class ProcessorFactory:
             if params.structured_outputs is not None:
                 own.append(self._grammar(params))
             answers.append(tuple(own))
+        self._check_beginning(params, answers[0])
         return answers
+
+    def _check_beginning(
+        self, params: SamplingParams, processors: Sequence[LogitsProcessor]
+    ) -> None:
+        """Raise RequestError if no token is left for the beginning of an answer."""
+        masks = [one for one in processors if isinstance(one, TokenMask)]
+        names = [name for name in _BANNING if getattr(params, name)]
+        if not masks or len(names) < 2:
+            return
+        allowed, _ = allowed_tokens([masks], self._vocabulary.size)
+        assert allowed is not None
+        bits = np.unpackbits(allowed[0], bitorder="little")[: self._vocabulary.size]
+        if params.min_tokens and not any(one.complete for one in masks):
+            ends = set() if params.ignore_eos else set(self._vocabulary.eos_token_ids)
+            ends.update(params.stop_token_ids or ())
+            bits[[token_id for token_id in ends if token_id < len(bits)]] = 0
+        if not bits.any():
+            first, *others = names
+            raise RequestError(
+                f"{first} cannot hold together with {' and '.join(others)}: no token is left for "
+                "the beginning of an answer"
+            )
 
     def _grammar(self, params: SamplingParams) -> GrammarMask:
         assert params.structured_outputs is not None

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.errors import EngineError
+from headstart.errors import EngineError, NoTokenError
 from headstart.models.greedy_head import every_token, mask_logits
 
 __all__ = ["ALL_BANNED", "LogitsProcessor", "Rows", "TokenMask", "allowed_tokens", "change_logits"]
@@ -91,7 +91,7 @@ def allowed_tokens(
     failed: Failures = {}
     for kind, rows in _by_kind(processors):
         failed |= kind.ban(allowed, rows)
-    empty = {row: EngineError(ALL_BANNED) for row in np.flatnonzero(~allowed.any(axis=1)).tolist()}
+    empty = {row: NoTokenError(ALL_BANNED) for row in np.flatnonzero(~allowed.any(axis=1)).tolist()}
     return allowed, empty | failed
 
 

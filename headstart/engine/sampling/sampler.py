@@ -22,7 +22,7 @@ from headstart.engine.sampling.warpers import (
     keep_top_p,
     penalise_repetition,
 )
-from headstart.errors import EngineError
+from headstart.errors import EngineError, NoTokenError
 from headstart.models.greedy_head import greedy_tokens
 
 
@@ -129,7 +129,7 @@ class Sampler:
             if row in failed:
                 chosen.append(failed[row])
             elif token_id < 0 and state.processors and bool((one == float("-inf")).all()):
-                chosen.append(EngineError(ALL_BANNED))
+                chosen.append(NoTokenError(ALL_BANNED))
             elif state.takes_argmax or token_id < 0:
                 chosen.append(self.accept(token_id))
             else:
@@ -150,6 +150,8 @@ class Sampler:
     ) -> SampledToken | EngineError:
         try:
             return self._choose(logits, state, logits if raw is None else raw)
+        except EngineError as error:
+            return error
         except Exception as error:  # whatever torch says of such numbers
             failed = EngineError(f"sampling failed: {type(error).__name__}: {error}")
             failed.__cause__ = error
@@ -165,8 +167,10 @@ class Sampler:
         if params.is_greedy:
             [token_id] = greedy_tokens(scores)
             if token_id < 0:
-                raise EngineError(ALL_BANNED)
+                raise NoTokenError(ALL_BANNED)
         else:
+            if state.banned_token_ids and bool((scores == float("-inf")).all()):
+                raise NoTokenError(ALL_BANNED)
             weights = scores.softmax(-1).cpu()
             token_id = int(torch.multinomial(weights, 1, generator=state.generator))
         if params.logprobs is None:

@@ -8,7 +8,7 @@ import numpy as np
 from headstart.engine.logits.protocol import Failures, Rows, TokenMask
 from headstart.engine.structured.grammar import TokenMasks
 from headstart.engine.structured.reasons import explain
-from headstart.errors import EngineError
+from headstart.errors import NoTokenError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -43,7 +43,7 @@ class GrammarMask(TokenMask):
         failed: Failures = {}
         for (row, one), mask in zip(rows, computed, strict=True):
             if one._matcher.is_error():
-                failed[row] = EngineError(
+                failed[row] = NoTokenError(
                     "structured_outputs could not be followed to the answer's end: "
                     f"{explain(one._matcher.get_error())}"
                 )

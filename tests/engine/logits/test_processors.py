@@ -13,7 +13,7 @@ from headstart.engine.logits.factory import ProcessorFactory
 from headstart.engine.logits.protocol import LogitsProcessor, change_logits
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingState
-from headstart.errors import EngineError, RequestError
+from headstart.errors import EngineError, NoTokenError, RequestError
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
 TOKENIZER = TINY_TOKENIZERS["byte_level"]()
@@ -160,7 +160,6 @@ def _breaks(past: list[int], logits: Tensor) -> Tensor:
         ({"logits_processors": [lambda past, logits: None]}, "it returned NoneType, not logits"),
         ({"logits_processors": [lambda past, logits: logits - torch.inf]}, "every token is banned"),
         ({"logits_processors": [lambda past, logits: logits * torch.nan]}, "not finite"),
-        ({"allowed_token_ids": [5], "bad_words": ["&"]}, "every token is banned"),
     ],
 )
 @pytest.mark.parametrize("more", [{}, {"temperature": 1.0}, {"logprobs": 1}])
@@ -175,6 +174,32 @@ def test_a_processor_that_fails_ends_its_own_request(
     with pytest.raises(EngineError, match=reason):
         raise found[1]
     assert [found[0], found[2]] == [SampledToken(likeliest[row], None, ()) for row in (0, 2)]
+
+
+@pytest.mark.parametrize("more", [{}, {"temperature": 1.0}, {"logprobs": 1}])
+def test_wishes_that_contradict_in_the_middle_end_their_own_request(more: dict[str, Any]) -> None:
+    [token] = spell("&")
+    state = make([token], allowed_token_ids=[token], bad_words=["&&"], **more)
+    logits = make_logits(2)
+    likeliest = logits.argmax(-1).tolist()
+    failed, other = SAMPLER.sample(logits, [state, make()])
+    assert isinstance(failed, NoTokenError)
+    assert other == SampledToken(likeliest[1], None, ())
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"allowed_token_ids": [5], "bad_words": ["&"]}, "allowed_token_ids .* bad_words:"),
+        ({"allowed_token_ids": [382], "min_tokens": 2}, "allowed_token_ids .* min_tokens:"),
+    ],
+)
+def test_wishes_that_contradict_at_the_beginning_are_refused(
+    options: dict[str, Any], names: str
+) -> None:
+    """They ended their request with an EngineError in its first step."""
+    with pytest.raises(RequestError, match=names):
+        make(**options)
 
 
 # Batches

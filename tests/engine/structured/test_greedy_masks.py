@@ -80,8 +80,10 @@ def test_who_wants_more_gets_all_logits(
 
 
 def test_an_answer_without_an_allowed_token_ends_alone(llm: LLM) -> None:
-    [word] = [i for i in range(382) if llm.get_tokenizer().decode([i]) == "a"]  # type: ignore[union-attr]
-    banned = SamplingParams(temperature=0, allowed_token_ids=[word], bad_words=["a"])
+    words = [i for i in range(382) if llm.get_tokenizer().decode([i]) in "ab"]  # type: ignore[union-attr]
+    banned = SamplingParams(
+        temperature=0, max_tokens=9, allowed_token_ids=words, bad_words=["aa", "ab", "ba", "bb"]
+    )
     plain = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     runs = llm.engine
     groups = [runs.submit(runs.prepare(PROMPT, params)) for params in (banned, plain)]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from headstart import LLM, SamplingParams, StructuredOutputsParams
-from headstart.errors import EngineError
+from headstart.errors import RequestError
 
 Schema = dict[str, Any]
 Form = tuple[int, dict[str, Any]]
@@ -235,5 +235,5 @@ def test_with_a_bias_and_bad_words_it_is_still_valid(writer: LLM) -> None:
             or jsonschema.validate(json.loads(one.text), schema) is None
         )
     params = SamplingParams(structured_outputs=form, allowed_token_ids=[end])
-    with pytest.raises(EngineError, match="every token is banned"):
+    with pytest.raises(RequestError, match="allowed_token_ids cannot hold together"):
         writer.generate("the", params)

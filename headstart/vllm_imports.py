@@ -26,13 +26,17 @@ def serve_modules() -> None:
 
 
 def find_names(
-    module: str, names: Sequence[str], homes: Mapping[str, str] | None = None
+    module: str,
+    names: Sequence[str],
+    homes: Mapping[str, str] | None = None,
+    values: Mapping[str, Callable[[], object]] | None = None,
 ) -> Callable[[str], object]:
     """A module's `__getattr__`: finds names when first used, and says what to do without others.
 
     names: all that the module has. homes: the modules that those come from which it does not
-    define. An import of any other gets an ImportError, any other look an AttributeError: an import
-    would replace that by an error of its own, and `hasattr` lets no ImportError pass.
+    define. values: names whose value is read at each use. An import of any other name gets an
+    ImportError, any other look an AttributeError: an import would replace that by an error of its
+    own, and `hasattr` lets no ImportError pass.
     """
 
     def find(name: str) -> object:
@@ -40,6 +44,8 @@ def find_names(
             value: object = getattr(load_module(homes[name]), name)
             setattr(sys.modules[module], name, value)
             return value
+        if values is not None and name in values:
+            return values[name]()
         if name.startswith("_"):  # what Python asks of a module, which must not load the tables
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         caller = sys._getframe(1)

@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "machine": set(),
     "mypyc_hints": set(),
     "vllm_imports": set(),
+    "envs": set(),
     "inputs": {"engine"},
     "lora": {"engine"},
     "outputs": {"engine"},

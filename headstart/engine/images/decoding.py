@@ -16,7 +16,7 @@ from headstart.validation import shorten
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["FORMATS", "decode_image", "file_limit"]
+__all__ = ["FORMATS", "decode_image", "file_limit", "to_rgb"]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are read, in Pillow's names: none of them starts another program or reads a file."""
@@ -60,7 +60,7 @@ def decode_image(source: ImageSource, max_pixels: int) -> "Image":
         # A user's own picture, which may be in several prompts, is not decoded twice at once.
         with _own_pictures if opened is source else nullcontext():
             upright = ImageOps.exif_transpose(opened)
-        return _to_rgb(upright)
+        return to_rgb(upright)
     except RequestError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -103,7 +103,7 @@ def _scale_transparent_level(image: Any) -> None:
         image.info["transparency"] = level * _GREY_STEPS.get(image.tile[0][3], 1)
 
 
-def _to_rgb(image: "Image") -> "Image":
+def to_rgb(image: "Image") -> "Image":
     """Convert an image of any mode to RGB, over a white ground where it is transparent."""
     from PIL import Image
 

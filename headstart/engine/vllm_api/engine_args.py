@@ -260,9 +260,11 @@ REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "offload_prefetch_step": (1,),
         "offload_params": (set(), []),
     },
+    "K/V are shared between engines and processes by `cache_dir` and `remote_cache`": {
+        "kv_transfer_config": (),
+    },
     "K/V stay where they are: raise `kv_cache_fraction` for more": {
         "kv_offloading_size": (),
-        "kv_transfer_config": (),
         "kv_events_config": (),
         "ec_transfer_config": (),
         "ec_manager_config": (),

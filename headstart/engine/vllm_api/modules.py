@@ -19,14 +19,22 @@ __all__ = ["HOMES", "MODULES", "explain_missing", "missing_module", "names_in"]
 _PROMPTS = dict.fromkeys(
     ["PromptType", "TextPrompt", "TokensPrompt"], "headstart.engine.prompt_types"
 )
+_HELPERS = "headstart.engine.vllm_api.helpers"
+_CLEANUP = {"cleanup_dist_env_and_memory": _HELPERS}
 HOMES: Mapping[str, Mapping[str, str]] = {
+    "distributed": _CLEANUP,
+    "distributed.parallel_state": _CLEANUP,
     "engine.async_llm_engine": {"AsyncLLMEngine": "headstart.engine.async_llm"},
     "engine.llm_engine": {"LLMEngine": "headstart.engine.vllm_api.llm_engine"},
     "entrypoints": {"LLM": "headstart.engine.llm"},
     "entrypoints.llm": {"LLM": "headstart.engine.llm"},
     "inputs.data": _PROMPTS,
     "inputs.llm": _PROMPTS,
+    "logger": {"init_logger": _HELPERS},
     "logprobs": {"Logprob": "headstart.engine.outputs"},
+    "multimodal": {},
+    "multimodal.utils": {"encode_image_base64": _HELPERS},
+    "sequence": {"Logprob": "headstart.engine.outputs"},
     "v1.metrics": {},
     "v1.metrics.reader": dict.fromkeys(
         ["Metric", "Counter", "Gauge", "Histogram", "Vector"], "headstart.engine.vllm_api.metrics"
@@ -36,6 +44,7 @@ HOMES: Mapping[str, Mapping[str, str]] = {
 
 _NO_FILES = {name: ", ".join(f"`{one}`" for one in homes) for name, homes in HOMES.items()}
 _FILES = {
+    "envs": "",
     "sampling_params": "",
     "inputs": "",
     "outputs": "",
@@ -52,6 +61,7 @@ _TOKENIZER = "`llm.get_tokenizer()` is transformers' tokenizer"
 _OPTIONS = "options are arguments of `LLM`"
 _SERVER = "`headstart serve` is the server"
 _INSIDE = "`LLM.engine` is the engine here; its parts are not vLLM's"
+_ONE_PROCESS = "one engine runs in one process on one device; `llm.close()` frees the memory"
 _POOLING = "models here generate; for embeddings or scores use transformers"
 
 
@@ -64,11 +74,11 @@ MODULES = Names(
     works(_FILES | _NO_FILES)
     | refused(
         {
-            _IMAGES: _all("multimodal assets.image assets.base"),
+            _IMAGES: _all("assets.image assets.base"),
             "models here hear only in `Omni`, which takes arrays": _all("assets.audio"),
             "models here see images, not videos": _all("assets.video"),
             _TOKENIZER: _all("tokenizers transformers_utils"),
-            f"{_OPTIONS}, or HEADSTART_... for the command line": _all("config envs"),
+            f"{_OPTIONS}, or HEADSTART_... for the command line": _all("config"),
             _SERVER: _all(
                 "entrypoints.openai entrypoints.anthropic entrypoints.api_server entrypoints.cli "
                 "entrypoints.launcher entrypoints.serve entrypoints.utils tool_parsers reasoning "
@@ -83,9 +93,7 @@ MODULES = Names(
             _POOLING: _all("pooling_params entrypoints.pooling entrypoints.score_utils"),
             "`headstart.sampling_params` has `BeamSearchParams`": _all("beam_search"),
             "every decoder that transformers has is tried": _all("model_executor model_inspection"),
-            "one engine runs in one process on one device; `llm.close()` frees the memory": _all(
-                "distributed device_allocator ray executor worker engine.multiprocessing"
-            ),
+            _ONE_PROCESS: _all("device_allocator ray executor worker engine.multiprocessing"),
             "give functions as `SamplingParams(logits_processors=[...])`": _all(
                 "logits_process v1.sample"
             ),
@@ -94,7 +102,7 @@ MODULES = Names(
                 "engine.metrics v1.metrics.loggers v1.metrics.stats v1.metrics.prometheus"
             ),
             "`device=` says where the engine runs": _all("platforms"),
-            "use Python's `logging`": _all("logger logging_utils"),
+            "use Python's `logging`": _all("logging_utils"),
             "errors are in `headstart.errors`": _all("exceptions v1.engine.exceptions"),
             "measure with the programs in `bench/`": _all("benchmarks"),
             "profile with torch.profiler or py-spy around the call": _all("profiler"),
@@ -102,7 +110,7 @@ MODULES = Names(
             _INSIDE: _all(
                 "block compilation connections core cute_utils engine.async_timeout "
                 "engine.output_processor env_override forward_context ir kernels lora.models "
-                "lora.layers plugins scalar_type sequence spec_decode tasks third_party "
+                "lora.layers plugins scalar_type spec_decode tasks third_party "
                 "tilelang_utils triton_utils usage "
                 "v1.attention v1.core v1.executor v1.kv_cache_interface v1.outputs v1.request "
                 "v1.spec_decode v1.structured_output v1.utils v1.worker vllm_flash_attn"
@@ -114,6 +122,8 @@ MODULES = Names(
 
 _WITHIN: Mapping[str, str] = {
     "attention": _INSIDE,
+    "distributed": _ONE_PROCESS,
+    "multimodal": _IMAGES,
     "v1": _INSIDE,
     "lora": _INSIDE,
     "utils": "write what it does in the program",
@@ -123,6 +133,7 @@ _WITHIN: Mapping[str, str] = {
 }
 """What to do without any other module of these packages."""
 
+_ENVS = "no environment variables of vLLM are read: options are arguments of `LLM`"
 _LISTS = "a dict of token ids to `Logprob` for each token"
 _EMBEDS = "prompts are texts, token ids and images, no embeddings"
 _DECODERS = "models here are decoders: a prompt is one text"
@@ -149,6 +160,18 @@ _NAMES: Mapping[str, Mapping[str, Iterable[str]]] = {
             "MultiModalHashes MultiModalInput MultiModalPlaceholders mm_input"
         ),
     },
+    "envs": {
+        _ENVS: _all(
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_ATTENTION_BACKEND VLLM_CPU_KVCACHE_SPACE "
+            "VLLM_ENABLE_V1_MULTIPROCESSING VLLM_HOST_IP VLLM_LOGGING_LEVEL VLLM_PORT VLLM_USE_V1 "
+            "VLLM_USE_MODELSCOPE VLLM_WORKER_MULTIPROC_METHOD environment_variables"
+        )
+    },
+    "multimodal": {_IMAGES: _all("MULTIMODAL_REGISTRY MultiModalDataDict MultiModalKwargs")},
+    "multimodal.utils": {
+        _IMAGES: _all("MediaConnector encode_audio_base64 encode_image_url fetch_image")
+    },
+    "sequence": {_INSIDE: _all("IntermediateTensors Sequence SequenceGroup SequenceData")},
     "outputs": {_POOLING: [name for name in EXPORTS.rows if name.endswith("Output")]},
     "logprobs": {_LISTS: ["PromptLogprobs", "SampleLogprobs", "FlatLogprobs"]},
     "entrypoints.llm": {_POOLING: ["PoolingParams", "PoolingRequestOutput"]},

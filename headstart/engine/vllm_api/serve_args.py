@@ -149,6 +149,9 @@ _NOTES: Mapping[str, str] = {
     "images are read by the model's own processor: Pillow images, paths, bytes, data: URLs": (
         "images are read by the model's own processor, from data: URLs"
     ),
+    "K/V are shared between engines and processes by `cache_dir` and `remote_cache`": (
+        "K/V are shared between engines and processes by `--cache-dir` and `--remote-cache`"
+    ),
     "K/V stay where they are: raise `kv_cache_fraction` for more": (
         "give `--cache-dir` or `--remote-cache` for K/V that outlive memory"
     ),

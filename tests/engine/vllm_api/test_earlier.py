@@ -105,7 +105,7 @@ def test_every_call_refuses_token_ids_beside_its_prompt(table: Names) -> None:
         (lambda: setattr(LORA, "lora_path", "b"), "LoRARequest.lora_path tells what holds"),
         (lambda: FEW.max_token, "SamplingParams knows no 'max_token'; the nearest is max_tokens"),
         (lambda: FEW.logits_processor, "no 'logits_processor'; the nearest is logits_processors"),
-        (lambda: headstart.envs, "'headstart.envs': options are arguments of `LLM`"),
+        (lambda: headstart.config, "'headstart.config': options are arguments of `LLM`"),
         (
             lambda: headstart.inputs.PromptInputs,
             "headstart.inputs has no PromptInputs: `PromptType`",

@@ -1,0 +1,101 @@
+"""vLLM's small functions: they do what they do there."""
+
+import base64
+import gc
+import io
+import logging
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import headstart
+from headstart import ConfigError, HeadstartError, envs
+from headstart.distributed import cleanup_dist_env_and_memory
+from headstart.engine import outputs
+from headstart.logger import init_logger
+from headstart.multimodal.utils import encode_image_base64
+from headstart.sequence import Logprob
+
+
+class Records(logging.Handler):
+    """Handler that keeps its records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def test_a_logger_writes_equal_messages_once() -> None:
+    logger: Any = init_logger("some.program")
+    assert logger is init_logger("some.program") is logging.getLogger("some.program")
+    handler = Records()
+    logger.addHandler(handler)
+    logger.setLevel("DEBUG")
+    logger.info("read %d", 1)
+    for number in (1, 1, 2):
+        logger.info_once("read %d", number)
+        logger.warning_once("careful", scope="local")
+    messages = [record.getMessage() for record in handler.records]
+    assert messages == ["read 1", "read 1", "careful", "read 2"]
+    names = {record.funcName for record in handler.records}
+    assert names == {"test_a_logger_writes_equal_messages_once"}
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG"])
+def test_an_image_is_encoded_as_a_model_sees_it(form: str) -> None:
+    clear = Image.new("RGBA", (4, 2), (255, 0, 0, 0))
+    clear.getexif()[0x0112] = 6  # to be turned by 90 degrees
+    file = io.BytesIO(base64.b64decode(encode_image_base64(clear, format=form)))
+    found = Image.open(file)
+    assert (found.format, found.mode, found.size) == (form, "RGB", (2, 4))
+    assert np.asarray(found).min() == 255
+
+
+def test_an_image_is_encoded_in_another_mode() -> None:
+    clear = Image.new("RGBA", (4, 2), (255, 0, 0, 9))
+    data = base64.b64decode(encode_image_base64(clear, image_mode="RGBA"))
+    assert Image.open(io.BytesIO(data)).tobytes() == clear.tobytes()
+
+
+def test_cleaning_up_collects_garbage() -> None:
+    class Node:
+        itself: "Node"
+
+    node = Node()
+    node.itself = node
+    gone = weakref.ref(node)
+    gc.disable()
+    try:
+        del node
+        cleanup_dist_env_and_memory()
+    finally:
+        gc.enable()
+    assert gone() is None
+
+
+def test_a_variable_is_read_at_each_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADSTART_NATIVE", raising=False)
+    assert (envs.HEADSTART_NATIVE, envs.is_set("HEADSTART_NATIVE")) == ("1", False)
+    monkeypatch.setenv("HEADSTART_NATIVE", "0")
+    assert (envs.HEADSTART_NATIVE, envs.is_set("HEADSTART_NATIVE")) == ("0", True)
+
+
+def test_variables_of_vllm_are_not_there() -> None:
+    with pytest.raises(HeadstartError, match="no environment variables of vLLM are read"):
+        exec("from headstart.envs import VLLM_USE_V1")
+    assert not hasattr(envs, "VLLM_USE_V1")
+
+
+def test_log_probabilities_are_ours() -> None:
+    assert Logprob is outputs.Logprob
+
+
+def test_a_transfer_of_kv_points_to_the_tiers() -> None:
+    with pytest.raises(ConfigError, match=r"by `cache_dir` and `remote_cache`$"):
+        headstart.LLM("none", kv_transfer_config={"kv_connector": "LMCacheConnectorV1"})

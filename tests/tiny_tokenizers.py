@@ -4,17 +4,30 @@ byte_level      GPT-2, Llama 3, Qwen: byte-level BPE, texts and ids go back and 
 metaspace       SentencePiece as newer Llamas have it: a space before the first word only,
                 a character that is not in the vocabulary is spelled in bytes
 prepended       Llama 2, Mistral: a space before whatever follows a special token
+
+More kinds of decoders, for tests of text alone:
+
+always          SentencePiece with a space before every part between special tokens
+replaced        Gemma: spaces are spelled as they are, and decoding drops none
+word_pieces     BERT: a space before each word but the first, none before the rest of a word
 """
 
 import json
 from collections.abc import Callable
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from tokenizers.trainers import BpeTrainer
+from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-__all__ = ["CHATML", "END_OF_TURN", "SPECIAL_TOKENS", "TINY_TOKENIZERS", "byte_tokens"]
+__all__ = [
+    "CHATML",
+    "DECODED_TOKENIZERS",
+    "END_OF_TURN",
+    "SPECIAL_TOKENS",
+    "TINY_TOKENIZERS",
+    "byte_tokens",
+]
 
 END_OF_TURN = "<|im_end|>"
 SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", END_OF_TURN)
@@ -79,6 +92,31 @@ def _prepended() -> Tokenizer:
     return tokenizer
 
 
+def _always() -> Tokenizer:
+    tokenizer = Tokenizer(_pieces())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    return tokenizer
+
+
+def _replaced() -> Tokenizer:
+    tokenizer = Tokenizer(_pieces())
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+def _word_pieces() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = WordPieceTrainer(vocab_size=150, special_tokens=["[UNK]"], show_progress=False)
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    return tokenizer
+
+
 def _piece_decoder() -> decoders.Decoder:
     return decoders.Sequence(
         [
@@ -106,6 +144,12 @@ TINY_TOKENIZERS: dict[str, Callable[..., PreTrainedTokenizerBase]] = {
     "byte_level": lambda chat_template=CHATML: _wrap(_byte_level(), chat_template),
     "metaspace": lambda chat_template=CHATML: _wrap(_metaspace(), chat_template),
     "prepended": lambda chat_template=CHATML: _wrap(_prepended(), chat_template),
+}
+
+DECODED_TOKENIZERS = TINY_TOKENIZERS | {
+    "always": lambda chat_template=CHATML: _wrap(_always(), chat_template),
+    "replaced": lambda chat_template=CHATML: _wrap(_replaced(), chat_template),
+    "word_pieces": lambda chat_template=CHATML: _wrap(_word_pieces(), chat_template),
 }
 
 

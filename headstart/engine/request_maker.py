@@ -125,7 +125,9 @@ class RequestMaker:
         )
         text = OutputText(
             Detokenizer(
-                vocabulary.tokenizer if params.detokenize else None, params.skip_special_tokens
+                vocabulary.tokenizer if params.detokenize else None,
+                params.skip_special_tokens,
+                group.prompt_token_ids,
             ),
             params,
             vocabulary.eos_token_ids,

@@ -207,21 +207,23 @@ class ConversationMemory:
         self._texts.clear()
 
     def _count_shown(self, token_ids: Sequence[int], text: str) -> int:
-        """How many of a reply's first ids spell the beginning of `text`, whole characters only.
+        """Return how many of a reply's first ids spell the beginning of `text`.
 
+        Only whole characters count, and no space at the beginning: the ids alone may lose it.
         Longer beginnings of the ids spell longer texts, so a binary search finds the place, but
         for the tokens of an unfinished character before it.
         """
+        text = text.lstrip(" ")
         places = range(len(token_ids) + 1)
         shown = bisect_left(places, True, key=lambda n: not self._is_shown(token_ids[:n], text)) - 1
         for count in range(shown, max(shown - _CONTEXT, 0), -1):
-            spelled = self._spelling.spell(token_ids[:count])
+            spelled = self._spelling.spell(token_ids[:count]).lstrip(" ")
             if text.startswith(spelled) and not spelled.endswith(_UNFINISHED):
                 return count
         return 0
 
     def _is_shown(self, token_ids: Sequence[int], text: str) -> bool:
-        return text.startswith(self._spelling.spell(token_ids).rstrip(_UNFINISHED))
+        return text.startswith(self._spelling.spell(token_ids).lstrip(" ").rstrip(_UNFINISHED))
 
     def _spell_after(self, before: Sequence[int], token_ids: Sequence[int]) -> str | None:
         """The text of token ids that follow others; None if the texts cannot be told apart.

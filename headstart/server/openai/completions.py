@@ -162,6 +162,7 @@ class _Told:
         if self._body.logprobs is not None:
             as_ids = bool(self._body.return_tokens_as_token_ids)
             first = self._first_token(output) if echoed and entries else (0, "")
+            start += len(echoed) - _prompt_length(output, first[1]) if first[1] else 0
             logprobs, end = completion_logprobs(
                 entries, self._body.logprobs, start, as_ids=as_ids, first=first
             )
@@ -204,6 +205,17 @@ class _Told:
         token_id = output.prompt_token_ids[0]
         text = str(self._tokenizer.decode([token_id])) if self._tokenizer is not None else ""
         return token_id, text
+
+
+def _prompt_length(output: RequestOutput, first: str) -> int:
+    """Return the length of all texts of a prompt's tokens.
+
+    The prompt's own text may show less at its beginning: no token that begins every text, no space
+    before the first word.
+    """
+    entries = filter(None, output.prompt_logprobs or ())
+    shown = (next(iter(entry.values())).decoded_token or "" for entry in entries)
+    return len(first) + sum(map(len, shown))
 
 
 async def _answer_all(service: Service, requests: Sequence[RequestGroup]) -> list[RequestOutput]:

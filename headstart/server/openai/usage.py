@@ -71,7 +71,8 @@ def completion_logprobs(
 ) -> tuple[dict[str, Any], int]:
     """The same as completions have them, and where the last token's text ends.
 
-    offset: where the first token's text begins. first: id and text of a prompt's first token, whose
+    offset: where the first token's text begins, below 0 for tokens that the text does not show
+    at its beginning. first: id and text of a prompt's first token, whose
     entry is None.
     """
     told: dict[str, list[Any]] = {
@@ -91,7 +92,7 @@ def completion_logprobs(
         told["tokens"].append(f"token_id:{token_id}" if as_ids else text)
         told["token_logprobs"].append(max(chosen[1].logprob, -9999.0) if chosen else None)
         told["top_logprobs"].append(top if entry else None)
-        told["text_offset"].append(offset)
+        told["text_offset"].append(max(0, offset))
         offset += len(text)
     return told, offset
 

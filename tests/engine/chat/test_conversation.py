@@ -67,6 +67,20 @@ def test_a_reply_keeps_the_ids_it_was_sampled_with() -> None:
     assert spell(token_ids) == prompt
 
 
+@pytest.mark.parametrize("name", ["metaspace", "prepended"])
+def test_a_reply_that_begins_with_a_space_keeps_its_ids(name: str) -> None:
+    """Shown with the space or, as by other engines, without: the template decides what is found."""
+    tokenizer = TOKENIZERS[name]
+    memory = ConversationMemory(tokenizer)
+    sampled = tokenizer.convert_tokens_to_ids(["▁the", "▁t", "o", "g", "e", "t", "h", "e", "r"])
+    for shown in (" the together", "the together"):
+        memory.clear()
+        asked = turn(memory, MESSAGES, shown, sampled)
+        memory.remember(asked)
+        following = memory.encode(next_prompt(memory, MESSAGES, " the together"))
+        assert following[: len(asked.prompt_token_ids) + 9] == [*asked.prompt_token_ids, *sampled]
+
+
 def test_later_turns_keep_the_ids_of_all_replies() -> None:
     memory = ConversationMemory(BYTES)
     messages = list(MESSAGES)

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from headstart import SamplingParams
-from headstart.engine.text.detokenizer import Detokenizer
+from headstart.engine.text.detokenizer import Detokenizer, TokenTexts
 from headstart.engine.text.output import OutputText
-from tests.tiny_tokenizers import END_OF_TURN, TINY_TOKENIZERS, byte_tokens
+from tests.tiny_tokenizers import DECODED_TOKENIZERS, END_OF_TURN, TINY_TOKENIZERS, byte_tokens
 
-TOKENIZERS = {name: make() for name, make in TINY_TOKENIZERS.items()}
+TOKENIZERS = {name: make() for name, make in DECODED_TOKENIZERS.items()}
 BYTES = TOKENIZERS["byte_level"]
 NO_LIMIT = 10**9
 TEXTS = st.text(
@@ -84,6 +84,41 @@ def test_characters_come_out_as_soon_as_they_are_whole(name: str, text: str) -> 
         else:
             assert out == so_far
     assert out == "a" + text + "b"
+
+
+@pytest.mark.parametrize("name", DECODED_TOKENIZERS)
+@given(texts=st.lists(TEXTS, max_size=6), data=st.data(), skip=st.booleans())
+def test_an_answer_continues_the_text_of_its_prompt(
+    name: str, texts: list[str], data: st.DataObject, skip: bool
+) -> None:
+    """The answers of SentencePiece's tokenizers once lost the space before their first word."""
+    tokenizer = TOKENIZERS[name]
+    token_ids = [token_id for text in texts for token_id in tokens(text + END_OF_TURN, tokenizer)]
+    count = data.draw(st.integers(0, len(token_ids)))
+    prompt = decode(tokenizer, token_ids[:count], skip)
+    whole = decode(tokenizer, token_ids, skip)
+    assume("\ufffd" not in prompt + "".join(texts))
+    detokenizer = Detokenizer(tokenizer, skip, token_ids[:count])
+    pushed = "".join(map(detokenizer.push, token_ids[count:])) + detokenizer.finish()
+    assert prompt + pushed == whole
+    assert Detokenizer(tokenizer, skip, token_ids[:count]).finish(token_ids[count:]) == pushed
+
+
+@pytest.mark.parametrize("name", DECODED_TOKENIZERS)
+def test_texts_of_tokens_are_the_text(name: str) -> None:
+    """All but the first stand inside a text, with the space that begins them."""
+    tokenizer = TOKENIZERS[name]
+    first, *others = tokens("the other day they went there together", tokenizer)
+    texts = TokenTexts(tokenizer)
+    whole = decode(tokenizer, [first]) + "".join(map(texts, others))
+    assert whole == decode(tokenizer, [first, *others]) == "the other day they went there together"
+
+
+def test_an_answer_completes_the_last_character_of_its_prompt() -> None:
+    for name in ("byte_level", "metaspace"):
+        *token_ids, last = tokens("a日", TOKENIZERS[name])
+        detokenizer = Detokenizer(TOKENIZERS[name], True, token_ids)
+        assert detokenizer.push(last) == "日"
 
 
 def test_an_unfinished_character_comes_out_at_the_end() -> None:

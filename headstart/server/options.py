@@ -26,6 +26,9 @@ class ServerOptions:
     model_alias: tuple[str, ...] = option(
         (), "a further name of the model in the API; may be given several times"
     )
+    any_model: bool = option(
+        False, "answer requests for a model of any other name too; agents ask for several"
+    )
     max_waiting: int = option(
         256, "requests that wait at the most; further ones are refused with status 429", _COUNTS
     )

@@ -98,14 +98,16 @@ class Front(ABC):
             outputs.fail(stopped())
 
     def adapter(self, model: str | None) -> str | None:
-        """The adapter that a request's model names, None for the model itself.
+        """Return the adapter that a request's model names, None for the model itself.
 
-        Raises ApiError (404) for any other name.
+        Raises ApiError (404) for any other name, unless `any_model` is set.
         """
         if model is None or model in self.names:
             return None
         if model in self.adapters:
             return model
+        if self.options.any_model:
+            return None
         known = [repr(name) for name in (*self.names, *self.adapters)]
         verb = "is" if len(known) == 1 else "are"
         raise ApiError(

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.running import Running
+from tests.server.running import Running, running
 
 LINE = "x-anthropic-billing-header: cc_version=2.1.40.0d9; cc_entrypoint=cli; cch=fa690;\n"
 SYSTEM = "Be brief. " * 20
@@ -126,6 +126,26 @@ def test_a_refusal_of_an_earlier_response_is_text(server: Running) -> None:
         )
     ]
     assert counts[0] == counts[1]
+
+
+def test_any_model_answers_as_long_as_the_context() -> None:
+    """Agents ask for a large model's longest answer, and for a second model."""
+    names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    with running(any_model=True, max_model_len=16) as small:
+        for path, field in (
+            ("/v1/chat/completions", "max_tokens"),
+            ("/v1/chat/completions", "max_completion_tokens"),
+            ("/v1/responses", "max_output_tokens"),
+            ("/v1/messages", "max_tokens"),
+        ):
+            key = "input" if path == "/v1/responses" else "messages"
+            body = {key: [{"role": "user", "content": "Hello there"}], field: 10**6}
+            told = post(small, path, **body, model="claude-haiku-4-5")
+            assert told["model"] == "claude-haiku-4-5"
+            usage = told["usage"]
+            if "total_tokens" not in usage:
+                usage["total_tokens"] = sum(usage[name] for name in (*names, "output_tokens"))
+            assert usage["total_tokens"] == 16
 
 
 def is_json(value: str) -> bool:

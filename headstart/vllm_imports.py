@@ -62,8 +62,8 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, name = fullname.partition(".")
-        if package != "headstart":
-            return None
+        if package != "headstart" or f"{_TABLES}.".startswith(f"{fullname}."):
+            return None  # the tables themselves are missing where the cache is installed alone
         tables = load_module(_TABLES)
         if name in tables.HOMES:
             is_package = any(other.startswith(f"{name}.") for other in tables.MODULES.rows)

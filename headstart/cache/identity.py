@@ -66,8 +66,10 @@ class MultiModalItem:
     length: int
 
     def __post_init__(self) -> None:
-        if not self.digest:
-            raise CacheError("a multimodal item needs a digest of at least one byte")
+        if not isinstance(self.digest, bytes) or not self.digest:
+            raise CacheError(
+                f"the digest of a multimodal item is {self.digest!r}; allowed: at least one byte"
+            )
         if self.offset < 0 or self.length < 1:
             raise CacheError(
                 f"a multimodal item lies at offset >= 0 with length >= 1, "

@@ -57,11 +57,15 @@ class KVCacheManager:
         names: BlockNames | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`names` are needed for events alone. Raises ConfigError if they do not fit."""
+        """Make a manager of empty blocks. `names` are needed for events and `block_hashes`.
+
+        Raises ConfigError if they do not fit.
+        """
         ghosts = config.num_blocks // 10 if config.ghost_entries is None else config.ghost_entries
         self.config = config
         self.block_size = config.block_size
         self.names = check_names(config, names)
+        self._has_names = names is not None
         self.pool = BlockPool(config.num_blocks, config.eviction, PrefixIndex(ghosts), clock)
         self.pool.names = self.names if config.events else None
         self.stats = PrefixCacheStats(eviction_ages=self.pool.ages)
@@ -139,7 +143,12 @@ class KVCacheManager:
         return explanation
 
     def block_hashes(self, sequence: TokenSequence) -> list[BlockHash]:
-        """The portable names of the sequence's full blocks, cached or not."""
+        """Return the portable names of the sequence's full blocks, cached or not.
+
+        Raises CacheError for a manager without `BlockNames`, which cannot know the model.
+        """
+        if not self._has_names:
+            raise CacheError("block_hashes needs names; give the manager BlockNames")
         keys = sequence.cut(self.block_size)
         return self.names.of_keys(sequence.root, keys)
 
@@ -156,6 +165,10 @@ class KVCacheManager:
         return self.pool.index.stretches()
 
     # Allocation
+
+    def fits(self, sequence: TokenSequence) -> bool:
+        """Return True if the empty pool can hold all tokens of the sequence."""
+        return len(sequence.token_ids) <= self.config.num_blocks * self.block_size
 
     def can_admit(self, computed: ComputedBlocks) -> bool:
         """True if the free blocks suffice for all tokens of the sequence that was looked up.
@@ -176,9 +189,9 @@ class KVCacheManager:
         """Admit a sequence: hold what it hits and give it slots for `num_new_tokens` more.
 
         Without `computed` the sequence reuses nothing. Returns None, and moves nothing, when
-        there are not enough free blocks. Raises CacheError when the sequence holds blocks
-        already, `computed` is of another sequence or older than an eviction, or there are not
-        `num_new_tokens` tokens left.
+        there are not enough free blocks; see `fits`. Raises CacheError when the sequence holds
+        blocks already, `computed` is of another sequence or manager or older than an eviction, or
+        there are not `num_new_tokens` tokens left.
         """
         self._check_admission(sequence, num_new_tokens, computed)
         hits, hit_tokens = (computed.blocks, computed.num_tokens) if computed else ([], 0)

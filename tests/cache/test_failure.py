@@ -373,3 +373,15 @@ def test_a_sequence_cut_for_one_block_size_is_refused_by_another() -> None:
     for call in (manager.get_computed_blocks, manager.explain, manager.block_hashes):
         with pytest.raises(CacheError, match=r"blocks of 4 tokens; it cannot be used with .* 8"):
             call(sequence)
+
+
+def test_a_prompt_that_never_fits_is_not_one_that_must_wait() -> None:
+    manager = make_manager(num_blocks=3)
+    for tokens, ever in ((12, True), (13, False)):
+        running = start(manager, "running", [7])
+        sequence = TokenSequence("waits", list(range(tokens)))
+        assert manager.allocate_slots(sequence, tokens) is None
+        manager.free(running)
+        assert (manager.allocate_slots(sequence, tokens) is not None) is ever
+        assert manager.fits(sequence) is ever
+        manager.fail_step()

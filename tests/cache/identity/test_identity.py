@@ -264,3 +264,9 @@ def test_adding_an_item_does_not_copy_those_before() -> None:
         sequence.add_item(MultiModalItem(b"x", at, 1), 16)
     assert sequence.items is items
     assert len(items) == 8
+
+
+@pytest.mark.parametrize("digest", [b"", "cat", None, 7, bytearray(b"cat")])
+def test_a_digest_that_is_no_bytes_is_refused_at_once(digest: object) -> None:
+    with pytest.raises(CacheError, match=r"digest of a multimodal item is .*at least one byte"):
+        MultiModalItem(digest, 2, 5)  # type: ignore[arg-type]

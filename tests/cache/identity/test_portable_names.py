@@ -169,6 +169,13 @@ def test_events_without_names_are_refused() -> None:
     assert KVCacheManager(CacheConfig(num_blocks=2, events=True), BlockNames(16)).names
 
 
+def test_hashes_without_names_are_refused() -> None:
+    """They would be equal for every model."""
+    manager = KVCacheManager(CacheConfig(num_blocks=2, block_size=4))
+    with pytest.raises(CacheError, match="block_hashes needs names; give the manager BlockNames"):
+        manager.block_hashes(TokenSequence("one", range(4)))
+
+
 @pytest.mark.parametrize("what", ["adapter", "salt"])
 def test_what_no_utf8_can_say_is_refused_with_the_sequence(what: str) -> None:
     """It was admitted, and failed where events were read, which were lost then."""

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart.cache import (
+    BlockNames,
     CacheConfig,
     ComputedBlocks,
     KVCacheManager,
@@ -42,7 +43,8 @@ def run(manager: KVCacheManager, sequence: TokenSequence) -> int:
 
 
 def make_manager(**options: object) -> KVCacheManager:
-    return KVCacheManager(CacheConfig(**{"num_blocks": 64, "block_size": SIZE, **options}))
+    config = CacheConfig(**{"num_blocks": 64, "block_size": SIZE, **options})
+    return KVCacheManager(config, BlockNames(config.block_size))
 
 
 def shared_blocks(left: TokenSequence, right: TokenSequence) -> int:

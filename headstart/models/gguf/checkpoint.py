@@ -46,13 +46,29 @@ _GEMMA = _NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_PHI3 = _NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_OLMO2 = _NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 ARCHITECTURES = {
     "llama": _NAMES,
+    "mistral3": _NAMES,
     "qwen2": _NAMES,
     "qwen3": _NAMES,
     "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "phi3": _PHI3,
+    "granite": _NAMES,
+    "olmo2": _OLMO2,
+    "smollm3": _NAMES,
 }
 """The architectures whose tensors are known, and transformers' names for them."""
+
+# Those in whose files the two halves of a head of Q and K, which are rotated together, lie side by
+# side.
+_PERMUTED = frozenset({"llama", "mistral3", "granite", "smollm3"})
+_OWN_TENSORS = (ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Formats of few bits, which no kind holds: they are rounded to 4 bits, all others to 8.
@@ -98,7 +114,7 @@ class GGUFCheckpoint:
         self._kv_heads = self._count(reader, "attention.head_count_kv") or heads
         self._tensors: dict[str, Any] = {}
         for tensor in reader.tensors:
-            if tensor.name != ROPE_FACTORS:
+            if tensor.name not in _OWN_TENSORS:
                 name = self._name(tensor.name)
                 if name in self._tensors:
                     raise OtherKind(f"it has two tensors for {name}")
@@ -110,7 +126,8 @@ class GGUFCheckpoint:
     def _check_keys(self, reader: Any) -> None:
         """Raise `OtherKind` for what would change answers and is not read."""
         scaling = reader.fields.get(f"{self._architecture}.rope.scaling.type")
-        if scaling is not None and scaling.contents() != "none":
+        is_read = self._architecture == "gemma3" and scaling and scaling.contents() == "linear"
+        if scaling is not None and scaling.contents() != "none" and not is_read:
             raise OtherKind(f"its rotary positions are scaled ({scaling.contents()})")
         for name in _FACTORS if scaling is None else ():  # llama.cpp takes them as linear then
             factor = reader.fields.get(f"{self._architecture}.{name}")
@@ -209,16 +226,16 @@ class GGUFCheckpoint:
         return f"{layer}{ours}.{found[3]}"
 
     def _rows(self, name: str) -> Any:
-        """Rows of bytes or numbers, of Q and K in transformers' order.
+        """Return rows of bytes or numbers, of Q and K in transformers' order.
 
-        llama.cpp puts the two halves of a head, which are rotated together, side by side. Raises
-        `DamagedModelError` for a file that was cut off since: to read beyond its end is a SIGBUS.
+        Raises `DamagedModelError` for a file that was cut off since: to read beyond its end is a
+        SIGBUS.
         """
         if self._file.stat().st_size < self._mapped.nbytes:
             raise DamagedModelError(f"{self._file} was written to while it was read")
         data = self._tensors[name].data
         part = name.split(".")[-2]
-        if self._architecture != "llama" or part not in ("q_proj", "k_proj"):
+        if self._architecture not in _PERMUTED or part not in ("q_proj", "k_proj"):
             return data
         heads = self._heads if part == "q_proj" else self._kv_heads
         halves = data.reshape(heads, len(data) // heads // 2, 2, *data.shape[1:])

@@ -1,13 +1,12 @@
 """A model's folder for a GGUF file: its configuration and tokenizer, and a link to the file.
 
-All that headstart knows of models begins with a folder. transformers reads configuration and
-tokenizer out of the file's metadata, which takes seconds to minutes; so both are kept in the user's
-cache, and read again only if the file is another one.
+All that headstart knows of models begins with a folder. Configuration and
+tokenizer are made of the file's metadata, which takes seconds to minutes; so both are kept in the
+user's cache, and made again only if the file is another one.
 """
 
 import hashlib
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -15,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, pre_tokenizers
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from headstart.errors import DamagedModelError, ModelError, OutOfMemoryError, UnsupportedModelError
 from headstart.models.dense.shape import OtherKind
 from headstart.models.files import read_json
 from headstart.models.gguf.checkpoint import read_architecture
+from headstart.models.gguf.config import Metadata, make_config
 from headstart.models.gguf.header import CUT_OFF, check_header
-from headstart.models.gguf.library import ROPE_FACTORS, import_gguf
+from headstart.models.gguf.library import import_gguf
 from headstart.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from headstart.models.out_of_memory import is_out_of_memory
 from headstart.models.silence_transformers import silence_transformers
@@ -36,14 +36,14 @@ _NEEDED = (
 _OF_TOKENIZER = ("tokenizer.ggml.model", "tokenizer.ggml.tokens")
 # What numpy says of a slice beyond the end of a file.
 _BEYOND = ("cannot reshape", "must be a divisor of the total size", "is out of bounds")
-_FORMAT = 4  # of what is written here; another number makes every folder anew
+_FORMAT = 5  # of what is written here; another number makes every folder anew
 
 
 def gguf_folder(file: Path) -> Path:
     """The folder for a GGUF file; made on the first call, whole or not at all.
 
     It is below `$HEADSTART_GGUF_DIR`, or the user's cache folder. Raises `UnsupportedModelError`
-    (an architecture that transformers does not read, or the package is missing),
+    (an architecture that is not read, or the package is missing),
     `DamagedModelError`, `OutOfMemoryError` or, where the cache cannot be written to, `ModelError`.
     """
     gguf = import_gguf(file)
@@ -91,13 +91,11 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
         check_header(file)
         reader = _open(gguf, file)
         _check_whole(file, reader)
-        _check_keys(file, reader)
+        content = make_config(reader, _check_keys(reader))
         with silence_transformers():
-            config = AutoConfig.from_pretrained(
-                file.parent, gguf_file=file.name, local_files_only=True
-            )
             tokenizer = _read_tokenizer(file, reader)
-        changes = _attention(config, reader) | _rotation(config, reader)
+    except OtherKind as error:
+        raise UnsupportedModelError(f"{file} cannot be read: {error}") from error
     except UnsupportedModelError:
         raise
     # transformers raises KeyError, TypeError, ValueError, OSError; the tokenizers a bare Exception.
@@ -109,25 +107,8 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
         named = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise kind(f"{file} cannot be read: {named}{reason}") from error
     tokenizer.save_pretrained(folder)
-    content = config.to_dict() | changes
-    for name in ("_name_or_path", "_model_name_or_path", "transformers_version"):
-        content.pop(name, None)
-    # Of the rows between layers; the file's weights say nothing of it.
-    content["dtype"] = "bfloat16"
     (folder / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
     (folder / "model.gguf").symlink_to(file)
-
-
-class _Metadata:
-    """The values of a file's metadata below one prefix."""
-
-    def __init__(self, reader: Any, prefix: str) -> None:
-        self._reader, self._prefix = reader, prefix
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a value, or `default` where the file has none."""
-        field = self._reader.fields.get(f"{self._prefix}.{name}")
-        return default if field is None else field.contents()
 
 
 def _open(gguf: Any, file: Path) -> Any:
@@ -142,16 +123,12 @@ def _open(gguf: Any, file: Path) -> Any:
         ) from error
 
 
-def _check_keys(file: Path, reader: Any) -> None:
-    """Raise `ValueError` for metadata without what llama.cpp asks for, too.
+def _check_keys(reader: Any) -> str:
+    """Return the architecture; raises `ValueError` for metadata without what llama.cpp needs, too.
 
-    transformers takes a default, or raises a `KeyError`. Raises `UnsupportedModelError` for an
-    architecture that is not read.
+    Raises `OtherKind` for an architecture that is not read.
     """
-    try:
-        architecture = read_architecture(reader)
-    except OtherKind as error:
-        raise UnsupportedModelError(f"{file} cannot be read: {error}") from error
+    architecture = read_architecture(reader)
     needed = [f"{architecture}.{name}" for name in _NEEDED] + list(_OF_TOKENIZER)
     kind = reader.fields.get(_OF_TOKENIZER[0])
     if kind is not None:
@@ -159,6 +136,7 @@ def _check_keys(file: Path, reader: Any) -> None:
     for name in needed:
         if name not in reader.fields:
             raise ValueError(f"its metadata has no {name}; convert the model again")
+    return architecture
 
 
 def _check_whole(file: Path, reader: Any) -> None:
@@ -178,7 +156,7 @@ def _read_tokenizer(file: Path, reader: Any) -> Any:
     Raises `UnsupportedModelError` for a name that is not in `PRE_TOKENIZERS`.
     """
     given: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
-    metadata = _Metadata(reader, "tokenizer.ggml")
+    metadata = Metadata(reader, "tokenizer.ggml")
     if metadata.get("model") != "gpt2":
         tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, **given)
         pieces = tokenizer.backend_tokenizer
@@ -204,49 +182,6 @@ def _read_tokenizer(file: Path, reader: Any) -> Any:
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     return tokenizer
-
-
-def _attention(config: Any, reader: Any) -> dict[str, Any]:
-    """What transformers leaves at an architecture's default: a head's width and scale, caps."""
-    caps = {
-        name: float(found.contents())
-        for name in ("attn_logit_softcapping", "final_logit_softcapping")
-        if (found := reader.fields.get(f"{config.model_type}.{name}")) is not None
-    }
-    field = reader.fields.get(f"{config.model_type}.attention.key_length")
-    if field is None:
-        return caps
-    width = int(field.contents())
-    if not hasattr(config, "query_pre_attn_scalar"):
-        return {"head_dim": width}
-    # The file does not say: as llama.cpp does it, by the number of layers.
-    is_27b = config.num_hidden_layers in (46, 62)
-    scale = config.hidden_size // config.num_attention_heads if is_27b else width
-    return {"head_dim": width, "query_pre_attn_scalar": scale, **caps}
-
-
-def _rotation(config: Any, reader: Any) -> dict[str, Any]:
-    """The factors by which the file divides the frequencies of rotary positions, if it has some.
-
-    llama.cpp's converter makes them of what Llama 3.1 and later have in their configuration. Said
-    in the words of the one type that has a factor for each pair, alike for all lengths.
-    """
-    found = next((t for t in reader.tensors if t.name == ROPE_FACTORS), None)
-    if found is None:
-        return {}
-    factors, length = found.data.reshape(-1).tolist(), config.max_position_embeddings
-    if not all(0 < factor < math.inf for factor in factors):
-        raise ValueError(f"{ROPE_FACTORS} has factors from {min(factors)} to {max(factors)}")
-    angles = {
-        "rope_type": "longrope",
-        "rope_theta": config.rope_parameters["rope_theta"],
-        "short_factor": factors,
-        "long_factor": factors,
-        "factor": 1.0,
-        "attention_factor": 1.0,
-        "original_max_position_embeddings": length,
-    }
-    return {"rope_parameters": angles}
 
 
 def _cache_folder() -> Path:

@@ -1,5 +1,6 @@
 """Tiny models as GGUF files."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,17 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
-
-from headstart.models.gguf.checkpoint import ARCHITECTURES
 
 gguf: Any = pytest.importorskip("gguf")
 
@@ -36,14 +41,38 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**BASE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**BASE, tie_word_embeddings=False),
     # The file has no scale of queries: it is the head's width.
-    "gemma2": Gemma2Config(**BASE, query_pre_attn_scalar=16, sliding_window=64),
+    "gemma2": Gemma2Config(**BASE, query_pre_attn_scalar=16, sliding_window=8),
+    "gemma3": Gemma3TextConfig(
+        **BASE | {"num_hidden_layers": 7},
+        query_pre_attn_scalar=16,
+        sliding_window=8,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "phi3": Phi3Config(**BASE, pad_token_id=0, sliding_window=8),
+    "granite": GraniteConfig(
+        **{name: value for name, value in BASE.items() if name != "head_dim"},
+        attention_multiplier=0.3,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        logits_scaling=2.0,
+        tie_word_embeddings=True,
+    ),
+    "olmo2": Olmo2Config(
+        **{name: value for name, value in BASE.items() if name != "head_dim"}, pad_token_id=0
+    ),
+    "smollm3": SmolLM3Config(**BASE | {"num_hidden_layers": 5}, pad_token_id=0),
+    "mistral3": MistralConfig(**BASE, sliding_window=None),
 }
+_HALVED = ("llama", "granite", "smollm3", "mistral3")  # LlamaModel of the converter, permute()
 TOKENS = torch.arange(3, 23)
 
 
-def make_model(architecture: str, **changes: Any) -> Any:
+def make_model(architecture: str, config: PreTrainedConfig | None = None, **changes: Any) -> Any:
     torch.manual_seed(0)
-    config = CONFIGS[architecture] if not changes else LlamaConfig(**BASE | changes)
+    config = config or (LlamaConfig(**BASE | changes) if changes else CONFIGS[architecture])
     model = AutoModelForCausalLM.from_config(config).eval()
     for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, 0.5 * ("norm" in name), max(weight.shape[-1], 16) ** -0.5)
@@ -75,10 +104,15 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    head_dim = config.hidden_size // config.num_attention_heads
+    if architecture not in ("granite", "phi3", "olmo2"):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    angles = config.rope_parameters
+    if not architecture.startswith("gemma"):
+        writer.add_rope_dimension_count(int(head_dim * angles.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base(angles.get("full_attention", angles)["rope_theta"])
+    _add_own_keys(writer, architecture, config)
     if scaling is not None:
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
         writer.add_rope_scaling_factor(8.0)
@@ -86,10 +120,6 @@ def write_gguf(
         writer.add_uint16("split.count", files)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    if architecture == "gemma2":
-        writer.add_sliding_window(config.sliding_window)
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     letters = [chr(30 + at) for at in range(3, VOCABULARY - 1)]
@@ -99,30 +129,57 @@ def write_gguf(
     writer.add_token_merges(merges)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    theirs = {ours: name for name, ours in ARCHITECTURES[architecture].items()}
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     wanted = gguf.GGMLQuantizationType[kind]
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.numpy())
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        part, _, suffix = name.rpartition(".")
-        prefix, number = "", part.split(".")[2:3]
-        if part.startswith("model.layers."):
-            prefix, part = f"blk.{number[0]}.", part.split(".", 3)[3]
-        data = tensor.numpy()
-        if architecture == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
-            data = data.reshape(-1, 2, config.head_dim // 2, data.shape[-1])
+        theirs, data = names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.numpy()
+        assert theirs is not None, name
+        if architecture in _HALVED and ("q_proj." in name or "k_proj." in name):
+            data = data.reshape(-1, 2, head_dim // 2, *data.shape[1:])
             data = data.swapaxes(1, 2).reshape(tensor.shape)
-        if architecture == "gemma2" and "norm" in part:
+        if architecture.startswith("gemma") and "norm" in name:
             data = data + 1
         if data.ndim == 1:
-            writer.add_tensor(f"{prefix}{theirs[part]}.{suffix}", data)
+            writer.add_tensor(theirs, data)
         else:
-            packed = gguf.quants.quantize(data, wanted)
-            writer.add_tensor(f"{prefix}{theirs[part]}.{suffix}", packed, raw_dtype=wanted)
+            writer.add_tensor(theirs, gguf.quants.quantize(data, wanted), raw_dtype=wanted)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _add_own_keys(writer: Any, architecture: str, config: Any) -> None:
+    """Add what the converter's class of an architecture writes besides."""
+    if architecture.startswith("gemma"):
+        writer.add_sliding_window(config.sliding_window)
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if architecture == "gemma3":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_parameters["full_attention"]["factor"])
+    if architecture == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if architecture == "phi3":
+        angles = config.rope_parameters
+        writer.add_sliding_window(config.sliding_window or 0)
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        if "long_factor" in angles:
+            scale = config.max_position_embeddings / config.original_max_position_embeddings
+            original = config.original_max_position_embeddings
+            writer.add_rope_scaling_attn_factors(
+                math.sqrt(1 + math.log(scale) / math.log(original))
+            )
+            for kind in ("long", "short"):
+                factors = torch.tensor(angles[f"{kind}_factor"], dtype=torch.float32)
+                writer.add_tensor(f"rope_factors_{kind}.weight", factors.numpy())

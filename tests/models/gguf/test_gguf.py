@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import Phi3Config
 
 from headstart import LLM, SamplingParams, native
 from headstart.errors import HeadstartError, ModelNotFoundError, UnsupportedModelError
@@ -341,3 +342,72 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         UnsupportedModelError, match=r'pip install "\.\[gguf\]" in the folder of the clone'
     ):
         load_model(tmp_path / "some.gguf")
+
+
+def test_phi_3_has_two_sets_of_factors(tmp_path: Path) -> None:
+    """Those for short texts are read: a model is used up to the length they are for."""
+    angles = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    angles |= {"short_factor": [1.1, 1.2, 1.3, 1.4, 1.5, 1.6], "long_factor": [9.0] * 6}
+    config = Phi3Config(
+        **BASE, pad_token_id=0, original_max_position_embeddings=64, rope_parameters=angles
+    )
+    original = make_model("phi3", config)
+    model = load_model(write_gguf(tmp_path / "tiny.gguf", "phi3", original, "F32"), "float32")
+    assert (model.max_model_len, model.fallback_reason) == (64, None)
+    places = torch.arange(len(TOKENS))
+    expected = forward_rows(original, TOKENS, places, places)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "add", "said"),
+    [
+        ("olmo2", lambda writer: writer.add_sliding_window(8), "a window, as OLMo 3"),
+        (
+            "mistral3",
+            lambda writer: writer.add_float32("mistral3.attention.temperature_scale", 0.1),
+            "scaled by their position",
+        ),
+        (
+            "llama",
+            lambda writer: writer.add_array("llama.attention.head_count_kv", [2, 2]),
+            "not a whole number",
+        ),
+    ],
+)
+def test_relatives_of_a_family_are_refused(
+    architecture: str, add: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf.GGUFWriter, "add_head_count_kv", lambda self, _: add(self))
+    file = write_gguf(tmp_path / "a.gguf", architecture, make_model(architecture), "F32")
+    with pytest.raises(UnsupportedModelError, match=said):
+        load_model(file)
+
+
+@pytest.mark.parametrize(
+    ("keys", "texts", "ends"),
+    [
+        ({"eot_token_id": 5, "eom_token_id": 6}, {}, {2, 5, 6}),
+        ({}, {7: "<|im_end|>", 8: "<end_of_turn>"}, {2, 7, 8}),
+        ({}, {7: "<|end|>", 8: "<|return|>", 9: "<|call|>"}, {2, 8, 9}),
+        ({"eot_token_id": 1 << 20}, {}, {2}),
+    ],
+)
+def test_ends_of_turns_end_a_reply(
+    keys: dict[str, int],
+    texts: dict[int, str],
+    ends: set[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only `eos_token_id` was read, so that a chat went on behind its turn."""
+    own = gguf.GGUFWriter.add_token_list
+
+    def add(self: Any, tokens: list[str]) -> None:
+        own(self, [texts.get(at, token) for at, token in enumerate(tokens)])
+        for name, value in keys.items():
+            self.add_uint32(f"tokenizer.ggml.{name}", value)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_token_list", add)
+    file = write_gguf(tmp_path / "a.gguf", "llama", make_model("llama"), "F32")
+    assert load_model(file).eos_token_ids == ends

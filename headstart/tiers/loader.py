@@ -12,8 +12,9 @@ its end, and loads these again later.
 Neither a file nor a name server can be asked with a time limit, so a store may be silent for ever.
 Whoever waits calls `end_late` now and then: a job of which nothing came for `DEADLINE` seconds
 ends, and its thread is left to itself. Until that returns, and while `pause` is on, nothing is
-asked of the store. A load that is slow ends too, once it took so long that computing was faster:
-the first one soon, since nobody knew how fast the store is.
+asked of the store. A job that is slow ends in the same way, once the store took as long as
+computing the blocks would, or `_LEAST_WAIT` if that is longer. The first load may take `_TRIAL`
+more, since nobody knew how fast the store is.
 """
 
 import threading
@@ -31,7 +32,9 @@ __all__ = ["LoadJob", "Loader"]
 
 _CHUNK_BYTES = 8 << 20
 _TRIAL = 1.0  # seconds that the first load may be behind computing
+_LEAST_WAIT = 0.25  # seconds that a later load may take, however fast computing is
 _WEIGHT = 0.3  # of the last measurement in the rate
+_LEAST_RATE = 1.0  # bytes a second of a store that gave nothing in time
 
 
 class LoadJob:
@@ -41,7 +44,8 @@ class LoadJob:
     that came. num_loaded: how many have come of these so far. arrived: blocks that nobody has taken
     yet. done: nothing more arrives. is_parked: nothing more arrives before others are taken, or
     this one is preferred. is_late: its thread was left to itself. asked: when the store was asked
-    for what it has not given yet, by `time.monotonic`.
+    for what it has not given yet, by `time.monotonic`. spent: seconds that the store took before
+    that. limit: seconds that it may take in all.
     """
 
     def __init__(self, names: Sequence[BlockHash], choose: Callable[[int], int]) -> None:
@@ -55,10 +59,26 @@ class LoadJob:
         self.is_parked = False
         self.is_late = False
         self.asked: float | None = None
+        self.spent = 0.0
+        self.limit = DEADLINE
 
-    def becomes_late(self, now: float) -> bool:
-        """True if the store is silent for too long, and nobody has noted that yet."""
+    def is_silent(self, now: float) -> bool:
+        """True if the store has given nothing for too long, and nobody has noted that yet."""
         return not self.is_late and self.asked is not None and now - self.asked > DEADLINE
+
+    def is_slow(self, now: float) -> bool:
+        """True if computing would have been faster, and nobody has noted that yet."""
+        return (
+            not self.is_late
+            and self.asked is not None
+            and self.spent + now - self.asked > self.limit
+        )
+
+    def note_answer(self, now: float | None = None) -> None:
+        """Add the time since the store was asked; `now`: it is asked for more."""
+        if self.asked is not None:
+            self.spent += time.monotonic() - self.asked
+        self.asked = now
 
 
 class Loader:
@@ -84,6 +104,7 @@ class Loader:
         self._max_bytes = max_bytes
         self._compute = compute
         self._pause = pause
+        self._block_bytes = 0  # of the last block that came
         self._is_guarded = is_guarded
         self._asked: deque[LoadJob] = deque()
         self._found: deque[LoadJob] = deque()
@@ -123,22 +144,38 @@ class Loader:
         return True
 
     def end_late(self) -> None:
-        """End the jobs that wait for a store that is silent, and those behind them."""
-        if self._is_guarded:
-            return
+        """End the jobs that wait for a store that is silent or slow, and those behind them."""
         with self._lock:
             now = time.monotonic()
-            late = [job for job in self._current if job.becomes_late(now)]
-            if not late:
+            silent = [job for job in self._current if job.is_silent(now) and not self._is_guarded]
+            slow = [job for job in self._current if job.is_slow(now) and job not in silent]
+            if not (silent or slow):
                 return
-            for job in late:
+            for job in (*silent, *slow):
                 job.is_late = True
                 self._pause.late(job)
-            for job in (*late, *self._asked, *self._found):
+                job.note_answer()
+                if job.count:
+                    self._note_rate(job.count, self._block_bytes * job.count, job.spent)
+            for job in (*silent, *slow, *self._asked, *self._found):
                 job.cancelled = job.done = True
             self._news = True
             self._changed.notify_all()
-        self._pause.failed(SILENT, f"not within {DEADLINE:g} s")
+        if silent:
+            self._pause.failed(SILENT, f"not within {DEADLINE:g} s")
+        for job in slow:
+            self._note_slow(job)
+
+    def _note_slow(self, job: LoadJob, num_more: int = 0) -> None:
+        """Count a job that took too long; num_more: blocks that came and are not counted yet.
+
+        After a slow lookup the store is left alone for a while, since no rate prevents the next.
+        """
+        if job.count:
+            came = f"{job.num_loaded + num_more:,} of {job.count:,} blocks came"
+            self._pause.faults.note(SLOW, f"{came} within {job.limit:.2f} s")
+        else:
+            self._pause.failed(SLOW, f"no lookup within {job.limit:.2f} s")
 
     def take(self, job: LoadJob, most: int) -> list[LoadedBlock]:
         """Up to `most` of the blocks that have arrived, in order."""
@@ -265,59 +302,66 @@ class Loader:
         """Have the last block that arrived of a job loaded again later."""
         if job.done:
             job.done = False
+            job.spent = 0.0
             self._found.append(job)
         self._nbytes -= job.arrived.pop().payload.nbytes
         job.num_loaded -= 1
 
     def _look_up(self, job: LoadJob) -> bool:
+        job.limit = self._limit(len(job.names))
         job.asked = time.monotonic()
         found = self._store.find(job.names)
-        job.asked = None
+        job.note_answer()
         job.count = job.choose(found)
+        job.limit = self._limit(job.count)
         return job.count > 0
+
+    def _limit(self, blocks: int) -> float:
+        """Seconds that the store may take for so many blocks."""
+        seconds = self._compute(blocks)
+        return _TRIAL + seconds if self.rate is None else max(_LEAST_WAIT, seconds)
 
     def _load(self, job: LoadJob) -> bool:
         """Load a job as far as there is room; True if there is more of it."""
         chunk: list[LoadedBlock] = []
         nbytes, waiting = 0, 0
         names = job.names[job.num_loaded : job.count]
-        seconds, most = 0.0, DEADLINE + self._compute(len(names))
-        is_first = self.rate is None
-        goes_on = True
-        job.asked = begun = time.monotonic()
+        is_first, before = self.rate is None, job.spent
+        goes_on, at = True, 0
+        job.asked = time.monotonic()
         for at, block in enumerate(self._store.load(names), start=1):
+            job.note_answer(time.monotonic())
             if job.cancelled:
                 return False
             chunk.append(block)
             waiting += block.payload.nbytes
-            job.asked = now = time.monotonic()
+            self._block_bytes = block.payload.nbytes
             if is_first:
-                most = _TRIAL + self._compute(at)
-            if seconds + now - begun > most and at < len(names):
-                self._pause.faults.note(
-                    SLOW,
-                    f"{at:,} of {len(names):,} blocks came within {most:.1f} s",
-                )
+                job.limit = _TRIAL + self._compute(at)
+            if job.spent > job.limit and at < len(names):
+                self._note_slow(job, len(chunk))
                 break
             if waiting >= _CHUNK_BYTES and at < len(names):
-                seconds += now - begun
-                job.asked = None
+                job.note_answer()
                 goes_on = self._hand_on(job, chunk, waiting)
                 chunk, nbytes, waiting = [], nbytes + waiting, 0
-                job.asked = begun = time.monotonic()
+                job.asked = time.monotonic()
                 if not goes_on:
                     break
-        seconds += time.monotonic() - begun
-        job.asked = None
+        job.note_answer()
         if chunk:
             self._hand_on(job, chunk, waiting)
-        self._note_rate(nbytes + waiting, seconds)
+        if nbytes + waiting:
+            self._note_rate(at, nbytes + waiting, job.spent - before)
         return not (goes_on or job.cancelled)
 
-    def _note_rate(self, nbytes: int, seconds: float) -> None:
-        if nbytes:
-            rate = nbytes / max(seconds, 1e-9)
-            self.rate = rate if self.rate is None else self.rate + _WEIGHT * (rate - self.rate)
+    def _note_rate(self, blocks: int, nbytes: int, seconds: float) -> None:
+        """Note what came in so many seconds: in part, but at once where computing was faster."""
+        rate = max(nbytes / max(seconds, 1e-9), _LEAST_RATE)
+        if self.rate is None or (rate < self.rate and seconds > self._compute(blocks)):
+            self.rate = rate
+        else:
+            self.rate += _WEIGHT * (rate - self.rate)
 
     def _hand_on(self, job: LoadJob, chunk: list[LoadedBlock], nbytes: int) -> bool:
         """Have blocks of so many bytes wait to be taken; True if the job may go on at once."""

@@ -11,11 +11,23 @@ from typing import Any
 import pytest
 
 from headstart import SamplingParams
+from headstart.cache import BlockHash
+from headstart.engine.tiering.rates import is_worth_loading
 from headstart.errors import EngineError
-from headstart.tiers import DeadlineStore, DiskStore, Faults, Loader, ObjectStore, Pause, Saver
+from headstart.tiers import (
+    DeadlineStore,
+    DiskStore,
+    Faults,
+    Loader,
+    ObjectStore,
+    Pause,
+    RemoteStore,
+    Saver,
+)
 from headstart.tiers.deadline import _Call
+from headstart.tiers.records import make_header
 from tests.engine.tiny_llm import make_llm, save_smallest
-from tests.tiers.stores import MODEL, blocks, name, names
+from tests.tiers.stores import MODEL, block, blocks, name, names, payload
 from tests.tiers.test_threads import FOREVER, Gate, Store, arrived, everything
 
 PROMPT = {"prompt_token_ids": list(range(3, 103))}
@@ -208,14 +220,14 @@ def test_a_store_that_was_late_is_left_alone_for_a_while(
     assert arrived(loader, loader.start(names(range(20)), everything)) == 20
 
 
-@pytest.mark.parametrize(("rate", "come"), [(None, 1), (1e9, 3)])
+@pytest.mark.parametrize(("rate", "come"), [(None, 1), (1e9, 4)])
 def test_a_load_that_takes_longer_than_computing_ends(
     clock: Clock, pause: Pause, rate: float | None, come: int
 ) -> None:
-    """The first one soon, and others a while after that."""
+    """The first one soon, and others when computing all of it would have taken as long."""
 
     def tick(method: str) -> None:
-        clock.now += 4.0  # the store is slow, and never silent
+        clock.now += 2.0  # the store is slow, and never silent
 
     with closing_loader(Loader(Store(tick), 1 << 20, lambda count: count / 2, pause)) as loader:
         loader.rate = rate
@@ -225,6 +237,91 @@ def test_a_load_that_takes_longer_than_computing_ends(
         assert not pause.is_on and loader.rate is not None
         if rate is None:
             assert loader.rate < MODEL.block_bytes, "so that the next load is not begun"
+
+
+class SlowServer:
+    """A Redis whose link is fast until it is slowed: an answer comes when it is let through."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.values = {name(n): make_header(block(n)) + payload(n) for n in range(200)}
+        self.num_answers = 0
+        self.asked, self.let_through = threading.Event(), threading.Event()
+        self.let_through.set()
+        self._clock = clock
+
+    def mget(self, keys: list[bytes]) -> list[bytes]:
+        self.asked.set()
+        assert self.let_through.wait(FOREVER)
+        self._clock.now += 0.001
+        self.num_answers += 1
+        return [self.values[BlockHash(key[-32:])] for key in keys]
+
+    def pipeline(self, **options: Any) -> Any:
+        questions: list[int] = []
+        return SimpleNamespace(exists=lambda key: questions.append(1), execute=lambda: questions)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@pytest.mark.parametrize("is_guarded", [False, True])
+@pytest.mark.parametrize("seconds", [0.01, 0.1, 2.0])
+def test_a_link_that_becomes_slow_costs_a_load_what_computing_takes(
+    clock: Clock, pause: Pause, seconds: float, is_guarded: bool
+) -> None:
+    """Requests in a row waited for 14 times as long as computing took, since the rate was an
+    average over the fast loads before."""
+    pytest.importorskip("redis")
+    server = SlowServer(clock)
+    store = RemoteStore("redis://127.0.0.1:1", MODEL)
+    store._client = server
+    loader = Loader(store, 1 << 20, lambda n: seconds * n / 20, pause, is_guarded=is_guarded)
+
+    def choose(found: int) -> int:
+        tokens = found * MODEL.block_size
+        nbytes = found * MODEL.block_bytes
+        return found * is_worth_loading(tokens, nbytes, 320 / seconds, loader.rate)
+
+    with closing_loader(loader):
+        for first in (0, 20, 40):
+            job = loader.start(names(range(first, first + 20)), everything)
+            assert arrived(loader, job) == 20
+        server.let_through.clear()
+        server.asked.clear()
+        slow = loader.start(names(range(60, 80)), everything)
+        assert server.asked.wait(FOREVER)
+        limit = max(0.25, seconds)
+        clock.now += 0.9 * limit
+        loader.end_late()
+        assert not slow.done
+        clock.now += 0.1 * limit + 0.001
+        loader.end_late()
+        assert slow.done and pause.faults.counts == {"loading is slower than computing": 1}
+        assert loader.start(names(range(80, 100)), choose).done, "the answer is not there yet"
+        server.let_through.set()
+        while pause.is_stuck:
+            loader.wait(0.001)
+        answers = server.num_answers
+        for first in range(100, 200, 20):
+            job = loader.start(names(range(first, first + 20)), choose)
+            assert arrived(loader, job) == 0
+        assert server.num_answers == answers, "none was asked for again"
+        assert arrived(loader, loader.start(names(range(20)), everything)) == 20
+        assert arrived(loader, loader.start(names(range(20)), choose)) == 20, "it is fast again"
+
+
+def test_a_lookup_that_is_slower_than_computing_has_the_store_left_alone(
+    clock: Clock, pause: Pause
+) -> None:
+    gate = Gate("find")
+    with closing_loader(Loader(Store(gate), 1 << 20, lambda count: 0.01, pause)) as loader:
+        loader.rate = 1e9
+        job = loader.start(names(range(2)), everything)
+        assert gate.reached.wait(FOREVER)
+        clock.now += 0.3
+        loader.end_late()
+        assert job.done and pause.is_on
+        gate.opened.set()
 
 
 class closing_loader(closing[Loader]):

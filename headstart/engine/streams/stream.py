@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
 
-__all__ = ["OutputStream", "PromptProgress", "RequestStream"]
+__all__ = ["OutputStream", "PromptProgress", "RequestStream", "prompt_progress"]
 
 Output = TypeVar("Output")
 
@@ -83,6 +83,14 @@ class PromptProgress(NamedTuple):
     cached: int
 
 
+def prompt_progress(group: RequestGroup) -> PromptProgress:
+    """Return how much of a submitted request's prompt was read; may be called from any thread."""
+    request = group.requests[0]
+    total = len(group.prompt_token_ids)
+    cached = request.num_cached_tokens
+    return PromptProgress(total, min(max(request.num_read, cached), total), cached)
+
+
 class RequestStream(OutputStream["RequestOutput"]):
     """One request's outputs by way of the driver; a chat's answer is remembered."""
 
@@ -117,10 +125,7 @@ class RequestStream(OutputStream["RequestOutput"]):
 
     def progress(self) -> PromptProgress:
         """How much of the prompt was read so far; may be called from any thread."""
-        request = self._group.requests[0]
-        total = len(self._group.prompt_token_ids)
-        cached = request.num_cached_tokens
-        return PromptProgress(total, min(max(request.num_read, cached), total), cached)
+        return prompt_progress(self._group)
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
@@ -12,6 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headstart.engine.streams.stream import PromptProgress, prompt_progress
 from headstart.server.answers.parts import Call, CallBegin, Content, Part, Reasoning, gather
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
@@ -141,6 +143,16 @@ def _reason(body: ChatRequest, reason: str | None, *, calls: bool) -> str | None
     return "tool_calls" if body.functions is None else "function_call"
 
 
+_PROGRESS_SECONDS = 0.4  # between two events of `return_progress`
+
+
+def _progress_chunk(progress: PromptProgress) -> dict[str, Any]:
+    """Return llama.cpp's `prompt_progress`, without its times."""
+    total, processed, cached = progress
+    counts = {"total": total, "cache": cached, "processed": processed}
+    return {"choices": [], "prompt_progress": counts}
+
+
 class _Chunks:
     """The events of one streamed answer."""
 
@@ -162,8 +174,14 @@ class _Chunks:
         """The stream, up to the line that says that it is done, or why it is not."""
         count = TokenCount()
         try:
-            async with aclosing(service.run(self._prepared.request)) as outputs:
-                async for output in outputs:
+            async with (
+                aclosing(service.run(self._prepared.request)) as outputs,
+                aclosing(self._with_progress(outputs)) as items,
+            ):
+                async for output in items:
+                    if isinstance(output, PromptProgress):
+                        yield self._frames.frame(_progress_chunk(output))
+                        continue
                     count.add(output)
                     usage = usage_of([count]) if self._wants_usage_so_far else None
                     for answer in output.outputs:
@@ -177,6 +195,28 @@ class _Chunks:
         if self._wants_usage:
             last = self._frames.frame(self._chunk([], usage_of([count])))
         yield last + frame("[DONE]")
+
+    async def _with_progress(
+        self, outputs: AsyncGenerator[RequestOutput]
+    ) -> AsyncGenerator[RequestOutput | PromptProgress]:
+        """Yield the outputs; before the first, if asked for, how far the prompt is read."""
+        if self._body.return_progress:
+            first = asyncio.ensure_future(anext(outputs, None))
+            try:
+                num_shown = 0
+                while not (await asyncio.wait({first}, timeout=_PROGRESS_SECONDS))[0]:
+                    progress = prompt_progress(self._prepared.request)
+                    if progress.read > num_shown:
+                        num_shown = progress.read
+                        yield progress
+                if (output := first.result()) is not None:
+                    yield output
+            finally:
+                if not first.done():
+                    first.cancel()
+                    await asyncio.wait({first})
+        async for output in outputs:
+            yield output
 
     def _chunk(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
         """What an event tells behind the head."""

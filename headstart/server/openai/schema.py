@@ -184,7 +184,8 @@ class ChatRequest(SamplingFields, TemplateFields):
     """`POST /v1/chat/completions`.
 
     functions, function_call: names of tools and tool_choice before there were tools; an answer then
-    has a function_call.
+    has a function_call. return_progress: while the prompt of a stream is read, events with
+    `prompt_progress`, as in llama.cpp.
     """
 
     rows = CHAT_ROWS
@@ -197,6 +198,7 @@ class ChatRequest(SamplingFields, TemplateFields):
     parallel_tool_calls: Flag | None = None
     functions: Many[Function] | None = None
     function_call: Literal["none", "auto"] | FunctionName | None = None
+    return_progress: Flag | None = None
     verbosity: str | None = None
     modalities: Many[Literal["text", "audio"]] | None = None
     audio: Speech | None = None

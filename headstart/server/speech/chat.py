@@ -45,6 +45,7 @@ _REFUSED = (
     *("bad_words", "allowed_token_ids", "prompt_cache_retention", "no_read", "no_store"),
     *("chat_template", "chat_template_kwargs", "continue_final_message", "reasoning_effort"),
     *("documents", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
+    "return_progress",
 )
 """Fields of a chat that a speaking model has no use for."""
 

@@ -47,6 +47,8 @@ export class Chat {
     return turn;
   }
 
+  get isWaiting() { return Boolean(this.abort); }
+
   // While a reply comes, Stop stands where Send does; who was there with the keyboard stays there.
   wait(isWaiting) {
     const [shown, hidden] = isWaiting ? [this.stop, this.submit] : [this.submit, this.stop];
@@ -54,6 +56,7 @@ export class Chat {
     shown.hidden = false;
     hidden.hidden = true;
     if (hadFocus) shown.focus();
+    this.form.dispatchEvent(new Event("waiting"));
   }
 
   async send() {
@@ -61,7 +64,8 @@ export class Chat {
     if (!content.trim() || this.abort) return;
     this.add("user", content);
     this.message.value = "";
-    const reply = this.add("reply", "");
+    const reply = this.add("reply", "reading …");
+    reply.classList.add("reading");
     const asked = [...this.messages, { role: "user", content }];
     this.abort = new AbortController();
     this.wait(true);
@@ -70,15 +74,20 @@ export class Chat {
     const start = performance.now();
     try {
       const body = { model: this.modelName(), messages: asked, stream: true,
-        stream_options: { include_usage: true } };
+        stream_options: { include_usage: true }, return_progress: true };
       const response = await post("v1/chat/completions", body, this.abort.signal);
       for await (const event of events(response)) {
         if (event.error) throw new Error(event.error.message);
         usage = event.usage || usage;
+        if (event.prompt_progress && !text) {
+          const { processed, total } = event.prompt_progress;
+          reply.textContent = `reading ${count(processed)} of ${counted(total, "token")}`;
+        }
         const delta = event.choices[0]?.delta?.content;
         if (!delta) continue;
         first ??= (performance.now() - start) / 1000;
         text += delta;
+        reply.classList.remove("reading");
         reply.textContent = text;
         this.turns.scrollTop = this.turns.scrollHeight;
       }
@@ -87,6 +96,8 @@ export class Chat {
     }
     this.abort = null;
     this.wait(false);
+    reply.classList.remove("reading");
+    reply.textContent = text;
     if (number !== this.number) return; // another chat was begun meanwhile
     if (text) this.messages = [...asked, { role: "assistant", content: text }];
     else this.message.value ||= content; // nothing is lost

@@ -18,7 +18,7 @@ const resolve = (colour) => colour.replace("var(--saturation)", styles.getProper
   .replace("var(--lightness)", styles.getPropertyValue("--lightness"));
 const map = new PoolMap($("pool"), $("block"), $("undrawn"), (prefix) => colours.has(prefix) ? resolve(colours.get(prefix)) : plain());
 
-new Chat({ form: $("ask"), message: $("message"), submit: $("send"), stop: $("stop"), anew: $("anew"),
+const chat = new Chat({ form: $("ask"), message: $("message"), submit: $("send"), stop: $("stop"), anew: $("anew"),
   example: $("example"), turns: $("turns") }, () => model, () => rate);
 
 function ownerName(owner) {
@@ -30,6 +30,13 @@ function ownerName(owner) {
 }
 
 let shownRequests = "";
+let running = 0; // requests, at the last look
+
+// A look waits for the step that runs, so this tab's own request counts before one has seen it.
+function showRunning() {
+  $("running").textContent = count(Math.max(running, Number(chat.isWaiting)));
+}
+$("ask").addEventListener("waiting", showRunning);
 
 function show(look) {
   const { engine, pool, prefixes, traffic } = look;
@@ -38,16 +45,17 @@ function show(look) {
   const [warm, cold] = [true, false].map((kind) => median(traffic.filter((one) => isWarm(one) === kind)
     .map((one) => one.time_to_first_token).filter((time) => time !== null)));
   [warm, cold].forEach((time, at) => { $("first").children[at].firstChild.data = `${seconds(time)} `; });
-  $("running").textContent = count(engine.running);
+  running = engine.running;
+  showRunning();
   $("waiting").textContent = engine.waiting ? `${count(engine.waiting)} waiting` : "none waiting";
   const square = look.cells.blocks_per_cell > 1 ? `; a square is ${counted(look.cells.blocks_per_cell, "block")}` : "";
   $("pool-counts").textContent = `${counted(pool.num_blocks, "block")} of ${counted(pool.block_size, "token")}: ${count(pool.held)} held, ${count(pool.cached)} cached, ${count(pool.empty)} empty${square}`;
   colours = new Map(prefixes.map((prefix) => [prefix.id, colourFor(prefix)]));
   map.show(look.cells, pool.num_blocks);
   fillTree($("tree"), prefixes);
-  fillBars($("missed"), Object.entries(engine.missed).filter(([name]) => name !== "none")
+  fillBars($("missed"), "No prompt has missed yet: send two that begin alike.", Object.entries(engine.missed).filter(([name]) => name !== "none")
     .sort((a, b) => b[1] - a[1]).map(([name, value]) => [engine.reasons[name], value]));
-  fillBars($("owners"), pool.owners.slice(0, 12).map((owner) => [ownerName(owner), owner.blocks]));
+  fillBars($("owners"), "Nothing is cached yet.", pool.owners.slice(0, 12).map((owner) => [ownerName(owner), owner.blocks]));
   fillBatch($("batch"), look.batch, engine.running);
   const last = traffic.at(-1)?.id + traffic.length;
   if (last === shownRequests) return;
@@ -68,7 +76,7 @@ async function showAdvice() {
       items.push(`${counted(prompts, "prompt")} found a beginning evicted: ${blocks === null ? "how many more blocks would have kept it is unknown" : `${counted(blocks, "more block")} would have saved ${counted(tokens, "token")}`}`);
     }
     const className = items.length ? "" : "quiet";
-    if (!items.length) items.push("Nothing yet."); // or nothing any more, after all was forgotten
+    if (!items.length) items.push("Nothing yet. Advice comes when several prompts begin alike and then differ."); // or nothing any more, after all was forgotten
     $("advice").replaceChildren(...items.map((textContent) => Object.assign(document.createElement("li"), { textContent, className })));
   } catch { /* as busy: it is asked for again */ }
 }

@@ -45,11 +45,18 @@ export function fillTree(list, prefixes) {
     if (parent.lastElementChild.tagName !== "UL") parent.append(document.createElement("ul"));
     parent.lastElementChild.append(item);
   }
+  if (!roots.length) roots.push(emptyLine("li", "Nothing is cached yet: send a message in the chat, or a request to v1/chat/completions."));
   list.replaceChildren(...roots);
 }
 
-export function fillBars(list, counts) {
+// A line in the place of data that has not come yet.
+export function emptyLine(tag, textContent) {
+  return Object.assign(document.createElement(tag), { textContent, className: "quiet" });
+}
+
+export function fillBars(list, whenEmpty, counts) {
   const most = Math.max(1, ...counts.map(([, value]) => value));
+  if (!counts.length) return list.replaceChildren(emptyLine("dt", whenEmpty));
   list.replaceChildren(...counts.flatMap(([name, number]) => {
     const term = document.createElement("dt");
     term.textContent = name;

@@ -36,7 +36,7 @@ def init_logger(name: str) -> logging.Logger:
     Its messages go where Python's `logging` is configured to send them.
     """
     logger = logging.getLogger(name)
-    if not hasattr(logger, "info_once"):
+    if "info_once" not in vars(logger):  # transformers gives all loggers others
         for level in ("debug", "info", "warning", "error"):
             setattr(logger, f"{level}_once", _once(getattr(logger, level)))
     return logger

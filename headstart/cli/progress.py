@@ -133,24 +133,25 @@ def describe_reading(stream: RequestStream) -> Callable[[float], str]:
 
 
 def reading_line(progress: PromptProgress, elapsed: float, at: float) -> str:
-    """How far a prompt is read, and how long the rest takes at the rate so far.
+    """Return how far a prompt is read, and the time that the rest takes at the rate so far.
 
-    at: the seconds that what is read took.
+    Before there is a rate, and after the last chunk, the time since the beginning stands instead.
+    at: the seconds that the tokens read so far took.
 
     >>> from headstart.engine.streams.stream import PromptProgress
     >>> reading_line(PromptProgress(total=7644, read=6600, cached=5600), 2.5, 2.0)
     'read 6,600 of 7,644 tokens, 5,600 of them cached; about 2 s to go'
     >>> reading_line(PromptProgress(total=7644, read=0, cached=0), 2.0, 0.0)
-    'reading 7,644 tokens'
+    'reading 7,644 tokens: 2.00 s'
     >>> reading_line(PromptProgress(total=7644, read=7644, cached=5600), 2.5, 2.0)
-    'read 7,644 of 7,644 tokens, 5,600 of them cached'
+    'read 7,644 of 7,644 tokens, 5,600 of them cached: 2.50 s'
     """
     total, read, cached = progress
     if not read:
-        return f"reading {total:,} tokens"
+        return f"reading {total:,} tokens: {duration(elapsed)}"
     line = f"read {read:,} of {total:,} tokens, {cached:,} of them cached"
     if read in (cached, total):
-        return line
+        return f"{line}: {duration(elapsed)}"
     return f"{line}; about {_roughly(at / (read - cached) * (total - cached) - elapsed)} to go"
 
 

@@ -168,15 +168,29 @@ def test_run_reads_its_prompt_from_stdin(demo_model: Path) -> None:
 
 
 def test_chat_hits_its_earlier_turns(demo_model: Path) -> None:
-    result = call("chat", *SMALL, stdin="Hello there\n\n/pool\nAnd again\n/nonsense\n/quit\nlate\n")
+    result = call("chat", *SMALL, stdin="Hello there\n\n/pool\n/nonsense\nAnd again\n/quit\nlate\n")
     assert result.exit_code == 0
     prompts = [int(n) for n in re.findall(r"prompt (\d+) tokens", result.stderr)]
     cached = cached_tokens(result.stderr)
-    assert len(prompts) == 3  # "/nonsense" is no command
+    assert len(prompts) == 2
+    assert "headstart: /nonsense is no command (/help lists them); a message" in result.stderr
     assert cached[0] == 0
     assert prompts[0] + 8 - 1 <= cached[1] < prompts[1]
     assert "■ held 0" in result.stderr
     assert "> Hello there" in result.stdout
+    assert "late" not in result.stdout
+
+
+def test_chat_takes_what_other_programs_call_commands(demo_model: Path) -> None:
+    lines = "/?\nHello\n/clear\n//Hello\n/show\n/show system\n/show license\n/bye\nlate\n"
+    result = call("chat", *SMALL, "--system", "Be brief.", stdin=lines)
+    hello, slashed = (int(n) for n in re.findall(r"prompt (\d+) tokens", result.stderr))
+    assert slashed == hello + 1  # "/Hello"
+    assert "shows this; so does /?" in result.stderr
+    assert "the conversation begins anew" in result.stderr
+    assert "1 turn so far" in result.stderr
+    assert "\nBe brief.\nBe brief.\nheadstart: /show license" in result.stderr
+    assert " license is not there; allowed: info, parameters, system" in result.stderr
     assert "late" not in result.stdout
 
 

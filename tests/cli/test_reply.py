@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from rich.console import Console
 
-from headstart.cli.chat.commands import COMMANDS, find_command, tell_unknown
+from headstart.cli.chat.commands import COMMANDS, find_command
 from headstart.cli.chat.conversation import Conversation, Turn
 from headstart.cli.markdown import MarkdownWriter, split_finished
 from headstart.cli.options import CHAT_SAMPLING, chat_sampling, parse_sampling
@@ -116,23 +116,6 @@ def test_settings_are_taken_as_they_are_typed(capsys: pytest.CaptureFixture[str]
         replace(SamplingParams(), **parse_sampling("stop", "[1]"))
 
 
-@pytest.mark.parametrize(
-    ("message", "is_command"),
-    [
-        ("/undo", True),
-        ("/undo ", True),
-        ("/undo what I said", False),
-        ("/etc/passwd is what?", False),
-        ("/set temperature 0.2", True),
-        ("/file a b.txt", True),
-        ("/", False),
-        ("say /undo", False),
-    ],
-)
-def test_only_commands_are_commands(message: str, is_command: bool) -> None:
-    assert (find_command(message) is not None) is is_command
-
-
 def test_a_conversation_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     said = Conversation(system="Be brief.", start=1, images=[image])
@@ -188,28 +171,48 @@ def test_a_conversation_that_is_missing_is_not_called_a_wrong_one(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("message", "hint"),
+    ("message", "reason"),
     [
-        ("/hlep", "did you mean /help?"),
-        ("/explian", "did you mean /explain?"),
-        ("/nope", "/help lists them"),
-        ("/help", None),
-        ("/usr/bin/python", None),
-        ("/usr/bin/x is what?", None),
-        ("/hlep me out", None),
-        ("/etc is a folder", None),
-        ("help", None),
-        ("/", None),
+        ("/hlep", "/hlep is no command (did you mean /help?)"),
+        ("/explian", "/explian is no command (did you mean /explain?)"),
+        ("/savee chat.json", "/savee is no command (did you mean /save?)"),
+        ("/nope", "/nope is no command (/help lists them)"),
+        ("/nope\nand more", "/nope is no command (/help lists them)"),
+        ("/usr/bin/python", "/usr/bin/python is no command (/help lists them)"),
+        ("/etc is a folder", "/etc is no command (did you mean /set?)"),
+        ("/", "/ is no command (/help lists them)"),
+        ("/undo what I said", "/undo takes no text behind it"),
     ],
 )
-def test_a_word_like_a_command_is_told_to_be_a_message(message: str, hint: str | None) -> None:
-    told = hint and f"sent as a message: {message} is no command ({hint})"
-    assert tell_unknown(message) == told
+def test_what_begins_with_a_slash_and_is_no_command_is_refused(message: str, reason: str) -> None:
+    """It was sent, stayed in the history, and cost a reply."""
+    with pytest.raises(RequestError) as caught:
+        find_command(message)
+    assert str(caught.value) == f"{reason}; a message that begins with a slash is sent with two"
 
 
-def test_a_slip_with_what_the_command_takes_behind_it_is_told() -> None:
-    told = tell_unknown("/savee chat.json")
-    assert told == "sent as a message: /savee is no command (did you mean /save?)"
+@pytest.mark.parametrize("message", ["help", "//help", "//etc is a folder", "a /help", "//"])
+def test_what_begins_with_no_slash_or_with_two_is_a_message(message: str) -> None:
+    assert find_command(message) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "same", "argument"),
+    [
+        ("/?", "/help", ""),
+        ("/clear", "/reset", ""),
+        ("/bye", "/quit", ""),
+        ("/show", "/show", ""),
+        ("/show  system ", "/show", "system"),
+        ("/system\nBe brief.", "/system", "Be brief."),
+        ("/set temperature 0.2", "/set", "temperature 0.2"),
+        ("/file a b.txt", "/file", "a b.txt"),
+    ],
+)
+def test_names_that_people_type(message: str, same: str, argument: str) -> None:
+    found = find_command(message.strip())
+    assert found is not None
+    assert (found[0].run, found[1]) == (COMMANDS[same].run, argument)
 
 
 def test_nothing_said_is_not_saved(tmp_path: Path) -> None:

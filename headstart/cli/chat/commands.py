@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from headstart.cli.reply_metrics import count
 from headstart.cli.streams import note
 from headstart.errors import RequestError
 
-__all__ = ["COMMANDS", "PATH_COMMANDS", "Command", "find_command", "tell_unknown"]
+__all__ = ["COMMANDS", "PATH_COMMANDS", "Command", "find_command"]
 
 
 _KEYS = (
@@ -29,7 +28,7 @@ _KEYS = (
 )
 
 
-_NAME = re.compile(r"/[A-Za-z][\w-]*")
+_SLASHES = "a message that begins with a slash is sent with two"
 
 
 class QuitChat(Exception):
@@ -41,42 +40,32 @@ class Command:
     """A command: what it does to a chat with the text behind its name.
 
     argument: what that text is, in brackets if it may be left out; empty for a command that takes
-    none, so that "/undo what I said" is a message.
+    none. help: empty for another name of a command.
     """
 
     run: Callable[[Chat, str], None]
     help: str
     argument: str = ""
 
-    def takes(self, argument: str) -> bool:
-        """Whether a message with this text behind the name means the command."""
-        return bool(self.argument) or not argument
-
 
 def find_command(message: str) -> tuple[Command, str] | None:
-    """The command that a message is, and its argument; None for what is said to the model."""
-    name, _, argument = message.partition(" ")
-    command = COMMANDS.get(name)
-    if command is None or not command.takes(argument.strip()):
-        return None
-    return command, argument.strip()
+    """Return the command that a message is, and its argument; None for a message to the model.
 
-
-def tell_unknown(message: str) -> str | None:
-    """What to say of a message whose first word looks like a command, but is none.
-
-    None where text follows and no command that takes one is near: "/etc is a folder" is no slip.
+    A message to the model begins with no slash, or with two. Raises RequestError for what begins
+    with a slash and is no command.
     """
-    word, _, argument = message.strip().partition(" ")
-    if not _NAME.fullmatch(word) or word in COMMANDS:
+    if not message.startswith("/") or message.startswith("//"):
         return None
-    nearest = next(
-        iter(get_close_matches(word, COMMANDS, n=1, cutoff=0.8 if argument else 0.7)), None
-    )
-    if argument and (nearest is None or not COMMANDS[nearest].takes(argument.strip())):
-        return None
-    hint = "/help lists them" if nearest is None else f"did you mean {nearest}?"
-    return f"sent as a message: {word} is no command ({hint})"
+    name, *rest = message.split(maxsplit=1)
+    argument = rest[0] if rest else ""
+    command = COMMANDS.get(name)
+    if command is None:
+        near = get_close_matches(name, COMMANDS, n=1, cutoff=0.7)
+        hint = f"did you mean {near[0]}?" if near else "/help lists them"
+        raise RequestError(f"{name} is no command ({hint}); {_SLASHES}")
+    if argument and not command.argument:
+        raise RequestError(f"{name} takes no text behind it; {_SLASHES}")
+    return command, argument
 
 
 def _help(chat: Chat, argument: str) -> None:
@@ -85,7 +74,7 @@ def _help(chat: Chat, argument: str) -> None:
     width = max(len(usage) for usage, _ in rows) + 1
     for usage, text in rows:
         note(f"{usage:<{width}}{text}", " " * width)
-    note(_KEYS)
+    note(f"A command begins with a slash; {_SLASHES}: //etc. {_KEYS}")
 
 
 def _file(chat: Chat, argument: str) -> None:
@@ -157,8 +146,7 @@ def _set(chat: Chat, argument: str) -> None:
         now = getattr(chat.params, check_sampling_name(name))
         raise RequestError(f"{name} is {now}; /set {name} VALUE changes it")
     else:
-        known = ", ".join(f"{name} {getattr(chat.params, name)}" for name in SAMPLING_FLAGS)
-        note(f"{known}; /set NAME VALUE changes one", in_parts=True)
+        note(f"{_parameters(chat)}; /set NAME VALUE changes one", in_parts=True)
 
 
 def _pool(chat: Chat, argument: str) -> None:
@@ -177,6 +165,25 @@ def _explain(chat: Chat, argument: str) -> None:
     note(explain_turn(chat.last, chat.changed))
 
 
+def _show(chat: Chat, argument: str) -> None:
+    lines = {
+        "info": f"{chat.model}, with a context of {chat.llm.engine.max_model_len:,} tokens; "
+        f"{count(len(chat.conversation.turns), 'turn')} so far",
+        "parameters": _parameters(chat),
+        "system": chat.conversation.system or "there is no system message",
+    }
+    if argument and argument not in lines:
+        raise RequestError(f"/show {argument} is not there; allowed: {', '.join(lines)}")
+    for name, line in lines.items():
+        if argument in ("", name):
+            note(line, in_parts=name == "parameters")
+
+
+def _parameters(chat: Chat) -> str:
+    """Return the sampling parameters with their values."""
+    return ", ".join(f"{name} {getattr(chat.params, name)}" for name in SAMPLING_FLAGS)
+
+
 def _reset(chat: Chat, argument: str) -> None:
     chat.conversation = Conversation(system=chat.conversation.system)
     chat.last = None  # as after /load
@@ -189,7 +196,8 @@ def _quit(chat: Chat, argument: str) -> None:
 
 
 COMMANDS: Mapping[str, Command] = {
-    "/help": Command(_help, "shows this"),
+    "/help": Command(_help, "shows this; so does /?"),
+    "/?": Command(_help, ""),
     "/file": Command(_file, "puts a document before your next message", "PATH"),
     "/image": Command(_image, "shows the model an image", "PATH"),
     "/system": Command(_system, "sets the system message, or shows it", "[TEXT]"),
@@ -204,7 +212,11 @@ COMMANDS: Mapping[str, Command] = {
         _pool, "draws the memory of the cache: which blocks are cached, and for which message"
     ),
     "/explain": Command(_explain, "says what of the last prompt was cached, and why not more"),
-    "/reset": Command(_reset, "forgets all turns, but not the system message"),
+    "/show": Command(
+        _show, "shows the model, the sampling parameters and the system message", "[info|...]"
+    ),
+    "/reset": Command(_reset, "forgets all turns, but not the system message; so does /clear"),
+    "/clear": Command(_reset, ""),
     "/quit": Command(_quit, "ends the chat; so do /exit and /bye"),
     "/exit": Command(_quit, ""),
     "/bye": Command(_quit, ""),

@@ -2,13 +2,7 @@
 
 import sys
 
-from headstart.cli.chat.commands import (
-    COMMANDS,
-    PATH_COMMANDS,
-    QuitChat,
-    find_command,
-    tell_unknown,
-)
+from headstart.cli.chat.commands import COMMANDS, PATH_COMMANDS, QuitChat, find_command
 from headstart.cli.chat.messages import piped_messages, terminal_messages
 from headstart.cli.chat.session import Chat
 from headstart.cli.streams import note, tell_error
@@ -39,6 +33,4 @@ def _answer(chat: Chat, message: str) -> None:
         command, argument = found
         command.run(chat, argument)
     elif message:
-        if (told := tell_unknown(message)) is not None:
-            note(told)
-        chat.say(message)
+        chat.say(message.removeprefix("/"))

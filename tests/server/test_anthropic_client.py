@@ -229,6 +229,17 @@ def test_what_is_no_full_block_is_not_told_as_created(client: anthropic.Anthropi
     assert prompt_tokens(message) < 16 and message.usage.cache_creation_input_tokens == 0
 
 
+def test_a_warm_repeat_creates_nothing_whatever_its_length(client: anthropic.Anthropic) -> None:
+    """One of sixteen lengths fills its last block, and a hit leaves a token of it to compute."""
+    lengths = set()
+    for end in range(16):
+        turn = [{"role": "user", "content": [mark(f"{end} {PEOPLE}" + "a b c d e f g h "[:end])]}]
+        _, again = ask(client, turn, max_tokens=1), ask(client, turn, max_tokens=1)
+        assert again.usage.cache_creation_input_tokens == 0
+        lengths.add(prompt_tokens(again) % 16)
+    assert 0 in lengths
+
+
 def test_usage_parts_what_was_read_created_and_neither(
     client: anthropic.Anthropic, server: Running
 ) -> None:

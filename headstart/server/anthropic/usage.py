@@ -42,7 +42,10 @@ class Usage:
     def told(self) -> dict[str, Any]:
         """As a message has it."""
         count = self.count
-        created = created_tokens(self._points, self._lengths, count.cached)
+        # A hit leaves the last token to compute, though its block is cached.
+        is_whole = 0 < count.cached == count.prompt - 1
+        stored = count.prompt if is_whole else count.cached
+        created = created_tokens(self._points, self._lengths, stored)
         return {
             "input_tokens": count.prompt - count.cached - created.short - created.long,
             "cache_read_input_tokens": count.cached,

@@ -70,13 +70,15 @@ def make_tools(given: Sequence[Given], make: Callable[[Given], Tool]) -> tuple[T
 class ToolUse:
     """Which tools there are, and whether the answer may call them, must, or must call `name`.
 
-    parallel: whether it may be more than one call. Raises RequestError.
+    parallel: whether it may be more than one call. allowed: names of the tools that may be called;
+    None for all. The prompt shows all tools. Raises RequestError.
     """
 
     tools: tuple[Tool, ...] = ()
     choice: Literal["none", "auto", "required"] = "auto"
     name: str | None = None
     parallel: bool = True
+    allowed: frozenset[str] | None = None
     names: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,7 +86,13 @@ class ToolUse:
         object.__setattr__(self, "names", frozenset(names))
         if len(self.names) < len(names):
             raise RequestError("two tools have the same name; allowed: different names")
-        if self.choice == "required" and not names:
+        if self.allowed is not None:
+            if unknown := sorted(self.allowed - self.names):
+                raise RequestError(
+                    f"tool_choice allows {describe(unknown[0])}, which is none of the tools"
+                )
+            object.__setattr__(self, "names", self.allowed)
+        if self.choice == "required" and not self.names:
             raise RequestError("tool_choice asks for a call, and there are no tools")
         if self.name is not None and self.name not in self.names:
             raise RequestError(f"tool_choice is {describe(self.name)}, which is none of the tools")
@@ -97,7 +105,7 @@ class ToolUse:
     @property
     def may_call(self) -> bool:
         """Whether calls are read out of the answer."""
-        return self.choice != "none" and bool(self.tools)
+        return self.choice != "none" and bool(self.names)
 
 
 def force_calls(
@@ -109,7 +117,8 @@ def force_calls(
     first could do so until `max_tokens`. special: ids of the tokens that spell no text. Raises
     RequestError.
     """
-    tools = [tool for tool in use.tools if use.name in (None, tool.name)]
+    names = use.names if use.name is None else {use.name}
+    tools = [tool for tool in use.tools if tool.name in names]
     call = "call"
     if use.parallel and use.name is None and form.between is not None:
         call = f"call ({spell_text(form.between, special)} call)*"

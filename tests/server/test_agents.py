@@ -7,7 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.clients import openai
 from tests.server.running import Running
+from tests.server.scripted import scripted
 
 READ = {"name": "Read", "input_schema": {"type": "object", "properties": {}}}
 SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
@@ -101,3 +103,154 @@ def test_a_hosted_tool_next_to_own_tools_is_named_in_a_header(
     )
     alone = post(tool_server, "/v1/messages", {**body, "tools": [SEARCH]})
     assert alone.status_code == 400 and "does not run here" in alone.json()["error"]["message"]
+
+
+SHELL = {"type": "function", "name": "shell", "parameters": {"type": "object", "properties": {}}}
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "p",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+}
+SPACE = {"type": "namespace", "name": "mcp", "description": "d", "tools": [SHELL, PATCH]}
+TOOLS = [SHELL, PATCH, {"type": "local_shell"}, SPACE]
+
+
+def call_text(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def respond(server: Running, text: str, **change: Any) -> tuple[Any, list[Any]]:
+    """Return the response and the events of its stream, which end in the same items."""
+    body = {"model": "tiny", "input": "a", "tools": TOOLS, **change}
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with client, scripted(server, [*text, ""]):
+        whole = client.responses.create(**body)
+        events = list(client.responses.create(**body, stream=True))
+    last = events[-1].response.output[-1].to_dict()
+    ids = {"id": "", "call_id": ""}
+    assert whole.output[-1].to_dict() | ids == last | ids
+    return whole, events
+
+
+def test_a_call_of_a_custom_tool(tool_server: Running) -> None:
+    patch = '*** Begin "Patch"\n+é😀\n'
+    arguments = '{"input": "*** Begin \\"Patch\\"\\n+é\\ud83d\\ude00\\n"}'
+    response, events = respond(tool_server, call_text("apply_patch", arguments))
+    [item] = response.output
+    assert item.type == "custom_tool_call" and item.name == "apply_patch" and item.input == patch
+    kinds = [event.type for event in events]
+    assert kinds[-3:-1] == ["response.custom_tool_call_input.done", "response.output_item.done"]
+    deltas = [event.delta for event in events if event.type.endswith("input.delta")]
+    assert "".join(deltas) == events[-3].input == patch and len(deltas) > 5
+
+
+def test_calls_of_the_shell_and_of_a_namespace(tool_server: Running) -> None:
+    arguments = '{"command": ["ls", "-l"], "working_directory": "/a", "timeout_ms": 5}'
+    response, _ = respond(tool_server, call_text("local_shell", arguments))
+    [item] = response.output
+    assert item.type == "local_shell_call" and item.action.command == ["ls", "-l"]
+    assert item.action.working_directory == "/a" and item.action.timeout_ms == 5
+    [item] = respond(tool_server, call_text("mcp.shell", "{}"))[0].output
+    assert (item.type, item.name, item.namespace) == ("function_call", "shell", "mcp")
+    [item] = respond(tool_server, call_text("mcp.apply_patch", '{"input": "x"}'))[0].output
+    assert (item.type, item.namespace, item.input) == ("custom_tool_call", "mcp", "x")
+
+
+def test_a_call_of_an_unknown_tool_is_a_function_call(tool_server: Running) -> None:
+    [item] = respond(tool_server, call_text("nope", "{}"))[0].output
+    assert (item.type, item.name) == ("function_call", "nope")
+
+
+def test_a_required_call_is_of_an_allowed_tool(tool_server: Running) -> None:
+    tools = [{"type": "custom", "name": "apply_patch"}]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": tools}
+    body = {"input": "a", "tools": TOOLS, "tool_choice": choice, "max_output_tokens": 60}
+    items = post(tool_server, "/v1/responses", body).json()["output"]
+    assert items and {item["type"] for item in items} == {"custom_tool_call"}
+    tools[0]["name"] = "nope"
+    assert "'nope'" in post(tool_server, "/v1/responses", body).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("shell", '{"a": 1}'),
+        ("apply_patch", '{"input": "x"}'),
+        ("local_shell", '{"command": ["ls"]}'),
+        ("mcp.shell", "{}"),
+    ],
+)
+def test_a_call_is_the_same_prompt_in_every_form_of_history(
+    tool_server: Running, name: str, arguments: str
+) -> None:
+    text = call_text(name, arguments)
+    response, _ = respond(tool_server, text)
+    [item] = response.output
+    kind = "function_call_output"
+    output = {"type": kind, "call_id": item.call_id, "output": "ok"}
+    outputs = {
+        "custom_tool_call": [output, {**output, "type": "custom_tool_call_output"}],
+        "local_shell_call": [
+            output,
+            {"type": "local_shell_call_output", "id": item.call_id, "output": "ok"},
+        ],
+    }.get(item.type, [output])
+    forms = [
+        item.model_dump(),
+        item.model_dump(mode="json"),
+        item.model_dump(exclude_none=True),
+        item.model_dump(exclude_unset=True),
+        item.to_dict(),
+        {"type": "item_reference", "id": item.id},
+        {"id": item.id},
+    ]
+    asked = [{"role": "user", "content": "a"}]
+    bodies = [{"input": [*asked, form, one]} for form in forms for one in outputs]
+    bodies += [{"input": outputs, "previous_response_id": response.id}]
+    bodies[-1]["input"] = outputs[:1]
+    counts = set()
+    for body in bodies:
+        answer = post(tool_server, "/v1/responses/input_tokens", {"tools": TOOLS, **body})
+        assert answer.status_code == 200, answer.text
+        counts.add(answer.json()["input_tokens"])
+    assert len(counts) == 1
+
+
+def test_an_item_that_is_not_stored_is_not_found(tool_server: Running) -> None:
+    answer = post(tool_server, "/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]})
+    assert answer.status_code == 404 and answer.json()["error"]["param"] == "input[0].id"
+
+
+def test_fields_that_codex_sends(tool_server: Running) -> None:
+    body = {
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]}
+        ],
+        "instructions": "b",
+        "tools": [*TOOLS, {"type": "web_search", "external_web_access": True}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "c",
+        "client_metadata": {"d": "e"},
+        "text": {"verbosity": "low"},
+        "truncation": "auto",
+        "service_tier": "priority",
+        "max_output_tokens": 2,
+    }
+    answer = post(tool_server, "/v1/responses", body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-headstart-ignored"] == "tools[4] web_search"
+    assert answer.json()["service_tier"] == "default"
+    options = {"prompt_cache_options": {"nonsense": 1}}
+    assert post(tool_server, "/v1/responses", body | options).status_code == 400
+    count = {key: body[key] for key in ("input", "instructions", "tools", "reasoning")}
+    told = post(tool_server, "/v1/responses/input_tokens", count).json()
+    assert told == {
+        "object": "response.input_tokens",
+        "input_tokens": answer.json()["usage"]["input_tokens"],
+    }
+    assert post(tool_server, "/v1/responses/compact", {"input": "a"}).status_code == 404

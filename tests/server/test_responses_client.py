@@ -302,8 +302,8 @@ TOOL = {"type": "function", "name": "f"}
             400,
             "tools[0].type: 'file_",
         ),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, 400, "item_reference"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, 400, "input_file"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, 404, "input[0].id"),
+        ({"input": [{"role": "user", "content": [{"type": "audio"}]}]}, 400, "'audio'"),
         ({"max_output_tokens": 0}, 400, "max_output_tokens is 0"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, 400, "schema"),
         ({"instructions": "\ud800"}, 400, "surrogate"),
@@ -351,7 +351,7 @@ def test_what_is_not_told_again_may_be_any_json(
 ) -> None:
     """The whole request was copied for what its response tells of it: status 500."""
     asked = {"model": "tiny", "input": "Hi", "max_output_tokens": 1, "stream": stream}
-    content = json.dumps(asked | {"prompt_cache_options": given}).encode()
+    content = json.dumps(asked | {"client_metadata": given}).encode()
     headers = {"Content-Type": "application/json"}
     answer = httpx.post(server.url + "/v1/responses", content=content, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text

@@ -15,6 +15,7 @@ from headstart.server.errors import ApiError, JsonResponse, as_api_error
 from headstart.server.long_answers import read_whole, spell
 from headstart.server.responses.items import Event, OutputItems
 from headstart.server.responses.schema import ResponseRequest
+from headstart.server.responses.tools import call_kinds
 from headstart.server.service import Service
 from headstart.server.sse import frame
 
@@ -25,7 +26,7 @@ __all__ = ["ResponseAnswer"]
 
 _AS_ASKED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id"),
-    *("prompt_cache_key", "safety_identifier", "service_tier", "user"),
+    *("prompt_cache_key", "safety_identifier", "user"),
 )
 _LONG = 1 << 16  # bytes
 _TOLD = {*_AS_ASKED, "reasoning", "text", "tool_choice", "tools"}  # of a request by its response
@@ -42,7 +43,7 @@ class ResponseAnswer:
 
         Raises ApiError for those that cannot be told again.
         """
-        self.built = OutputItems(prepared.calls)
+        self.built = OutputItems(prepared.calls, call_kinds(body))
         self._service = service
         self._prepared = prepared
         self._parser = prepared.parser()
@@ -62,10 +63,11 @@ class ResponseAnswer:
             "top_logprobs": 0,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "tool_choice": asked.get("tool_choice", "auto"),
-            "tools": [{"strict": None, "parameters": None, **t} for t in asked.get("tools", [])],
+            "tools": [_tool(tool) for tool in asked.get("tools", [])],
             "text": {"format": {"type": "text"}, **asked.get("text", {})},
             "reasoning": {"effort": None, "summary": None, **asked.get("reasoning", {})},
             "truncation": "disabled",
+            "service_tier": "default",
             "metadata": body.metadata or {},
             "store": body.store is not False and not body.no_store,
             **{name: asked.get(name) for name in _AS_ASKED},
@@ -165,6 +167,10 @@ def _response_frame(step: str, told: bytes, number: int) -> bytes:
     kind = f"response.{step}"
     begin = f'event: {kind}\ndata: {{"type":"{kind}","response":'
     return b"".join((begin.encode(), told, f',"sequence_number":{number}}}\n\n'.encode()))
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"strict": None, "parameters": None, **tool} if tool["type"] == "function" else tool
 
 
 def _as_asked(body: ResponseRequest) -> dict[str, Any]:

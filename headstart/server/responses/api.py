@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, are_many, prepare_chat, read_many
 from headstart.server.errors import ApiError, JsonResponse, telling_form_as
+from headstart.server.hosted import leave_out_hosted
 from headstart.server.long_answers import read_whole
 from headstart.server.responses.answer import ResponseAnswer
 from headstart.server.responses.conversation import (
@@ -19,13 +21,19 @@ from headstart.server.responses.conversation import (
     read_input,
     read_sampling,
     read_template,
-    read_tools,
 )
-from headstart.server.responses.schema import ResponseRequest, as_items
+from headstart.server.responses.schema import (
+    Item,
+    ItemReference,
+    PromptFields,
+    ResponseRequest,
+    as_items,
+)
 from headstart.server.responses.store import ResponseStore, StoredResponse
-from headstart.server.service import service_of, unless_gone
+from headstart.server.responses.tools import read_tools
+from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream
-from headstart.validation import shorten
+from headstart.validation import describe, shorten
 
 __all__ = ["router"]
 
@@ -43,23 +51,10 @@ _QUERY = {
 async def create_response(body: ResponseRequest, request: Request) -> Response:
     """Answer a conversation, which may go on from an earlier response."""
     service = service_of(request)
-    earlier = body.previous_response_id
-    before = _find(request, earlier, "previous_response_id").messages if earlier else ()
-    given = body.input if isinstance(body.input, list) else ()
-    messages = await read_many(len(given), partial(read_input, body, before))
-    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     with telling_form_as("text.format"):
         sampling = read_sampling(body)
-    call = ChatCall(
-        model=body.model,
-        messages=[*system, *messages],
-        sampling=sampling,
-        salt=service.salt(request, read_salt(body)),
-        retention=read_retention(body),
-        priority=body.priority,
-        tools=read_tools(body),
-        template=read_template(body),
-    )
+    messages = await _read_messages(body, request)
+    call = _make_call(service, body, request, messages, sampling, body.priority)
     with telling_form_as("tools" if call.tools.is_forced else "text.format", _FIELDS):
         name = service.new_id("resp")
         prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
@@ -85,6 +80,71 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     is_long = answer.is_long or are_many(len(messages))
     told = await (asyncio.to_thread(tell) if is_long else read_whole([output], tell))
     return Response(told, media_type=JsonResponse.media_type)
+
+
+async def _read_messages(body: PromptFields, request: Request) -> list[dict[str, Any]]:
+    """Return the conversation without its instructions. Raises ApiError."""
+    leave_out_hosted(body.tools, request, "function")
+    earlier = body.previous_response_id
+    before = _find(request, earlier, "previous_response_id").messages if earlier else ()
+    items = body.input if isinstance(body.input, list) else []
+    if any(isinstance(item, ItemReference) for item in items):
+        items = await asyncio.to_thread(_resolve, items, _store(request), _tenant(request))
+        body = body.model_copy(update={"input": items})
+    return await read_many(len(items), partial(read_input, body, before))
+
+
+def _resolve(items: list[Item], store: ResponseStore, tenant: str | None) -> list[Item]:
+    """Return the items with those that references name in their places. Raises ApiError."""
+    resolved = []
+    for place, item in enumerate(items):
+        if isinstance(item, ItemReference):
+            found = store.find_item(item.id, tenant)
+            if found is None:
+                param = f"input[{place}].id"
+                told = f"{param}: the item {describe(item.id)} is not stored here, or not any more"
+                raise ApiError(404, told, param=param)
+            [item] = as_items([found])
+        resolved.append(item)
+    return resolved
+
+
+def _make_call(
+    service: Service,
+    body: PromptFields,
+    request: Request,
+    messages: list[dict[str, Any]],
+    sampling: dict[str, Any],
+    priority: int = 0,
+) -> ChatCall:
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    return ChatCall(
+        model=body.model,
+        messages=[*system, *messages],
+        sampling=sampling,
+        salt=service.salt(request, read_salt(body)),
+        retention=read_retention(body),
+        priority=priority,
+        tools=read_tools(body),
+        template=read_template(body),
+    )
+
+
+@router.post("/input_tokens")
+async def count_input_tokens(body: PromptFields, request: Request) -> Response:
+    """The tokens of a prompt; nothing is computed."""
+    service = service_of(request)
+    messages = await _read_messages(body, request)
+    call = _make_call(service, body, request, messages, {"max_tokens": None})
+    prepared = await prepare_chat(service, call, service.new_id("count"), stream=False)
+    count = len(prepared.request.prompt_token_ids)
+    return JsonResponse({"object": "response.input_tokens", "input_tokens": count})
+
+
+@router.post("/compact", include_in_schema=False)
+async def compact_response(request: Request) -> Response:
+    """Refuse: conversations are not compacted. Clients would send a 501 again."""
+    raise ApiError(404, "conversations are not compacted here; send a shorter input")
 
 
 @router.get("/{name}")

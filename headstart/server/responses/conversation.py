@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,21 +10,25 @@ from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.server.bodies import read_keeping
 from headstart.server.errors import ApiError
 from headstart.server.responses.schema import (
+    CustomCall,
     FunctionCall,
     FunctionOutput,
     InputImage,
     Item,
     JsonFormat,
     Message,
-    NamedChoice,
+    PromptFields,
+    ReasoningItem,
     ResponseRequest,
+    ShellCall,
+    ShellOutput,
 )
-from headstart.server.tools import Tool, ToolUse, make_tools
+from headstart.server.responses.tools import spell_name
 
-__all__ = ["extend", "read_input", "read_sampling", "read_template", "read_tools"]
+__all__ = ["extend", "read_input", "read_sampling", "read_template"]
 
 
-def read_input(body: ResponseRequest, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def read_input(body: PromptFields, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The conversation after `earlier` messages, without instructions. Raises ApiError."""
     if isinstance(body.input, str):
         return [*earlier, {"role": "user", "content": body.input}]
@@ -55,13 +60,29 @@ def _read(item: Item) -> dict[str, Any]:
         return {"role": item.role, "content": content}
     if isinstance(item, FunctionOutput):
         return {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
+    if isinstance(item, ShellOutput):
+        return {"role": "tool", "tool_call_id": item.id, "content": item.output}
     message: dict[str, Any] = {"role": "assistant", "content": ""}
+    if isinstance(item, ReasoningItem):
+        shown = item.content or item.summary
+        return message | {"reasoning_content": "\n".join(one.text for one in shown)}
+    return message | {"tool_calls": [_read_call(item)]}
+
+
+def _read_call(item: Item) -> dict[str, Any]:
+    """Return a call as a chat has it."""
     if isinstance(item, FunctionCall):
-        function = {"name": item.name, "arguments": item.arguments}
-        call = {"id": item.call_id, "type": "function", "function": function}
-        return message | {"tool_calls": [call]}
-    shown = item.content or item.summary
-    return message | {"reasoning_content": "\n".join(one.text for one in shown)}
+        name, arguments = spell_name(item.name, item.namespace), item.arguments
+    elif isinstance(item, CustomCall):
+        name = spell_name(item.name, item.namespace)
+        arguments = json.dumps({"input": item.input}, ensure_ascii=False)
+    else:
+        assert isinstance(item, ShellCall)
+        name = "local_shell"
+        action = item.action.model_dump(exclude_none=True, exclude={"type"})
+        arguments = json.dumps({k: v for k, v in action.items() if v != {}}, ensure_ascii=False)
+    function = {"name": name, "arguments": arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
 
 
 def _together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -94,16 +115,6 @@ def _content(content: Any) -> Any:
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
-def read_tools(body: ResponseRequest) -> ToolUse:
-    """The tools of a Response. Raises RequestError."""
-    given = body.tools or ()
-    tools = make_tools(given, lambda one: Tool(one.name, one.description, one.parameters))
-    parallel = body.parallel_tool_calls is not False
-    if isinstance(body.tool_choice, NamedChoice):
-        return ToolUse(tools, "required", body.tool_choice.name, parallel)
-    return ToolUse(tools, body.tool_choice or "auto", None, parallel)
-
-
 def read_sampling(body: ResponseRequest) -> dict[str, Any]:
     """The sampling of an answer. Raises RequestError."""
     return {
@@ -114,7 +125,7 @@ def read_sampling(body: ResponseRequest) -> dict[str, Any]:
     } | read_keeping(body)
 
 
-def _read_form(body: ResponseRequest) -> StructuredOutputsParams | None:
+def _read_form(body: PromptFields) -> StructuredOutputsParams | None:
     given = body.text.format if body.text is not None else None
     if isinstance(given, JsonFormat):
         return StructuredOutputsParams(json=given.schema_, disable_any_whitespace=True)
@@ -123,7 +134,7 @@ def _read_form(body: ResponseRequest) -> StructuredOutputsParams | None:
     return None
 
 
-def read_template(body: ResponseRequest) -> dict[str, Any]:
+def read_template(body: PromptFields) -> dict[str, Any]:
     """How the prompt is rendered."""
     if body.reasoning is None or body.reasoning.effort is None:
         return {}

@@ -4,17 +4,20 @@ output_item.added
   message, reasoning   content_part.added  (output_text|reasoning_text).delta ... .done
                        content_part.done
   function_call        function_call_arguments.delta ... .done
+  custom_tool_call     custom_tool_call_input.delta ... .done
+  local_shell_call
 output_item.done
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headstart.server.answers.formats import CallFormat
 from headstart.server.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from headstart.server.responses.tools import CallKind, read_partial
 
 __all__ = ["Event", "OutputItems"]
 
@@ -23,9 +26,10 @@ Event = dict[str, Any]
 
 
 class OutputItems:
-    """The items so far; at most the last is open."""
+    """The items so far; at most the last is open. kinds: of calls, by the names of tools."""
 
-    def __init__(self, calls: CallFormat) -> None:
+    def __init__(self, calls: CallFormat, kinds: Mapping[str, CallKind]) -> None:
+        self._kinds = kinds
         self.items: list[dict[str, Any]] = []
         self._calls = calls
         self._open: type[Part] | None = None
@@ -40,7 +44,19 @@ class OutputItems:
             assert not isinstance(part, CallArguments)
             yield from self._begin(type(part), _texts(part))
         self._text.append(part.text)
-        yield self._told("delta", delta=part.text)
+        kind = self.items[-1]["type"]
+        if kind == "custom_tool_call":
+            yield from self._input()
+        elif kind != "local_shell_call":
+            yield self._told("delta", delta=part.text)
+
+    def _input(self) -> Iterator[Event]:
+        """Return the event of what is new in a custom tool's input."""
+        item = self.items[-1]
+        read = read_partial("".join(self._text)).get("input")
+        if isinstance(read, str) and len(read) > len(item["input"]):
+            new, item["input"] = read[len(item["input"]) :], read
+            yield self._event("response.custom_tool_call_input.delta", delta=new)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
         """The open item has ended."""
@@ -48,7 +64,11 @@ class OutputItems:
             return
         item, text = self.items[-1], "".join(self._text)
         item["status"] = status
-        if self._open is CallArguments:
+        if item["type"] == "custom_tool_call":
+            yield self._event("response.custom_tool_call_input.done", input=item["input"])
+        elif item["type"] == "local_shell_call":
+            item["action"] |= _action(text)
+        elif self._open is CallArguments:
             item["arguments"] = text
             yield self._told("done", name=item["name"], arguments=text)
         else:
@@ -89,14 +109,35 @@ class OutputItems:
         return {"type": kind, **place, **data}
 
     def _call(self, part: CallBegin) -> dict[str, Any]:
-        return {
-            "id": _new_id("fc"),
-            "type": "function_call",
+        kind = self._kinds.get(part.name) or CallKind("function_call", part.name)
+        common = {
+            "type": kind.type,
             "status": "in_progress",
             "call_id": self._calls.new_id("call_"),
-            "name": part.name,
-            "arguments": "",
         }
+        if kind.type == "local_shell_call":
+            return {"id": _new_id("lsh"), **common, "action": _action("")}
+        common |= {"name": kind.name}
+        if kind.namespace is not None:
+            common |= {"namespace": kind.namespace}
+        if kind.type == "custom_tool_call":
+            return {"id": _new_id("ctc"), **common, "input": ""}
+        return {"id": _new_id("fc"), **common, "arguments": ""}
+
+
+def _action(arguments: str) -> dict[str, Any]:
+    """Return the action of a call of the shell; what is no such value in its arguments is not."""
+    read = read_partial(arguments)
+    command, folder, timeout = (
+        read.get(name) for name in ("command", "working_directory", "timeout_ms")
+    )
+    words = command if isinstance(command, list) else [] if command is None else [command]
+    action: dict[str, Any] = {"type": "exec", "command": [str(word) for word in words], "env": {}}
+    if isinstance(folder, str):
+        action["working_directory"] = folder
+    if isinstance(timeout, int) and not isinstance(timeout, bool):
+        action["timeout_ms"] = timeout
+    return action
 
 
 def _texts(part: Content | Reasoning) -> dict[str, Any]:

@@ -13,38 +13,78 @@ from pydantic_core import PydanticCustomError
 
 from headstart.engine.vllm_api.rows import refused
 from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Label, Many, Real, Whole
+from headstart.server.hosted import HostedTool, tag_tool
 
 __all__ = [
+    "AllowedChoice",
+    "AnyTool",
+    "CustomCall",
+    "CustomTool",
     "FunctionCall",
     "FunctionOutput",
+    "FunctionTool",
     "InputImage",
     "Item",
+    "ItemReference",
     "JsonFormat",
     "Message",
     "NamedChoice",
+    "NamespaceTool",
+    "PromptFields",
     "ReasoningItem",
     "ResponseRequest",
+    "ShellCall",
+    "ShellOutput",
+    "ShellTool",
     "as_items",
 ]
 
 Status = Literal["in_progress", "completed", "incomplete"] | None
 
 
+class CacheBreakpoint(Body):
+    """A mark of the cache, which keeps every full block of every prompt anyway."""
+
+    mode: Literal["explicit"]
+
+
 class InputText(Body):
-    """A text, of whoever speaks."""
+    """A text, of whoever speaks; `parsed` is a copy of it that OpenAI's client makes."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    parsed: Any = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
 class InputImage(Body):
     """An image as a data: URL; nothing is fetched."""
 
+    rows = refused({"send the image itself, as a data: URL": {"file_id": ()}})
     type: Literal["input_image"]
     image_url: str
     detail: str | None = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+
+
+class InputFile(Body):
+    """A file, of which only the name is shown."""
+
+    type: Literal["input_file"]
+    filename: str | None = None
+    file_data: str | None = None
+    file_url: str | None = None
+    file_id: Label | None = None
+    detail: Label | None = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+
+    @property
+    def text(self) -> str:
+        """Return what a model reads of the file."""
+        name = self.filename or self.file_url or "a file"
+        return f"[not shown: {name} cannot be read by this model]"
 
 
 class Refusal(Body):
@@ -59,7 +99,9 @@ class Refusal(Body):
         return self.refusal
 
 
-Content = str | Many[Annotated[InputText | InputImage | Refusal, Field(discriminator="type")]]
+Content = (
+    str | Many[Annotated[InputText | InputImage | InputFile | Refusal, Field(discriminator="type")]]
+)
 
 
 class Message(Body):
@@ -73,25 +115,82 @@ class Message(Body):
     phase: str | None = None
 
 
-class FunctionCall(Body):
-    """A call that the model made."""
+class Caller(Body):
+    """The model itself called the tool."""
+
+    type: Literal["direct"]
+
+
+class Called(Body):
+    """Fields that calls of tools and their outputs have in common."""
+
+    call_id: str
+    id: str | None = None
+    status: Status = None
+    caller: Caller | None = None
+    namespace: Label | None = None
+
+
+class FunctionCall(Called):
+    """A call that the model made; `parsed_arguments` is a copy that OpenAI's client makes."""
 
     type: Literal["function_call"]
-    call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: Status = None
+    parsed_arguments: Any = None
 
 
-class FunctionOutput(Body):
-    """What a call gave."""
+class CustomCall(Called):
+    """A call of a custom tool."""
 
-    type: Literal["function_call_output"]
-    call_id: str
+    type: Literal["custom_tool_call"]
+    name: str
+    input: str
+
+
+class FunctionOutput(Called):
+    """The result of a call."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
     output: Content
+    name: Label | None = None
+
+
+class ShellAction(Body):
+    """A command for the client's shell."""
+
+    type: Literal["exec"]
+    command: Many[str]
+    env: dict[str, str] | None = None
+    timeout_ms: Whole | None = None
+    user: str | None = None
+    working_directory: str | None = None
+
+
+class ShellCall(Body):
+    """A call of the client's shell."""
+
+    type: Literal["local_shell_call"]
+    call_id: str
+    action: ShellAction
     id: str | None = None
     status: Status = None
+
+
+class ShellOutput(Body):
+    """The result of a call of the client's shell; `id` is the call's."""
+
+    type: Literal["local_shell_call_output"]
+    id: str
+    output: str
+    status: Status = None
+
+
+class ItemReference(Body):
+    """An item of an earlier answer that the server stores."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: str
 
 
 class ReasoningText(Body):
@@ -113,9 +212,10 @@ class ReasoningItem(Body):
 
 
 def _kind(item: Any) -> Any:
-    """An item without a type is a message."""
+    """Return the type of an item; without one it is a message, or the reference to an item."""
     if isinstance(item, dict):
-        return item.get("type", "message")
+        untyped = "message" if "role" in item or "id" not in item else "item_reference"
+        return item.get("type") or untyped
     return getattr(item, "type", None)
 
 
@@ -123,6 +223,11 @@ Item = Annotated[
     Annotated[Message, Tag("message")]
     | Annotated[FunctionCall, Tag("function_call")]
     | Annotated[FunctionOutput, Tag("function_call_output")]
+    | Annotated[CustomCall, Tag("custom_tool_call")]
+    | Annotated[FunctionOutput, Tag("custom_tool_call_output")]
+    | Annotated[ShellCall, Tag("local_shell_call")]
+    | Annotated[ShellOutput, Tag("local_shell_call_output")]
+    | Annotated[ItemReference, Tag("item_reference")]
     | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_kind),
 ]
@@ -146,13 +251,88 @@ class FunctionTool(ClientTool):
     parameters: dict[str, Any] | None = None
     strict: Flag | None = None
     output_schema: dict[str, Any] | None = None
+    allowed_callers: Many[str] | None = None
+    defer_loading: Flag | None = None
+
+
+class CustomFormat(Body):
+    """The form of a custom tool's input; a grammar is shown to the model, and not enforced."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class CustomTool(Body):
+    """A tool of the client that takes a text."""
+
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: CustomFormat | None = None
+    allowed_callers: Many[str] | None = None
+    defer_loading: Flag | None = None
+
+
+class ShellTool(Body):
+    """The client's shell."""
+
+    type: Literal["local_shell"]
+
+
+class NamespaceTool(Body):
+    """Tools of the client under one name."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Many[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]]
+
+
+def _tool_tag(given: Any) -> str:
+    tag = tag_tool(given)
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    if tag == "hosted" or kind not in ("custom", "local_shell", "namespace"):
+        return tag
+    return str(kind)
+
+
+AnyTool = FunctionTool | CustomTool | ShellTool | NamespaceTool | HostedTool
+_Tool = Annotated[
+    Annotated[FunctionTool, Tag("own")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[ShellTool, Tag("local_shell")]
+    | Annotated[NamespaceTool, Tag("namespace")]
+    | Annotated[HostedTool, Tag("hosted")],
+    Discriminator(_tool_tag),
+]
 
 
 class NamedChoice(Body):
-    """The answer must call this function."""
+    """The answer must call this tool."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
+    namespace: Label | None = None
+
+
+class AllowedTool(Body):
+    """A tool that an answer may call."""
+
+    type: Literal["function", "custom", "local_shell"]
+    name: str | None = None
+    namespace: Label | None = None
+
+
+class AllowedChoice(Body):
+    """The answer may, or must, call one of these tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Many[AllowedTool]
+
+
+Choice = Annotated[NamedChoice | AllowedChoice, Field(discriminator="type")]
 
 
 class PlainFormat(Body):
@@ -219,40 +399,70 @@ Metadata = Annotated[
 """What a client notes of a response, which tells it again; as much as OpenAI takes."""
 
 
-class ResponseRequest(CacheFields):
-    """`POST /v1/responses`."""
+Include = Literal[
+    "reasoning.encrypted_content",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+]
+"""Parts of an answer that no answer here has."""
 
-    rows = refused(
-        {
-            "the name is `max_output_tokens`": {"max_tokens": (), "max_completion_tokens": ()},
-            "the name is `input`": {"messages": (), "prompt": ()},
-            'give `text`: {"format": ...}': {"response_format": ()},
-            'give `reasoning`: {"effort": ...}': {"reasoning_effort": ()},
-        }
-    )
-    model: str
+
+class CacheOptions(Body):
+    """Options of the cache. `ttl` is a time for which the prompt is worth keeping.
+
+    Every full block of a prompt is cached, whatever the mode.
+    """
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m"] | None = None
+
+
+_RENAMED = refused(
+    {
+        "the name is `max_output_tokens`": {"max_tokens": (), "max_completion_tokens": ()},
+        "the name is `input`": {"messages": (), "prompt": ()},
+        'give `text`: {"format": ...}': {"response_format": ()},
+        'give `reasoning`: {"effort": ...}': {"reasoning_effort": ()},
+    }
+)
+
+
+class PromptFields(CacheFields):
+    """`POST /v1/responses/input_tokens`, and the fields that responses have in common with it."""
+
+    rows = _RENAMED
+    model: str | None = None
     input: str | Many[Item]
     instructions: str | None = None
     previous_response_id: str | None = None
+    tools: Many[_Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    parallel_tool_calls: Flag | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+
+class ResponseRequest(PromptFields):
+    """`POST /v1/responses`."""
+
+    model: str
     store: Flag | None = True
     stream: Flag | None = False
     max_output_tokens: Whole | None = None
     temperature: Real | None = None
     top_p: Real | None = None
-    tools: Many[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
-    parallel_tool_calls: Flag | None = None
-    text: TextConfig | None = None
-    reasoning: Reasoning | None = None
     metadata: Metadata | None = None
+    client_metadata: dict[str, Any] | None = None
     priority: Whole = 0
-    include: Many[Literal["reasoning.encrypted_content"]] | None = None
-    truncation: Literal["disabled"] | None = None
+    include: Many[Include] | None = None
     background: Literal[False] | None = None
     stream_options: StreamOptions | None = None
     max_tool_calls: Whole | None = None
     top_logprobs: Literal[0] | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_options: CacheOptions | None = None
     safety_identifier: Label | None = None
-    service_tier: Label | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     user: Label | None = None

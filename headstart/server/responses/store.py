@@ -5,6 +5,7 @@ A response is its tenant's: nobody else finds it.
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections import Counter, OrderedDict
@@ -72,6 +73,21 @@ class ResponseStore:
         with self._lock:
             own = self._stored.get(tenant)
             return own.get(name) if own is not None else None
+
+    def find_item(self, item_id: str, tenant: str | None) -> dict[str, Any] | None:
+        """Return the item of a tenant's stored responses that has this id, if there is one.
+
+        Not for the event loop: the text of every response is searched.
+        """
+        quoted = json.dumps(item_id).encode()
+        with self._lock:
+            stored = list(self._stored.get(tenant, {}).values())
+        for one in reversed(stored):
+            if quoted in one.response:
+                for item in json.loads(one.response)["output"]:
+                    if item["id"] == item_id:
+                        return dict(item)
+        return None
 
     def remove(self, name: str, tenant: str | None) -> bool:
         """Forget a tenant's response; whether there was one."""

@@ -10,7 +10,7 @@ conversations to find out, and only what it does not take is changed:
     turns of one role in a row                    one turn
     a user's turn behind a tool's result          text behind the result
     a user's turn behind a call without a result  an empty turn of the assistant between them
-    an assistant that speaks first                an empty turn of the user before it
+    an assistant or a tool that speaks first      an empty turn of the user before it
     a system message alone                        an empty turn of the user after it
 
 Texts are joined by an empty line. A message changes only itself and what comes after it, so a
@@ -35,7 +35,7 @@ _PAIRS = {
     "SS": "SSU",
     "UU": "UU",
     "AA": "UAAU",
-    "AC": "UACT",
+    "AC": "UACTAU",
     "CA": "UCAU",
     "CC": "UCCT",
     "CU": "UCU",
@@ -67,7 +67,7 @@ class TemplateOrder:
                 message = self._place_system(message, is_beginning=is_beginning)
             elif is_beginning:
                 is_beginning = False
-                if role == "assistant" and self._needs_user(arranged):
+                if role in ("assistant", "tool") and self._needs_user(arranged):
                     arranged.append(self._empty("user"))
             self._append(arranged, message)
         if is_beginning and self._needs_user(arranged):
@@ -101,7 +101,7 @@ class TemplateOrder:
         if pair not in _PAIRS:
             return True
         if pair not in self._pairs:
-            but_for = "UCT" if "C" in pair or "T" in pair else "UAU"
+            but_for = "UCTAU" if "C" in pair or "T" in pair else "UAU"
             self._pairs[pair] = self._takes(_PAIRS[pair], but_for)
         return self._pairs[pair]
 

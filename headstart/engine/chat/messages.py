@@ -69,7 +69,7 @@ def read_conversation(messages: object) -> list[dict[str, Any]]:
 def _read_calls(message: dict[str, Any]) -> None:
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, (list, tuple)):
-        raise RequestError(f"tool_calls are {describe(calls)}; allowed: a list of dicts")
+        raise RequestError(f"tool_calls are a {type(calls).__name__}; allowed: a list of dicts")
     if calls:
         message["tool_calls"] = [_read_tool_call(call) for call in calls]
         message.setdefault("content", "")
@@ -105,8 +105,8 @@ def _read_tool_call(call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         raise RequestError(
-            f'a tool call is {describe(call)}; allowed: {{"function": {{"name": ..., '
-            '"arguments": ...}}'
+            f"a tool call is a {type(call).__name__} without a dict as its function; allowed: "
+            '{"function": {"name": ..., "arguments": ...}}'
         )
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):

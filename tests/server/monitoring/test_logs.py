@@ -134,7 +134,7 @@ def test_a_line_for_people(server: Running, written: Callable[[str], Written]) -
     assert "treasure" not in good + bad
 
 
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": f"{{{SECRET}"}}
+CALL = {"id": "1", "type": "function", "function": SECRET}
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,11 @@ def test_a_fork_that_came_once_is_told_until_one_came_twice(client: httpx.Client
     assert fork["prompts"] == 2 and fork["advice"].startswith("2 prompts part from an earlier one")
 
 
+def test_a_block_that_is_not_there_is_not_found(client: httpx.Client) -> None:
+    for block, status in ((0, 200), (127, 200), (128, 404), (-1, 404)):
+        assert client.get(f"/cache/blocks/{block}").status_code == status
+
+
 def test_a_prompt_is_computed_ahead(client: httpx.Client) -> None:
     messages = [{"role": "user", "content": PEOPLE}]
     first = client.post("/cache/prewarm", json={"messages": messages}).json()

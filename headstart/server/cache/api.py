@@ -146,8 +146,12 @@ async def stream_live(request: Request) -> Response:
 
 @router.get("/blocks/{block_id}")
 async def show_block(block_id: int, request: Request) -> Response:
-    """The text in a block."""
-    return JsonResponse(await service_of(request).live.block_text(block_id))
+    """The text in a block; status 404 for an id that the pool does not have."""
+    service = service_of(request)
+    count = service.llm.engine.manager.config.num_blocks
+    if not 0 <= block_id < count:
+        raise ApiError(404, f"there is no block {block_id}; allowed: 0 to {count - 1}")
+    return JsonResponse(await service.live.block_text(block_id))
 
 
 async def prepare(

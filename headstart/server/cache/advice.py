@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from headstart.cache import MissExplanation, MissReason, Namespace
-from headstart.server.cache.difference import ENDS, Difference, describe_difference
-from headstart.server.cache.traffic import Closest, Seen, Tokens, Traffic
+from headstart.server.cache.difference import (
+    ENDS,
+    OTHER,
+    PASSAGES,
+    Difference,
+    describe_difference,
+    find_remedy,
+)
+from headstart.server.cache.traffic import Closest, Seen, Tokens, Traffic, count_again
 
 __all__ = ["Adviser", "Explanation"]
 
 _BEFORE, _AFTER = 64, 512  # tokens shown to `describe_difference`
 _MOST_FORKS = 10
 _LONGEST_WORD = 16  # tokens
+_NUMBERED, _HEAD, _MOVED = 8, 40, 64  # tokens: a passage's number and head, and how far it moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,10 @@ class Adviser:
             self._decode(one[max(0, at - _BEFORE) : at + _AFTER].tolist())[len(before) :]
             for one in (tokens, closest.seen.tokens)
         )
-        return describe_difference(before, here, there)
+        difference = describe_difference(before, here, there)
+        if difference.looks_like == OTHER and _is_swapped(tokens[at:], closest.seen.tokens[at:]):
+            difference = replace(difference, looks_like=PASSAGES)
+        return difference
 
     def sum_up(self, recent: Sequence[Sequence[Seen]]) -> dict[str, Any]:
         """What would have saved most tokens of each tenant's prompts, oldest first.
@@ -112,6 +123,7 @@ class Adviser:
             "prompt_tokens": sum(len(seen.tokens) for _, seen in all_seen),
             "cached_tokens": sum(seen.num_cached for _, seen in all_seen),
             "forks": [self._describe_fork(those) for those in told[:_MOST_FORKS]],
+            "salts": [advice for seen in recent if (advice := _describe_salts(seen)) is not None],
         }
 
     def _word_begins(self, tokens: Tokens, at: int) -> int:
@@ -132,7 +144,7 @@ class Adviser:
         assert last.closest is not None
         saved = sum(seen.num_again for seen in those)
         difference = self._difference(last.tokens, last.closest)
-        looks_like = difference.looks_like if difference is not None else "another text"
+        looks_like = difference.looks_like if difference is not None else OTHER
         places = {seen.closest.num_common for seen in those if seen.closest is not None}
         where = f"token {min(places):,}"
         if len(places) > 1:
@@ -149,9 +161,41 @@ class Adviser:
             "there": difference.there if difference is not None else None,
             "advice": (
                 f"{part} from an earlier one at {where} by what looks like {looks_like}, "
-                f"and {on}: moving it to the end would have saved {saved:,} tokens"
+                f"and {on}: {find_remedy(looks_like)} would have saved {saved:,} tokens"
             ),
         }
+
+
+def _is_swapped(tokens: Tokens, earlier: Tokens) -> bool:
+    """Return True if the passage that each begins with stands further on in the other.
+
+    Passages are longer than the text that `describe_difference` sees. What an edit or an insertion
+    changes stands further on in one of the two at most. Their numbers may differ.
+    """
+    pairs = ((tokens, earlier), (earlier, tokens))
+    return all(count_again(one[_NUMBERED:_HEAD], other[_MOVED:]) for one, other in pairs)
+
+
+def _describe_salts(seen: Sequence[Seen]) -> dict[str, Any] | None:
+    """Describe what equal prompts under several salts of a tenant cost; None if there are none."""
+    equal: dict[tuple[str | None, bytes], dict[str | None, Seen]] = defaultdict(dict)
+    for one in seen:
+        equal[one.namespace.adapter, one.tokens.tobytes()].setdefault(one.namespace.salt, one)
+    again = [one for salts in equal.values() for one in list(salts.values())[1:]]
+    if not again:
+        return None
+    salts = max(map(len, equal.values()))
+    saved = sum(len(one.tokens) - 1 - one.num_cached for one in again)
+    part = f"{len(again):,} prompts equal" if len(again) > 1 else "1 prompt equals"
+    return {
+        "prompts": len(again),
+        "salts": salts,
+        "tokens_computed_again": saved,
+        "advice": (
+            f"{part} an earlier one under another salt (up to {salts:,} salts), which shares "
+            f"nothing with it: one salt would have saved {saved:,} tokens"
+        ),
+    }
 
 
 def _ago(seconds: float) -> str:

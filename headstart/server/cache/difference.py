@@ -7,9 +7,21 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import takewhile
 
-__all__ = ["ENDS", "Difference", "describe_difference"]
+__all__ = ["ENDS", "OTHER", "PASSAGES", "Difference", "describe_difference", "find_remedy"]
 
 ENDS = "one ends where the other goes on"
+OTHER = "another text"
+PASSAGES = "the same passages in another order"
+_TOOLS = "the same tools in another order"
+_ENTRIES = "the same entries in another order"
+_SPACE = "white space"
+_REMEDIES = {
+    _TOOLS: "keeping one order of the tools",
+    _ENTRIES: "keeping one order of the entries",
+    PASSAGES: "sorting the passages, or moving them behind what stays the same,",
+    _SPACE: "writing it with the same white space",
+    OTHER: "if this is an edited turn, nothing needs to be done; otherwise moving it to the end",
+}
 _AROUND = 80  # characters shown on either side
 _NEAR = 24  # characters in which a date or an id is looked for
 _FAR = 2000  # characters in which the same lines or keys in another order are looked for
@@ -26,6 +38,7 @@ _IDS = re.compile(
     re.IGNORECASE,
 )
 _KEYS = re.compile(r'"([^"\\]{1,80})"\s*:')
+_TOOL_WORDS = re.compile(r'"(parameters|input_schema|function)"')
 _NAMES = re.compile(r'"name"\s*:\s*"([^"\\]{1,80})"')  # of tools, whose keys are all the same
 
 
@@ -49,6 +62,15 @@ def describe_difference(before: str, here: str, there: str) -> Difference:
     return Difference(before[-_AROUND:], here[:_AROUND], there[:_AROUND], kind)
 
 
+def find_remedy(looks_like: str) -> str:
+    """Return what to do about a difference, as the subject of "would have saved".
+
+    >>> find_remedy("a date or time")
+    'moving it to the end'
+    """
+    return _REMEDIES.get(looks_like, "moving it to the end")
+
+
 def _kind(before: str, here: str, there: str) -> str:
     if not here or not there:
         return ENDS
@@ -58,12 +80,12 @@ def _kind(before: str, here: str, there: str) -> str:
     if _IDS.search(mine) and _IDS.search(theirs):
         return "a random id"
     if "".join(here[:_AROUND].split())[:40] == "".join(there[:_AROUND].split())[:40]:
-        return "white space"
-    if _same_in_another_order(before, here, there):
-        return "the same entries in another order"
+        return _SPACE
+    if order := _find_order(before, here, there):
+        return order
     if _word(before, here).isdigit() and _word(before, there).isdigit():
         return "a number"
-    return "another text"
+    return OTHER
 
 
 def _around(before: str, after: str) -> str:
@@ -78,14 +100,17 @@ def _word(before: str, after: str) -> str:
     return head + "".join(takewhile(str.isalnum, after))
 
 
-def _same_in_another_order(before: str, here: str, there: str) -> bool:
+def _find_order(before: str, here: str, there: str) -> str | None:
+    """Return the kind of things that are the same in another order; None if they differ."""
     line = before.rsplit("\n", 1)[-1]
     mine, theirs = line + here[:_FAR], line + there[:_FAR]
-    return (
-        _is_moved(_KEYS.findall(mine), _KEYS.findall(theirs))
-        or _is_moved(_NAMES.findall(mine), _NAMES.findall(theirs))
-        or _is_moved(mine.splitlines(), theirs.splitlines())
-    )
+    if _is_moved(_NAMES.findall(mine), _NAMES.findall(theirs)):
+        return _TOOLS if _TOOL_WORDS.search(mine) else _ENTRIES
+    if _is_moved(_KEYS.findall(mine), _KEYS.findall(theirs)):
+        return _ENTRIES
+    if _is_moved(*(re.split(r"\n\s*\n", text) for text in (mine, theirs))):
+        return PASSAGES
+    return _ENTRIES if _is_moved(mine.splitlines(), theirs.splitlines()) else None
 
 
 def _is_moved(mine: list[str], theirs: list[str]) -> bool:

@@ -17,6 +17,8 @@ from headstart.server.cache.traffic import Times, Traffic, Traffics, count_again
 
 MISSED = MissExplanation(MissReason.TOKEN, 0)
 ORDER = "the same entries in another order"
+TOOLS = "the same tools in another order"
+PASSAGES = "the same passages in another order"
 TOOL = '", "parameters": {}}, {"type": "function", "name": "'
 PLAIN = Namespace(None, None)
 prompts = st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=30)
@@ -189,8 +191,9 @@ def test_tokens_that_come_again(mine: list[int], theirs: list[int]) -> None:
         ('{"', 'a": 1, "b": 2, "c": 3}', 'b": 2, "c": 3, "a": 1}', ORDER),
         ('{"id": 7, "', 'a": 1, "b": 2, "c": 3}', 'c": 3, "a": 1, "b": 2}', ORDER),
         ('{"', 'a": 1, "b": 2}', 'c": 1, "d": 2}', "another text"),
-        ('[{"name": "', f'age{TOOL}job{TOOL}now"}}', f'now{TOOL}age{TOOL}job"}}', ORDER),
+        ('[{"name": "', f'age{TOOL}job{TOOL}now"}}', f'now{TOOL}age{TOOL}job"}}', TOOLS),
         ("", "- b\n- a", "- a\n- b", ORDER),
+        ("", "b 1\nb 2\n\na 1\n\nend", "a 1\n\nb 1\nb 2\n\nend", PASSAGES),
         ("", "tool b\ntool a\ntool c\nend", "tool a\ntool b\ntool c\nend", ORDER),
         ("", "Hi! One.\n" + "Two.\n" * 9, "Be kind. One.\n" + "Two.\n" * 9, "another text"),
         ("page ", "7 of the book", "8 of the book", "a number"),

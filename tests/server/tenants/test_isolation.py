@@ -191,7 +191,7 @@ def test_advice_is_of_a_tenants_own_prompts_alone(tmp_path: Path) -> None:
             told: dict[str, Any] = answer.json()
             return told
 
-        nothing = {"prompts": 0, "prompt_tokens": 0, "cached_tokens": 0, "forks": []}
+        nothing = {"prompts": 0, "prompt_tokens": 0, "cached_tokens": 0, "forks": [], "salts": []}
         for minute in range(10, 14):
             ask("alice", minute)
             assert advice(headers("bob")) == nothing | {"memory": None}

@@ -71,7 +71,8 @@ async function showAdvice() {
   try {
     const told = await get("cache/advice");
     const items = told.forks.slice(0, 3).map(({ advice, before }) => before ? `${advice}. They part after “${before.slice(-40)}”` : advice);
-    if (told.memory.evicted_prompts) {
+    items.push(...told.salts.map(({ advice }) => advice));
+    if (told.memory?.evicted_prompts) {
       const { evicted_prompts: prompts, more_blocks: blocks, tokens_saved: tokens } = told.memory;
       items.push(`${counted(prompts, "prompt")} found a beginning evicted: ${blocks === null ? "how many more blocks would have kept it is unknown" : `${counted(blocks, "more block")} would have saved ${counted(tokens, "token")}`}`);
     }

@@ -107,6 +107,11 @@ class Router:
         self._waiting[request.request_id] = self._last
         return load.replica
 
+    def requests_at(self, replica: int) -> set[str]:
+        """Return the ids of the requests that were sent to a replica and are not finished."""
+        sent = {**self._waiting, **self._running}
+        return {name for name, one in sent.items() if one.load is self.loads[replica]}
+
     def catch_up(self) -> None:
         """Note what the last request will compute where it was sent."""
         sent, self._last = self._last, None

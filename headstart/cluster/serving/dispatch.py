@@ -72,6 +72,7 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._router = Router(2 * most, make_policy(policy), shares_store=shares_store)
         self._numbers: dict[str, int] = {}
+        self._silent: set[str] = set()  # replicas that run and do not answer
         self._free = list(reversed(range(2 * most)))
         for number in self._free:
             self._router.set_alive(number, False)
@@ -96,6 +97,12 @@ class Dispatcher:
             return list(self._numbers)
 
     @property
+    def answering(self) -> list[str]:
+        """The names of those that run and give signs of life."""
+        with self._lock:
+            return [name for name in self._numbers if name not in self._silent]
+
+    @property
     def metrics(self) -> Mapping[str, list[Metric]]:
         """What each replica told last of its engine."""
         with self._lock:
@@ -116,6 +123,7 @@ class Dispatcher:
                 counts = [m for m in self._metrics.pop(name, ()) if not isinstance(m, Gauge)]
                 self._past = add_up([*self._past, *counts])
                 self._router.set_alive(number, False)
+                self._silent.discard(name)
                 self._free.append(number)
             for name in new[: len(self._free)]:
                 self._numbers[name] = number = self._free.pop()
@@ -123,23 +131,46 @@ class Dispatcher:
         if gone or new:
             self._on_change()
 
+    def note_silent(self, replica: str) -> set[str]:
+        """Send a replica no more requests; returns the ids of those that it has.
+
+        What it has cached is not forgotten: it may answer again.
+        """
+        with self._lock:
+            number = self._numbers.get(replica)
+            if number is None:
+                return set()
+            self._silent.add(replica)
+            return self._router.requests_at(number)
+
+    def note_heard(self, replica: str) -> bool:
+        """Send a replica requests; returns True if it was silent."""
+        with self._lock:
+            was_silent = replica in self._silent
+            self._silent.discard(replica)
+            return was_silent
+
     def expect(self, request: RouteRequest) -> None:
         """A request that `choose` will be asked for, perhaps several times."""
         with self._lock:
             self._waiting[request.request_id] = _Waiting(request)
 
     def choose(self, request_id: str) -> str | None:
-        """The replica to send a request to; None if there is none, or the request is gone.
+        """The replica to send a request to; None if none answers, or the request is gone.
 
         Not one that did not take it several times, if there is another.
         """
         with self._lock:
             waiting = self._waiting.get(request_id)
-            if waiting is None or not self._numbers:
+            if waiting is None or self._numbers.keys() <= self._silent:
                 return None
             self._router.finish(request_id)  # it was sent somewhere, and did not get there
             numbers, sent = self._numbers, waiting.sent
-            avoid = [numbers[name] for name in sent if name in numbers and sent[name] >= _TRIES]
+            silent = {numbers[name] for name in self._silent}
+            tried = {numbers[name] for name in sent if name in numbers and sent[name] >= _TRIES}
+            avoid = silent | tried
+            if len(avoid) == len(numbers):  # one that answers slowly, rather than one that hangs
+                avoid = silent
             number = self._router.route(waiting.request, time.monotonic(), avoid)
             chosen = next(name for name, of in numbers.items() if of == number)
             sent[chosen] += 1

@@ -2,8 +2,10 @@
 
     submitted ──▶ routed ──▶ sent ──first tokens──▶ answered here, token by token ──▶ finished
                     ▲          │                        │
-                    └──────────┘ the replica died       │ the replica died: an error, as a client
+                    └──────────┘ the replica is lost    │ the replica is lost: an error, as a client
                       another computes it from anew     ▼ may have been told what it has so far
+
+A replica is lost when it died, or when it missed two heartbeats (`feeds.py`).
 
 A request that wants all of its tokens at the end told nobody anything before that, so it is always
 computed anew. `MAX_LOST` replicas that die under one request are not by chance: it then ends.
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_LOST", "ReplicaDriver"]
 
 MAX_LOST = 3
+_LOST = "the replica that computed this answer died or stopped answering"
 _PATIENCE = 1.0  # seconds between two looks at whether the thread is alive
 _LOG = logging.getLogger("headstart.server")
 
@@ -64,8 +67,12 @@ class ReplicaDriver:
         front: FrontEngine,
         dispatcher: Dispatcher,
         put: Callable[[SentImages], Awaitable[SentImages]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`put` lays images where replicas find them by what it returns: `ray.put`."""
+        """`put` lays images where replicas find them by what it returns: `ray.put`.
+
+        clock: returns seconds, by which replicas are found silent.
+        """
         self._replicas = handle.options(stream=True)
         self._handle = handle
         self._front = front
@@ -76,7 +83,9 @@ class ReplicaDriver:
         self._running: dict[str, Running] = {}  # by request id
         self._started: dict[str, Running] = {}  # by name: those that are forgotten and end, too
         self._attempts: dict[RequestKey, Attempt] = {}
-        self._feeds = Feeds(self._replicas, dispatcher, self._name, self._take_progress)
+        self._feeds = Feeds(
+            self._replicas, dispatcher, self._name, self._take_progress, self._lose, clock
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="headstart-replicas")
         self._thread.daemon = True
@@ -84,7 +93,8 @@ class ReplicaDriver:
         dispatcher.call_on_change(lambda: self._soon(self._feeds.match))
         dispatcher.call_on_route(lambda: self._soon(dispatcher.catch_up))
         self._soon(self._feeds.match)
-        asyncio.run_coroutine_threadsafe(sign_life(handle, self._name, front.silence), self._loop)
+        for task in (sign_life(handle, self._name, front.silence), self._feeds.watch()):
+            asyncio.run_coroutine_threadsafe(task, self._loop)
 
     # As of a driver
 
@@ -255,9 +265,9 @@ class ReplicaDriver:
                     found = read_error(error)
                 if not isinstance(found, ReplicaLostError):
                     return found
-                _LOG.warning("a replica died under %s: %s", name, found)
+                _LOG.warning("a replica was lost under %s: %s", name, found)
                 if running.is_begun:
-                    return ReplicaLostError("the replica that computed this answer died; ask again")
+                    return ReplicaLostError(f"{_LOST}; ask again")
             return ReplicaLostError(f"{MAX_LOST} replicas died under this request")
         except Exception as error:
             return read_error(error)
@@ -285,11 +295,22 @@ class ReplicaDriver:
                     return
                 if running.every_step:
                     attempt.take(tell=True)
+        except asyncio.CancelledError:
+            if attempt.was_given_up():
+                raise ReplicaLostError("it stopped answering") from None
+            raise
         finally:
             del self._attempts[asked.key]
             if stream is not None:
                 cancel(stream)
         raise EngineError("this server was silent for too long: a replica took it for dead")
+
+    def _lose(self, replica: str) -> None:
+        """A replica stopped answering: have others answer what it has not begun to."""
+        names = self._dispatcher.note_silent(replica)
+        for attempt in self._attempts.values():
+            if attempt.running.name in names:
+                attempt.give_up()
 
     def _take_progress(self, key: RequestKey, part: Part) -> None:
         """Tell whoever asked for a request; an output that cannot be told ends that request."""

@@ -48,7 +48,7 @@ class ReplicatedLLM(AsyncLLM):
     @property
     def has_engine(self) -> bool:
         """Whether a replica runs; until one does, requests wait."""
-        return bool(self.dispatcher.replicas)
+        return bool(self.dispatcher.answering)
 
     def read_metrics(self) -> list[Metric]:
         """Those of all replicas: sums, and of shares the mean. For any thread.

@@ -15,7 +15,7 @@ from headstart.cluster.serving.adapters import check_adapter
 from headstart.cluster.serving.gauges import RayGauges
 from headstart.cluster.serving.messages import AnswerRequest, EngineFacts, Follow, Part, Report
 from headstart.cluster.serving.publisher import CachePublisher
-from headstart.cluster.serving.signs import SILENCE, LiveServers
+from headstart.cluster.serving.signs import SILENCE, LastHeard, with_heartbeats
 from headstart.engine.adapters.request import Adapter
 from headstart.engine.async_llm import AsyncLLM
 from headstart.engine.outputs import RequestOutput
@@ -47,7 +47,7 @@ class EngineReplica:
         self._llm = AsyncLLM.from_started(start_engine(model, dict(options), is_observed=True))
         self._publisher = CachePublisher(self._llm)
         self._gauges = RayGauges(self._llm)
-        self._servers = LiveServers(silence)
+        self._servers = LastHeard(silence)
         self._asked: dict[RequestGroup, str] = {}  # the server of each request that runs
         self._naming = asyncio.Lock()  # held while an adapter's name must keep its meaning
 
@@ -158,12 +158,13 @@ class EngineReplica:
                 await self._llm.unload_adapter(adapter.name)
 
     async def follow(self, who: Follow) -> AsyncGenerator[Report]:
-        """What is cached here, and all that changes, until the caller leaves.
+        """What is cached here, and all that changes, with heartbeats, until the caller leaves.
 
         who: names this replica for the request router, and the caller.
         """
         self._servers.hear(who.follower)
-        async with aclosing(self._publisher.follow(who.follower)) as reports:
+        followed = self._publisher.follow(who.follower)
+        async with aclosing(with_heartbeats(followed)) as reports:
             async for report in reports:
                 yield report
 

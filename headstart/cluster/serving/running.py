@@ -45,19 +45,20 @@ class Running:
     def abort(self) -> None:
         """Have it end with what it has."""
         self.is_aborted = True
-        self._cancel()
+        self.cancel()
 
     def fail(self, error: HeadstartError) -> None:
         """Have it end with this error."""
         self.error = error
-        self._cancel()
+        self.cancel()
 
     def forget(self) -> None:
         """Have it end; nobody is told."""
         self.receive = lambda update: None
-        self._cancel()
+        self.cancel()
 
-    def _cancel(self) -> None:
+    def cancel(self) -> None:
+        """Cancel its task, whatever for."""
         assert self.task is not None
         self.task.cancel()
 
@@ -85,12 +86,26 @@ class Running:
 
 @dataclass(eq=False, slots=True)
 class Attempt:
-    """A request that was sent to a replica. parts: that came and are not taken in yet."""
+    """A request that was sent to a replica.
+
+    parts: those that came and are not taken in yet. is_lost: its replica does not answer.
+    """
 
     running: Running
     sent: float
     is_begun: bool = False
     parts: list[Part] = field(default_factory=list)
+    is_lost: bool = False
+
+    def give_up(self) -> None:
+        """End the attempt: its replica does not answer."""
+        self.is_lost = True
+        self.running.cancel()
+
+    def was_given_up(self) -> bool:
+        """Return True if the request's task, which was cancelled, is to go on; called in it."""
+        task = self.running.task
+        return self.is_lost and task is not None and task.uncancel() == 0
 
     def take(self, *, tell: bool) -> None:
         """Take the parts in, and tell whoever asked for the request.

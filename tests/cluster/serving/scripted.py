@@ -4,6 +4,7 @@ import asyncio
 import pickle
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -149,14 +150,16 @@ class Put:
 class Server:
     """A driver over scripted replicas."""
 
-    def __init__(self, silence: float = SILENCE) -> None:
+    def __init__(
+        self, silence: float = SILENCE, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         facts = EngineFacts(512, frozenset({0}), 2048, 16, 64, 1 << 20, "", silence)
         adapters = ReplicaAdapters(self.read_adapter)
         config = make_config(read_options(MODEL, {}).config)
         self.front = FrontEngine(MODEL, facts, config, 1, adapters)
         self.handle, self.dispatcher = Handle(), Dispatcher("expected", 1)
         handle: Any = self.handle
-        self.driver = ReplicaDriver(handle, self.front, self.dispatcher, Put)
+        self.driver = ReplicaDriver(handle, self.front, self.dispatcher, Put, clock)
 
     def request(self, name: str, adapter: str | None = None) -> RequestGroup:
         """A prepared request that wants four tokens."""

@@ -16,7 +16,7 @@ from headstart.cache import TokenSequence
 from headstart.cluster.serving import signs
 from headstart.cluster.serving.messages import AnswerRequest, Follow
 from headstart.cluster.serving.replica import EngineReplica
-from headstart.cluster.serving.signs import LiveServers
+from headstart.cluster.serving.signs import LastHeard
 from headstart.engine.adapters.request import Adapter
 from headstart.engine.request import RequestGroup
 from headstart.errors import EngineError, ModelError
@@ -175,7 +175,7 @@ def test_what_a_silent_server_asked_for_ends_and_nothing_of_another(
     replica: EngineReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(replica, "_servers", LiveServers(120.0, lambda: now[0]))
+    monkeypatch.setattr(replica, "_servers", LastHeard(120.0, lambda: now[0]))
     aborted: list[str] = []
     abort = replica._llm.abort
 

@@ -1,8 +1,17 @@
-"""Signs of life of a server, and what becomes of its requests without them. Without Ray."""
+"""Signs of life of servers and replicas, and what becomes of requests without them. Without Ray."""
 
+import asyncio
 import queue
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
 
+import pytest
+
+from headstart.cluster.serving.messages import AnswerRequest, Report
+from headstart.cluster.serving.signs import HEARTBEAT, with_heartbeats
+from headstart.engine.vllm_api.metrics import Gauge, Metric
+from headstart.errors import ReplicaLostError
+from tests.cluster.serving.ray_processes import wait_until
 from tests.cluster.serving.scripted import LIMIT, Server, Stream, Told, part
 
 
@@ -44,3 +53,120 @@ def test_a_request_that_a_replica_ended_for_want_of_signs_of_life_is_answered() 
     server.driver.submit(server.request("a"), told)
     assert str(told.next()) == "this server was silent for too long: a replica took it for dead"
     server.driver.close()
+
+
+class Replicas:
+    """A server and its replicas by name, with a clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.server = Server(clock=lambda: self.now)
+        self.feeds: dict[str, Stream] = {}
+        self.sent: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
+        self._answer = self.server.handle.answer.remote
+        self.server.handle.answer.remote = self._send
+        self.server.handle.follow.remote = lambda who: self.feeds[who.replica]
+
+    def run(self, *names: str) -> None:
+        """Have these replicas run."""
+        for name in names:
+            self.feeds.setdefault(name, Stream())
+        self.server.dispatcher.set_replicas(names)
+        for name in names:
+            self.beat(name)
+
+    def beat(self, name: str) -> None:
+        """Have a replica report, and wait until the server has the report."""
+        metrics: list[Metric] = [Gauge(name="beats", labels={}, value=self.now)]
+        self.feeds[name].put(Report(metrics=metrics))
+        wait_until(lambda: self.server.dispatcher.metrics.get(name) is metrics, LIMIT)
+
+    def look_at(self, now: float) -> None:
+        """Have the server look for silent replicas at this time, and every few seconds before."""
+        is_done = queue.SimpleQueue[None]()
+        while self.now < now:
+            self.now = min(now, self.now + 5)
+            self.server.driver._soon(self.server.driver._feeds.look)
+            self.server.driver._soon(lambda: is_done.put(None))
+            is_done.get(timeout=LIMIT)
+
+    def _send(self, asked: AnswerRequest) -> Stream:
+        self.sent.put((asked.request_id, self.server.dispatcher.choose(asked.request_id)))
+        return self._answer(asked)
+
+
+@pytest.fixture
+def replicas() -> Iterator[Replicas]:
+    made = Replicas()
+    yield made
+    made.server.driver.close()
+
+
+def test_requests_of_a_replica_that_hangs_are_moved(replicas: Replicas) -> None:
+    """It counted as running after 172 s, and its requests waited for their whole timeout."""
+    server = replicas.server
+    replicas.run("a")
+    begun, waiting = Told(), Told()
+    first = server.stream().put(part(0, 8))
+    server.driver.submit(server.request("begun"), begun)
+    assert begun.tokens() == [8]
+    second = server.stream()
+    server.driver.submit(server.request("waiting"), waiting)
+    assert [replicas.sent.get(timeout=LIMIT) for _ in range(2)] == [
+        ("begun", "a"),
+        ("waiting", "a"),
+    ]
+    replicas.run("a", "b")
+    replicas.look_at(2 * HEARTBEAT - 1)
+    replicas.beat("b")
+    assert set(server.dispatcher.answering) == {"a", "b"}
+    server.stream().put(part(0, 9, finished=True))
+    replicas.look_at(2 * HEARTBEAT + 1)
+    assert server.dispatcher.answering == ["b"]
+    error = begun.next()
+    assert isinstance(error, ReplicaLostError) and "stopped answering" in str(error)
+    assert replicas.sent.get(timeout=LIMIT) == ("waiting", "b")
+    assert waiting.tokens() == [9]
+    assert first.cancelled.wait(LIMIT) and second.cancelled.wait(LIMIT)
+    replicas.beat("a")
+    assert set(server.dispatcher.answering) == {"a", "b"}
+
+
+def test_a_request_waits_while_no_replica_answers(replicas: Replicas) -> None:
+    replicas.run("a")
+    replicas.look_at(2 * HEARTBEAT + 1)
+    assert not replicas.server.dispatcher.answering
+    replicas.server.stream().put(part(0, 9, finished=True))
+    replicas.server.driver.submit(replicas.server.request("r"), Told())
+    assert replicas.sent.get(timeout=LIMIT) == ("r", None)
+
+
+def test_replicas_are_not_silent_for_a_server_that_was_stopped_itself(replicas: Replicas) -> None:
+    replicas.run("a")
+    replicas.now = 1000.0
+    replicas.look_at(1000.0 + HEARTBEAT)
+    assert replicas.server.dispatcher.answering == ["a"]
+
+
+def test_a_replica_without_news_sends_heartbeats() -> None:
+    async def follow() -> None:
+        is_over, is_closed = asyncio.Event(), asyncio.Event()
+
+        async def reports() -> AsyncGenerator[Report]:
+            try:
+                await is_over.wait()
+                yield Report(process="1")
+                await asyncio.Event().wait()
+            finally:
+                is_closed.set()
+
+        async with aclosing(with_heartbeats(reports(), 0.001)) as heard:
+            assert [await anext(heard) for _ in range(2)] == [Report(), Report()]
+            is_over.set()
+            while (report := await anext(heard)) == Report():
+                pass
+            assert report.process == "1"
+            assert await anext(heard) == Report()
+        assert is_closed.is_set()
+
+    asyncio.run(follow())

@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headstart.engine.params import SamplingParams
@@ -17,6 +18,7 @@ from headstart.server.answers.parser import AnswerParser
 from headstart.server.answers.reasoning import CLOSE, OPEN, read_reasoning
 from headstart.server.answers.source import Reading, Source
 from headstart.server.errors import ApiError, telling_form_as
+from headstart.server.message_fields import check_fields
 from headstart.server.service import Service
 from headstart.server.tools import Thought, ToolUse, after_reasoning, force_calls
 from headstart.validation import shorten
@@ -121,14 +123,19 @@ async def prepare_chat(
     if call.tools.tools:
         options["tools"] = [tool.for_template() for tool in call.tools.tools]
     given = call.template.get("chat_template")
+    messages = await read_many(
+        len(call.messages),
+        partial(
+            read_roles,
+            service.llm.tokenizer,
+            call.messages,
+            given or service.llm.chat_template,
+            with_tools=bool(call.tools.tools),
+        ),
+    )
     async with _naming_tools(service, call):
         request = await service.prepare_chat(
-            read_roles(
-                service.llm.tokenizer,
-                call.messages,
-                given or service.llm.chat_template,
-                with_tools=bool(call.tools.tools),
-            ),
+            messages,
             service.params(sampling, stream=stream),
             request_id,
             adapter=adapter,
@@ -192,7 +199,8 @@ def read_roles(
 
     Claude Code's billing line is removed from system messages. given: a template in place of the
     tokenizer's. Raises ApiError for a role that neither OpenAI nor the template knows: most
-    templates write any role into the prompt, and models do not know what it means.
+    templates write any role into the prompt, and models do not know what it means. Raises it also
+    for a field that nothing reads: see `message_fields`.
     """
     template = "" if tokenizer is None else _template_text(tokenizer, given, with_tools)
     read = (_read_role(place, message, template) for place, message in enumerate(messages))
@@ -204,6 +212,7 @@ def _read_role(place: int, message: Any, template: str) -> Any:
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str):
         return message  # the engine says that it is no role
+    message = check_fields(message, place, template)
     if role in ("system", "developer"):
         return _without_billing({**message, "role": "system"})
     is_known = role in _ROLES or f"'{role}'" in template or f'"{role}"' in template

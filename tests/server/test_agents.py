@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
 import pytest
 
+from headstart.server.errors import ApiError
+from headstart.server.message_fields import check_fields
 from tests.clients import openai
 from tests.server.running import Running
 from tests.server.scripted import scripted
@@ -254,3 +257,73 @@ def test_fields_that_codex_sends(tool_server: Running) -> None:
         "input_tokens": answer.json()["usage"]["input_tokens"],
     }
     assert post(tool_server, "/v1/responses/compact", {"input": "a"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"x": 1}, "messages[0].x"),
+        ({"content": [{"type": "text", "text": "a", "x": 1}]}, "messages[0].content[0].x"),
+        (
+            {"content": [{"type": "image_url", "image_url": {"url": "", "x": 1}}]},
+            "messages[0].content[0].image_url.x",
+        ),
+        ({"tool_calls": [{"x": 1}]}, "messages[0].tool_calls[0].x"),
+        (
+            {"tool_calls": [{"function": {"name": "a", "x": 1}}]},
+            "messages[0].tool_calls[0].function.x",
+        ),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_field_of_a_message_that_nothing_reads_is_refused(
+    tool_server: Running, change: dict[str, Any], param: str, path: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "a", **change}]}
+    answer = post(tool_server, path, body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    assert "knows no 'x'" in answer.json()["error"]["message"]
+    field = param.rpartition(".")[2]
+    null = json.loads(json.dumps(body).replace(f'"{field}": 1', f'"{field}": null'))
+    answer = post(tool_server, path, null)
+    assert "knows no" not in answer.text
+
+
+def test_a_template_may_read_a_field_of_its_own() -> None:
+    message = {"role": "user", "content": "a", "mood": "b", "name": None}
+    read = {"role": "user", "content": "a", "mood": "b"}
+    for template in ("{{ m.mood }}", "{{ m['mood'] }}", '{{ m["mood"] }}'):
+        assert check_fields(message, 0, template) == read
+    with pytest.raises(ApiError, match="knows no 'mood'"):
+        check_fields(message, 0, "{{ m.moods }} mood")
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("context_management", {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+         {"edits": [{"type": "clear_tool_uses_20250919"}]}),
+        ("speed", "standard", "fast"),
+        ("service_tier", "auto", "gold"),
+        ("inference_geo", "global", "us"),
+        ("diagnostics", {"previous_message_id": "msg_1"}, {"x": 1}),
+        ("metadata", {"user_id": "a"}, {"x": 1}),
+        ("container", None, "c"),
+    ],
+)  # fmt: skip
+def test_fields_of_anthropic_are_honoured_or_refused(
+    tool_server: Running, name: str, good: Any, bad: Any
+) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    for value, status in ((good, 200), (None, 200), (bad, 400)):
+        answer = post(tool_server, "/v1/messages", body | {name: value})
+        assert answer.status_code == status, answer.text
+    assert name in answer.json()["error"]["message"]
+
+
+def test_an_empty_stop_stops_nothing(tool_server: Running) -> None:
+    body = {"prompt": "a", "max_tokens": 3, "temperature": 0}
+    plain = post(tool_server, "/v1/completions", body).json()["choices"][0]["text"]
+    for stop in ("", [""], []):
+        answer = post(tool_server, "/v1/completions", body | {"stop": stop})
+        assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == plain

@@ -239,6 +239,31 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
+class ClearThinking(Body):
+    """Leaves all reasoning in the prompt; whether a model reads it, its chat template says."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Body):
+    """Edits of the conversation; none changes it here."""
+
+    edits: Many[ClearThinking] = Field(default_factory=list)
+
+
+class Diagnostics(Body):
+    """A wish for reasons of cache misses; an answer has none, and `headstart` tells them itself."""
+
+    previous_message_id: Label | None = None
+
+
+class RequestMetadata(Body):
+    """A name of the user, which changes nothing."""
+
+    user_id: Label | None = None
+
+
 class CountRequest(CacheFields):
     """`POST /v1/messages/count_tokens`, and what messages have in common with it."""
 
@@ -250,10 +275,10 @@ class CountRequest(CacheFields):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    context_management: dict[str, Any] | None = None
-    speed: str | None = None
-    user_profile_id: str | None = None
-    workspace_id: str | None = None
+    context_management: ContextManagement | None = None
+    speed: Literal["standard"] | None = None
+    user_profile_id: Label | None = None
+    workspace_id: Label | None = None
 
 
 class MessageRequest(CountRequest):
@@ -264,6 +289,7 @@ class MessageRequest(CountRequest):
             "the name is `stop_sequences`": {"stop": ()},
             "the name is `max_tokens`": {"max_completion_tokens": ()},
             'give `output_config`: {"format": ...}': {"response_format": ()},
+            "no code and no skills run here": {"container": ()},
         }
     )
     max_tokens: Whole
@@ -273,8 +299,7 @@ class MessageRequest(CountRequest):
     stop_sequences: Many[str] | None = None
     stream: Flag = False
     priority: Whole = 0
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    container: str | None = None
-    inference_geo: str | None = None
-    diagnostics: dict[str, Any] | None = None
+    metadata: RequestMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    inference_geo: Literal["global"] | None = None
+    diagnostics: Diagnostics | None = None

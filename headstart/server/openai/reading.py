@@ -50,8 +50,8 @@ def _common(body: SamplingFields) -> dict[str, Any]:
             told = f"{name} has {len(getattr(body, name)):,} entries"
             raise ApiError(400, f"{told}; allowed: {_MAX_ENTRIES:,} at most", param=name)
     params = {name: getattr(body, name) for name in _SAME}
-    if not params["stop"]:
-        params["stop"] = None
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    params["stop"] = [text for text in stop if text] or None  # an empty text stops nothing
     params["logit_bias"] = _read_bias(body.logit_bias)
     params["structured_outputs"] = _read_form(body)
     if body.prompt_logprobs is not None:

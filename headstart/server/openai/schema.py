@@ -106,7 +106,7 @@ class SamplingFields(CacheFields):
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: Flag | None = None
-    service_tier: str | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     safety_identifier: str | None = None
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ __all__ = ["router"]
 
 router = APIRouter(prefix="/v1/responses")
 _FIELDS = {"max_tokens": "max_output_tokens"}
+_HALF_AN_HOUR = 1800.0  # seconds
 _QUERY = {
     "stream": ("false",),
     "include": ("reasoning.encrypted_content",),
@@ -55,6 +57,8 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
         sampling = read_sampling(body)
     messages = await _read_messages(body, request)
     call = _make_call(service, body, request, messages, sampling, body.priority)
+    if body.prompt_cache_options is not None and body.prompt_cache_options.ttl is not None:
+        call = replace(call, retention=max(call.retention, _HALF_AN_HOUR))
     with telling_form_as("tools" if call.tools.is_forced else "text.format", _FIELDS):
         name = service.new_id("resp")
         prepared = await prepare_chat(service, call, name, stream=bool(body.stream))

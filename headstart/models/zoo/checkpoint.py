@@ -106,13 +106,23 @@ def _check_sizes(
                 f"{_unfit(folder)}: {name} is {value}, and no tensor has a side of this size"
             )
     total = sum(map(math.prod, shapes.values()))
+    varied = _varied(config)
     for names in (("intermediate_size",), ("num_attention_heads", "head_dim")):
+        if varied.intersection(names):
+            continue
         values = [getattr(config, name, 1) for name in (*_MATRIX, *names)]
         if all(isinstance(value, int) for value in values) and math.prod(values) > total:
             product = " * ".join((*_MATRIX, *names))
             raise DamagedModelError(
                 f"{_unfit(folder)}: {product} is {math.prod(values)}, and they are {total} in all"
             )
+
+
+def _varied(config: PreTrainedConfig) -> set[str]:
+    """Return the names that differ between layers: the configuration refuses to read them."""
+    if not config.is_heterogeneous:
+        return set()
+    return {name for layer in config.to_dict()["per_layer_config"].values() for name in layer}
 
 
 def _check_positions(

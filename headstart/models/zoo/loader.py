@@ -25,7 +25,7 @@ from headstart.models.zoo.checkpoint import check_decoder
 from headstart.models.zoo.decoder import TransformersDecoder
 from headstart.models.zoo.image_families import VISION_MODELS
 from headstart.models.zoo.pack import pack_linears
-from headstart.models.zoo.pretrained import load_config, load_weights
+from headstart.models.zoo.pretrained import load_config, load_weights, reading_config
 from headstart.models.zoo.quantize import quantize_linears
 
 __all__ = ["load_transformers"]
@@ -45,7 +45,8 @@ def load_transformers(
     files = stamp_files(folder)
     with silence_transformers():
         config = load_config(folder)
-        check_config(config)
+        with reading_config(folder, config.model_type):
+            check_config(config)
         if config.model_type not in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_MODELS}:
             raise UnsupportedModelError(_why_not(config.model_type))
         loaded = _load_weights(folder, config, dtype)
@@ -77,7 +78,8 @@ def _load_weights(
     auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     families = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING
     family: Any = families[type(config)]
-    check_decoder(folder, config, family._keys_to_ignore_on_load_unexpected or ())
+    with reading_config(folder, config.model_type):
+        check_decoder(folder, config, family._keys_to_ignore_on_load_unexpected or ())
     eager = {"text_config": "eager"} if sees else "eager"
     return load_weights(
         auto.from_pretrained, folder, config=config, dtype=dtype, attn_implementation=eager

@@ -1,18 +1,24 @@
 """Loads transformers' models from files, for decoders and pipelines alike."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from headstart.errors import DamagedModelError, OutOfMemoryError, UnsupportedModelError
+from headstart.errors import (
+    DamagedModelError,
+    HeadstartError,
+    OutOfMemoryError,
+    UnsupportedModelError,
+)
 from headstart.models.files import read_json
 from headstart.models.out_of_memory import is_out_of_memory
 from headstart.models.zoo.checkpoint import check_report
 
-__all__ = ["load_config", "load_weights"]
+__all__ = ["load_config", "load_weights", "reading_config"]
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
@@ -30,8 +36,21 @@ def load_config(folder: Path) -> PreTrainedConfig:
         raise UnsupportedModelError(
             f"model_type {kind!r} is not one of transformers' architectures ({reason})"
         )
-    try:
+    with reading_config(folder, kind):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        assert isinstance(config, PreTrainedConfig)
+        for part in (config, config.get_text_config(decoder=True)):
+            _check_method(folder, getattr(part, "quantization_config", None))
+    return config
+
+
+@contextmanager
+def reading_config(folder: Path, kind: str) -> Iterator[None]:
+    """Report an error of transformers' configuration of this kind as `DamagedModelError`."""
+    try:
+        yield
+    except HeadstartError:
+        raise
     # The exception for a wrong value depends on the architecture's own checks.
     except Exception as error:
         if is_out_of_memory(error):
@@ -39,10 +58,6 @@ def load_config(folder: Path) -> PreTrainedConfig:
         raise DamagedModelError(
             f"{folder / 'config.json'} does not describe a {kind} model: {error}"
         ) from error
-    assert isinstance(config, PreTrainedConfig)
-    for part in (config, config.get_text_config(decoder=True)):
-        _check_method(folder, getattr(part, "quantization_config", None))
-    return config
 
 
 def _check_method(folder: Path, quantised: object) -> None:

@@ -6,7 +6,8 @@
 3. A prompt through transformers' own attention, and through ours cut into chunks, next to copies
    of its beginning with other cuts. The results differ if a model keeps any state between tokens
    outside K and V (convolutions, recurrences, relative biases, shared layers).
-4. A few rows at the last positions of a model (`far_positions.py`), which must not depend on the
+4. The same prompt with positions from 0 on, and without any: the logits must not differ.
+5. A few rows at the last positions of a model (`far_positions.py`), which must not depend on the
    index of a row in the batch.
 
 The tolerance depends on depth, width and dtype, so it is measured: the same step again, with each
@@ -228,6 +229,13 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
     noise = _rows_apart(_through(model, backend, steps[0], prompt, shaken), logits[0])
     floor = max(2 * rounding, 1e-5)
     limit = _NOISE_FACTOR * float(noise.median()) + floor
+    wrong = ~(_rows_apart(_run(model, prompt, None), expected) <= limit)
+    if float(wrong.float().mean()) > _LENIENT_ROWS:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not count positions from 0: given the positions 0, 1, "
+            "2, ... its logits differ from those that it computes without any (RoBERTa's kind "
+            "begins at pad_token_id + 1)"
+        )
     for step, found in zip(steps, logits, strict=True):
         apart = _rows_apart(found, expected[step.places])
         wrong = ~(apart <= limit)  # not `apart > limit`, which is false for NaN
@@ -299,8 +307,11 @@ def _rounding(model: PreTrainedModel) -> float:
     return max(torch.finfo(model.dtype).eps, *(layer.rounding for layer in layers), 0.0)
 
 
-def _run(model: PreTrainedModel, tokens: Tensor, positions: Tensor) -> Tensor:
-    """The first logits of all rows, float32; refuses a model that raises over such a batch."""
+def _run(model: PreTrainedModel, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    """Return the first logits of all rows in float32. Raise if the model fails over such a batch.
+
+    positions: None for those that the model itself counts.
+    """
     try:
         rows = torch.arange(len(tokens), device=tokens.device)
         return forward_rows(model, tokens, positions, rows)[:, :_LOGITS].float()

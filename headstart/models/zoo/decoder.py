@@ -158,7 +158,7 @@ def text_part(model: PreTrainedModel) -> PreTrainedModel:
 def forward_rows(
     model: PreTrainedModel,
     token_ids: Tensor,
-    positions: Tensor,
+    positions: Tensor | None,
     logit_rows: Tensor,
     embeddings: EmbeddingOverlay | None = None,
 ) -> Tensor:
@@ -177,7 +177,7 @@ def forward_rows(
             inputs["inputs_embeds"] = embedded.unsqueeze(0)
         output: Any = model(
             **inputs,
-            position_ids=positions.unsqueeze(-2),
+            position_ids=positions.unsqueeze(-2) if positions is not None else None,
             use_cache=False,
             logits_to_keep=logit_rows,
         )

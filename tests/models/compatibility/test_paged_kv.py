@@ -29,7 +29,15 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3NextConfig,
+    RobertaConfig,
+    RobertaForCausalLM,
+    RobertaPreLayerNormConfig,
+    RobertaPreLayerNormForCausalLM,
     T5Config,
+    XLMRobertaXLConfig,
+    XLMRobertaXLForCausalLM,
+    XmodConfig,
+    XmodForCausalLM,
 )
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama import modeling_llama
@@ -53,6 +61,28 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+@pytest.mark.parametrize(
+    ("config", "family"),
+    [
+        (RobertaConfig, RobertaForCausalLM),
+        (RobertaPreLayerNormConfig, RobertaPreLayerNormForCausalLM),
+        (XLMRobertaXLConfig, XLMRobertaXLForCausalLM),
+        (XmodConfig, XmodForCausalLM),
+    ],
+)
+def test_models_whose_positions_do_not_begin_at_zero_are_refused(config: Any, family: Any) -> None:
+    torch.manual_seed(0)
+    model = family(config(**{**SMALL, "pad_token_id": 1}, is_decoder=True)).eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            nn.init.normal_(weight, std=1.3 * weight.shape[-1] ** -0.5)
+    if isinstance(model, XmodForCausalLM):
+        model.set_default_language("en_XX")
+    model.set_attn_implementation("eager")
+    with pytest.raises(UnsupportedModelError, match="does not count positions from 0"):
+        probe_model(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

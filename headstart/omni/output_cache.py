@@ -174,11 +174,12 @@ class OutputCache:
         self._changing = False
 
     def drop(self, stage: str, name: str) -> None:
-        """Drop all rows of one output whose detected alignment was wrong."""
+        """Drop all rows of one output whose detected alignment was wrong; no block needs them."""
         self._mend()
         self._changing = True
         for node, entry in [key for key in self._order if key[1] == name]:
             if _stage_key(node) == stage.encode():
+                node.needed -= {name}
                 self._remove(node, entry)
         self._changing = False
 

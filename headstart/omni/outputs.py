@@ -106,25 +106,26 @@ class AlignmentDetector:
     An output is a candidate if its first axis is as long as the pass has tokens, as in the
     reference. A single pass proves little: 12 rows for 12 tokens may be chance, and so may one row
     per request while every request decodes one token. So a candidate is trusted after matching
-    passes of two different lengths with more tokens than requests. A pass that does not match rules
-    it out for good. Declared alignments are not checked here.
+    passes of two different lengths, one of them with more tokens than requests. A pass that does
+    not match rules it out for good. Declared alignments are not checked here.
     """
 
     def __init__(self, declared: Mapping[str, Alignment]) -> None:
         self._declared = dict(declared)
         self._lengths: dict[str, set[int]] = {}
+        self._dense: set[str] = set()  # matched a pass with more tokens than requests
         self._refuted: set[str] = set()
 
     def refutes(self, outputs: Mapping[str, Tensor], num_tokens: int) -> list[str]:
-        """The trusted outputs that a pass over `num_tokens` rules out.
+        """Return the candidates that a pass over `num_tokens` rules out.
 
         The caller must drop their cached rows. Changes nothing.
         """
         return [
             name
             for name, tensor in outputs.items()
-            if name not in self._declared
-            and self.is_by_token(name)
+            if name in self._lengths
+            and name not in self._refuted
             and not _has_rows(tensor, num_tokens)
         ]
 
@@ -135,20 +136,30 @@ class AlignmentDetector:
                 continue
             if not _has_rows(tensor, num_tokens):
                 self._refuted.add(name)
-            elif num_tokens > num_requests:
-                self._lengths.setdefault(name, set()).add(num_tokens)
+                continue
+            self._lengths.setdefault(name, set()).add(num_tokens)
+            if num_tokens > num_requests:
+                self._dense.add(name)
 
     def is_by_token(self, name: str) -> bool:
         """True if the output's rows belong to tokens, by declaration or by two passes."""
         if name in self._declared:
             return self._declared[name].is_by_token
-        return name not in self._refuted and len(self._lengths.get(name, ())) > 1
+        return name in self._dense and name not in self._refuted and len(self._lengths[name]) > 1
 
     def is_undecided(self, name: str) -> bool:
-        """True if the output needs a pass of another length; until then its rows are not kept."""
-        if name in self._declared or name in self._refuted:
-            return False
-        return len(self._lengths.get(name, ())) < 2
+        """True if the output needs another pass; until then no request may rely on its rows."""
+        return (
+            name not in self._declared and name not in self._refuted and not self.is_by_token(name)
+        )
+
+    def is_settled_by(self, num_tokens: float) -> bool:
+        """Return True if a pass of one request over so few tokens leaves no candidate undecided."""
+        return all(
+            name in self._dense and num_tokens < min(lengths)
+            for name, lengths in self._lengths.items()
+            if self.is_undecided(name)
+        )
 
     def ratio(self, name: str) -> int:
         """Rows per token."""

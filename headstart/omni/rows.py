@@ -146,7 +146,9 @@ class StageRows:
 
         Blocks below the watermark need none. Blocks that this step computes will have their rows
         when it ends. They are not usable with undeclared outputs, since such an output may first
-        appear with a later part of the block. Changes nothing.
+        appear with a later part of the block. Rows of an undecided output are usable for a request
+        that runs alone and whose pass is shorter than all before: that pass decides about them
+        before they are handed on. Changes nothing.
         """
         count = len(found.blocks)
         if not self._gives_rows:
@@ -156,7 +158,9 @@ class StageRows:
             return min(count, first)
         usable = first + self._cache.count(self._path(sequence, count), first)
         if self._find_outputs:
-            return usable
+            left = len(sequence.token_ids) - usable * self._block_size
+            alone = left if len(self._requests) == 1 else math.inf
+            return usable if self._detector.is_settled_by(alone) else first
         while usable < count and not found.is_written(usable):
             usable += 1
         return usable
@@ -282,12 +286,11 @@ class StageRows:
             tail.stop = part.stop
             for index, block in self._cut(tail, self._detector.ratio(name)):
                 blocks.setdefault(index, {})[name] = block
-        trusted = {name for name in share if self._detector.is_by_token(name)}
         for index in blocks:
             if (index + 1) * self._block_size > request.finite:
                 continue
-            kept = {name: rows for name, rows in blocks[index].items() if name in trusted}
-            self._cache.put(self._path(part.sequence, index + 1), index, kept, needed)
+            path = self._path(part.sequence, index + 1)
+            self._cache.put(path, index, blocks[index], needed)
         if blocks:
             self._cache.touch(self._path(part.sequence, max(blocks) + 1))
         for index, rows_of_block in blocks.items():
@@ -347,7 +350,8 @@ class StageRows:
         first = request.watermark // self._block_size * self._block_size
         for name in sorted({name for block in blocks for name in block}):
             ratio = self._detector.ratio(name)
-            if not all(name in block for block in blocks):  # an optional output with gaps
+            has_gaps = not all(name in block for block in blocks)  # of an optional output
+            if has_gaps or not self._detector.is_by_token(name):
                 continue
             rows = torch.cat([block[name] for block in blocks])
             rows = rows[(request.watermark - first) * ratio : (request.start - first) * ratio]

@@ -1,15 +1,18 @@
 """Rows on their way out of a stage: the reference's examples, and each row once come what may."""
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from headstart.cache import BlockKey, MissExplanation, MissReason, MultiModalItem, TokenSequence
 from headstart.errors import EngineError
 from headstart.omni.output_cache import ENTRY_BYTES, NODE_BYTES, BlockPath, OutputCache
 from headstart.omni.outputs import Output, parse_alignment
-from headstart.omni.rows import Part, StageRows
+from headstart.omni.rows import Chunk, Part, StageRows
 from tests.omni.stages import FakeStage, random_run, row
 
 FIRST = ["The", "quick", "brown", "fox", "was", "tired", "and", "slept"]
@@ -265,11 +268,70 @@ def test_frames_go_with_their_tokens() -> None:
         assert torch.equal(torch.cat([chunk.rows for _, chunk in given]), whole)
 
 
-def test_undeclared_outputs_are_kept_once_two_lengths_agree() -> None:
+def test_an_output_discovered_by_one_request_is_reused_by_the_next() -> None:
+    """The reference's example: 12 tokens, then 8 of which 4 are a hit."""
+    stage = FakeStage(cache=OutputCache(1 << 20), outputs=())
+    first, second = words("first", FIRST), words("second", SECOND)
+    assert [stage.run(first), stage.run(second)] == [0, 4]
+    assert {name: chunks[0].stop for name, chunks in by_output(stage, second).items()} == {
+        "hidden": 4,
+        "mm_feature": 4,
+    }
+
+
+def by_output(stage: FakeStage, sequence: TokenSequence) -> dict[str, list[Chunk]]:
+    """The chunks that a sequence was given, by output."""
+    names = {chunk.output for chunk in stage.given[sequence]}
+    return {name: [c for c in stage.given[sequence] if c.output == name] for name in names}
+
+
+def test_a_pass_that_would_decide_nothing_reuses_nothing() -> None:
+    """As long as the first one, or longer: it may be cut to the same length."""
+    for more in (9, 12):
+        stage = FakeStage(num_blocks=32, cache=OutputCache(1 << 20), outputs=())
+        stage.run(words("first", FIRST[:9]))
+        assert stage.run(words("next", [*FIRST[:8], *["dog"] * more])) == 0
+        assert stage.run(words("again", FIRST[:9])) == 8
+
+
+def test_two_requests_that_run_together_reuse_nothing_undecided() -> None:
     stage = FakeStage(num_blocks=32, cache=OutputCache(1 << 20), outputs=())
-    assert [stage.run(words(f"{n}", FIRST[:n])) for n in (9, 9)] == [0, 0]
-    assert stage.run(words("eleven", FIRST[:11])) == 0  # now both are known
-    assert stage.run(words("again", FIRST[:11])) == 8
+    stage.run(words("first", FIRST))
+    pair = [words("one", FIRST), words("two", [*FIRST[:4], "dog"])]
+    for sequence in pair:
+        stage.open(sequence)
+    assert [stage.admit(sequence) for sequence in pair] == [0, 0]
+    stage.step()
+
+
+class OddStage(FakeStage):
+    """A stage with two more outputs, whose rows belong to no token: so many a pass, a request."""
+
+    def __init__(self, rows_of_pass: int) -> None:
+        super().__init__(num_blocks=16, cache=OutputCache(1 << 14), outputs=())
+        self.rows_of_pass = rows_of_pass
+        self.begin: dict[TokenSequence, int] = {}
+        take = self.rows.computed
+
+        def computed(
+            parts: Sequence[Part], outputs: Mapping[str, Tensor]
+        ) -> list[tuple[TokenSequence, Chunk]]:
+            begin = {part.sequence: part.start for part in parts}
+            odd = {"table": torch.rand(self.rows_of_pass, 2), "pooled": torch.rand(len(parts), 2)}
+            given = take(parts, {**outputs, **odd})
+            for sequence, chunk in given:
+                if chunk.output in odd:  # undecided, and of this pass
+                    assert chunk.start >= begin[sequence]
+            return given
+
+        self.rows.computed = computed  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_undeclared_outputs_are_reused_as_they_would_be_computed(seed: int) -> None:
+    """Each row that is handed on is checked against its prefix; other outputs are never reused."""
+    counts = random_run(OddStage(seed % 12 + 1), seed, 60)
+    assert counts["hits"] or counts["preemptions"]
 
 
 def test_an_output_that_is_no_rows_after_all_is_dropped() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from headstart.server.errors import ApiError
 from headstart.server.message_fields import check_fields
-from tests.clients import openai
+from tests.clients import anthropic, openai
 from tests.server.running import Running
 from tests.server.scripted import scripted
 
@@ -327,3 +327,71 @@ def test_an_empty_stop_stops_nothing(tool_server: Running) -> None:
     for stop in ("", [""], []):
         answer = post(tool_server, "/v1/completions", body | {"stop": stop})
         assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == plain
+
+
+def forms_of(message: Any) -> list[dict[str, Any]]:
+    """Return a client's object in every form of dump."""
+    forms = [
+        message.model_dump(),
+        message.model_dump(mode="json"),
+        message.model_dump(exclude_none=True),
+        message.model_dump(exclude_unset=True),
+    ]
+    return [*forms, message.to_dict()] if hasattr(message, "to_dict") else forms
+
+
+CALL = call_text("shell", '{"a": 1}')
+
+
+def test_a_turn_of_openai_comes_back_in_every_form(tool_server: Running) -> None:
+    tool = {"type": "function", "function": {"name": "shell"}}
+    asked = [{"role": "user", "content": "a"}]
+    body = {"model": "tiny", "messages": asked, "tools": [tool]}
+    client = openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0)
+    with client, scripted(tool_server, [*f"b {CALL}", ""]):
+        made = client.chat.completions.create(**body)
+        parsed = client.chat.completions.parse(model="tiny", messages=asked)
+    counts = set()
+    for form in forms_of(made.choices[0].message):
+        [call] = form["tool_calls"]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "ok"}
+        answer = post(tool_server, "/tokenize", {**body, "messages": [*asked, form, result]})
+        assert answer.status_code == 200, answer.text
+        counts.add(answer.json()["count"])
+    assert len(counts) == 1
+    for form in forms_of(parsed.choices[0].message):
+        answer = post(tool_server, "/tokenize", {"messages": [*asked, form]})
+        assert answer.status_code == 200, answer.text
+
+
+def test_a_turn_of_anthropic_comes_back_in_every_form(tool_server: Running) -> None:
+    asked = [{"role": "user", "content": "a"}]
+    tool = {**READ, "name": "shell"}
+    client = anthropic.Anthropic(base_url=tool_server.url, api_key="none", max_retries=0)
+    with client, scripted(tool_server, [*f"b {CALL}", ""]):
+        message = client.messages.create(model="tiny", max_tokens=9, messages=asked, tools=[tool])
+        body = {"model": "tiny", "max_tokens": 9, "messages": asked, "tools": [tool]}
+        with client.messages.stream(**body) as stream:
+            streamed = stream.get_final_message()
+    counts = set()
+    for form in [*forms_of(message), *forms_of(streamed)]:
+        result = {"type": "tool_result", "tool_use_id": form["content"][-1]["id"], "content": "ok"}
+        turns = [{"role": "assistant", "content": form["content"]}]
+        turns.append({"role": "user", "content": [result]})
+        counts.add(count(tool_server, [*asked, *turns], tools=[tool]))
+    assert len(counts) == 1
+
+
+def test_an_error_of_a_message_names_the_item(tool_server: Running) -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+    turn = {"role": "user", "content": "a"}
+    answer = {"role": "assistant", "content": "a"}
+    wrong = {"role": "user", "content": [image]}
+    for body, param in (
+        ({"input": [wrong]}, "input[0]"),
+        ({"input": [turn, answer, answer, wrong], "instructions": "b"}, "input[3]"),
+        ({"input": [turn, wrong]}, "input[1]"),
+    ):
+        for path in ("/v1/responses", "/v1/responses/input_tokens"):
+            told = post(tool_server, path, body).json()["error"]
+            assert told["param"] == param and told["message"].startswith(f"{param} has an image")

@@ -67,6 +67,11 @@ def test_a_function_is_called(litellm: Any, route: dict[str, Any]) -> None:
     whole = litellm.stream_chunk_builder(chunks)
     [streamed] = whole.choices[0].message.tool_calls
     assert json.loads(streamed.function.arguments) == json.loads(call.function.arguments)
+    for message in (answer.choices[0].message, whole.choices[0].message):
+        for form in (message.model_dump(), message.model_dump(exclude_none=True), message.json()):
+            result = {"role": "tool", "tool_call_id": form["tool_calls"][0]["id"], "content": "ok"}
+            turn = {**body, "messages": [*QUESTION, form, result], "tool_choice": "auto"}
+            assert litellm.completion(**turn).choices[0].finish_reason
 
 
 def test_an_error_has_its_kind(litellm: Any, route: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from headstart.server.responses.conversation import (
     read_input,
     read_sampling,
     read_template,
+    telling_items,
 )
 from headstart.server.responses.schema import (
     Item,
@@ -61,7 +63,8 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
         call = replace(call, retention=max(call.retention, _HALF_AN_HOUR))
     with telling_form_as("tools" if call.tools.is_forced else "text.format", _FIELDS):
         name = service.new_id("resp")
-        prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
+        with telling_items(body, partial(_earlier, body, request)):
+            prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
     make = partial(ResponseAnswer, service, body, prepared)
     answer = await asyncio.to_thread(make) if body.tools or body.text else make()
     store, tenant = _store(request), _tenant(request)
@@ -89,13 +92,18 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
 async def _read_messages(body: PromptFields, request: Request) -> list[dict[str, Any]]:
     """Return the conversation without its instructions. Raises ApiError."""
     leave_out_hosted(body.tools, request, "function")
-    earlier = body.previous_response_id
-    before = _find(request, earlier, "previous_response_id").messages if earlier else ()
+    before = _earlier(body, request)
     items = body.input if isinstance(body.input, list) else []
     if any(isinstance(item, ItemReference) for item in items):
         items = await asyncio.to_thread(_resolve, items, _store(request), _tenant(request))
         body = body.model_copy(update={"input": items})
     return await read_many(len(items), partial(read_input, body, before))
+
+
+def _earlier(body: PromptFields, request: Request) -> Sequence[dict[str, Any]]:
+    """Return the messages of the response that the input continues. Raises ApiError."""
+    earlier = body.previous_response_id
+    return _find(request, earlier, "previous_response_id").messages if earlier else ()
 
 
 def _resolve(items: list[Item], store: ResponseStore, tenant: str | None) -> list[Item]:
@@ -140,7 +148,8 @@ async def count_input_tokens(body: PromptFields, request: Request) -> Response:
     service = service_of(request)
     messages = await _read_messages(body, request)
     call = _make_call(service, body, request, messages, {"max_tokens": None})
-    prepared = await prepare_chat(service, call, service.new_id("count"), stream=False)
+    with telling_items(body, partial(_earlier, body, request)):
+        prepared = await prepare_chat(service, call, service.new_id("count"), stream=False)
     count = len(prepared.request.prompt_token_ids)
     return JsonResponse({"object": "response.input_tokens", "input_tokens": count})
 

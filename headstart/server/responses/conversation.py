@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from headstart.engine.structured.params import StructuredOutputsParams
+from headstart.errors import RequestError
 from headstart.server.bodies import read_keeping
-from headstart.server.errors import ApiError
+from headstart.server.errors import ApiError, as_api_error
 from headstart.server.responses.schema import (
     CustomCall,
     FunctionCall,
@@ -25,7 +28,7 @@ from headstart.server.responses.schema import (
 )
 from headstart.server.responses.tools import spell_name
 
-__all__ = ["extend", "read_input", "read_sampling", "read_template"]
+__all__ = ["extend", "read_input", "read_sampling", "read_template", "telling_items"]
 
 
 def read_input(body: PromptFields, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -51,6 +54,55 @@ def extend(earlier: Sequence[dict[str, Any]], items: Iterable[Item]) -> list[dic
         else:
             messages.append(message)
     return messages
+
+
+@contextmanager
+def telling_items(
+    body: PromptFields, earlier: Callable[[], Sequence[dict[str, Any]]]
+) -> Iterator[None]:
+    """Have errors of a message name the item that it was read from.
+
+    earlier: returns the messages before the input, without instructions.
+    """
+    try:
+        yield
+    except (ApiError, RequestError) as error:
+        refusal = as_api_error(error)
+        number = _NUMBER.match(refusal.param or "")
+        if number is None:
+            raise
+        field = _field_of(body, earlier(), int(number[1])) + number[2]
+        text = _PLACE.sub(field, str(refusal), count=1)
+        raise ApiError(refusal.status, text, param=field, code=refusal.code) from error
+
+
+_NUMBER = re.compile(r"messages\[(\d+)\](.*)")
+_PLACE = re.compile(r"^(message \d+|messages\[\d+\][\w.\[\]]*)")
+
+
+def _field_of(body: PromptFields, earlier: Sequence[dict[str, Any]], number: int) -> str:
+    """Return the field that the message of this number was read from."""
+    if body.instructions and number == 0:
+        return "instructions"
+    number -= bool(body.instructions)
+    if number < len(earlier):
+        return "previous_response_id"
+    if isinstance(body.input, str):
+        return "input"
+    count, last = len(earlier), earlier[-1]["role"] if earlier else None
+    for place, item in enumerate(body.input):
+        role = _role(item)
+        count += not role == "assistant" == last
+        last = role
+        if count > number:
+            return f"input[{place}]"
+    return "input"
+
+
+def _role(item: Item) -> str:
+    if isinstance(item, Message):
+        return item.role
+    return "tool" if isinstance(item, FunctionOutput | ShellOutput) else "assistant"
 
 
 def _read(item: Item) -> dict[str, Any]:

@@ -134,8 +134,8 @@ def _model_option(command: Command) -> Command:
         "--model",
         default=DEFAULT_MODEL,
         show_default=True,
-        help="Folder of a Hugging Face model, its name on the hub, or a GGUF file; "
-        "demo is a larger one with random weights, for times alone.",
+        help="Folder of a Hugging Face model, its name on the hub, or a GGUF file (there too: "
+        "OWNER/NAME:Q4_K_M); demo is a larger one with random weights, for times alone.",
     )(command)
 
 

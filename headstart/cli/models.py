@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import huggingface_hub as hub  # its names are imported when they are used, which takes 0.3 s
@@ -17,15 +17,26 @@ from headstart.cli.progress import show_bytes
 from headstart.cli.quantize import quantize
 from headstart.cli.streams import as_typed, note
 from headstart.errors import ModelError, ModelNotFoundError
-from headstart.models.files import BUILT_IN, check_files, download_model, find_folder
+from headstart.models.files import (
+    BUILT_IN,
+    check_files,
+    download_gguf,
+    download_model,
+    find_folder,
+)
+from headstart.models.gguf.hub import label_files, parse_name
 
 __all__ = ["models"]
 
 
 class _Row(NamedTuple):
+    """A model in the list; repo and files: in the hub's cache, files of GGUF alone."""
+
     name: str
     size: int
     remark: str
+    repo: Any = None
+    files: Sequence[Any] = ()
 
 
 @click.group(invoke_without_command=True, short_help="List, pull, remove and quantise models.")
@@ -39,10 +50,19 @@ def models(context: click.Context) -> None:
 @models.command(short_help="Download a model from the hub.")
 @click.argument("name")
 def pull(name: str) -> None:
-    """Download a model from the Hugging Face hub; what is whole already is kept."""
+    """Download a model from the Hugging Face hub; what is whole already is kept.
+
+    NAME is OWNER/NAME, or OWNER/NAME:Q4_K_M for a GGUF file in this quantization. Of a
+    repository of GGUF files without one it is the file in Q4_K_M, or the only file.
+    """
     name = as_typed(name)
     if name in NOTES:
         note(f"{name} needs no download")
+        return
+    if (named := parse_name(name)) is not None:
+        with ending_at_once():
+            file = download_gguf(named)
+        note(f"{name}: {show_bytes(file.stat().st_size)} in {file}")
         return
     with ending_at_once():
         folder = download_model(name)
@@ -58,21 +78,36 @@ models.add_command(quantize)
 def rm(name: str) -> None:
     """Remove a model that was downloaded."""
     name = as_typed(name)
-    repo = next((repo for repo in _downloaded() if repo.repo_id == name), None)
-    if repo is None:
-        names = ", ".join(repo.repo_id for repo in _downloaded())
+    rows = list(_rows())[1:]
+    chosen = [row for row in rows if name in (row.name, row.repo.repo_id)]
+    if not chosen:
+        names = ", ".join(row.name for row in rows)
         known = f"allowed: {names}" if names else "no model was"
         raise ModelNotFoundError(f"{name!r} was not downloaded; {known}")
-    # Of this model alone: a copy of it under another name has the same commits.
-    cached = replace(hub.scan_cache_dir(hub.constants.HF_HUB_CACHE), repos=frozenset([repo]))
-    cached.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute()
-    note(f"{name} is removed: {show_bytes(repo.size_on_disk)}")
+    repo = chosen[0].repo
+    if len(chosen) == sum(row.repo == repo for row in rows):
+        # Of this model alone: a copy of it under another name has the same commits.
+        cached = replace(hub.scan_cache_dir(hub.constants.HF_HUB_CACHE), repos=frozenset([repo]))
+        cached.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute()
+    else:
+        for file in (file for row in chosen for file in row.files):
+            file.file_path.unlink()
+            file.blob_path.unlink(missing_ok=True)
+    note(f"{name} is removed: {show_bytes(sum(row.size for row in chosen))}")
 
 
 def _rows() -> Iterator[_Row]:
+    """Yield the model of the package first, then what was downloaded: GGUF files one by one."""
     yield _Row(BUILT_IN, _weigh(find_folder(BUILT_IN)), "comes with the package")
     for repo in _downloaded():
-        yield _Row(repo.repo_id, repo.size_on_disk, _remark(repo))
+        files = {file.file_path: file for one in repo.revisions for file in one.files}
+        labels = label_files(map(str, files))
+        for label in sorted(set(labels.values())):
+            held = [files[Path(path)] for path, found in labels.items() if found == label]
+            size = sum({file.blob_path: file.size_on_disk for file in held}.values())
+            yield _Row(f"{repo.repo_id}:{label}", size, "", repo, held)
+        if not labels:
+            yield _Row(repo.repo_id, repo.size_on_disk, _remark(repo), repo)
 
 
 def _remark(repo: hub.CachedRepoInfo) -> str:
@@ -103,5 +138,5 @@ def _weigh(folder: Path) -> int:
 def _print_rows(rows: Iterable[_Row]) -> None:
     found = list(rows)
     width = max(cell_len(row.name) for row in found)
-    for name, size, remark in found:
-        click.echo(f"{name:<{width}}  {show_bytes(size):>9}  {remark}".rstrip())
+    for row in found:
+        click.echo(f"{row.name:<{width}}  {show_bytes(row.size):>9}  {row.remark}".rstrip())

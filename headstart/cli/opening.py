@@ -21,6 +21,7 @@ from headstart.errors import ConfigError, ModelError, RequestError, UnsupportedA
 from headstart.models.files import (
     file_shapes,
     find_folder,
+    find_gguf,
     read_json,
     tensor_shapes,
     weight_files,
@@ -73,6 +74,8 @@ def folder_of(model: str) -> Path:
     Raises ModelError.
     """
     found = resolve_model(model)
+    with ending_at_once():
+        found = str(find_gguf(found) or found)
     if Path(found).suffix == ".gguf":
         with hiding_typed(), waiting(partial(converting_line, model)):
             return find_folder(found)

@@ -33,7 +33,10 @@ STDIN = "-"
 
 def names_model(prompt: str) -> bool:
     """Whether a prompt looks like the name of a model, as others' command lines have it there."""
-    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+|[a-z][\w.-]*:(?:latest|\d[\w.-]*)", prompt) is not None
+    is_name = (
+        re.fullmatch(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?|[a-z][\w.-]*:(?:latest|\d[\w.-]*)", prompt)
+        is not None
+    )
     return prompt == BUILT_IN or is_name or prompt.endswith(".gguf")
 
 

@@ -9,7 +9,8 @@ import json
 import math
 import os
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from headstart.models.config_values import (
     check_values,
     find_values,
 )
+from headstart.models.gguf.hub import HubName, parse_name
 from headstart.validation import describe, shorten
 
 __all__ = [
@@ -34,8 +36,10 @@ __all__ = [
     "SAVED_SO",
     "FileStamp",
     "check_files",
+    "download_gguf",
     "download_model",
     "find_folder",
+    "find_gguf",
     "fingerprint_files",
     "is_gguf",
     "is_omni",
@@ -74,6 +78,8 @@ _HUB_TIMEOUT = 5.0
 def find_folder(model: str | Path) -> Path:
     """The folder of a model given by local path, GGUF file or hub name (`owner/name`).
 
+    `owner/name:Q4_K_M` is a GGUF file on the hub.
+
     `headstart-tiny` is the model that comes with the package. A hub name is first looked up in the
     local download cache, then on the network. Raises `ModelNotFoundError`.
     """
@@ -93,8 +99,8 @@ def find_folder(model: str | Path) -> Path:
     except (OSError, RuntimeError) as error:  # the name is too long, or ~user does not exist
         why = error.strerror if isinstance(error, OSError) else error
         raise ModelNotFoundError(f"there is no folder {shorten(str(model))}: {why}") from error
-    if is_gguf_file:
-        made: Path = load_module("headstart.models.gguf.folder").gguf_folder(path)
+    if (file := find_gguf(model)) is not None:
+        made: Path = load_module("headstart.models.gguf.folder").gguf_folder(file)
         return made
     name = str(model)
     if path.suffix == ".gguf":
@@ -107,6 +113,18 @@ def find_folder(model: str | Path) -> Path:
     except (hub.errors.HFValidationError, ModelError, OSError):
         return download_model(name)
     return folder
+
+
+def find_gguf(model: str | Path) -> Path | None:
+    """Return the GGUF file that a model's name stands for, downloaded if need be.
+
+    None for all other names. Raises `ModelNotFoundError`.
+    """
+    path = os.path.expanduser(model)
+    if os.path.isfile(path) and path.endswith(".gguf"):
+        return Path(path)
+    named = None if isinstance(model, Path) or os.path.exists(path) else parse_name(model)
+    return named and (named.local_file() or download_gguf(named))
 
 
 def is_omni(model: str | Path) -> bool:
@@ -134,7 +152,7 @@ def download_model(name: str) -> Path:
 
     A connection that breaks off is taken up where it was. Raises `ModelNotFoundError`.
     """
-    try:
+    with _asking_hub(name):
         return Path(
             hub.snapshot_download(
                 name,
@@ -143,6 +161,21 @@ def download_model(name: str) -> Path:
                 ignore_patterns=_UNWANTED,
             )
         )
+
+
+def download_gguf(named: HubName) -> Path:
+    """Return a GGUF file as the hub has it now; raises `ModelNotFoundError`."""
+    with _asking_hub(named.repository):
+        return named.download(_HUB_TIMEOUT)
+
+
+@contextmanager
+def _asking_hub(name: str) -> Iterator[None]:
+    """Raise `ModelNotFoundError` for what goes wrong while the hub is asked for a model."""
+    try:
+        yield
+    except ModelNotFoundError:
+        raise
     except hub.errors.HFValidationError as error:
         raise ModelNotFoundError(
             f"there is no folder {name!r}, and it is no hub name (owner/name) either{_meant(name)}"
@@ -169,20 +202,10 @@ def _meant(name: str) -> str:
     if _OF_OLLAMA.fullmatch(name):
         return (
             "; Ollama names models so: give a name on the hub, such as Qwen/Qwen2.5-0.5B-Instruct, "
-            "or the path of a GGUF file"
+            "or OWNER/NAME:Q4_K_M for a GGUF file"
         )
     found = _ON_HUB.fullmatch(name)
-    if "gguf" in spelled or (found and found[2]):
-        return _wants_file(found[1] if found else "OWNER/NAME")
     return f"; did you mean {found[1]}?" if found and found[1] != name else ""
-
-
-def _wants_file(repository: str) -> str:
-    """What to say of a repository of the hub with models in GGUF, of which a user chooses one."""
-    return (
-        "; of models in GGUF download one file, and give its path: "
-        f"hf download {repository} FILE.gguf --local-dir ."
-    )
 
 
 def _meant_file(folder: Path) -> str:
@@ -190,7 +213,7 @@ def _meant_file(folder: Path) -> str:
     held = min((one.name for one in folder.glob("*.gguf")), default=None)
     if held is not None:
         return f"; a model in GGUF is named by its file: {folder / held}"
-    return _wants_file("OWNER/NAME") if "gguf" in str(folder).lower() else ""
+    return ""
 
 
 def read_json(path: Path) -> dict[str, Any]:

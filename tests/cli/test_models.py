@@ -19,7 +19,10 @@ from huggingface_hub import constants
 from huggingface_hub.constants import DOWNLOAD_CHUNK_SIZE as CHUNK
 
 from headstart.cli.main import main
+from headstart.errors import ModelNotFoundError
+from headstart.imports import load_module
 from headstart.models.files import BUILT_IN, find_folder
+from headstart.models.gguf.hub import choose_file
 
 NAME = "someone/small"
 COMMIT = "0" * 39 + "1"
@@ -208,6 +211,76 @@ def test_ctrl_c_without_a_download_says_nothing_of_files() -> None:
     program = f"import signal\n{held}signal.raise_signal(signal.SIGINT)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "\nheadstart: interrupted\n")
+
+
+def test_a_gguf_file_is_pulled_listed_used_and_removed(tmp_path: Path) -> None:
+    """By the name of its quantization, as llama.cpp and Ollama have it; one file of several."""
+    pytest.importorskip("gguf")
+    files = load_module("tests.models.gguf.files")
+    folder = tmp_path / "on-the-hub"
+    with serving(folder, Line()) as address:
+        for file in folder.iterdir():
+            file.unlink()
+        for kind, quantization in (("Q8_0", "Q8_0"), ("Q4_0", "Q4_K_M")):
+            model = files.make_model("llama")
+            files.write_gguf(folder / f"small-{quantization}.gguf", "llama", model, kind)
+        (folder / "mmproj-F16.gguf").write_bytes(b"GGUF")
+
+        def headstart(*arguments: str) -> tuple[int, str]:
+            process = start(address, tmp_path / "home", *arguments)
+            out, said = process.communicate()
+            return process.returncode, out + said
+
+        code, said = headstart("pull", f"hf.co/{NAME}:q4_k_m")
+        assert code == 0 and "small-Q4_K_M.gguf" in said, said
+        code, said = headstart("pull", f"{NAME}:Q5_K_M")
+        assert code == 2 and said.splitlines()[-1] == (
+            f"headstart: {NAME} has no file in Q5_K_M; allowed: {NAME}:Q4_K_M, {NAME}:Q8_0"
+        )
+        assert headstart("pull", f"{NAME}:Q8_0")[0] == 0
+    [_, usual, large] = headstart()[1].splitlines()
+    assert usual.split()[0] == f"{NAME}:Q4_K_M" and large.split()[0] == f"{NAME}:Q8_0"
+    assert usual.split()[1] < large.split()[1]
+    assert headstart("rm", f"{NAME}:Q4_K_M")[0] == 0
+    assert [line.split()[0] for line in headstart()[1].splitlines()[1:]] == [f"{NAME}:Q8_0"]
+    assert headstart("rm", f"{NAME}:Q8_0")[0] == 0
+    assert len(headstart()[1].splitlines()) == 1
+
+
+def test_a_gguf_file_in_the_cache_is_found_without_the_hub(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    files = load_module("tests.models.gguf.files")
+    monkeypatch.setenv("HEADSTART_GGUF_DIR", str(tmp_path / "read"))
+    repo = put(cache, NAME, {})
+    file = repo / "snapshots" / COMMIT / "small-Q8_0.gguf"
+    files.write_gguf(file, "llama", files.make_model("llama"), "Q8_0")
+    assert (find_folder(f"{NAME}:Q8_0") / "model.gguf").readlink() == file
+    with pytest.raises(ModelNotFoundError, match="the hub cannot be reached"):
+        find_folder(f"{NAME}:Q4_0")
+
+
+@pytest.mark.parametrize(
+    ("files", "quantization", "chosen"),
+    [
+        ("a-Q4_K_M.gguf a-Q8_0.gguf", None, "a-Q4_K_M.gguf"),
+        ("a.gguf mmproj-a-f16.gguf config.json", None, "a.gguf"),
+        ("a-IQ4_XS.gguf a-Q4_K_S.gguf", "iq4_xs", "a-IQ4_XS.gguf"),
+        ("a-UD-Q4_K_XL.gguf a-Q4_K_XL.gguf", "UD-Q4_K_XL", "a-UD-Q4_K_XL.gguf"),
+        ("a.f16.gguf a.Q4_1.gguf", "F16", "a.f16.gguf"),
+        ("a-q4_0.gguf", "Q4_0", "a-q4_0.gguf"),
+        ("a-Q8_0.gguf a-Q6_K.gguf", None, "several files, none in Q4_K_M; allowed: o/n:Q6_K"),
+        ("a-Q8_0-00001-of-00002.gguf a-Q8_0-00002-of-00002.gguf", "Q8_0", "in several files"),
+        ("README.md", None, "has no GGUF file"),
+    ],
+)
+def test_a_quantization_names_a_file(files: str, quantization: str | None, chosen: str) -> None:
+    if chosen.endswith(".gguf"):
+        assert choose_file("o/n", files.split(), quantization) == chosen
+    else:
+        with pytest.raises(ModelNotFoundError, match=chosen):
+            choose_file("o/n", files.split(), quantization)
 
 
 def check_weights(home: Path) -> None:

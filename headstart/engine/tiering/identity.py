@@ -110,7 +110,7 @@ def _name(folder: Path | None) -> str:
         return "a model in memory"
     folder = folder.absolute()
     if (file := folder / "model.gguf").is_symlink():
-        return file.resolve().name
+        return file.readlink().name
     if folder == find_folder(BUILT_IN).absolute():
         return BUILT_IN
     if folder.parent.name == "snapshots":  # .../models--owner--name/snapshots/commit

@@ -47,8 +47,8 @@ def gguf_folder(file: Path) -> Path:
     `DamagedModelError`, `OutOfMemoryError` or, where the cache cannot be written to, `ModelError`.
     """
     gguf = import_gguf(file)
-    file, stat = file.resolve(), file.stat()
-    version = repr((_FORMAT, str(file), *_stamp(stat))).encode()
+    file, stat = file.absolute(), file.stat()  # the hub's cache has names for links alone
+    version = repr((_FORMAT, str(file.resolve()), *_stamp(stat))).encode()
     folder = _cache_folder() / f"{file.stem[:80]}-{hashlib.sha256(version).hexdigest()[:12]}"
     if _is_whole(folder):
         return folder

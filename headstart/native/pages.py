@@ -15,7 +15,6 @@ __all__ = [
     "drop_pages",
     "make_huge_pages",
     "request_huge_pages",
-    "return_freed_memory",
 ]
 
 # Python has no names for them.
@@ -69,20 +68,6 @@ def make_huge_pages(start: int, size: int) -> None:
     first, last = _inside(start, size)
     for page in range(first, last, _HUGE_PAGE):
         advise_pages(page, _HUGE_PAGE, _COLLAPSE)
-
-
-def return_freed_memory() -> bool:
-    """Return to the system what this process has freed; True if there was any.
-
-    GNU's C library keeps freed memory that lies below memory in use: some 125 MB after
-    Qwen2.5-0.5B's weights are read into 8 bits. Others have no such call, and need none.
-    """
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError, TypeError):  # TypeError: Windows has no library None
-        return False
-    trim.argtypes, trim.restype = (ctypes.c_size_t,), ctypes.c_int
-    return bool(trim(0))
 
 
 def _inside(start: int, size: int) -> tuple[int, int]:

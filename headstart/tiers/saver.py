@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headstart.cache import BlockHash
 from headstart.tiers.faults import Faults
@@ -15,6 +15,7 @@ __all__ = ["Saver"]
 _BATCH_BLOCKS = 64
 _BATCH_BYTES = 16 << 20
 _REST = 15
+_MUCH = 32 << 20  # bytes saved, after which an empty queue returns its memory
 _MOST_KEPT = 1 << 14  # names for whoever asks what the store has
 
 
@@ -26,15 +27,23 @@ class Saver:
     noted, though none is to.
 
     While an engine computes on the cores that saving needs, `rest` has it rest for `_REST` times as
-    long as it worked.
+    long as it worked. drained: called when the queue is empty after many bytes, whose memory is
+    free now.
     """
 
-    def __init__(self, store: BlockStore, max_bytes: int, faults: Faults) -> None:
+    def __init__(
+        self,
+        store: BlockStore,
+        max_bytes: int,
+        faults: Faults,
+        drained: Callable[[], object] = lambda: None,
+    ) -> None:
         self.num_saved = 0
         self.num_dropped = 0
         self._store = store
         self._faults = faults
-        self._max_bytes = max_bytes
+        self._drained = drained
+        self.max_bytes = max_bytes
         self._blocks: deque[StoredBlock] = deque()
         self._touched: dict[BlockHash, None] = {}
         self._kept: deque[BlockHash] = deque(maxlen=_MOST_KEPT)
@@ -51,7 +60,7 @@ class Saver:
 
     def has_room(self, nbytes: int) -> bool:
         """True if an offer of so many bytes would be taken."""
-        return not self._closed and (not self._blocks or self._nbytes + nbytes <= self._max_bytes)
+        return not self._closed and (not self._blocks or self._nbytes + nbytes <= self.max_bytes)
 
     def offer(self, blocks: Sequence[StoredBlock]) -> bool:
         """Queue blocks to be saved; False, and all are dropped, if there is no room."""
@@ -120,6 +129,7 @@ class Saver:
             self._has_gone = True
 
     def _work(self) -> None:
+        nbytes = 0  # saved since memory was returned
         while True:
             with self._lock:
                 while not (self._blocks or self._touched or self._closed):
@@ -137,8 +147,14 @@ class Saver:
                     self._store.touch(touched)
             except BaseException as error:  # or nothing would be saved from now on
                 self._faults.note("blocks could not be saved", repr(error))
+            size = sum(memoryview(block.payload).nbytes for block in batch)
+            nbytes += size
+            del batch
+            if nbytes >= _MUCH and not self._blocks:
+                self._drained()
+                nbytes = 0
             with self._lock:
-                self._nbytes -= sum(memoryview(block.payload).nbytes for block in batch)
+                self._nbytes -= size
                 self._busy = False
                 self._kept.extend(kept)
                 self._changed.notify_all()

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from headstart.machine import return_freed_memory
 from headstart.models.huge_pages import move_to_huge_pages
-from headstart.native.pages import make_huge_pages, return_freed_memory
+from headstart.native.pages import make_huge_pages
 
 HUGE = 1 << 21
 

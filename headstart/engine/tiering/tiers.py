@@ -18,6 +18,7 @@ from headstart.engine.tiering.payload import BlockPayload
 from headstart.engine.tiering.rates import ComputeRate, is_worth_loading
 from headstart.engine.tiering.words import Spell
 from headstart.errors import TierError
+from headstart.machine import return_freed_memory
 from headstart.tiers import (
     BlockStore,
     DeadlineStore,
@@ -33,7 +34,9 @@ from headstart.tiers.faults import SILENT, SLOW
 
 __all__ = ["Stores", "TierStats", "Tiers", "make_tiers"]
 
-_QUEUED_BYTES = 256 << 20  # that wait to be saved, and as many that wait to be taken in
+_QUEUED_BYTES = 256 << 20  # at most, that wait to be saved, and as many that wait to be taken in
+_LEAST_QUEUED_BYTES = 16 << 20
+_QUEUE_SHARE = 4  # a queue has this part of the pool's bytes, between those two
 _PATIENCE = 0.05  # seconds that a step waits for a load when nothing else can run
 _LAST_SAVES = 10.0  # seconds that closing takes at the most, and for what is being saved
 _TRY_AGAIN = 16  # loads that were not worth it, after which one is tried
@@ -77,7 +80,10 @@ class TierStats:
 
 
 class Tiers:
-    """The tiers of one engine, which calls these methods in the order of a step, in its thread."""
+    """The tiers of one engine, which calls these methods in the order of a step, in its thread.
+
+    queue_bytes: bound of each queue: blocks to save, objects to save, blocks to take in.
+    """
 
     def __init__(self, stores: Stores, manager: KVCacheManager) -> None:
         self._faults = Faults("kept prefixes")
@@ -88,9 +94,10 @@ class Tiers:
         self._payload, self._on_cpu = stores.payload, stores.on_cpu
         self._stats = TierStats()
         self._rate = ComputeRate()
-        self._saver = Saver(self._store, _QUEUED_BYTES, self._faults)
+        self.queue_bytes = self.bound_queue(manager.config.num_blocks * stores.payload.nbytes)
+        self._saver = self._make_saver(self._store)
         self._loader = self._make_loader(stores.kv)
-        self._object_saver = Saver(chain(self._object_tiers), _QUEUED_BYTES, self._faults)
+        self._object_saver = self._make_saver(chain(self._object_tiers))
         self.image_rows = KeptRows(ObjectStore(self._object_tiers, self._object_saver))
         self.image_loads = ImageLoads(self.image_rows)
         self._offers = Offers(manager, stores.payload, self._saver, self._rate, stores.spell)
@@ -104,12 +111,21 @@ class Tiers:
         """Have each tier left alone for itself."""
         return [DeadlineStore(store, Pause(store.faults)) for store in stores]
 
+    @staticmethod
+    def bound_queue(pool_bytes: int) -> int:
+        """Return how many bytes a queue may hold beside a pool of this size."""
+        return min(max(pool_bytes // _QUEUE_SHARE, _LEAST_QUEUED_BYTES), _QUEUED_BYTES)
+
+    def _make_saver(self, store: BlockStore) -> Saver:
+        return Saver(store, self.queue_bytes, self._faults, return_freed_memory)
+
     def _make_loader(self, stores: Sequence[BlockStore]) -> Loader:
         """The loader. It asks a single tier itself, which spares a change of threads a block."""
         if len(stores) == 1:
-            return Loader(stores[0], _QUEUED_BYTES, self._compute_seconds, self._tiers[0].pause)
+            pause = self._tiers[0].pause
+            return Loader(stores[0], self.queue_bytes, self._compute_seconds, pause)
         pause = Pause(self._faults)
-        return Loader(self._store, _QUEUED_BYTES, self._compute_seconds, pause, is_guarded=True)
+        return Loader(self._store, self.queue_bytes, self._compute_seconds, pause, is_guarded=True)
 
     @property
     def stats(self) -> TierStats:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.errors import UnsupportedModelError
+from headstart.machine import return_freed_memory
 from headstart.models.dense.weights import FloatReader, Tensors
 from headstart.models.linear import (
     QuantizedEmbedding,
@@ -16,7 +17,6 @@ from headstart.models.linear import (
 )
 from headstart.models.linear.grouped import GroupedWeight, Int4Linear, Int5Linear, Int8GroupsLinear
 from headstart.models.linear.int8 import Int8Linear, Int8Weight, quantize_int8
-from headstart.native.pages import return_freed_memory
 
 __all__ = ["OwnBitsReader", "QuantizedReader", "QuantizedTensors"]
 

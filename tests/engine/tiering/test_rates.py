@@ -109,3 +109,14 @@ def test_what_is_faster_is_a_matter_of_both_rates() -> None:
     assert not is_worth_loading(1000, 10_000, compute=100.0, load=999.0)
     assert not is_worth_loading(1, 1, compute=1e6, load=1e9), "a load takes a moment of its own"
     assert is_worth_loading(1, 10**9, compute=None, load=1.0), "it is tried"
+
+
+def test_queues_are_bounded_by_a_share_of_the_pool(model: Path, tmp_path: Path) -> None:
+    with closing(make_llm(model, cache_dir=str(tmp_path))) as llm:
+        nbytes = tiers_of(llm)._payload.nbytes
+        for blocks, expected in (
+            (1, 16 << 20),
+            ((128 << 20) // nbytes, 32 << 20),
+            ((8 << 30) // nbytes, 256 << 20),
+        ):
+            assert tiers_of(llm).bound_queue(blocks * nbytes) == pytest.approx(expected, rel=0.01)

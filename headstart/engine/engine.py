@@ -52,6 +52,8 @@ class Engine:
         self.model, self.tokenizer = parts.model, parts.tokenizer
         self.manager, self.max_model_len = parts.manager, parts.max_model_len
         self.kv_cache_bytes = parts.memory.nbytes
+        if config.deterministic:
+            self.model.fix_rows()
         self.model.attach(backend := make_backend(parts.memory, share=config.share_attention))
         self.tiers = make_tiers(parts.stores, self.manager)
         kept = self.tiers.image_loads if self.tiers is not None else None

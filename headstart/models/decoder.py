@@ -157,6 +157,12 @@ class DecoderModel(ABC):
     def detach(self) -> None:
         """Release the backend and its memory; safe to call twice."""
 
+    def fix_rows(self) -> None:  # noqa: B027 (most models need nothing)
+        """Let the bits of a row not depend on other rows of its block, until it is detached.
+
+        Raises `UnsupportedModelError` if they do depend on them. Detaches a backend.
+        """
+
     def prepare(self, num_positions: int) -> None:  # noqa: B027 (most models need nothing)
         """Make what steps over these positions need, before the first one; changes no result."""
 

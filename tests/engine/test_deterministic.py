@@ -98,6 +98,19 @@ def test_logits_are_bitwise_equal_with_the_cache_on_and_off(
     assert all(same_bits(recordings[0], other) for other in recordings[1:])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prompts_have_the_same_logprobs_alone_and_in_a_batch(engines: Any, dtype: str) -> None:
+    """Chunks that end inside a block once gave experts other numbers of rows."""
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=2)
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(3, 131, (n,), generator=generator).tolist() for n in (45, 30, 18, 60)]
+    llm = engines(dtype=dtype, max_num_batched_tokens=53, enable_prefix_caching=False)
+    alone = [llm.generate(prompt, params)[0] for prompt in prompts]
+    for left, right in zip(alone, llm.generate(prompts, params), strict=True):
+        assert left.prompt_logprobs == right.prompt_logprobs
+        assert left.outputs[0].token_ids == right.outputs[0].token_ids
+
+
 def test_the_plain_mode_is_near_but_not_bitwise(engines: Any, folder: Path) -> None:
     """What the mode is for: without it a hit changes the rounding, within the dtype's tolerance."""
     # Asked for log-probabilities, the plain mode computes all logits.

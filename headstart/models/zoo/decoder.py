@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from headstart.attention.backend import AttentionBackend
 from headstart.attention.layout import LayerLayout
 from headstart.attention.register import BackendFunction, register, unregister
+from headstart.imports import load_module
 from headstart.models.context_length import context_length
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.files import fingerprint_files
@@ -35,6 +36,7 @@ class TransformersDecoder(DecoderModel):
         super().__init__(layouts, folder)
         self._model = model
         self._attention: str | None = None
+        self._experts: str | None = None  # the implementation to return to
 
     @property
     def module(self) -> PreTrainedModel:
@@ -122,12 +124,25 @@ class TransformersDecoder(DecoderModel):
         return fingerprint_memory(self._model)
 
     def attach(self, backend: AttentionBackend) -> None:
-        self.detach()
+        self._release_backend()
         self._attention = register(BackendFunction(backend))
         weakref.finalize(self, unregister, self._attention)
         text_part(self._model).set_attn_implementation(self._attention)
 
+    def fix_rows(self) -> None:
+        self.detach()
+        # It imports forward_rows from here.
+        experts = load_module("headstart.models.zoo.experts")
+        self._experts = experts.compute_all_rows(text_part(self._model))
+        experts.check_rows(self._model)
+
     def detach(self) -> None:
+        self._release_backend()
+        if self._experts is not None:
+            text_part(self._model).set_experts_implementation(self._experts)
+            self._experts = None
+
+    def _release_backend(self) -> None:
         if self._attention is not None:
             text_part(self._model).set_attn_implementation("eager")
             unregister(self._attention)

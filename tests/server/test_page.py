@@ -299,11 +299,29 @@ def test_a_request_is_told_by_its_name(browser, served) -> None:  # type: ignore
 
 def test_a_reply_that_was_warm_from_the_start_says_what_it_saved(browser, served) -> None:  # type: ignore[no-untyped-def]
     """A chat that had computed nothing knew no time to compare with."""
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "It is late. " + PEOPLE}]}
-    httpx.post(f"{served.url}/v1/chat/completions", json={**body, "max_tokens": 1}, timeout=60)
+    for head in ("It is early. ", "It is late. "):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": head + PEOPLE}]}
+        httpx.post(f"{served.url}/v1/chat/completions", json={**body, "max_tokens": 1}, timeout=60)
     page, problems = open_page(browser, served)
     expect(page.locator("#rates polyline")).to_have_count(1)
     assert "saved about" in say(page, "It is late. " + PEOPLE)
+    assert problems == []
+    page.close()
+
+
+SAVED = """async () => {
+    const main = document.querySelector('script[type="module"]').src;
+    const { savedSeconds } = await import(new URL("chart.js", main));
+    const cold = [{ tokens: 100, seconds: 1 }, { tokens: 1000, seconds: 2 }];
+    const known = [90, 900, 2000].map((cached) => savedSeconds(cached, cold));
+    return [savedSeconds(900, []), savedSeconds(900, cold.slice(1)), ...known];
+}"""
+
+
+def test_what_was_saved_is_at_most_what_cold_prompts_took(browser, served) -> None:  # type: ignore[no-untyped-def]
+    page, problems = open_page(browser, served)
+    saved = page.evaluate(SAVED)
+    assert saved == [None, None, 90 * 3 / 1100, pytest.approx(2), pytest.approx(6000 / 1100)]
     assert problems == []
     page.close()
 

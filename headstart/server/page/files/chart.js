@@ -76,10 +76,19 @@ export function drawRates(svg, requests) {
   add(svg, "polyline", { points: points.join(" "), fill: "none", stroke: "var(--accent)", "stroke-width": 2 });
 }
 
-// Prompt tokens that are computed a second, by the cold requests; null before there are some.
-export function coldRate(requests) {
-  return median(requests.filter((one) => !isWarm(one) && one.time_to_first_token > 0)
-    .map((one) => (one.prompt_tokens - one.cached_tokens) / one.time_to_first_token));
+// The cold requests: tokens that were computed, and seconds to the first token.
+export function coldPrompts(requests) {
+  return requests.filter((one) => !isWarm(one) && one.time_to_first_token > 0)
+    .map((one) => ({ tokens: one.prompt_tokens - one.cached_tokens, seconds: one.time_to_first_token }));
+}
+
+// Seconds that cached tokens saved, at the rate of all cold prompts; null before there are two.
+// At most the time of any cold prompt that computed at least as many tokens.
+export function savedSeconds(cached, cold) {
+  if (cold.length < 2) return null;
+  const sum = (name) => cold.reduce((total, one) => total + one[name], 0);
+  const bounds = cold.filter((one) => one.tokens >= cached).map((one) => one.seconds);
+  return Math.min(cached * sum("seconds") / sum("tokens"), ...bounds);
 }
 
 // Of "cmpl-9f8e7d6c…-2" the name's beginning, and which prompt of a call, but for the first.

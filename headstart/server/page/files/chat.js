@@ -1,18 +1,18 @@
 // The chat: a conversation in this tab, each reply with what was cached and what that saved.
 
 import { events, post } from "./api.js";
-import { seconds } from "./chart.js";
+import { savedSeconds, seconds } from "./chart.js";
 import { example } from "./example.js";
 import { count, counted } from "./words.js";
 
 export class Chat {
-  constructor(elements, modelName, coldRate) {
+  constructor(elements, modelName, coldPrompts) {
     Object.assign(this, elements);
     this.modelName = modelName;
-    this.coldRateOfAll = coldRate; // of the latest requests, null for whom these are not shown
+    this.coldPromptsOfAll = coldPrompts; // none for a user who may not see the requests
     this.messages = [];
     this.number = 0; // of chats begun in this tab
-    this.coldRate = null; // prompt tokens computed a second, of the last reply that computed some
+    this.coldPrompts = []; // of this tab
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.send();
@@ -114,9 +114,10 @@ export class Chat {
       const computed = usage.prompt_tokens - cached;
       parts.push(`${count(cached)} of ${counted(usage.prompt_tokens, "prompt token")} cached`);
       if (first !== null) parts.push(`first token after ${seconds(first)}`);
-      if (first !== null && computed > 64) this.coldRate = computed / first;
-      const rate = this.coldRate || this.coldRateOfAll();
-      if (rate && cached > 16) parts.push(`saved about ${seconds(cached / rate)}`);
+      if (first !== null && computed > Math.max(64, cached)) this.coldPrompts.push({ tokens: computed, seconds: first });
+      const all = this.coldPromptsOfAll();
+      const saved = savedSeconds(cached, all.length ? all : this.coldPrompts);
+      if (saved !== null && cached > 16) parts.push(`saved about ${seconds(saved)}`);
     }
     if (problem) {
       parts.push(problem);

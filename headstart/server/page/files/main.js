@@ -2,7 +2,7 @@
 
 import { events, get, post, request } from "./api.js";
 import { Chat } from "./chat.js";
-import { coldRate, drawChart, drawRates, fillBatch, fillTable, isWarm, median, seconds } from "./chart.js";
+import { coldPrompts, drawChart, drawRates, fillBatch, fillTable, isWarm, median, seconds } from "./chart.js";
 import { PoolMap } from "./map.js";
 import { colourFor, fillBars, fillTree } from "./tree.js";
 import { count, counted } from "./words.js";
@@ -10,7 +10,7 @@ import { count, counted } from "./words.js";
 const $ = (id) => document.getElementById(id);
 let model = "";
 let colours = new Map();
-let rate = null; // prompt tokens computed a second, of the latest requests
+let measured = []; // the cold ones of the latest requests
 
 const styles = getComputedStyle(document.documentElement);
 const plain = () => styles.getPropertyValue("--quiet");
@@ -19,7 +19,7 @@ const resolve = (colour) => colour.replace("var(--saturation)", styles.getProper
 const map = new PoolMap($("pool"), $("block"), $("undrawn"), (prefix) => colours.has(prefix) ? resolve(colours.get(prefix)) : plain());
 
 const chat = new Chat({ form: $("ask"), message: $("message"), submit: $("send"), stop: $("stop"), anew: $("anew"),
-  example: $("example"), turns: $("turns") }, () => model, () => rate);
+  example: $("example"), turns: $("turns") }, () => model, () => measured);
 
 function ownerName(owner) {
   const adapter = owner.adapter ? `, adapter ${owner.adapter.slice(0, 8)}` : "";
@@ -60,7 +60,7 @@ function show(look) {
   const last = traffic.at(-1)?.id + traffic.length;
   if (last === shownRequests) return;
   shownRequests = last;
-  rate = coldRate(traffic);
+  measured = coldPrompts(traffic);
   drawChart($("chart"), traffic);
   drawRates($("rates"), traffic);
   fillTable($("requests"), traffic);

@@ -39,7 +39,9 @@ class _Row(NamedTuple):
     files: Sequence[Any] = ()
 
 
-@click.group(invoke_without_command=True, short_help="List, pull, remove and quantise models.")
+@click.group(
+    invoke_without_command=True, short_help="List, recommend, pull, remove and quantise models."
+)
 @click.pass_context
 def models(context: click.Context) -> None:
     """List the models that are on this machine; pull, remove and quantise them."""
@@ -68,6 +70,39 @@ def pull(name: str) -> None:
         folder = download_model(name)
     check_files(folder)
     note(f"{name}: {show_bytes(_weigh(folder))} in {folder}")
+
+
+class _Recommended(NamedTuple):
+    """A small model that chats: its size in bytes on the hub, and its licence."""
+
+    name: str
+    size: int
+    licence: str
+
+
+_MEGABYTE = 10**6
+_BESIDE = 1000 * _MEGABYTE  # of RAM: torch, the tokenizer, buffers of a step
+_RECOMMENDED = (
+    _Recommended("Qwen/Qwen3-0.6B-GGUF:Q8_0", 640 * _MEGABYTE, "Apache 2.0"),
+    _Recommended("bartowski/google_gemma-3-1b-it-GGUF:Q4_0", 722 * _MEGABYTE, "Gemma"),
+    _Recommended("bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M", 810 * _MEGABYTE, "Llama 3.2"),
+    _Recommended("bartowski/HuggingFaceTB_SmolLM3-3B-GGUF:Q4_K_M", 1920 * _MEGABYTE, "Apache 2.0"),
+    _Recommended("bartowski/Llama-3.2-3B-Instruct-GGUF:Q4_K_M", 2020 * _MEGABYTE, "Llama 3.2"),
+    _Recommended("bartowski/Qwen_Qwen3-1.7B-GGUF:Q8_0", 2170 * _MEGABYTE, "Apache 2.0"),
+    _Recommended("bartowski/Qwen_Qwen3-4B-GGUF:Q4_K_M", 2500 * _MEGABYTE, "Apache 2.0"),
+)
+
+
+@models.command(short_help="List small models that chat.")
+def recommend() -> None:
+    """List small models that chat, with the command that downloads and runs each.
+
+    RAM is an estimate, without cached prompts.
+    """
+    click.echo(f"{'download':>8}  {'RAM':>7}  {'licence':<10}  command")
+    for name, size, licence in _RECOMMENDED:
+        sizes = f"{show_bytes(size):>8}  {show_bytes(size + _BESIDE):>7}"
+        click.echo(f"{sizes}  {licence:<10}  headstart chat --model {name}")
 
 
 models.add_command(quantize)

@@ -37,7 +37,8 @@ RANDOM_MODEL = "demo"
 NOTES: Mapping[str, str] = {
     DEFAULT_MODEL: (
         "headstart-tiny, 8 million parameters, made for looking up tables: "
-        "it looks things up in a document, and can do little else."
+        "it looks things up in a document, and can do little else. One that chats (0.6 GB): "
+        "--model Qwen/Qwen3-0.6B-GGUF:Q8_0; others: headstart models recommend."
     ),
     RANDOM_MODEL: (
         "The demo model is a small Llama with random weights, made on the spot: "

@@ -19,10 +19,11 @@ from huggingface_hub import constants
 from huggingface_hub.constants import DOWNLOAD_CHUNK_SIZE as CHUNK
 
 from headstart.cli.main import main
+from headstart.cli.options import NOTES
 from headstart.errors import ModelNotFoundError
 from headstart.imports import load_module
 from headstart.models.files import BUILT_IN, find_folder
-from headstart.models.gguf.hub import choose_file
+from headstart.models.gguf.hub import choose_file, parse_name
 
 NAME = "someone/small"
 COMMIT = "0" * 39 + "1"
@@ -259,6 +260,20 @@ def test_a_gguf_file_in_the_cache_is_found_without_the_hub(
     assert (find_folder(f"{NAME}:Q8_0") / "model.gguf").readlink() == file
     with pytest.raises(ModelNotFoundError, match="the hub cannot be reached"):
         find_folder(f"{NAME}:Q4_0")
+
+
+def test_recommended_models_are_listed_with_their_commands() -> None:
+    code, out, _ = call("recommend")
+    head, *rows = out.splitlines()
+    assert code == 0 and len(rows) >= 5 and head.split()[:2] == ["download", "RAM"]
+    for row in rows:
+        name = parse_name(row.partition("headstart chat --model ")[2])
+        assert name is not None and name.quantization is not None
+
+
+def test_the_model_of_the_package_says_which_one_chats() -> None:
+    [*_, said] = NOTES[BUILT_IN].partition("--model ")
+    assert parse_name(said.partition(";")[0]) and "headstart models recommend" in said
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,17 @@ def test_the_reference_escapes_what_it_shows() -> None:
     assert all(f"&lt;{letter}&gt;" in shown for letter in "abcd")
 
 
+def test_every_field_has_a_description(server: Running) -> None:
+    described = httpx.get(f"{server.url}/openapi.json").json()
+    fields = [
+        (schema, name, field.get("description"))
+        for schema, body in described["components"]["schemas"].items()
+        for name, field in body.get("properties", {}).items()
+    ]
+    assert len(fields) > 400
+    assert not [field for field in fields if not field[2]]
+
+
 def test_what_is_described_is_what_is_read(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

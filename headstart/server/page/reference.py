@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from typing import Any
 
-__all__ = ["render_reference"]
+from headstart.server.page.fields import DESCRIPTIONS
+
+__all__ = ["add_descriptions", "render_reference"]
 
 Schema = Mapping[str, Any]
 _HEAD = """<!doctype html>
@@ -25,6 +27,15 @@ _HEAD = """<!doctype html>
 <a href="openapi.json">openapi.json</a></p></header>
 <main>
 """
+
+
+def add_descriptions(description: dict[str, Any]) -> dict[str, Any]:
+    """Return the OpenAPI description with a description of each field that has none."""
+    for schema in description.get("components", {}).get("schemas", {}).values():
+        for name, field in schema.get("properties", {}).items():
+            if name in DESCRIPTIONS:
+                field.setdefault("description", DESCRIPTIONS[name])
+    return description
 
 
 def render_reference(description: Schema) -> str:
@@ -50,7 +61,7 @@ def _operation(method: str, path: str, operation: Schema) -> str:
 def _schema(name: str, schema: Schema) -> str:
     required = schema.get("required", ())
     rows = [
-        (key, _kind(field), _default(field, key in required))
+        (key, _kind(field), _about(field, key in required))
         for key, field in schema["properties"].items()
     ]
     return _section(name, f"schema-{name}", _text(schema.get("description", "")), rows)
@@ -75,6 +86,11 @@ def _section(title: str, place: str, text: str, rows: Iterable[tuple[str, str, s
 def _text(description: str) -> str:
     paragraphs = description.strip().split("\n\n")
     return "".join(f"<p>{escape(one)}</p>\n" for one in paragraphs if one)
+
+
+def _about(field: Schema, is_required: bool) -> str:
+    texts = [escape(field.get("description", "")), _default(field, is_required)]
+    return " ".join(filter(None, texts))
 
 
 def _default(field: Schema, is_required: bool) -> str:

@@ -2,13 +2,18 @@
 
 import gc
 import inspect
+import logging
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType, ModuleType
 
 __all__ = ["install", "load_module"]
 
+# transformers imports torchao wherever it is installed: it warns of kernels for other machines, and
+# torch of the way in which it registers its classes.
+_WARNS_ON_IMPORT = ("torchao", "torch.utils._pytree")
 _MAY_GO_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -21,7 +26,7 @@ def install(extra: str) -> str:
 
 
 def load_module(name: str) -> ModuleType:
-    """Import a module without looking for garbage meanwhile.
+    """Import a module without looking for garbage meanwhile, and without others' warnings.
 
     What 3,000 modules define stays for good. Looking through it again and again took a quarter of
     the time, and every full collection later, 0.1 s in the middle of some step: so it is set aside.
@@ -34,7 +39,8 @@ def load_module(name: str) -> ModuleType:
         gc.collect()
     gc.disable()
     try:
-        module = import_module(name)
+        with _silent_packages():
+            module = import_module(name)
         if was_enabled:
             _clear_frames()
         return module
@@ -42,6 +48,20 @@ def load_module(name: str) -> ModuleType:
         if was_enabled:
             gc.freeze()
             gc.enable()
+
+
+@contextmanager
+def _silent_packages() -> Iterator[None]:
+    """A context in which optional packages log no warning, unless their logger has a level."""
+    loggers = [logging.getLogger(name) for name in _WARNS_ON_IMPORT]
+    silenced = [logger for logger in loggers if logger.level == logging.NOTSET]
+    for logger in silenced:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger in silenced:
+            logger.setLevel(logging.NOTSET)
 
 
 def _clear_frames() -> None:

@@ -58,6 +58,26 @@ def test_importing_keeps_nothing_that_its_callers_hold(tmp_path: Path) -> None:
     )
 
 
+def test_warnings_of_optional_packages_reach_no_user(tmp_path: Path) -> None:
+    """torchao, which transformers imports, warned of kernels for other machines at every start."""
+    module = (
+        "import logging\n"
+        "logging.getLogger('torchao').warning('Failed to load')\n"
+        "logging.getLogger('torchao.kernel').warning('Failed to load')\n"
+        "logging.getLogger('other').warning('of another')\n"
+    )
+    Path(tmp_path, "warns.py").write_text(module)
+    program = (
+        "import logging, sys\n"
+        "from headstart.imports import load_module\n"
+        f"sys.path.append({str(tmp_path)!r})\n"
+        "load_module('warns')\n"
+        "logging.getLogger('torchao').warning('later')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr == "of another\nlater\n"
+
+
 def test_what_is_missing_is_installed_from_the_clone() -> None:
     """Errors named a package of an index, which has none of this name, or another's."""
     assert install("serve") == 'pip install ".[serve]" in the folder of the clone'

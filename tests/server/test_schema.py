@@ -73,6 +73,19 @@ def test_every_field_has_a_description(server: Running) -> None:
     assert not [field for field in fields if not field[2]]
 
 
+def test_the_description_has_the_answers_that_are_sent(server: Running) -> None:
+    paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    answers = [one["responses"] for path in paths.values() for one in path.values()]
+    assert all(
+        "422" not in one and "application/json" in one["default"]["content"] for one in answers
+    )
+    for path in ("/metrics", "/health", "/v1/models", "/cache"):
+        kind = httpx.get(server.url + path).headers["content-type"].partition(";")[0]
+        assert kind in paths[path]["get"]["responses"]["200"]["content"]
+    kinds = paths["/v1/messages"]["post"]["responses"]["200"]["content"].keys()
+    assert kinds == {"application/json", "text/event-stream"}
+
+
 def test_what_is_described_is_what_is_read(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

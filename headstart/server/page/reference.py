@@ -12,6 +12,15 @@ from headstart.server.page.fields import DESCRIPTIONS
 __all__ = ["add_descriptions", "render_reference"]
 
 Schema = Mapping[str, Any]
+_STREAMS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"),
+    "/cache/live",
+)
+_PLAIN = ("/metrics",)
+_ERROR = {
+    "description": "An error, in the form of the API; its status says what is wrong",
+    "content": {"application/json": {"schema": {"type": "object"}}},
+}
 _HEAD = """<!doctype html>
 <html lang="en">
 <head>
@@ -30,7 +39,19 @@ _HEAD = """<!doctype html>
 
 
 def add_descriptions(description: dict[str, Any]) -> dict[str, Any]:
-    """Return the OpenAPI description with a description of each field that has none."""
+    """Return the OpenAPI description with fields described, and the answers that are really sent.
+
+    FastAPI says that a wrong body is a 422, which no path answers.
+    """
+    for path, operations in description["paths"].items():
+        for method, operation in operations.items():
+            responses = operation["responses"]
+            responses.pop("422", None)
+            responses["default"] = _ERROR
+            if path in _PLAIN:
+                responses["200"]["content"] = {"text/plain": {}}
+            elif path in _STREAMS and method != "delete":
+                responses["200"]["content"]["text/event-stream"] = {}
     for schema in description.get("components", {}).get("schemas", {}).values():
         for name, field in schema.get("properties", {}).items():
             if name in DESCRIPTIONS:

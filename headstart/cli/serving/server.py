@@ -16,7 +16,7 @@ import click
 
 from headstart.cli.opening import announce, check_adapter, folder_of
 from headstart.cli.options import RANDOM_MODEL, resolve_model
-from headstart.cli.progress import describe_check, starting_line, waiting
+from headstart.cli.progress import describe_check, show_bytes, starting_line, waiting
 from headstart.cli.streams import note
 from headstart.cluster.options import ReplicaConfig
 from headstart.engine.vllm_api.options import read_config
@@ -85,6 +85,8 @@ def run_server(
                 asyncio.run(_load_adapters(llm, adapters))
                 launch.publish(llm, prefixes)
                 app = launch.create_app(llm, model, options, tenants, tracer=tracer, **cache_api)
+                if not replicas.is_wanted:
+                    said = replace(said, bounds=_describe_bounds(llm))
                 launch.serve(app, at, said.tell)
     note("Stopped.")
 
@@ -165,6 +167,16 @@ def _open_replicas(
         yield cluster.llm, {"cache_api": cache_api}
 
 
+def _describe_bounds(llm: Any) -> str:
+    """Describe what bounds the memory of a server, except for weights."""
+    engine = llm.engine
+    bounds = [f"K/V pool {show_bytes(engine.kv_cache_bytes)}"]
+    if engine.tiers is not None:
+        size = show_bytes(engine.tiers.queue_bytes)
+        bounds.append(f"blocks and images to save and blocks to load {size} each")
+    return ", ".join(bounds)
+
+
 _PATHS = ("tokenizer", "chat_template", "generation_config")
 
 
@@ -191,6 +203,7 @@ class _Address:
     with_key: bool
     speaks: bool = False
     shows_pool: bool = True
+    bounds: str = ""
 
     def tell(self) -> None:
         """Print it for the user."""
@@ -211,6 +224,7 @@ class _Address:
             *(['  -H "Authorization: Bearer $HEADSTART_API_KEY" \\'] if self.with_key else []),
             f"  -d '{json.dumps(body)}'",
             f'\nOpenAI(base_url="{address}/v1", api_key={key})   # Ctrl-C stops\n',
+            *([f"Memory bounds: {self.bounds}\n"] if self.bounds else []),
             *(["In a browser that address shows the cache at work.\n"] if self.shows_pool else []),
         ]
         click.secho("\n".join(lines), dim=True, err=True)  # never broken: they are to be pasted

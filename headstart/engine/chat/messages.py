@@ -60,10 +60,16 @@ def read_conversation(messages: object) -> list[dict[str, Any]]:
         _read_calls(message)
         _read_reasoning(message)
         _read_refusal(message)
-        if not message.get("content") and ("content" in message or message["role"] == "assistant"):
+        if _is_empty(message.get("content")) and (
+            "content" in message or message["role"] == "assistant"
+        ):
             message["content"] = ""
         read.append(message)
     return read
+
+
+def _is_empty(content: object) -> bool:
+    return content is None or (isinstance(content, (str, list, tuple)) and not content)
 
 
 def _read_calls(message: dict[str, Any]) -> None:
@@ -90,7 +96,7 @@ def _read_reasoning(message: dict[str, Any]) -> None:
 
 def _read_refusal(message: dict[str, Any]) -> None:
     refusal, content = message.pop("refusal", None), message.get("content")
-    if not content and isinstance(refusal, str):
+    if isinstance(refusal, str) and _is_empty(content):
         message["content"] = refusal
     elif isinstance(content, (list, tuple)) and message["role"] == "assistant":
         message["content"] = [

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from headstart.engine.images.decoding import to_rgb
+from headstart.engine.images.colours import to_rgb
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -134,7 +134,8 @@ class TransformersDecoder(DecoderModel):
         # It imports forward_rows from here.
         experts = load_module("headstart.models.zoo.experts")
         self._experts = experts.compute_all_rows(text_part(self._model))
-        experts.check_rows(self._model)
+        if self.output_layer is not None:  # a stage of a pipeline has logits of its own
+            experts.check_rows(self._model)
 
     def detach(self) -> None:
         self._release_backend()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -38,6 +39,26 @@ def ask(client: httpx.Client, prompt: str, **more: Any) -> dict[str, Any]:
 
 def cached(answer: dict[str, Any]) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_watchers_are_bounded(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """600 that did not read kept 130 MB."""
+    monkeypatch.setattr("headstart.server.cache.api.MAX_WATCHERS", 2)
+
+    events: list[Iterator[bytes]] = []
+
+    def watch(others: ExitStack) -> int:
+        answer = others.enter_context(client.stream("GET", "/cache/live"))
+        if answer.status_code == 200:
+            events.append(answer.iter_bytes())  # without it the stream would be closed
+            next(events[-1])
+        return answer.status_code
+
+    with ExitStack() as opened:
+        assert [watch(opened) for _ in range(3)] == [200, 200, 429]
+    with ExitStack() as opened:
+        while watch(opened) == 429:  # until the server sees that the others are gone
+            pass
 
 
 def test_what_is_in_the_pool(client: httpx.Client) -> None:

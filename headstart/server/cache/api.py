@@ -30,6 +30,8 @@ __all__ = ["prepare", "read_advice", "router"]
 
 router = APIRouter(prefix="/cache")
 
+MAX_WATCHERS = 64  # streams of /cache/live at once
+
 
 @router.get("")
 async def show_cache(request: Request) -> Response:
@@ -133,13 +135,24 @@ async def read_advice(request: Request) -> dict[str, Any]:
 
 @router.get("/live")
 async def stream_live(request: Request) -> Response:
-    """The pool and the traffic as events, about one a second."""
+    """Stream the pool and the traffic, about one event a second.
+
+    Raises ApiError (429) for more than `MAX_WATCHERS` streams: each one that is not read keeps an
+    event of some 200 KB.
+    """
     service = service_of(request)
+    live = service.live
+    if live.num_watchers >= MAX_WATCHERS:
+        raise ApiError(429, f"{MAX_WATCHERS} clients watch the cache already; close one of them")
 
     async def events() -> AsyncGenerator[bytes]:
-        while not service.is_draining:
-            yield frame(await service.live.show())
-            await asyncio.sleep(service.live.pause)
+        live.num_watchers += 1
+        try:
+            while not service.is_draining:
+                yield frame(await live.show())
+                await asyncio.sleep(live.pause)
+        finally:
+            live.num_watchers -= 1
 
     return EventStream(events())
 

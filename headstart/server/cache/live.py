@@ -62,6 +62,7 @@ class Live:
         self._tenants = tenants
         self._look = _Look()
         self._lock = asyncio.Lock()
+        self.num_watchers = 0  # open streams of looks
 
     @property
     def pause(self) -> float:

@@ -65,6 +65,8 @@ class Detokenizer:
         self._token_ids = self._find_context(prompt_token_ids)
         self._window = 0  # index of the first token that is decoded again
         self._emitted = len(self._token_ids)  # number of tokens whose text is out
+        # A window cannot begin where the emitted text ends within a character, as a prompt may.
+        self._is_whole = not self._decode(self._token_ids).endswith(REPLACEMENT)
 
     def push(self, token_id: int) -> str:
         """The text that is certain with this token; "" while a character is incomplete."""
@@ -97,7 +99,10 @@ class Detokenizer:
 
     def _emit(self, text: str) -> str:
         if text:
-            self._window, self._emitted = self._emitted, len(self._token_ids)
+            if self._is_whole:
+                self._window = self._emitted
+            self._is_whole = True
+            self._emitted = len(self._token_ids)
         return text
 
     def _decode(self, token_ids: list[int]) -> str:

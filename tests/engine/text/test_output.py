@@ -116,9 +116,12 @@ def test_texts_of_tokens_are_the_text(name: str) -> None:
 
 def test_an_answer_completes_the_last_character_of_its_prompt() -> None:
     for name in ("byte_level", "metaspace"):
-        *token_ids, last = tokens("a日", TOKENIZERS[name])
-        detokenizer = Detokenizer(TOKENIZERS[name], True, token_ids)
-        assert detokenizer.push(last) == "日"
+        token_ids = tokens("a日本語", TOKENIZERS[name])
+        for count in range(1, len(token_ids)):
+            prompt = decode(TOKENIZERS[name], token_ids[:count]).rstrip("\ufffd")
+            detokenizer = Detokenizer(TOKENIZERS[name], True, token_ids[:count])
+            pushed = "".join(map(detokenizer.push, token_ids[count:]))
+            assert prompt + pushed == "a日本語"
 
 
 def test_an_unfinished_character_comes_out_at_the_end() -> None:

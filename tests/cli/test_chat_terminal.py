@@ -113,7 +113,7 @@ def test_lines_are_edited_pasted_and_remembered(tmp_path: Path) -> None:
     terminal.send("to be cleared")
     terminal.send("\x03")
     terminal.wait("Ctrl-C again")
-    terminal.send("/nonsense is a message\r")
+    terminal.send("//nonsense is a message\r")
     terminal.cost()
     terminal.send("/no")
     terminal.send("\x03")
@@ -127,7 +127,7 @@ def test_lines_are_edited_pasted_and_remembered(tmp_path: Path) -> None:
     # The next chat has the history of the last one.
     terminal = Terminal(tmp_path)
     terminal.send(UP)
-    terminal.wait("/nonsense is a message")
+    terminal.wait("//nonsense is a message")
     terminal.send("\r")
     terminal.cost()
     terminal.end()

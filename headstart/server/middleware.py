@@ -19,11 +19,11 @@ from headstart.server.origins import check_origin
 from headstart.server.service import Front, stopped, too_late
 from headstart.validation import shorten
 
-__all__ = ["Frontdoor"]
+__all__ = ["OPEN_PATHS", "Frontdoor"]
 
 # Without a key: probes, the API's description, and the page, which asks for a key itself; all are
 # the same for everybody.
-_OPEN = re.compile(r"/|/health|/ready|/docs|/openapi\.json|/page/.*", re.DOTALL)
+OPEN_PATHS = re.compile(r"/|/health|/ready|/docs|/openapi\.json|/page/.*", re.DOTALL)
 # Across tenants: what shows or changes more than the asker's own. Whatever follows: routes take a
 # path that ends in a line feed for the path without it.
 _FOR_ADMINS = re.compile(r"/(metrics|cache)(?!/(advice|explain|prewarm)\Z).*", re.DOTALL)
@@ -72,7 +72,7 @@ class Frontdoor:
             path = scope["path"]
             if not self._service.tenants.ask_for_keys:
                 check_origin(headers, self._service.options)
-            if not _OPEN.fullmatch(path):
+            if not OPEN_PATHS.fullmatch(path):
                 state["tenant"] = self._service.tenants.of(headers)
                 if _FOR_ADMINS.fullmatch(path) and not state["tenant"].is_admin:
                     raise ApiError(403, f"{path} needs a key that was made with --admin")
@@ -94,7 +94,11 @@ class Frontdoor:
         if scope["method"] == "HEAD":
             scope, send = {**scope, "method": "GET"}, _without_body(send)
         try:
-            if scope["method"] != "POST" or _OPEN.fullmatch(path) or _FOR_ADMINS.fullmatch(path):
+            if (
+                scope["method"] != "POST"
+                or OPEN_PATHS.fullmatch(path)
+                or _FOR_ADMINS.fullmatch(path)
+            ):
                 await self._app(scope, receive, send)
             else:
                 await self._pass_on_call(scope, headers, receive, send)

@@ -11,7 +11,8 @@ from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Re
 from starlette.staticfiles import StaticFiles
 
 from headstart.server.errors import JsonResponse
-from headstart.server.page.reference import add_descriptions, render_reference
+from headstart.server.page.description import complete_description
+from headstart.server.page.reference import render_reference
 
 __all__ = ["mount"]
 
@@ -45,7 +46,7 @@ def mount(app: FastAPI, *, with_pool: bool = True) -> None:
 
     def describe() -> dict[str, Any]:
         with making:  # when it is first asked for, which takes a third of a second
-            return add_descriptions(app.openapi())
+            return complete_description(app.openapi())
 
     @app.get("/", include_in_schema=False)
     async def show_page(request: Request) -> Response:

@@ -7,20 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from typing import Any
 
-from headstart.server.page.fields import DESCRIPTIONS
-
-__all__ = ["add_descriptions", "render_reference"]
+__all__ = ["render_reference"]
 
 Schema = Mapping[str, Any]
-_STREAMS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"),
-    "/cache/live",
-)
-_PLAIN = ("/metrics",)
-_ERROR = {
-    "description": "An error, in the form of the API; its status says what is wrong",
-    "content": {"application/json": {"schema": {"type": "object"}}},
-}
 _HEAD = """<!doctype html>
 <html lang="en">
 <head>
@@ -36,27 +25,6 @@ _HEAD = """<!doctype html>
 <a href="openapi.json">openapi.json</a></p></header>
 <main>
 """
-
-
-def add_descriptions(description: dict[str, Any]) -> dict[str, Any]:
-    """Return the OpenAPI description with fields described, and the answers that are really sent.
-
-    FastAPI says that a wrong body is a 422, which no path answers.
-    """
-    for path, operations in description["paths"].items():
-        for method, operation in operations.items():
-            responses = operation["responses"]
-            responses.pop("422", None)
-            responses["default"] = _ERROR
-            if path in _PLAIN:
-                responses["200"]["content"] = {"text/plain": {}}
-            elif path in _STREAMS and method != "delete":
-                responses["200"]["content"]["text/event-stream"] = {}
-    for schema in description.get("components", {}).get("schemas", {}).values():
-        for name, field in schema.get("properties", {}).items():
-            if name in DESCRIPTIONS:
-                field.setdefault("description", DESCRIPTIONS[name])
-    return description
 
 
 def render_reference(description: Schema) -> str:

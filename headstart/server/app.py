@@ -91,7 +91,12 @@ class _Application(FastAPI):
     """
 
     def __init__(self, service: Front, routers: Sequence[APIRouter]) -> None:
-        super().__init__(title="headstart", version=__version__, openapi_url=None)  # see `page`
+        super().__init__(
+            title="headstart",
+            version=__version__,
+            openapi_url=None,  # see `page`
+            generate_unique_id_function=lambda route: route.name,
+        )
         self.state.service = service
         for router in routers:
             self.include_router(router)

@@ -255,8 +255,8 @@ def test_the_api_is_described_without_any_other_server(browser, served, width: i
     assert all(url.startswith(served.url) for url in asked)
     for path in served.app.openapi()["paths"]:
         expect(page.locator("h2", has_text=f" {path}").first).to_be_visible()
-    page.locator("a[href='#schema-ChatRequest']").first.click()
-    expect(page.locator("#schema-ChatRequest")).to_contain_text("no_store")
+    page.locator("a[href='#schema-ChatCompletionRequest']").first.click()
+    expect(page.locator("#schema-ChatCompletionRequest")).to_contain_text("no_store")
     results = axe.Axe().run(page)
     assert results.violations_count == 0, results.generate_report()
     assert not page.evaluate("document.documentElement.scrollWidth > window.innerWidth")

@@ -90,6 +90,20 @@ def test_the_description_has_the_answers_that_are_sent(server: Running) -> None:
     assert kinds == {"application/json", "text/event-stream"}
 
 
+def test_names_are_for_readers(server: Running) -> None:
+    description = httpx.get(f"{server.url}/openapi.json").json()
+    names = description["components"]["schemas"].keys()
+    assert not any("__" in name for name in names)
+    requests = ("ChatCompletionRequest", "CompletionRequest", "MessagesRequest", "ResponsesRequest")
+    assert names >= set(requests)
+    chat = description["paths"]["/v1/chat/completions"]["post"]
+    assert chat["summary"] == "Create chat completion"
+    assert chat["operationId"] == "create_chat_completion"
+    assert chat["tags"] == ["OpenAI"]
+    operations = [one for path in description["paths"].values() for one in path.values()]
+    assert len({one["operationId"] for one in operations}) == len(operations)
+
+
 def test_other_methods_are_refused(server: Running) -> None:
     paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
     for path, operations in paths.items():

@@ -14,7 +14,7 @@ from headstart.engine.vllm_api.rows import Row, Verdict
 from headstart.server.bodies import Body
 from headstart.server.errors import ApiError, as_api_error
 from headstart.server.openai.fields import CHAT_ROWS, COMPLETION_ROWS
-from headstart.server.openai.schema import ChatRequest, CompletionRequest
+from headstart.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from tests.house.source import ROOT
 from tests.server.running import Running, running
 
@@ -22,7 +22,7 @@ SURFACE = json.loads((ROOT / "tests/data/vllm_surface.json").read_text(encoding=
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "How old is Ben?"}]}
 COMPLETION: dict[str, Any] = {"prompt": "Anna is 31. Ben"}
 KINDS = {
-    "ChatCompletionRequest": (ChatRequest, CHAT_ROWS, CHAT),
+    "ChatCompletionRequest": (ChatCompletionRequest, CHAT_ROWS, CHAT),
     "CompletionRequest": (CompletionRequest, COMPLETION_ROWS, COMPLETION),
 }
 FORM: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 7}}}
@@ -95,13 +95,13 @@ def test_what_a_row_says_is_what_a_body_gets(part: str) -> None:
 )  # fmt: skip
 def test_a_field_that_is_not_known(given: dict[str, Any], param: str, says: str) -> None:
     """A slip was told that extra inputs are not permitted."""
-    told = refusal(ChatRequest, {**CHAT, **given})
+    told = refusal(ChatCompletionRequest, {**CHAT, **given})
     assert told.param == param
     assert str(told).startswith(says)
 
 
 def test_a_body_without_its_prompt() -> None:
-    assert str(refusal(ChatRequest, {})) == "messages is missing"
+    assert str(refusal(ChatCompletionRequest, {})) == "messages is missing"
 
 
 def post(server: Running, path: str, **body: Any) -> httpx.Response:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from headstart.cluster.index import prefix_keys
 from headstart.cluster.load import RouteRequest
 from headstart.server.cache import api
-from headstart.server.cache.schema import PromptBody
+from headstart.server.cache.schema import CachePromptRequest
 from headstart.server.errors import JsonResponse
 from headstart.server.service import service_of
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["router"]
 
 router = APIRouter(prefix="/cache")
-router.add_api_route("/prewarm", api.prewarm, methods=["POST"])
-router.add_api_route("/reset", api.reset, methods=["POST"])
+router.add_api_route("/prewarm", api.prewarm_prompt, methods=["POST"])
+router.add_api_route("/reset", api.reset_cache, methods=["POST"])
 
 
 @router.get("")
@@ -38,7 +38,7 @@ async def show_replicas(request: Request) -> Response:
 
 
 @router.post("/explain")
-async def explain_prompt(body: PromptBody, request: Request) -> Response:
+async def explain_prompt(body: CachePromptRequest, request: Request) -> Response:
     """How much of a prompt each replica has cached, without running it."""
     service = service_of(request)
     prepared = await api.prepare(service, body, request, begins_reply=True)
@@ -53,7 +53,7 @@ async def explain_prompt(body: PromptBody, request: Request) -> Response:
 
 
 @router.get("/advice")
-async def advise(request: Request) -> Response:
+async def show_advice(request: Request) -> Response:
     """As with one engine, without its memory.
 
     What another replica has looks as if this one had evicted it.

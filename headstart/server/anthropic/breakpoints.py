@@ -13,7 +13,7 @@ from typing import Literal
 from headstart.server.anthropic.schema import (
     Block,
     CacheControl,
-    CountRequest,
+    CountTokensRequest,
     Marked,
     ToolResultBlock,
     Turn,
@@ -39,7 +39,7 @@ class Breakpoint:
     block: int | None = None
 
 
-def read_breakpoints(body: CountRequest) -> tuple[Breakpoint, ...]:
+def read_breakpoints(body: CountTokensRequest) -> tuple[Breakpoint, ...]:
     """In the order of the prompt. Raises ApiError: more than four, or a longer one after a shorter.
 
     A mark of the whole request stands at its last block.
@@ -63,7 +63,7 @@ def read_breakpoints(body: CountRequest) -> tuple[Breakpoint, ...]:
     return tuple(found)
 
 
-def _marks(body: CountRequest) -> Iterator[Breakpoint]:
+def _marks(body: CountTokensRequest) -> Iterator[Breakpoint]:
     system = [] if isinstance(body.system, str) else body.system or []
     for one in [*(body.tools or ()), *system]:
         if isinstance(one, Marked) and one.cache_control is not None:
@@ -83,7 +83,7 @@ def _marks_of(block: Block) -> Iterator[CacheControl]:
             yield mark
 
 
-def begin_of(body: CountRequest, point: Breakpoint) -> list[Turn] | None:
+def begin_of(body: CountTokensRequest, point: Breakpoint) -> list[Turn] | None:
     """The conversation up to a breakpoint; None if that is all of it.
 
     Before the first message stands an empty one, which templates want.

@@ -8,10 +8,10 @@ from typing import Any
 from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.server.anthropic.schema import (
     Block,
-    CountRequest,
+    CountTokensRequest,
     DocumentBlock,
     ImageBlock,
-    MessageRequest,
+    MessagesRequest,
     RedactedThinkingBlock,
     SearchResultBlock,
     Shown,
@@ -38,12 +38,12 @@ def count_blocks(turns: Sequence[Turn]) -> int:
     return len(turns) + sum(blocks)
 
 
-def read_messages(body: CountRequest) -> list[dict[str, Any]]:
+def read_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     """The conversation, its system text first. Raises ApiError."""
     return [*_system(body), *(message for turn in body.messages for message in _read(turn))]
 
 
-def _system(body: CountRequest) -> Iterator[dict[str, Any]]:
+def _system(body: CountTokensRequest) -> Iterator[dict[str, Any]]:
     given = [body.system] if isinstance(body.system, str) else body.system or []
     texts = [one if isinstance(one, str) else one.text for one in given]
     shown = [text for text in texts if text]
@@ -147,7 +147,7 @@ def _content(parts: Sequence[dict[str, Any]]) -> Any:
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
-def read_tools(body: CountRequest) -> ToolUse:
+def read_tools(body: CountTokensRequest) -> ToolUse:
     """The tools of a message. Raises RequestError or ApiError."""
     own = [tool for tool in body.tools or () if isinstance(tool, ToolDefinition)]
     tools = make_tools(own, lambda one: Tool(one.name, one.description, one.input_schema))
@@ -162,7 +162,7 @@ def read_tools(body: CountRequest) -> ToolUse:
     return ToolUse(tools, "none" if choice.type == "none" else "auto", None, parallel)
 
 
-def read_template(body: CountRequest) -> dict[str, Any]:
+def read_template(body: CountTokensRequest) -> dict[str, Any]:
     """How the prompt is rendered; an answer that the conversation begins goes on there."""
     more: dict[str, Any] = {}
     if body.thinking is not None and body.thinking.type != "adaptive":
@@ -175,7 +175,7 @@ def read_template(body: CountRequest) -> dict[str, Any]:
     return options
 
 
-def read_sampling(body: MessageRequest) -> dict[str, Any]:
+def read_sampling(body: MessagesRequest) -> dict[str, Any]:
     """The sampling of an answer. Raises RequestError."""
     params: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     form = body.output_config.format if body.output_config is not None else None

@@ -21,7 +21,7 @@ from headstart.server.anthropic.conversation import (
     read_tools,
 )
 from headstart.server.anthropic.events import MessageEvents, stop_of
-from headstart.server.anthropic.schema import CountRequest, MessageRequest
+from headstart.server.anthropic.schema import CountTokensRequest, MessagesRequest
 from headstart.server.anthropic.usage import Usage, apply_breakpoints
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat, read_many
@@ -41,7 +41,7 @@ _FIELDS = {"stop": "stop_sequences"}
 
 
 @router.post("/v1/messages")
-async def create_message(body: MessageRequest, request: Request) -> Response:
+async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
     with telling_form_as("output_config.format"):
@@ -59,7 +59,7 @@ async def create_message(body: MessageRequest, request: Request) -> Response:
 
 
 @router.post("/v1/messages/count_tokens")
-async def count_tokens(body: CountRequest, request: Request) -> Response:
+async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     """The tokens of a prompt; nothing is computed."""
     service = service_of(request)
     call = await _read_call(service, body, request, {"max_tokens": None})
@@ -69,7 +69,7 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
 
 async def _read_call(
     service: Service,
-    body: CountRequest,
+    body: CountTokensRequest,
     request: Request,
     sampling: dict[str, Any],
     priority: int = 0,
@@ -92,7 +92,7 @@ async def _read_call(
 
 
 def _whole(
-    body: MessageRequest, prepared: PreparedChat, output: RequestOutput, usage: Usage
+    body: MessagesRequest, prepared: PreparedChat, output: RequestOutput, usage: Usage
 ) -> dict[str, Any]:
     usage.count.add(output)
     [answer] = output.outputs

@@ -17,11 +17,11 @@ from headstart.server.hosted import HostedTool, tag_tool
 __all__ = [
     "Block",
     "CacheControl",
-    "CountRequest",
+    "CountTokensRequest",
     "DocumentBlock",
     "ImageBlock",
     "Marked",
-    "MessageRequest",
+    "MessagesRequest",
     "RedactedThinkingBlock",
     "SearchResultBlock",
     "Shown",
@@ -206,7 +206,7 @@ AnyTool = Annotated[
 ]
 
 
-class ToolChoice(Body):
+class MessagesToolChoice(Body):
     """Whether the answer may, must or must not call a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -264,14 +264,14 @@ class RequestMetadata(Body):
     user_id: Label | None = None
 
 
-class CountRequest(CacheFields):
+class CountTokensRequest(CacheFields):
     """`POST /v1/messages/count_tokens`, and what messages have in common with it."""
 
     model: str
     messages: Annotated[Many[Turn], Field(min_length=1)]
     system: str | Many[TextBlock] | None = None
     tools: Many[AnyTool] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
@@ -281,7 +281,7 @@ class CountRequest(CacheFields):
     workspace_id: Label | None = None
 
 
-class MessageRequest(CountRequest):
+class MessagesRequest(CountTokensRequest):
     """`POST /v1/messages`."""
 
     rows = refused(

@@ -17,7 +17,7 @@ from headstart.server.anthropic.breakpoints import (
     read_breakpoints,
 )
 from headstart.server.anthropic.conversation import count_blocks, read_messages
-from headstart.server.anthropic.schema import CountRequest
+from headstart.server.anthropic.schema import CountTokensRequest
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat, read_many
 from headstart.server.counting import TokenCount
 from headstart.server.service import Service
@@ -60,7 +60,7 @@ class Usage:
 
 
 async def apply_breakpoints(
-    service: Service, body: CountRequest, call: ChatCall, prepared: PreparedChat
+    service: Service, body: CountTokensRequest, call: ChatCall, prepared: PreparedChat
 ) -> Usage:
     """Have a prompt kept up to the breakpoints of its body, for their time after each use.
 

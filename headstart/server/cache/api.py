@@ -13,7 +13,7 @@ from starlette.responses import Response
 from headstart.cache import MissExplanation, MissReason
 from headstart.server.bodies import read_keeping, read_retention, read_salt
 from headstart.server.cache.advice import Explanation
-from headstart.server.cache.schema import PromptBody, ResetBody
+from headstart.server.cache.schema import CachePromptRequest, CacheResetRequest
 from headstart.server.chats import read_roles
 from headstart.server.errors import ApiError, JsonResponse
 from headstart.server.openai.reading import as_tools, read_template
@@ -41,7 +41,7 @@ async def show_cache(request: Request) -> Response:
 
 
 @router.post("/explain")
-async def explain_prompt(body: PromptBody, request: Request) -> Response:
+async def explain_prompt(body: CachePromptRequest, request: Request) -> Response:
     """Why a prompt would hit what it would, without running it."""
     service = service_of(request)
     prepared = await prepare(service, body, request, begins_reply=True)
@@ -76,7 +76,7 @@ async def explain_prompt(body: PromptBody, request: Request) -> Response:
 
 
 @router.post("/prewarm")
-async def prewarm(body: PromptBody, request: Request) -> Response:
+async def prewarm_prompt(body: CachePromptRequest, request: Request) -> Response:
     """Compute a prompt ahead of the requests that begin like it."""
     service = service_of(request)
     prepared = await prepare(service, body, request, begins_reply=False)
@@ -93,7 +93,7 @@ async def prewarm(body: PromptBody, request: Request) -> Response:
 
 
 @router.post("/reset")
-async def reset(request: Request, body: ResetBody | None = None) -> Response:
+async def reset_cache(request: Request, body: CacheResetRequest | None = None) -> Response:
     """Forget everything that is cached; status 409 while requests run, unless told to."""
     service = service_of(request)
     again = body is not None and body.reset_running_requests
@@ -115,7 +115,7 @@ async def reset(request: Request, body: ResetBody | None = None) -> Response:
 
 
 @router.get("/advice")
-async def advise(request: Request) -> Response:
+async def show_advice(request: Request) -> Response:
     """What would have saved most tokens of the prompts of late.
 
     An administrator's key is told of the prompts of all; any other key of its own tenant's alone,
@@ -125,7 +125,7 @@ async def advise(request: Request) -> Response:
 
 
 async def read_advice(request: Request) -> dict[str, Any]:
-    """What the asker may know of `advise`. Raises ApiError (429) for a tenant without a place."""
+    """Return the advice that the caller may see. Raises ApiError (429) for a busy tenant."""
     service, tenant = service_of(request), tenant_of(request)
     if tenant.is_admin:
         return await asyncio.to_thread(service.watch.advise)
@@ -168,7 +168,7 @@ async def show_block(block_id: int, request: Request) -> Response:
 
 
 async def prepare(
-    service: Service, body: PromptBody, request: Request, *, begins_reply: bool
+    service: Service, body: CachePromptRequest, request: Request, *, begins_reply: bool
 ) -> RequestGroup:
     """A request of a body's prompt. begins_reply: where it does not say so, whether messages are
     followed by what begins the model's reply."""

@@ -4,14 +4,14 @@ from typing import Any
 
 from headstart.engine.vllm_api.rows import accepted, refused
 from headstart.server.bodies import Body, CacheFields, Flag, Many, Whole
-from headstart.server.openai.schema import ChatRequest, CompletionRequest, TemplateFields
+from headstart.server.openai.schema import ChatCompletionRequest, CompletionRequest, TemplateFields
 
-__all__ = ["PromptBody", "ResetBody"]
+__all__ = ["CachePromptRequest", "CacheResetRequest"]
 
-_OF_REQUESTS = [*ChatRequest.model_fields, *CompletionRequest.model_fields]
+_OF_REQUESTS = [*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields]
 
 
-class PromptBody(CacheFields, TemplateFields):
+class CachePromptRequest(CacheFields, TemplateFields):
     """A prompt as text or token ids, or as messages; what it is for is the path's to say.
 
     The body of a completion or a chat will do: what it says of the answer is not looked at.
@@ -27,7 +27,7 @@ class PromptBody(CacheFields, TemplateFields):
     messages: Many[dict[str, Any]] | None = None
 
 
-class ResetBody(Body):
+class CacheResetRequest(Body):
     """reset_running_requests: have those that run wait, and be computed anew.
 
     reset_tiers: forget what the model has on disk or another machine, too.

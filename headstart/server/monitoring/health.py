@@ -19,7 +19,7 @@ metrics_router = APIRouter()
 
 
 @router.get("/health")
-async def health(request: Request) -> Response:
+async def check_health(request: Request) -> Response:
     """Status 200 while the engine answers, 503 when it broke."""
     if not front_of(request).is_running:
         raise ApiError(503, "the engine is closed")
@@ -27,7 +27,7 @@ async def health(request: Request) -> Response:
 
 
 @router.get("/ready")
-async def ready(request: Request) -> Response:
+async def check_ready(request: Request) -> Response:
     """Status 200 while new requests are taken; 503 while the server stops, or no replica runs."""
     front = front_of(request)
     if not front.is_ready:
@@ -38,7 +38,7 @@ async def ready(request: Request) -> Response:
 
 
 @metrics_router.get("/metrics")
-async def metrics(request: Request) -> Response:
+async def show_metrics(request: Request) -> Response:
     """The server's metrics as Prometheus reads them."""
     service = service_of(request)
     await asyncio.to_thread(service.watch.settle)

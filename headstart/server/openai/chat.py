@@ -26,7 +26,7 @@ from headstart.server.openai.reading import (
     read_template,
     read_tools,
 )
-from headstart.server.openai.schema import ChatRequest
+from headstart.server.openai.schema import ChatCompletionRequest
 from headstart.server.openai.usage import chat_logprobs, prompt_logprobs, usage_of
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, Frames, frame
@@ -41,7 +41,7 @@ router = APIRouter()
 
 
 @router.post("/v1/chat/completions")
-async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
     if body.audio is not None or "audio" in (body.modalities or ()):
@@ -70,11 +70,13 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     return await tell_whole([output], lambda: _whole(body, prepared, output))
 
 
-def _head(body: ChatRequest, name: str, kind: str, created: int) -> dict[str, Any]:
+def _head(body: ChatCompletionRequest, name: str, kind: str, created: int) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": created, "model": body.model}
 
 
-def _whole(body: ChatRequest, prepared: PreparedChat, output: RequestOutput) -> dict[str, Any]:
+def _whole(
+    body: ChatCompletionRequest, prepared: PreparedChat, output: RequestOutput
+) -> dict[str, Any]:
     count = TokenCount()
     count.add(output)
     choices = []
@@ -100,12 +102,14 @@ def _whole(body: ChatRequest, prepared: PreparedChat, output: RequestOutput) -> 
     return told
 
 
-def _logprobs(body: ChatRequest, answer: CompletionOutput) -> dict[str, Any] | None:
+def _logprobs(body: ChatCompletionRequest, answer: CompletionOutput) -> dict[str, Any] | None:
     as_ids = bool(body.return_tokens_as_token_ids)
     return chat_logprobs(answer, body.top_logprobs or 0, as_ids=as_ids)
 
 
-def _message(body: ChatRequest, prepared: PreparedChat, parts: Iterable[Part]) -> dict[str, Any]:
+def _message(
+    body: ChatCompletionRequest, prepared: PreparedChat, parts: Iterable[Part]
+) -> dict[str, Any]:
     gathered = gather(parts)
     content = "".join(part.text for part in gathered if isinstance(part, Content))
     calls = [
@@ -137,7 +141,7 @@ def _has_call(parts: Iterable[Part]) -> bool:
     return any(isinstance(part, CallBegin) for part in parts)
 
 
-def _reason(body: ChatRequest, reason: str | None, *, calls: bool) -> str | None:
+def _reason(body: ChatCompletionRequest, reason: str | None, *, calls: bool) -> str | None:
     if not calls or reason != "stop":
         return reason
     return "tool_calls" if body.functions is None else "function_call"
@@ -156,7 +160,7 @@ def _progress_chunk(progress: PromptProgress) -> dict[str, Any]:
 class _Chunks:
     """The events of one streamed answer."""
 
-    def __init__(self, body: ChatRequest, prepared: PreparedChat) -> None:
+    def __init__(self, body: ChatCompletionRequest, prepared: PreparedChat) -> None:
         self._body = body
         self._prepared = prepared
         name = prepared.request.request_id

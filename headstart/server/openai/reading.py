@@ -10,7 +10,7 @@ from headstart.errors import RequestError
 from headstart.server.bodies import read_keeping
 from headstart.server.errors import ApiError
 from headstart.server.openai.schema import (
-    ChatRequest,
+    ChatCompletionRequest,
     CompletionRequest,
     FunctionName,
     FunctionTool,
@@ -83,7 +83,7 @@ def read_completion_sampling(body: CompletionRequest) -> dict[str, Any]:
     return params
 
 
-def read_chat_sampling(body: ChatRequest) -> dict[str, Any]:
+def read_chat_sampling(body: ChatCompletionRequest) -> dict[str, Any]:
     """The sampling of a chat; without a limit an answer may be as long as there is room."""
     most = body.max_completion_tokens
     params = _common(body) | {"max_tokens": body.max_tokens if most is None else most}
@@ -111,7 +111,7 @@ def _as_tool(one: FunctionTool) -> Tool:
     return Tool(one.function.name, one.function.description, one.function.parameters)
 
 
-def read_tools(body: ChatRequest) -> ToolUse:
+def read_tools(body: ChatCompletionRequest) -> ToolUse:
     """Return the tools of a chat, or its functions. Raises RequestError."""
     if body.functions is not None or body.function_call is not None:
         return _read_functions(body)
@@ -122,7 +122,7 @@ def read_tools(body: ChatRequest) -> ToolUse:
     return ToolUse(tools, body.tool_choice or "auto", None, parallel)
 
 
-def _read_functions(body: ChatRequest) -> ToolUse:
+def _read_functions(body: ChatCompletionRequest) -> ToolUse:
     if body.tools is not None or body.tool_choice is not None:
         raise RequestError("tools and functions are both given; allowed: one of them")
     tools = make_tools(

@@ -14,7 +14,7 @@ from headstart.server.openai.fields import CHAT_ROWS, COMPLETION_ROWS
 from headstart.validation import describe, shorten
 
 __all__ = [
-    "ChatRequest",
+    "ChatCompletionRequest",
     "CompletionRequest",
     "FunctionName",
     "SamplingFields",
@@ -180,7 +180,7 @@ class TemplateFields(Body):
     documents: Many[dict[str, Any]] | None = None
 
 
-class ChatRequest(SamplingFields, TemplateFields):
+class ChatCompletionRequest(SamplingFields, TemplateFields):
     """`POST /v1/chat/completions`.
 
     functions, function_call: names of tools and tool_choice before there were tools; an answer then

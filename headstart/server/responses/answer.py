@@ -14,7 +14,7 @@ from headstart.server.counting import TokenCount
 from headstart.server.errors import ApiError, JsonResponse, as_api_error
 from headstart.server.long_answers import read_whole, spell
 from headstart.server.responses.items import Event, OutputItems
-from headstart.server.responses.schema import ResponseRequest
+from headstart.server.responses.schema import ResponsesRequest
 from headstart.server.responses.tools import call_kinds
 from headstart.server.service import Service
 from headstart.server.sse import frame
@@ -38,7 +38,7 @@ class ResponseAnswer:
     What it tells of its request may be megabytes of tools and a form: it is spelled once.
     """
 
-    def __init__(self, service: Service, body: ResponseRequest, prepared: PreparedChat) -> None:
+    def __init__(self, service: Service, body: ResponsesRequest, prepared: PreparedChat) -> None:
         """Not for the event loop if there are tools or a form, which may take long to spell.
 
         Raises ApiError for those that cannot be told again.
@@ -173,7 +173,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"strict": None, "parameters": None, **tool} if tool["type"] == "function" else tool
 
 
-def _as_asked(body: ResponseRequest) -> dict[str, Any]:
+def _as_asked(body: ResponsesRequest) -> dict[str, Any]:
     """What a response tells of its request."""
     try:
         return body.model_dump(mode="json", by_alias=True, exclude_none=True, include=_TOLD)

@@ -26,10 +26,10 @@ from headstart.server.responses.conversation import (
     telling_items,
 )
 from headstart.server.responses.schema import (
+    InputTokensRequest,
     Item,
     ItemReference,
-    PromptFields,
-    ResponseRequest,
+    ResponsesRequest,
     as_items,
 )
 from headstart.server.responses.store import ResponseStore, StoredResponse
@@ -52,7 +52,7 @@ _QUERY = {
 
 
 @router.post("")
-async def create_response(body: ResponseRequest, request: Request) -> Response:
+async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, which may go on from an earlier response."""
     service = service_of(request)
     with telling_form_as("text.format"):
@@ -89,7 +89,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     return Response(told, media_type=JsonResponse.media_type)
 
 
-async def _read_messages(body: PromptFields, request: Request) -> list[dict[str, Any]]:
+async def _read_messages(body: InputTokensRequest, request: Request) -> list[dict[str, Any]]:
     """Return the conversation without its instructions. Raises ApiError."""
     leave_out_hosted(body.tools, request, "function")
     before = _earlier(body, request)
@@ -100,7 +100,7 @@ async def _read_messages(body: PromptFields, request: Request) -> list[dict[str,
     return await read_many(len(items), partial(read_input, body, before))
 
 
-def _earlier(body: PromptFields, request: Request) -> Sequence[dict[str, Any]]:
+def _earlier(body: InputTokensRequest, request: Request) -> Sequence[dict[str, Any]]:
     """Return the messages of the response that the input continues. Raises ApiError."""
     earlier = body.previous_response_id
     return _find(request, earlier, "previous_response_id").messages if earlier else ()
@@ -123,7 +123,7 @@ def _resolve(items: list[Item], store: ResponseStore, tenant: str | None) -> lis
 
 def _make_call(
     service: Service,
-    body: PromptFields,
+    body: InputTokensRequest,
     request: Request,
     messages: list[dict[str, Any]],
     sampling: dict[str, Any],
@@ -143,7 +143,7 @@ def _make_call(
 
 
 @router.post("/input_tokens")
-async def count_input_tokens(body: PromptFields, request: Request) -> Response:
+async def count_input_tokens(body: InputTokensRequest, request: Request) -> Response:
     """The tokens of a prompt; nothing is computed."""
     service = service_of(request)
     messages = await _read_messages(body, request)

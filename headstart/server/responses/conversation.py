@@ -17,12 +17,12 @@ from headstart.server.responses.schema import (
     FunctionCall,
     FunctionOutput,
     InputImage,
+    InputTokensRequest,
     Item,
     JsonFormat,
     Message,
-    PromptFields,
     ReasoningItem,
-    ResponseRequest,
+    ResponsesRequest,
     ShellCall,
     ShellOutput,
 )
@@ -31,7 +31,7 @@ from headstart.server.responses.tools import spell_name
 __all__ = ["extend", "read_input", "read_sampling", "read_template", "telling_items"]
 
 
-def read_input(body: PromptFields, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def read_input(body: InputTokensRequest, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The conversation after `earlier` messages, without instructions. Raises ApiError."""
     if isinstance(body.input, str):
         return [*earlier, {"role": "user", "content": body.input}]
@@ -58,7 +58,7 @@ def extend(earlier: Sequence[dict[str, Any]], items: Iterable[Item]) -> list[dic
 
 @contextmanager
 def telling_items(
-    body: PromptFields, earlier: Callable[[], Sequence[dict[str, Any]]]
+    body: InputTokensRequest, earlier: Callable[[], Sequence[dict[str, Any]]]
 ) -> Iterator[None]:
     """Have errors of a message name the item that it was read from.
 
@@ -80,7 +80,7 @@ _NUMBER = re.compile(r"messages\[(\d+)\](.*)")
 _PLACE = re.compile(r"^(message \d+|messages\[\d+\][\w.\[\]]*)")
 
 
-def _field_of(body: PromptFields, earlier: Sequence[dict[str, Any]], number: int) -> str:
+def _field_of(body: InputTokensRequest, earlier: Sequence[dict[str, Any]], number: int) -> str:
     """Return the field that the message of this number was read from."""
     if body.instructions and number == 0:
         return "instructions"
@@ -167,7 +167,7 @@ def _content(content: Any) -> Any:
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
-def read_sampling(body: ResponseRequest) -> dict[str, Any]:
+def read_sampling(body: ResponsesRequest) -> dict[str, Any]:
     """The sampling of an answer. Raises RequestError."""
     return {
         "max_tokens": body.max_output_tokens,
@@ -177,7 +177,7 @@ def read_sampling(body: ResponseRequest) -> dict[str, Any]:
     } | read_keeping(body)
 
 
-def _read_form(body: PromptFields) -> StructuredOutputsParams | None:
+def _read_form(body: InputTokensRequest) -> StructuredOutputsParams | None:
     given = body.text.format if body.text is not None else None
     if isinstance(given, JsonFormat):
         return StructuredOutputsParams(json=given.schema_, disable_any_whitespace=True)
@@ -186,7 +186,7 @@ def _read_form(body: PromptFields) -> StructuredOutputsParams | None:
     return None
 
 
-def read_template(body: PromptFields) -> dict[str, Any]:
+def read_template(body: InputTokensRequest) -> dict[str, Any]:
     """How the prompt is rendered."""
     if body.reasoning is None or body.reasoning.effort is None:
         return {}

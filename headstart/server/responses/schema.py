@@ -22,7 +22,7 @@ __all__ = [
     "CustomTool",
     "FunctionCall",
     "FunctionOutput",
-    "FunctionTool",
+    "ResponseFunctionTool",
     "InputImage",
     "Item",
     "ItemReference",
@@ -30,9 +30,9 @@ __all__ = [
     "Message",
     "NamedChoice",
     "NamespaceTool",
-    "PromptFields",
+    "InputTokensRequest",
     "ReasoningItem",
-    "ResponseRequest",
+    "ResponsesRequest",
     "ShellCall",
     "ShellOutput",
     "ShellTool",
@@ -241,7 +241,7 @@ def as_items(told: list[dict[str, Any]]) -> list[Item]:
     return _ITEMS.validate_python(told)
 
 
-class FunctionTool(ClientTool):
+class ResponseFunctionTool(ClientTool):
     """A function of the client."""
 
     types = ("function",)
@@ -286,7 +286,7 @@ class NamespaceTool(Body):
     type: Literal["namespace"]
     name: str
     description: str | None = None
-    tools: Many[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]]
+    tools: Many[Annotated[ResponseFunctionTool | CustomTool, Field(discriminator="type")]]
 
 
 def _tool_tag(given: Any) -> str:
@@ -297,9 +297,9 @@ def _tool_tag(given: Any) -> str:
     return str(kind)
 
 
-AnyTool = FunctionTool | CustomTool | ShellTool | NamespaceTool | HostedTool
+AnyTool = ResponseFunctionTool | CustomTool | ShellTool | NamespaceTool | HostedTool
 _Tool = Annotated[
-    Annotated[FunctionTool, Tag("own")]
+    Annotated[ResponseFunctionTool, Tag("own")]
     | Annotated[CustomTool, Tag("custom")]
     | Annotated[ShellTool, Tag("local_shell")]
     | Annotated[NamespaceTool, Tag("namespace")]
@@ -368,7 +368,7 @@ class Reasoning(Body):
     mode: Label | None = None
 
 
-class StreamOptions(Body):
+class ResponseStreamOptions(Body):
     """Nothing is obfuscated here."""
 
     include_obfuscation: Flag | None = None
@@ -429,7 +429,7 @@ _RENAMED = refused(
 )
 
 
-class PromptFields(CacheFields):
+class InputTokensRequest(CacheFields):
     """`POST /v1/responses/input_tokens`, and the fields that responses have in common with it."""
 
     rows = _RENAMED
@@ -445,7 +445,7 @@ class PromptFields(CacheFields):
     truncation: Literal["auto", "disabled"] | None = None
 
 
-class ResponseRequest(PromptFields):
+class ResponsesRequest(InputTokensRequest):
     """`POST /v1/responses`."""
 
     model: str
@@ -459,7 +459,7 @@ class ResponseRequest(PromptFields):
     priority: Whole = 0
     include: Many[Include] | None = None
     background: Literal[False] | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     max_tool_calls: Whole | None = None
     top_logprobs: Literal[0] | None = None
     prompt_cache_options: CacheOptions | None = None

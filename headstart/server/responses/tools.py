@@ -18,10 +18,10 @@ from headstart.server.responses.schema import (
     AllowedChoice,
     AnyTool,
     CustomTool,
-    FunctionTool,
+    InputTokensRequest,
     NamedChoice,
     NamespaceTool,
-    PromptFields,
+    ResponseFunctionTool,
     ShellTool,
 )
 from headstart.server.tools import Tool, ToolUse, make_tools
@@ -53,7 +53,7 @@ def spell_name(name: str, namespace: str | None) -> str:
     return f"{namespace}.{name}" if namespace else name
 
 
-def read_tools(body: PromptFields) -> ToolUse:
+def read_tools(body: InputTokensRequest) -> ToolUse:
     """Return the tools of a request, but for hosted ones. Raises RequestError."""
     tools = make_tools([*_flat(body.tools or ())], lambda one: _as_tool(*one))
     parallel = body.parallel_tool_calls is not False
@@ -67,7 +67,7 @@ def read_tools(body: PromptFields) -> ToolUse:
     return ToolUse(tools, choice or "auto", None, parallel)
 
 
-def call_kinds(body: PromptFields) -> dict[str, CallKind]:
+def call_kinds(body: InputTokensRequest) -> dict[str, CallKind]:
     """Return the kind of calls of each tool, by its name for the model."""
     types = {CustomTool: "custom_tool_call", ShellTool: "local_shell_call"}
     kinds = {}
@@ -80,19 +80,19 @@ def call_kinds(body: PromptFields) -> dict[str, CallKind]:
 
 def _flat(
     tools: Sequence[AnyTool],
-) -> Iterator[tuple[FunctionTool | CustomTool | ShellTool, str | None]]:
+) -> Iterator[tuple[ResponseFunctionTool | CustomTool | ShellTool, str | None]]:
     for tool in tools:
         if isinstance(tool, NamespaceTool):
             yield from ((inner, tool.name) for inner in tool.tools)
-        elif isinstance(tool, FunctionTool | CustomTool | ShellTool):
+        elif isinstance(tool, ResponseFunctionTool | CustomTool | ShellTool):
             yield tool, None
 
 
-def _as_tool(tool: FunctionTool | CustomTool | ShellTool, namespace: str | None) -> Tool:
+def _as_tool(tool: ResponseFunctionTool | CustomTool | ShellTool, namespace: str | None) -> Tool:
     if isinstance(tool, ShellTool):
         return Tool("local_shell", "Run a command in the user's shell.", _COMMAND)
     name = spell_name(tool.name, namespace)
-    if isinstance(tool, FunctionTool):
+    if isinstance(tool, ResponseFunctionTool):
         return Tool(name, tool.description, tool.parameters)
     texts = [tool.description] if tool.description else []
     if tool.format is not None and tool.format.definition:

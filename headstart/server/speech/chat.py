@@ -25,7 +25,7 @@ from headstart.omni.params import OmniParams
 from headstart.server.bodies import read_salt
 from headstart.server.errors import ApiError, JsonResponse, as_api_error, body_of
 from headstart.server.openai.reading import read_chat_sampling
-from headstart.server.openai.schema import ChatRequest
+from headstart.server.openai.schema import ChatCompletionRequest
 from headstart.server.service import unless_gone
 from headstart.server.speech.conversation import read_prompt
 from headstart.server.speech.service import SpeechService, speech_service_of
@@ -61,7 +61,7 @@ _LONG = 2**16
 class _Asked:
     """A request as it was read. form: of the speech; None for text alone."""
 
-    body: ChatRequest
+    body: ChatCompletionRequest
     name: str
     salt: str | None
     params: OmniParams
@@ -79,14 +79,14 @@ class _Asked:
 
 
 @router.get("/metrics")
-async def metrics(request: Request) -> Response:
+async def show_metrics(request: Request) -> Response:
     """The server's metrics as Prometheus reads them."""
     text = speech_service_of(request).read_metrics()
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 @router.post("/v1/chat/completions")
-async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = speech_service_of(request)
     body = body.model_copy(update={"model": body.model or service.name})
@@ -106,7 +106,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     return JsonResponse(await asyncio.to_thread(_whole, service, asked, output))
 
 
-def _read(service: SpeechService, body: ChatRequest, request: Request) -> _Asked:
+def _read(service: SpeechService, body: ChatCompletionRequest, request: Request) -> _Asked:
     service.adapter(body.model)
     _check_fields(body)
     modalities = body.modalities or ["text"]
@@ -137,7 +137,7 @@ def _read(service: SpeechService, body: ChatRequest, request: Request) -> _Asked
     return _Asked(body, service.new_id("chatcmpl"), salt, params, form, int(time.time()))
 
 
-def _voice(service: SpeechService, body: ChatRequest) -> str | None:
+def _voice(service: SpeechService, body: ChatCompletionRequest) -> str | None:
     """The voice that is asked for; None for the model's first."""
     voice = body.audio.voice if body.audio is not None else None
     voices = service.omni.omni.voices
@@ -148,7 +148,7 @@ def _voice(service: SpeechService, body: ChatRequest) -> str | None:
     return voice
 
 
-def _check_fields(body: ChatRequest) -> None:
+def _check_fields(body: ChatCompletionRequest) -> None:
     """Refuse what would have no effect. Raises ApiError."""
     said = [name for name in _REFUSED if getattr(body, name) not in _UNSAID]
     if body.response_format is not None and body.response_format.type == "text":
@@ -161,7 +161,7 @@ def _check_fields(body: ChatRequest) -> None:
             raise ApiError(400, f"{name} is {given}; a model that speaks takes {value}", param=name)
 
 
-def _sampling(defaults: SamplingParams, body: ChatRequest) -> SamplingParams:
+def _sampling(defaults: SamplingParams, body: ChatCompletionRequest) -> SamplingParams:
     params = defaults.clone()
     said = {name: value for name, value in read_chat_sampling(body).items() if value is not None}
     params.set_together(said)

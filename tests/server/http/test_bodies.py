@@ -11,13 +11,13 @@ import httpx
 import pytest
 from fastapi.exceptions import RequestValidationError
 
-from headstart.server.anthropic.schema import MessageRequest
+from headstart.server.anthropic.schema import MessagesRequest
 from headstart.server.app import _ROUTERS
 from headstart.server.bodies import Body
 from headstart.server.cache import api as cache
 from headstart.server.http import endpoints
-from headstart.server.openai.schema import ChatRequest, CompletionRequest
-from headstart.server.responses.schema import ResponseRequest
+from headstart.server.openai.schema import ChatCompletionRequest, CompletionRequest
+from headstart.server.responses.schema import ResponsesRequest
 from headstart.server.tokenize import DetokenizeRequest
 from headstart.server.tools import Tool
 from tests.server.running import Running
@@ -61,12 +61,12 @@ def test_every_list_of_every_body_is_read_up_to_its_first_mistake() -> None:
         (CompletionRequest, {"prompt": [["a"]] * MANY}),
         (CompletionRequest, {"prompt": "a", "stop": [1] * MANY}),
         (CompletionRequest, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(MANY)))}),
-        (ChatRequest, {"messages": [None] * MANY}),
-        (ChatRequest, {"messages": CHAT, "tools": [{}] * MANY}),
-        (MessageRequest, ANSWER | {"messages": [{"role": "user", "content": [{}] * MANY}]}),
-        (ResponseRequest, {"model": "tiny", "input": [{}] * MANY}),
+        (ChatCompletionRequest, {"messages": [None] * MANY}),
+        (ChatCompletionRequest, {"messages": CHAT, "tools": [{}] * MANY}),
+        (MessagesRequest, ANSWER | {"messages": [{"role": "user", "content": [{}] * MANY}]}),
+        (ResponsesRequest, {"model": "tiny", "input": [{}] * MANY}),
         (
-            ResponseRequest,
+            ResponsesRequest,
             {"model": "tiny", "input": "a", "metadata": dict.fromkeys(map(str, range(MANY)))},
         ),
         (DetokenizeRequest, {"tokens": [None] * MANY}),

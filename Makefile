@@ -136,7 +136,7 @@ endif
 $(READY): Makefile $(INSTALLED) $(wildcard headstart/native/*.cpp headstart/native/*.h headstart/native/*/*.cpp headstart/native/*/*.h)
 	@echo "Installing headstart, and compiling its kernels if there is a compiler: about a minute"
 	$(PIP) --quiet $(LOCKED) --no-build-isolation --config-settings editable_mode=compat \
-	  --editable '.[serve,structured,vision]'
+	  --editable '.[serve,structured,vision,gguf]'
 	@touch $@
 
 $(TOOLS): $(INSTALLED) | $(READY)

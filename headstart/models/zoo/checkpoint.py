@@ -119,8 +119,11 @@ def _check_sizes(
 
 
 def _varied(config: PreTrainedConfig) -> set[str]:
-    """Return the names that differ between layers: the configuration refuses to read them."""
-    if not config.is_heterogeneous:
+    """Return the names that differ between layers: the configuration refuses to read them.
+
+    The first releases of transformers 5 have no such configurations.
+    """
+    if not getattr(config, "is_heterogeneous", False):
         return set()
     return {name for layer in config.to_dict()["per_layer_config"].values() for name in layer}
 

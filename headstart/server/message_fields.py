@@ -27,6 +27,7 @@ _MESSAGE = _ECHOED | {
 _CALL = _ECHOED | {"id", "type", "function", "index"}
 _FUNCTION = _ECHOED | {"name", "arguments", "parsed_arguments"}
 _PART = _ECHOED | {"type", "annotations", "logprobs"}
+_IMAGES = frozenset({"image_url", "image", "image_pil"})
 _VALUES = {
     "image_url": frozenset({"url", "detail", "format"}),
     "audio_url": frozenset({"url"}),
@@ -62,7 +63,8 @@ def _check_part(part: Any, where: str, template: str) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str):
         return part
-    read = _check(part, _PART | {kind}, where, template)
+    known = _PART | ({kind, "uuid"} if kind in _IMAGES else {kind})
+    read = _check(part, known, where, template)
     if kind in _VALUES and isinstance(read.get(kind), Mapping):
         read[kind] = _check(read[kind], _VALUES[kind], f"{where}.{kind}", template)
     return read

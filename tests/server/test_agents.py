@@ -289,6 +289,20 @@ def test_a_field_of_a_message_that_nothing_reads_is_refused(
     assert "knows no" not in answer.text
 
 
+def test_an_image_may_have_an_id() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:"}, "uuid": "a"}
+    message = {"role": "user", "content": [image]}
+    assert check_fields(message, 0, "") == message
+    text = {"type": "text", "text": "a", "uuid": "a"}
+    with pytest.raises(ApiError, match="knows no 'uuid'"):
+        check_fields({"role": "user", "content": [text]}, 0, "")
+
+
+def test_a_null_is_absent_except_for_the_content() -> None:
+    message = {"role": "user", "content": None, "name": None}
+    assert check_fields(message, 0, "") == {"role": "user", "content": None}
+
+
 def test_a_template_may_read_a_field_of_its_own() -> None:
     message = {"role": "user", "content": "a", "mood": "b", "name": None}
     read = {"role": "user", "content": "a", "mood": "b"}

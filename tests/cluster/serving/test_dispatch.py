@@ -92,6 +92,15 @@ def test_a_request_that_its_replica_takes_at_no_try_is_sent_elsewhere() -> None:
     assert {send(alone, "one"), *(alone.choose("one") for _ in range(9))} == {"a"}
 
 
+def test_a_silent_replica_gets_no_request_until_it_is_heard() -> None:
+    made = books("a", "b")
+    made.apply("b", stored(0, NAMES))
+    made.note_silent("b")
+    assert {send(made, "one"), *(made.choose("one") for _ in range(9))} == {"a"}
+    made.note_heard("b")
+    assert send(made, "two") == "b"
+
+
 def test_what_a_replica_held_is_forgotten_when_it_is_gone_and_its_number_used_again() -> None:
     made = books("a")
     for turn in range(10):  # more than there are numbers

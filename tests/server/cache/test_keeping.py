@@ -66,6 +66,16 @@ def test_anthropic_s_marks_outlive_a_flood(
         assert read() == (pytest.approx(whole, abs=32) if ttl else 0)
 
 
+def test_a_ttl_of_a_response_outlives_a_flood(client: httpx.Client, small: Running) -> None:
+    body = {"model": "tiny", "max_output_tokens": 1, "input": PEOPLE}
+    options = {"prompt_cache_options": {"ttl": "30m"}}
+    assert client.post("/v1/responses", json=body | options).status_code == 200
+    prompt = {"messages": [{"role": "user", "content": PEOPLE}]}
+    whole = cached(client, **prompt)
+    flood(client)
+    assert cached(client, **prompt) == whole - whole % 16 > 100
+
+
 @pytest.mark.parametrize("retention", ["24h", "in_memory", None])
 @pytest.mark.parametrize("path", ["completions", "chat", "responses"])
 def test_openai_s_retention_outlives_a_flood(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 
 import numpy as np
@@ -81,6 +82,18 @@ def test_no_prompt_keeps_those_before_it_alive(reason: MissReason) -> None:
         known.append(weakref.ref(traffic.add(str(at), PLAIN, [1, 2, 3], 0, missed)))
     gc.collect()
     assert sum(one() is not None for one in known) <= 4
+
+
+def test_the_end_of_the_last_prompt_that_was_forgotten_is_known() -> None:
+    now = 0.0
+    traffic = Traffic(max_prompts=2, max_tokens=9, clock=lambda: now)
+    for expected in (-math.inf, -math.inf, 1.0, 2.0):
+        now += 1.0
+        traffic.add("", PLAIN, [1, 2], 0, MISSED)
+        assert traffic.forgotten == expected
+    now = 5.0
+    traffic.add("", PLAIN, [1] * 10, 0, MISSED)
+    assert traffic.forgotten == 5.0, "longer than all that is remembered"
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=20), max_size=30))

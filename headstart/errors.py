@@ -109,7 +109,7 @@ class EngineError(HeadstartError):
 
 
 class NoTokenError(EngineError):
-    """What a request bans and the form it asks for leave no next token; it alone ended."""
+    """The bans of a request, or the form of its answer, leave no next token; it alone ended."""
 
 
 class ReplicaLostError(EngineError):

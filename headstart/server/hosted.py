@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 
 from headstart.server.errors import ApiError
-from headstart.validation import describe, in_one_line
+from headstart.validation import describe, shorten
 
 __all__ = ["HostedTool", "leave_out_hosted", "tag_tool"]
 
@@ -48,4 +48,4 @@ def leave_out_hosted(tools: Sequence[Any] | None, request: Request, own: str) ->
         raise ApiError(400, f"tools[{place}].type: {told}", param=f"tools[{place}].type")
     if hosted:
         names = ", ".join(f"tools[{place}] {kind}" for place, kind in hosted.items())
-        request.state.ignored = in_one_line(names)
+        request.state.ignored = shorten(names)

@@ -217,7 +217,7 @@ class DiskStore:
 
     @contextmanager
     def _changing(self) -> Iterator[DiskIndex]:
-        """A transaction of the index, after which files are cut to the blocks that it lists.
+        """Open a transaction of the index, after which files are cut to the blocks that it lists.
 
         Models that have no block left are forgotten, and their files are removed; their
         descriptions stay. Whoever has such a file open asks if it is in place before it is used.

@@ -98,7 +98,7 @@ class Dispatcher:
 
     @property
     def answering(self) -> list[str]:
-        """The names of those that run and give signs of life."""
+        """Return the names of the replicas that run and give signs of life."""
         with self._lock:
             return [name for name in self._numbers if name not in self._silent]
 

@@ -306,7 +306,7 @@ class ReplicaDriver:
         raise EngineError("this server was silent for too long: a replica took it for dead")
 
     def _lose(self, replica: str) -> None:
-        """A replica stopped answering: have others answer what it has not begun to."""
+        """Have other replicas answer the requests that a silent one has not begun to answer."""
         names = self._dispatcher.note_silent(replica)
         for attempt in self._attempts.values():
             if attempt.running.name in names:

@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 
 REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no character, or not yet
-_CONTEXT_SIZES = (
-    5,
-    20,
-    80,
-)  # tokens of a prompt; more if they show nothing or begin in a character
+# Tokens of a prompt; more if they show nothing or begin in a character.
+_CONTEXT_SIZES = (5, 20, 80)
 
 
 class TokenTexts:

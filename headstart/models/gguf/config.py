@@ -174,7 +174,7 @@ def _gemma3(known: Metadata, content: dict[str, Any]) -> dict[str, Any]:
     if type(pattern) is int:
         pattern = [bool((at + 1) % pattern) for at in range(content["num_hidden_layers"])]
     return _gemma(known, content) | {
-        "layer_types": ["sliding_attention" if near else "full_attention" for near in pattern],
+        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern],
         "rope_parameters": {"full_attention": full, "sliding_attention": near},
     }
 

@@ -159,7 +159,7 @@ async def stream_live(request: Request) -> Response:
 
 @router.get("/blocks/{block_id}")
 async def show_block(block_id: int, request: Request) -> Response:
-    """The text in a block; status 404 for an id that the pool does not have."""
+    """Return the text in a block; status 404 for an id that the pool does not have."""
     service = service_of(request)
     count = service.llm.engine.manager.config.num_blocks
     if not 0 <= block_id < count:

@@ -3,8 +3,7 @@
 A prefix stays in a pool that evicts the least recently used block first if the pool holds it and
 every other block that is used until its next use. That number is its reuse distance in blocks. It
 is counted over the answered prompts: those of one window, in byte order, share with each other
-what neighbours have in common. The order is computed once, so a window costs some tens of
-microseconds.
+what neighbours have in common. The order is computed once.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class Watch:
         return self._adviser.sum_up(recent) | {"memory": memory}
 
     def advise_tenant(self, salt: str | None) -> dict[str, Any]:
-        """As `advise`, of the prompts of the tenant with this salt alone.
+        """Return the advice on the prompts of the tenant with this salt alone.
 
         `memory` is None because it would depend on other tenants' data.
         """

@@ -144,7 +144,7 @@ def _make_call(
 
 @router.post("/input_tokens")
 async def count_input_tokens(body: InputTokensRequest, request: Request) -> Response:
-    """The tokens of a prompt; nothing is computed."""
+    """Count the tokens of a prompt; nothing is computed."""
     service = service_of(request)
     messages = await _read_messages(body, request)
     call = _make_call(service, body, request, messages, {"max_tokens": None})

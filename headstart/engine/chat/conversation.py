@@ -23,6 +23,7 @@ from headstart.engine.chat.messages import (
     RawArguments,
     check_text_content,
     read_conversation,
+    text_parts,
 )
 from headstart.engine.chat.order import TemplateOrder
 from headstart.engine.chat.template import TemplateOptions
@@ -108,7 +109,7 @@ class ConversationMemory:
             message["content"] = check_text_content(place, message.get("content"))
         if options.chat_template_content_format == "openai":
             for message in texts:
-                message["content"] = [{"type": "text", "text": message["content"]}]
+                message["content"] = text_parts(message)
         return self.apply_template(texts, options)
 
     def apply_template(

@@ -17,6 +17,7 @@ __all__ = [
     "describe_content",
     "kind_of_part",
     "read_conversation",
+    "text_parts",
 ]
 
 Message = Mapping[str, Any]
@@ -188,6 +189,16 @@ def check_text_content(place: int, content: object) -> str:
         check_utf8(f"message {place}", text)
         texts.append(text)
     return "\n".join(texts)
+
+
+def text_parts(message: Message) -> list[dict[str, Any]]:
+    """Return a message's text as a list of parts, which is empty for calls without a text.
+
+    Templates write a line break between content and calls: an empty part would count as content.
+    """
+    if not message["content"] and message.get("tool_calls"):
+        return []
+    return [{"type": "text", "text": message["content"]}]
 
 
 def describe_content(content: object) -> str:

@@ -22,6 +22,7 @@ from headstart.engine.chat.messages import (
     describe_content,
     kind_of_part,
     read_conversation,
+    text_parts,
 )
 from headstart.engine.chat.template import TemplateOptions
 from headstart.engine.images.files import is_data_url
@@ -127,7 +128,7 @@ def read_messages(messages: Sequence[Any], quote: Callable[[str], str]) -> Image
                 f"message {place} has {describe_content(content)}; it must be a text or a list "
                 "of text and image parts"
             )
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        parts = text_parts(message) if isinstance(content, str) else content
         taken = [_read_part(place, part, found, quote) for part in parts]
         found.messages.append({**message, "content": taken})
     return found

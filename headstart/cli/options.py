@@ -36,9 +36,9 @@ DEFAULT_MODEL = "headstart-tiny"
 RANDOM_MODEL = "demo"
 NOTES: Mapping[str, str] = {
     DEFAULT_MODEL: (
-        "headstart-tiny, 8 million parameters, made for looking up tables: "
-        "it looks things up in a document, and can do little else. One that chats (0.6 GB): "
-        "--model Qwen/Qwen3-0.6B-GGUF:Q8_0; others: headstart models recommend."
+        "headstart-tiny, 8 million parameters, looks things up in a document and can do little "
+        "else. For a model that chats, add --model Qwen/Qwen3-0.6B-GGUF:Q8_0 (a download of "
+        "0.6 GB); headstart models recommend lists others."
     ),
     RANDOM_MODEL: (
         "The demo model is a small Llama with random weights, made on the spot: "

@@ -104,7 +104,7 @@ def test_what_runs_is_answered_before_the_end(kind: signal.Signals, tmp_path: Pa
         said = server.errors()
         assert said.endswith("Stopped.\n")
         assert said.count("8 million parameters") == 1
-        assert "In a browser that address shows the cache at work." in said
+        assert "The cache at work, in a browser: http://127.0.0.1:" in said
 
 
 def test_while_it_drains_it_says_so_and_takes_nothing(tmp_path: Path) -> None:

@@ -223,8 +223,10 @@ class _Address:
             f"\ncurl {address}/v1/chat/completions -H 'Content-Type: application/json' \\",
             *(['  -H "Authorization: Bearer $HEADSTART_API_KEY" \\'] if self.with_key else []),
             f"  -d '{json.dumps(body)}'",
-            f'\nOpenAI(base_url="{address}/v1", api_key={key})   # Ctrl-C stops\n',
-            *([f"Memory bounds: {self.bounds}\n"] if self.bounds else []),
-            *(["In a browser that address shows the cache at work.\n"] if self.shows_pool else []),
+            f'\nOpenAI(base_url="{address}/v1", api_key={key})\n',
+            *([f"The cache at work, in a browser: {address}"] if self.shows_pool else []),
+            f"The API: {address}/docs",
+            *([f"Memory besides the weights, at most: {self.bounds}"] if self.bounds else []),
+            "Ctrl-C stops the server.\n",
         ]
         click.secho("\n".join(lines), dim=True, err=True)  # never broken: they are to be pasted

@@ -73,6 +73,30 @@ def test_every_field_has_a_description(server: Running) -> None:
     assert not [field for field in fields if not field[2]]
 
 
+def test_examples_are_valid(server: Running) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    description = httpx.get(f"{server.url}/openapi.json").json()
+    count = 0
+    for schema in description["components"]["schemas"].values():
+        for field in schema.get("properties", {}).values():
+            for example in field.get("examples", ()):
+                count += 1
+                jsonschema.validate(example, {**field, "components": description["components"]})
+    assert count > 60
+
+
+def test_examples_of_bodies_are_answered(server: Running) -> None:
+    paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    posted = {path: one["post"] for path, one in paths.items() if "post" in one}
+    assert len(posted) >= 11
+    for path, operation in posted.items():
+        example = operation["requestBody"]["content"]["application/json"]["example"]
+        answer = httpx.post(server.url + path, json=example, timeout=60)
+        assert answer.status_code == 200, answer.text
+    assert httpx.get(server.url + "/v1/models/tiny").status_code == 200
+    assert paths["/v1/models/{name}"]["get"]["parameters"][0]["example"] == "tiny"
+
+
 def test_the_description_has_the_answers_that_are_sent(server: Running) -> None:
     paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
     answers = [one["responses"] for path in paths.values() for one in path.values()]

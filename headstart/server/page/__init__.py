@@ -46,7 +46,7 @@ def mount(app: FastAPI, *, with_pool: bool = True) -> None:
 
     def describe() -> dict[str, Any]:
         with making:  # when it is first asked for, which takes a third of a second
-            return complete_description(app.openapi())
+            return complete_description(app.openapi(), app.state.service.name)
 
     @app.get("/", include_in_schema=False)
     async def show_page(request: Request) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.server.middleware import OPEN_PATHS
+from headstart.server.page.examples import FIELD_EXAMPLES, make_bodies
 from headstart.server.page.fields import DESCRIPTIONS
 
 __all__ = ["complete_description"]
@@ -89,24 +90,34 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
-def complete_description(description: dict[str, Any]) -> dict[str, Any]:
-    """Add the answers that are sent, tags, readable names, and descriptions of fields.
+def complete_description(description: dict[str, Any], model: str) -> dict[str, Any]:
+    """Add the answers that are sent, tags, readable names, descriptions and examples.
 
-    FastAPI lists a 422 for wrong bodies, which no path sends.
+    FastAPI lists a 422 for wrong bodies, which no path sends. model: the served name.
     """
+    bodies = make_bodies(model)
+    parameters = {"/v1/models/{name}": model, "/cache/blocks/{block_id}": 0}
     for path, operations in description["paths"].items():
         for method, operation in operations.items():
             operation["tags"] = [next(tag for head, tag in _TAGS.items() if path.startswith(head))]
             operation["summary"] = operation["summary"].capitalize()
             operation["responses"] = _responses(path, method)
+            if "requestBody" in operation:
+                operation["requestBody"]["content"]["application/json"]["example"] = bodies[path]
+            if path in parameters:
+                operation["parameters"][0]["example"] = parameters[path]
     schemas = description.setdefault("components", {}).setdefault("schemas", {})
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     schemas.update(_SCHEMAS)
-    for schema in schemas.values():
+    for title, schema in schemas.items():
+        _allow_overlaps(schema)
         for name, field in schema.get("properties", {}).items():
             if name in DESCRIPTIONS:
                 field.setdefault("description", DESCRIPTIONS[name])
+            example = FIELD_EXAMPLES.get(f"{title}.{name}", FIELD_EXAMPLES.get(name))
+            if example is not None:
+                field["examples"] = [example]
     return description
 
 
@@ -132,3 +143,15 @@ def _responses(path: str, method: str) -> dict[str, Any]:
             response["headers"] = {name: {"required": True, "schema": {"type": form}}}
         responses[str(status)] = response
     return responses
+
+
+def _allow_overlaps(schema: Any) -> None:
+    """Turn `oneOf` without a discriminator into `anyOf`: hosted tools may have any type."""
+    if isinstance(schema, dict):
+        if "oneOf" in schema and "discriminator" not in schema:
+            schema["anyOf"] = schema.pop("oneOf")
+        for part in schema.values():
+            _allow_overlaps(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            _allow_overlaps(part)

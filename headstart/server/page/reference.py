@@ -78,7 +78,8 @@ def _text(description: str) -> str:
 
 
 def _about(field: Schema, is_required: bool) -> str:
-    texts = [escape(field.get("description", "")), _default(field, is_required)]
+    examples = [f"e.g. <code>{escape(json.dumps(one))}</code>" for one in field.get("examples", ())]
+    texts = [escape(field.get("description", "")), _default(field, is_required), *examples]
     return " ".join(filter(None, texts))
 
 

@@ -19,7 +19,8 @@ share the engine, requests of one priority are in the order of their turns (`lim
 
 A limit (`engine/limits/`) may say that fewer tokens of a request can be computed now than there
 are, or none. A running request then waits where it is; if nothing can run because of limits, the
-request admitted last gives way. A waiting request is bypassed, as above.
+request admitted last gives way. A waiting request is bypassed, as above. If only limits keep the
+running ones from going on, so is one that lacks blocks: they may wait for one behind it.
 
 While several owners ask, a step has fewer tokens of prompts, so that the next request of any of
 them finds a short step under way. Decoding requests have their token in each step regardless.
@@ -230,13 +231,13 @@ class Scheduler:
                 stop = self._reach(request, start, min(known, start + budget))
                 if stop is None:
                     continue
-                if stop == start:
-                    if request.times_bypassed >= self._max_bypassed:
-                        return  # or those that run on would keep it out for ever
-                    continue
                 allocation = self._allocate(request, computed, stop - start)
                 if allocation is None:
-                    return
+                    if self._ends_admission(
+                        request, is_limited=stop == start, is_first=not scheduled
+                    ):
+                        return
+                    continue
                 self._enter(request, start, stop)
                 is_due = self._leave_queue(request)
                 self._admitted.append((request, start))
@@ -248,6 +249,15 @@ class Scheduler:
                 budget -= stop - start
                 if is_due:
                     break  # its turn is before all others that are left
+
+    def _ends_admission(self, request: Request, *, is_limited: bool, is_first: bool) -> bool:
+        """Return True if a request that is not admitted keeps those behind it out.
+
+        is_limited: a limit keeps it out, not a lack of blocks. is_first: nothing is scheduled yet.
+        """
+        if is_limited:  # if bypassed for ever, it would be kept out by those that run on
+            return request.times_bypassed >= self._max_bypassed
+        return not (is_first and self._is_held_up)
 
     def _reach(self, request: Request, start: int, stop: int) -> int | None:
         """How far all limits let the request go: see `Limit.reach`."""
@@ -301,7 +311,7 @@ class Scheduler:
 
         Otherwise two long prompts could be let in of which only one can be computed.
         """
-        if not self._manager.can_admit(computed):
+        if not count or not self._manager.can_admit(computed):
             return None
         read = computed if request.reads_cache else None
         return self._manager.allocate_slots(request.sequence, count, read)

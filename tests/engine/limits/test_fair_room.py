@@ -103,6 +103,24 @@ def test_nobody_starves_among_floods_of_all_kinds(seed: int) -> None:
     simulation.manager.check()
 
 
+def test_a_prompt_that_fits_goes_past_one_that_does_not() -> None:
+    """What runs waited for it, and it for the other: what ran gave way and began anew, for ever."""
+    simulation = Simulation(("a", "b", "c"), caching=False)
+    large = simulation.ask("a", words(1, 5000))
+    while large.sequence.num_computed_tokens < 1500:
+        simulation.step()
+    other = simulation.ask("b", words(2, 5000))
+    small = simulation.ask("c", words(3, 60))
+    for _ in range(8):
+        simulation.step()
+    assert small.finish_reason is not None
+    for _ in range(200):
+        if simulation.scheduler.waiting or simulation.scheduler.running:
+            simulation.step()
+    assert large.finish_reason is not None and other.finish_reason is not None
+    assert not simulation.scheduler.num_preemptions
+
+
 def test_turns_move_once_for_a_want_of_room_that_is_over() -> None:
     """They moved with each request of others for as long as the queue hid the owner's own."""
     simulation = Simulation(("b", "c"), blocks=2000)

@@ -263,6 +263,39 @@ def test_the_api_is_described_without_any_other_server(browser, served, width: i
     page.close()
 
 
+def test_the_reference_sends_requests(browser, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    keys = KeyFolder(tmp_path / "keys")
+    key = keys.add("research", admin=True)
+    with running(num_blocks=64, api_keys=True, keys_folder=str(tmp_path / "keys")) as served:
+        page = browser.new_page()
+        page.goto(f"{served.url}/docs")
+        chat = page.locator("section[id='post-/v1/chat/completions']")
+        chat.locator("summary").click()
+        chat.get_by_role("button", name="Send").click()
+        expect(chat.locator("output")).to_contain_text("401")
+        expect(chat.locator("pre")).to_contain_text("authentication_error")
+        page.fill("#key", key)
+        chat.get_by_role("button", name="Send").click()
+        expect(chat.locator("output")).to_have_text(re.compile(r"200 OK · application/json"))
+        expect(chat.locator("pre")).to_contain_text('"finish_reason": "stop"')
+        body = chat.locator("textarea")
+        body.fill(body.input_value().replace("{", '{"stream": true,', 1))
+        chat.get_by_role("button", name="Send").click()
+        expect(chat.locator("output")).to_contain_text("text/event-stream")
+        expect(chat.locator("pre")).to_contain_text("data: [DONE]")
+        live = page.locator("section[id='get-/cache/live']")  # which has no end
+        live.locator("summary").click()
+        live.get_by_role("button", name="Send").click()
+        expect(live.locator("pre")).to_contain_text("data: {")
+        live.get_by_role("button", name="Stop").click()
+        expect(live.locator("output")).to_contain_text("stopped")
+        results = axe.Axe().run(page)
+        assert results.violations_count == 0, results.generate_report()
+        page.goto(served.url)  # the key is the tab's
+        page.wait_for_selector("#connection.live")
+        page.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1440, 820, 390])
 def test_nothing_hinders_anybody(browser, served, scheme: str, width: int) -> None:  # type: ignore[no-untyped-def]

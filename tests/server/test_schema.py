@@ -47,7 +47,14 @@ def tame(path: str, body: Any) -> Any:
 
 
 def test_pages_may_load_nothing_from_elsewhere(server: Running) -> None:
-    for path in ("/", "/docs", "/page/page.css", "/page/icon.svg", "/page/main.js"):
+    for path in (
+        "/",
+        "/docs",
+        "/page/page.css",
+        "/page/icon.svg",
+        "/page/main.js",
+        "/page/reference.js",
+    ):
         answer = httpx.get(server.url + path)
         assert answer.status_code == 200
         assert answer.headers["content-security-policy"].startswith("default-src 'self';")

@@ -1,4 +1,4 @@
-"""The page at `/docs`: every path of the API and every field, as plain HTML without a script."""
+"""The page at `/docs`: every path of the API with a form that calls it, and every field."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ _HEAD = """<!doctype html>
 <title>headstart: the HTTP API</title>
 <link rel="icon" href="page/icon.svg" type="image/svg+xml">
 <link rel="stylesheet" href="page/page.css">
+<script type="module" src="page/reference.js"></script>
 </head>
 <body class="reference">
 <header><h1>headstart</h1><p class="quiet">The HTTP API, as in
-<a href="openapi.json">openapi.json</a></p></header>
+<a href="openapi.json">openapi.json</a></p>
+<label>API key, if the server asks for one
+<input id="key" type="password" autocomplete="off"></label></header>
 <main>
 """
 
@@ -43,8 +46,32 @@ def _operation(method: str, path: str, operation: Schema) -> str:
     rows = [(one["name"], _kind(one["schema"]), "") for one in operation.get("parameters", ())]
     for content in operation.get("requestBody", {}).get("content", {}).values():
         rows.append(("body", _kind(content["schema"]), ""))
-    text = _text(operation.get("description", ""))
-    return _section(f"{method.upper()} {path}", f"{method}-{path}", text, rows)
+    tags = ", ".join(operation.get("tags", ()))
+    about = f'<p class="quiet">{escape(operation.get("summary", ""))} · {escape(tags)}</p>\n'
+    text = about + _text(operation.get("description", ""))
+    form = _form(method.upper(), path, operation)
+    return _section(f"{method.upper()} {path}", f"{method}-{path}", text, rows, form)
+
+
+def _form(method: str, path: str, operation: Schema) -> str:
+    """A form that calls the operation, with its examples as the values; see `reference.js`."""
+    name = escape(f"{method} {path}")
+    for parameter in operation.get("parameters", ()):
+        if "example" in parameter:
+            path = path.replace(f"{{{parameter['name']}}}", str(parameter["example"]))
+    fields = f'<label>Path <input name="path" value="{escape(path)}"></label>\n'
+    for content in operation.get("requestBody", {}).get("content", {}).values():
+        body = json.dumps(content.get("example", {}), indent=2)
+        rows = min(body.count("\n") + 1, 12)
+        text = f'<textarea name="body" rows="{rows}" spellcheck="false">\n{escape(body)}</textarea>'
+        fields += f"<label>Body {text}</label>\n"
+    return (
+        f'<details><summary>Try it</summary><form class="try" data-method="{method}">\n{fields}'
+        '<div class="row"><button type="submit">Send</button>'
+        '<button type="button" class="plain" hidden>Stop</button></div>\n'
+        f'<p><output></output></p><pre tabindex="0" role="region" aria-label="Answer of {name}" '
+        "hidden></pre>\n</form></details>\n"
+    )
 
 
 def _schema(name: str, schema: Schema) -> str:
@@ -56,8 +83,10 @@ def _schema(name: str, schema: Schema) -> str:
     return _section(name, f"schema-{name}", _text(schema.get("description", "")), rows)
 
 
-def _section(title: str, place: str, text: str, rows: Iterable[tuple[str, str, str]]) -> str:
-    """Kinds and texts are HTML already."""
+def _section(
+    title: str, place: str, text: str, rows: Iterable[tuple[str, str, str]], form: str = ""
+) -> str:
+    """Return a section; kinds, texts and the form are HTML already."""
     cells = "".join(
         f'<tr><th scope="row">{escape(name)}</th><td>{kind}</td><td>{more}</td></tr>\n'
         for name, kind, more in rows
@@ -68,7 +97,7 @@ def _section(title: str, place: str, text: str, rows: Iterable[tuple[str, str, s
     )
     return (
         f'<section id="{escape(place)}"><h2><code>{escape(title)}</code></h2>\n'
-        f"{text}{table if cells else ''}</section>\n"
+        f"{text}{table if cells else ''}{form}</section>\n"
     )
 
 

@@ -2,7 +2,14 @@
 
 let key = sessionStorage.getItem("headstart-key") || "";
 
-function headers(more) {
+export const savedKey = () => key;
+
+export function saveKey(text) {
+  key = text;
+  sessionStorage.setItem("headstart-key", key);
+}
+
+export function headers(more) {
   return key ? { ...more, Authorization: `Bearer ${key}` } : more;
 }
 
@@ -11,8 +18,7 @@ async function askForKey(trouble) {
   const dialog = document.getElementById("ask-key");
   if (!dialog.open) dialog.showModal();
   await new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true }));
-  key = document.getElementById("key").value.trim();
-  sessionStorage.setItem("headstart-key", key);
+  saveKey(document.getElementById("key").value.trim());
 }
 
 // The response; asks for a key, and again, while the server wants one. Throws what went wrong.

@@ -255,6 +255,15 @@ def test_the_store_keeps_what_fits() -> None:
     assert store.remove("d", "x") and len(store) == 0 == store.num_bytes
 
 
+def test_an_item_is_found_by_its_tenant_alone() -> None:
+    store = ResponseStore()
+    item = {"id": "msg_1", "type": "message"}
+    store.add("a", json.dumps({"output": [item]}).encode(), [], "x")
+    assert store.find_item("msg_1", "x") == item
+    assert store.find_item("msg_1", "y") is None and store.find_item("msg_1", None) is None
+    assert store.find_item("msg", "x") is None
+
+
 def test_a_response_takes_the_place_of_one_of_its_id() -> None:
     """The bytes of both were counted ever after, so that the store held less and less."""
     store = ResponseStore(max_bytes=4000)

@@ -38,6 +38,9 @@ STRICT = {
         + "{%- set ns.user = not ns.user -%}{%- endif -%}{%- set ns.last = m.role -%}",
     ),
 }
+STRICT["no_system_last"] = (
+    "{%- if messages[-1].role == 'system' -%}" + REFUSES + LOOP.replace("CHECK", "")
+)
 STRICT["user_last"] = "{%- if messages[-1].role == 'system' -%}" + REFUSES + STRICT["system_first"]
 STRICT["no_system_alternating"] = STRICT["alternating"].replace(" and not loop.first", "")
 CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": "{}"}}

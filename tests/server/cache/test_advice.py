@@ -53,6 +53,7 @@ REST = "Answer the question with what was found above, in one sentence. " * 3
         (f"Hello {A}{REST}", f"Hi you {A}{REST}", "another text", "if this is an edited turn"),
         (f"{A}{REST}", f"{C}{REST}", "another text", "if this is an edited turn, nothing needs"),
         (f"{A}{B}{REST}", f"{C}{A}{B}{REST}", "another text", "if this is an edited turn"),
+        (f"{C}{A}{B}{REST}", f"{A}{B}{REST}", "another text", "if this is an edited turn"),
     ],
 )
 def test_each_cause_has_its_remedy(first: str, second: str, looks_like: str, remedy: str) -> None:

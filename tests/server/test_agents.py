@@ -85,6 +85,23 @@ def test_blocks_that_are_texts_to_a_model(
         assert count(tool_server, asked) == count(tool_server, [{"role": "user", "content": text}])
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"type": "text", "data": "a", "url": "b"}, "no 'url'"),
+        ({"type": "url", "url": "a", "data": "b"}, "no 'data'"),
+        ({"type": "text"}, "data"),
+        ({"type": "pdf"}, "'text', 'content', 'base64', 'url', 'file'"),
+    ],
+)
+def test_a_document_has_the_fields_of_its_type(
+    tool_server: Running, source: dict[str, Any], message: str
+) -> None:
+    turn = {"role": "user", "content": [{"type": "document", "source": source}]}
+    answer = post(tool_server, "/v1/messages/count_tokens", {"messages": [turn]})
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+
+
 def test_a_scope_of_a_cache_mark_is_accepted(tool_server: Running) -> None:
     mark = {"type": "ephemeral", "scope": "global"}
     system = [{"type": "text", "text": "x", "cache_control": mark}]

@@ -10,6 +10,10 @@ from headstart.server.anthropic.schema import (
     Block,
     CountTokensRequest,
     DocumentBlock,
+    DocumentContent,
+    DocumentFile,
+    DocumentText,
+    DocumentUrl,
     ImageBlock,
     MessagesRequest,
     RedactedThinkingBlock,
@@ -126,16 +130,18 @@ def _document(block: DocumentBlock) -> list[dict[str, Any]]:
     source = block.source
     name = f"Document: {block.title or 'untitled'}"
     head = f"{name}\n{block.context}" if block.context else name
-    if source.type not in ("text", "content"):
-        where = source.url if source.type == "url" else source.media_type or "a file"
-        return [_text(f"{head}\n[not shown: {where} cannot be read by this model]")]
-    content = source.data if source.type == "text" else source.content
-    if content is None:
-        field = "data" if source.type == "text" else "content"
-        raise ApiError(400, f"a document of type {source.type!r} has no {field}")
-    if isinstance(content, str):
-        return [_text(f"{head}\n{content}")]
-    return [_text(head), *(part for shown in content for part in _parts(shown))]
+    if isinstance(source, DocumentText):
+        return [_text(f"{head}\n{source.data}")]
+    if isinstance(source, DocumentContent):
+        if isinstance(source.content, str):
+            return [_text(f"{head}\n{source.content}")]
+        return [_text(head), *(part for shown in source.content for part in _parts(shown))]
+    where = "a file"
+    if isinstance(source, DocumentUrl):
+        where = source.url
+    elif isinstance(source, DocumentFile):
+        where = source.media_type or where
+    return [_text(f"{head}\n[not shown: {where} cannot be read by this model]")]
 
 
 def _text(text: str) -> dict[str, Any]:

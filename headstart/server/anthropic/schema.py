@@ -19,6 +19,10 @@ __all__ = [
     "CacheControl",
     "CountTokensRequest",
     "DocumentBlock",
+    "DocumentContent",
+    "DocumentFile",
+    "DocumentText",
+    "DocumentUrl",
     "ImageBlock",
     "Marked",
     "MessagesRequest",
@@ -79,24 +83,51 @@ class Citations(Body):
     enabled: Literal[False] = False
 
 
-class DocumentSource(Body):
-    """A text, blocks, or a file; nothing is fetched, and of a PDF file only the title is shown."""
+class DocumentText(Body):
+    """The text of a document."""
 
-    type: Literal["text", "content", "base64", "url", "file"]
+    type: Literal["text"]
     media_type: Label | None = None
-    data: str | None = None
-    content: str | Many[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] | None = (
-        None
-    )
-    url: str | None = None
-    file_id: Label | None = None
+    data: str
+
+
+class DocumentContent(Body):
+    """The text or the blocks of a document."""
+
+    type: Literal["content"]
+    content: str | Many[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]]
+
+
+class DocumentFile(Body):
+    """A file, such as a PDF, which is not shown."""
+
+    type: Literal["base64"]
+    media_type: Label | None = None
+    data: str
+
+
+class DocumentUrl(Body):
+    """The address of a file, which is not fetched."""
+
+    type: Literal["url"]
+    url: str
+
+
+class DocumentReference(Body):
+    """A file on Anthropic's servers, which is not fetched."""
+
+    type: Literal["file"]
+    file_id: Label
 
 
 class DocumentBlock(Marked):
     """A document."""
 
     type: Literal["document"]
-    source: DocumentSource
+    source: Annotated[
+        DocumentText | DocumentContent | DocumentFile | DocumentUrl | DocumentReference,
+        Field(discriminator="type"),
+    ]
     title: str | None = None
     context: str | None = None
     citations: Citations | None = None

@@ -88,7 +88,9 @@ def _section(
 ) -> str:
     """Return a section; kinds, texts and the form are HTML already."""
     cells = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td>{kind}</td><td>{more}</td></tr>\n'
+        f'<tr><th scope="row">{escape(name)}</th>'
+        + (f"<td>{kind}</td><td>{more}</td>" if more else f'<td colspan="2">{kind}</td>')
+        + "</tr>\n"
         for name, kind, more in rows
     )
     table = (

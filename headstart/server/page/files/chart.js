@@ -114,5 +114,5 @@ export function fillBatch(body, batch, running) {
   fillRows(body, batch.map((one) => [shortName(one.id),
     `${count(one.read_tokens)} of ${count(one.prompt_tokens)}`, one.cached_tokens, one.generated_tokens]));
   const rest = running - batch.length;
-  if (!running || rest > 0) body.insertRow().insertCell().textContent = running ? `and ${count(rest)} more` : "none";
+  if (!running || rest > 0) Object.assign(body.insertRow().insertCell(), { colSpan: 4, textContent: running ? `and ${count(rest)} more` : "none" });
 }

@@ -226,7 +226,7 @@ class _Address:
             f'\nOpenAI(base_url="{address}/v1", api_key={key})\n',
             *([f"The cache at work, in a browser: {address}"] if self.shows_pool else []),
             f"The API: {address}/docs",
-            *([f"Memory besides the weights, at most: {self.bounds}"] if self.bounds else []),
+            *([f"Memory bounds: {self.bounds}"] if self.bounds else []),
             "Ctrl-C stops the server.\n",
         ]
         click.secho("\n".join(lines), dim=True, err=True)  # never broken: they are to be pasted

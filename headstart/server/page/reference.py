@@ -46,11 +46,18 @@ def _operation(method: str, path: str, operation: Schema) -> str:
     rows = [(one["name"], _kind(one["schema"]), "") for one in operation.get("parameters", ())]
     for content in operation.get("requestBody", {}).get("content", {}).values():
         rows.append(("body", _kind(content["schema"]), ""))
+    rows.append(("answers", escape(_answers(operation["responses"])), ""))
     tags = ", ".join(operation.get("tags", ()))
     about = f'<p class="quiet">{escape(operation.get("summary", ""))} · {escape(tags)}</p>\n'
     text = about + _text(operation.get("description", ""))
     form = _form(method.upper(), path, operation)
     return _section(f"{method.upper()} {path}", f"{method}-{path}", text, rows, form)
+
+
+def _answers(responses: Schema) -> str:
+    """Return the content types of a success, and the other statuses."""
+    types = " or ".join(responses["200"]["content"])
+    return f"200: {types}; {', '.join(status for status in responses if status != '200')}"
 
 
 def _form(method: str, path: str, operation: Schema) -> str:
@@ -109,16 +116,20 @@ def _text(description: str) -> str:
 
 
 def _about(field: Schema, is_required: bool) -> str:
-    examples = [f"e.g. <code>{escape(json.dumps(one))}</code>" for one in field.get("examples", ())]
+    examples = [f"Example: {_code(one)}." for one in field.get("examples", ())]
     texts = [escape(field.get("description", "")), _default(field, is_required), *examples]
     return " ".join(filter(None, texts))
 
 
 def _default(field: Schema, is_required: bool) -> str:
     if is_required:
-        return "required"
+        return "Required."
     default = field.get("default")
-    return "" if default is None else f"<code>{escape(json.dumps(default))}</code>"
+    return "" if default is None else f"Default: {_code(default)}."
+
+
+def _code(value: object) -> str:
+    return f"<code>{escape(json.dumps(value))}</code>"
 
 
 def _kind(schema: Schema) -> str:
@@ -135,7 +146,7 @@ def _kinds(schema: Schema) -> Iterator[str]:
         yield f'<a href="#schema-{name}">{name}</a>'
     elif "enum" in schema or "const" in schema:
         for value in schema.get("enum", [schema.get("const")]):
-            yield f"<code>{escape(json.dumps(value))}</code>"
+            yield _code(value)
     elif schema.get("type") == "array":
         yield f"list of ({_kind(schema.get('items', {}))})"
     elif "type" in schema:

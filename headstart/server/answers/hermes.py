@@ -16,9 +16,10 @@ def read_hermes(source: Source, names: Container[str]) -> Reading[None]:
     """Texts and calls; a call of an unknown tool is told too, so that its caller can say so."""
     index = 0
     while (yield from source.until((OPEN,), source.content, keeps_space=not index)):
+        space = source.left_out
         text = yield from read_call(source, index)
         if text is not None:
-            source.content(OPEN + text)
+            source.content(space + OPEN + text)
             continue
         index += 1
         space = yield from source.space()

@@ -29,6 +29,8 @@ class Source:
         self.parts: list[Part] = []
         self._returned: list[str] = []  # what was put back, the next one last
         self._kept: list[str] | None = None
+        self.left_out = ""
+        """White space that `until` left out before the last marker."""
 
     def content(self, text: str) -> None:
         """Tell a piece of content."""
@@ -108,6 +110,7 @@ class Source:
                     tell(space)
                     space = ""
             if held in markers:
+                self.left_out = space
                 return held
             if character == END:
                 if space and keeps_space:

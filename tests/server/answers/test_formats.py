@@ -65,6 +65,7 @@ CASES: list[tuple[str, str, list[Part]]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": ["1\n2"]}', call(0, "f", '["1\\n2"]')),
     ("hermes", "<tool_call>f(1)</tool_call> so", [Content("<tool_call>f(1)</tool_call> so")]),
     ("hermes", '<tool_call>{"name": ', [Content('<tool_call>{"name": ')]),
+    ("hermes", 'So:\n<tool_call>{"name": ', [Content('So:\n<tool_call>{"name": ')]),
     ("hermes", "a <tool_ca", [Content("a <tool_ca")]),
     ("hermes", "a < b <|eot|>and <|e", [Content("a < b and <|e")]),
     ("hermes", "<think>\nHm.\n</think>\n\nHi", [Reasoning("Hm."), Content("Hi")]),

@@ -20,9 +20,18 @@ import httpx
 import pytest
 
 from headstart.engine.structured.params import StructuredOutputsParams
-from tests.server.agent_clients import AGENTS, Agent, Call, ClaudeCode, Cline, OpenCode, Reply
+from tests.server.agent_clients import (
+    AGENTS,
+    Agent,
+    Call,
+    ClaudeCode,
+    Cline,
+    Codex,
+    OpenCode,
+    Reply,
+)
 from tests.server.running import Running, running
-from tests.server.templates import HERMES, model_with, png_of
+from tests.server.templates import HERMES, THINKING, model_with, png_of
 from tests.tiny_vision import save_tiny_vision
 
 TURNS = 30
@@ -100,6 +109,14 @@ def agent_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
+def reasoning_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Of a model whose prompts begin its reasoning."""
+    folder = lengthened(model_with(THINKING, tmp_path_factory.mktemp("reasoning")))
+    with running(folder, any_model=True, num_blocks=2048) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
 def seeing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Of a model that takes images, and calls tools in Hermes' format."""
     folder = tmp_path_factory.mktemp("seeing")
@@ -129,11 +146,13 @@ def send(client: httpx.Client, agent: Agent, most: int | None = None) -> Reply:
         return agent.read(islice(events_of(response.iter_lines()), most))
 
 
-def play(client: httpx.Client, agent: Agent, said: dict[str, Any], count: int) -> None:
+def play(
+    client: httpx.Client, agent: Agent, said: dict[str, Any], count: int, thought: str
+) -> None:
     """Have a session of `count` turns, of which the first was asked."""
     for turn in range(count):
         text, calls, then = SCRIPT[turn % len(SCRIPT)]
-        said |= {"text": agent.write(text, calls), "most": CUT if then == "cut" else None}
+        said |= {"text": thought + agent.write(text, calls), "most": CUT if then == "cut" else None}
         reply = send(client, agent, HEARD if then == "stops" else None)
         if then == "stops":
             agent.interrupted(reply)
@@ -148,8 +167,13 @@ def play(client: httpx.Client, agent: Agent, said: dict[str, Any], count: int) -
             agent.ask("Thanks. Now look at the next file.")
 
 
-def session(server: Running, agent: Agent, count: int, image: str | None = None) -> list[Turn]:
-    """Return the turns of a session, which begins with the agent's background requests."""
+def session(
+    server: Running, agent: Agent, count: int, *, image: str | None = None, thought: str = ""
+) -> list[Turn]:
+    """Return the turns of a session, which begins with the agent's background requests.
+
+    thought: text at the beginning of each answer.
+    """
     said: dict[str, Any] = {"text": None, "most": 4}
     with (
         httpx.Client(base_url=server.url, timeout=60) as client,
@@ -160,7 +184,7 @@ def session(server: Running, agent: Agent, count: int, image: str | None = None)
             answer = client.post(path, json=body)
             assert answer.status_code == 200, answer.text
         turns.clear()
-        play(client, agent, said, count)
+        play(client, agent, said, count, thought)
     assert len(turns) == count
     return turns
 
@@ -206,6 +230,15 @@ def test_a_session_hits_what_came_before(agent_server: Running, make: type[Agent
 @pytest.mark.parametrize("make", [ClaudeCode, OpenCode, Cline])
 def test_a_session_with_an_image(seeing_server: Running, make: type[Agent]) -> None:
     agent = make()
-    turns = session(seeing_server, agent, len(SCRIPT), png_of(1))
+    turns = session(seeing_server, agent, len(SCRIPT), image=png_of(1))
     check_hits(seeing_server, agent, turns)
     assert hit_rate(turns) >= 0.95
+
+
+@pytest.mark.parametrize("make", [Codex])
+def test_reasoning_comes_back(reasoning_server: Running, make: type[Agent]) -> None:
+    """Codex sends no text of reasoning again, but what it was given as encrypted."""
+    agent = make()
+    thought = "I think \u00e9.\n</think>\n\n"
+    turns = session(reasoning_server, agent, len(SCRIPT), thought=thought)
+    check_hits(reasoning_server, agent, turns)

@@ -47,7 +47,7 @@ DESCRIPTIONS = {
     "edits": "The edits.",
     "effort": "The effort of the reasoning, for chat templates that read it.",
     "enabled": "Must be false.",
-    "encrypted_content": "Reasoning that only another server can read; it is left out.",
+    "encrypted_content": "Reasoning of an earlier answer; that of another server is left out.",
     "env": "Environment variables of the command.",
     "file_data": "The file, which is not read.",
     "file_id": "The id of a file on another server, which is not read.",

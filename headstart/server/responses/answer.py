@@ -43,7 +43,8 @@ class ResponseAnswer:
 
         Raises ApiError for those that cannot be told again.
         """
-        self.built = OutputItems(prepared.calls, call_kinds(body))
+        encodes = "reasoning.encrypted_content" in (body.include or ())
+        self.built = OutputItems(prepared.calls, call_kinds(body), encodes_reasoning=encodes)
         self._service = service
         self._prepared = prepared
         self._parser = prepared.parser()

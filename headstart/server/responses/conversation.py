@@ -12,6 +12,7 @@ from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.errors import RequestError
 from headstart.server.bodies import read_keeping
 from headstart.server.errors import ApiError, as_api_error
+from headstart.server.responses.items import decode_reasoning
 from headstart.server.responses.schema import (
     CustomCall,
     FunctionCall,
@@ -117,7 +118,9 @@ def _read(item: Item) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     if isinstance(item, ReasoningItem):
         shown = item.content or item.summary
-        return message | {"reasoning_content": "\n".join(one.text for one in shown)}
+        text = "\n".join(one.text for one in shown)
+        text = text or decode_reasoning(item.encrypted_content or "")
+        return message | {"reasoning_content": text}
     return message | {"tool_calls": [_read_call(item)]}
 
 

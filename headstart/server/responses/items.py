@@ -11,6 +11,7 @@ output_item.done
 
 from __future__ import annotations
 
+import base64
 import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,17 +20,24 @@ from headstart.server.answers.formats import CallFormat
 from headstart.server.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from headstart.server.responses.tools import CallKind, read_partial
 
-__all__ = ["Event", "OutputItems"]
+__all__ = ["Event", "OutputItems", "decode_reasoning"]
 
 Event = dict[str, Any]
 """An event without its number."""
 
 
 class OutputItems:
-    """The items so far; at most the last is open. kinds: of calls, by the names of tools."""
+    """The items so far; at most the last is open.
 
-    def __init__(self, calls: CallFormat, kinds: Mapping[str, CallKind]) -> None:
+    kinds: of calls, by the names of tools. encodes_reasoning: True if reasoning comes as
+    `encrypted_content` too.
+    """
+
+    def __init__(
+        self, calls: CallFormat, kinds: Mapping[str, CallKind], *, encodes_reasoning: bool = False
+    ) -> None:
         self._kinds = kinds
+        self._encodes_reasoning = encodes_reasoning
         self.items: list[dict[str, Any]] = []
         self._calls = calls
         self._open: type[Part] | None = None
@@ -73,6 +81,8 @@ class OutputItems:
             yield self._told("done", name=item["name"], arguments=text)
         else:
             item["content"] = [_part(self._open, text)]
+            if self._open is Reasoning and self._encodes_reasoning:
+                item["encrypted_content"] = _PREFIX + base64.b64encode(text.encode()).decode()
             yield self._told("done", text=text)
             yield self._part_event("done", text)
         yield {"type": "response.output_item.done", "output_index": self._index, "item": item}
@@ -123,6 +133,22 @@ class OutputItems:
         if kind.type == "custom_tool_call":
             return {"id": _new_id("ctc"), **common, "input": ""}
         return {"id": _new_id("fc"), **common, "arguments": ""}
+
+
+_PREFIX = "headstart:"
+
+
+def decode_reasoning(content: str) -> str:
+    """Return the reasoning in an item's `encrypted_content`; empty for another server's.
+
+    It is encoded, not encrypted: the item shows the same text as its content.
+    """
+    if not content.startswith(_PREFIX):
+        return ""
+    try:
+        return base64.b64decode(content.removeprefix(_PREFIX), validate=True).decode()
+    except ValueError:
+        return ""
 
 
 def _action(arguments: str) -> dict[str, Any]:

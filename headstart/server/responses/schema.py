@@ -201,7 +201,7 @@ class ReasoningText(Body):
 
 
 class ReasoningItem(Body):
-    """Reasoning of an earlier answer; what is encrypted only its writer can read."""
+    """Reasoning of an earlier answer; encrypted reasoning of another server is left out."""
 
     type: Literal["reasoning"]
     summary: Many[ReasoningText] = Field(default_factory=list)

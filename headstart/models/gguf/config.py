@@ -58,7 +58,7 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
         "vocab_size": _rows(tensors, tokens),
         "hidden_size": width,
         "intermediate_size": known.count("feed_forward_length"),
-        "num_hidden_layers": known.count("block_count"),
+        "num_hidden_layers": _at_most(known, "block_count", len(tensors)),
         "num_attention_heads": heads,
         "num_key_value_heads": known.count("attention.head_count_kv", heads),
         "head_dim": known.count("attention.key_length", width // max(heads, 1)),
@@ -84,6 +84,14 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
     if architecture in special:
         content |= special[architecture](known, content)
     return content
+
+
+def _at_most(known: Metadata, name: str, most: int) -> int:
+    """Return a whole number; raises `ValueError` for a larger one, which would take all memory."""
+    found = known.count(name)
+    if not 0 < found <= most:
+        raise ValueError(f"its {name} is {found:,}; allowed: 1 to {most:,}")
+    return found
 
 
 def _rows(tensors: dict[str, Any], tokens: Metadata) -> int:
@@ -191,7 +199,9 @@ def _granite(known: Metadata, content: dict[str, Any]) -> dict[str, Any]:
 
 def _phi3(known: Metadata, content: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a head that is rotated, and the window; 0 stands for none."""
-    rotated = known.count("rope.dimension_count", content["head_dim"])
+    rotated = content["head_dim"]
+    if known.get("rope.dimension_count") is not None:
+        rotated = _at_most(known, "rope.dimension_count", content["head_dim"])
     if rotated != content["head_dim"]:
         content["rope_parameters"]["partial_rotary_factor"] = rotated / content["head_dim"]
     return {

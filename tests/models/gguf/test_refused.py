@@ -129,6 +129,21 @@ def test_keys_that_change_answers_are_not_left_out(
         load_model(file)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name"), [("gemma3", "block_count"), ("phi3", "rope_dimension_count")]
+)
+def test_numbers_of_what_the_file_does_not_have_are_refused(
+    architecture: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list was made of so many entries, which took all memory."""
+    add = getattr(gguf.GGUFWriter, f"add_{name}")
+    monkeypatch.setattr(gguf.GGUFWriter, f"add_{name}", lambda self, _: add(self, 2**31))
+    model = make_model(architecture)
+    file = write_gguf(tmp_path / "tiny.gguf", architecture, model, "F32")
+    with pytest.raises(DamagedModelError, match=r"count is 2,147,483,648; allowed: 1 to \d+"):
+        load_model(file)
+
+
 def test_two_tensors_for_one_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one was read."""
     name, zeros = "model.norm.weight", np.zeros(BASE["hidden_size"], np.float32)

@@ -31,9 +31,12 @@ class HostedTool(BaseModel):
 
 
 def tag_tool(given: Any) -> str:
-    """Return "hosted" for a tool that only OpenAI or Anthropic run, and "own" for others."""
+    """Return "HostedTool" for a tool that only OpenAI or Anthropic run, and "OwnTool" for others.
+
+    Tags are like names of classes, which errors leave out of the names of fields.
+    """
     kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-    return "hosted" if isinstance(kind, str) and _TYPES.fullmatch(kind) else "own"
+    return "HostedTool" if isinstance(kind, str) and _TYPES.fullmatch(kind) else "OwnTool"
 
 
 def leave_out_hosted(tools: Sequence[Any] | None, request: Request, own: str) -> None:

@@ -413,6 +413,26 @@ def test_a_turn_of_anthropic_comes_back_in_every_form(tool_server: Running) -> N
     assert len(counts) == 1
 
 
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        ({"type": "mcp"}, "tools[0].type"),
+        ({"type": ["mcp"]}, "tools[0].type"),
+        ({"type": "function"}, "tools[0].name"),
+        ({"type": "custom", "name": "a", "x": 1}, "tools[0].x"),
+        ({"type": "local_shell", "x": 1}, "tools[0].x"),
+        ({"type": "namespace", "name": "a", "tools": [], "x": 1}, "tools[0].x"),
+    ],
+)
+def test_an_error_of_a_tool_names_its_field(
+    tool_server: Running, tool: dict[str, Any], param: str
+) -> None:
+    answer = post(tool_server, "/v1/responses", {"input": "a", "tools": [tool]})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    message = post(tool_server, "/v1/messages", {"messages": [], "tools": [{"type": "bash"}]})
+    assert "tools.0.type: 'bash' does not run here" in message.text
+
+
 def test_an_error_of_a_message_names_the_item(tool_server: Running) -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
     turn = {"role": "user", "content": "a"}

@@ -232,7 +232,7 @@ class ToolDefinition(Marked, ClientTool):
 
 
 AnyTool = Annotated[
-    Annotated[ToolDefinition, Tag("own")] | Annotated[HostedTool, Tag("hosted")],
+    Annotated[ToolDefinition, Tag("OwnTool")] | Annotated[HostedTool, Tag("HostedTool")],
     Discriminator(tag_tool),
 ]
 

@@ -292,18 +292,19 @@ class NamespaceTool(Body):
 def _tool_tag(given: Any) -> str:
     tag = tag_tool(given)
     kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-    if tag == "hosted" or kind not in ("custom", "local_shell", "namespace"):
-        return tag
-    return str(kind)
+    return _TAGS.get(kind, tag) if isinstance(kind, str) else tag
+
+
+_TAGS = {"custom": "CustomTool", "local_shell": "ShellTool", "namespace": "NamespaceTool"}
 
 
 AnyTool = ResponseFunctionTool | CustomTool | ShellTool | NamespaceTool | HostedTool
 _Tool = Annotated[
-    Annotated[ResponseFunctionTool, Tag("own")]
-    | Annotated[CustomTool, Tag("custom")]
-    | Annotated[ShellTool, Tag("local_shell")]
-    | Annotated[NamespaceTool, Tag("namespace")]
-    | Annotated[HostedTool, Tag("hosted")],
+    Annotated[ResponseFunctionTool, Tag("OwnTool")]
+    | Annotated[CustomTool, Tag("CustomTool")]
+    | Annotated[ShellTool, Tag("ShellTool")]
+    | Annotated[NamespaceTool, Tag("NamespaceTool")]
+    | Annotated[HostedTool, Tag("HostedTool")],
     Discriminator(_tool_tag),
 ]
 

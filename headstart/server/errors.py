@@ -187,6 +187,7 @@ def _way(error: Mapping[str, Any]) -> tuple[Any, ...]:
     way: list[Any] = []
     for before, part in zip((None, *error["loc"]), error["loc"], strict=False):
         is_kind = isinstance(before, int) and way[-2:-1] and way[-2] in _MIXED
+        is_kind = is_kind or (before == "source" and part in _SOURCES)
         if isinstance(part, int) or not (is_kind or _TYPE.search(part)):
             way.append(part)
     field = (error.get("ctx") or {}).get("field")
@@ -194,6 +195,7 @@ def _way(error: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 _MIXED = ("content", "input", "output")
+_SOURCES = ("text", "content", "base64", "url", "file")  # types of a document's source
 _TYPE = re.compile(r"^(body|str|int|float|bool|[A-Z].*)$|\[")
 _INDEX = re.compile(r"\.(\d+)(?=\.|$)")
 _MESSAGE = re.compile(r"message (\d+) ")

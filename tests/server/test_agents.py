@@ -88,9 +88,10 @@ def test_blocks_that_are_texts_to_a_model(
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"type": "text", "data": "a", "url": "b"}, "no 'url'"),
-        ({"type": "url", "url": "a", "data": "b"}, "no 'data'"),
-        ({"type": "text"}, "data"),
+        ({"type": "text", "data": "a", "url": "b"}, "source knows no 'url'"),
+        ({"type": "url", "url": "a", "data": "b"}, "source knows no 'data'"),
+        ({"type": "text"}, "source.data is missing"),
+        ({"type": "content"}, "source.content is missing"),
         ({"type": "pdf"}, "'text', 'content', 'base64', 'url', 'file'"),
     ],
 )

@@ -81,7 +81,7 @@ def _check_call(call: Any, where: str, template: str) -> Any:
 
 def _check(given: Mapping[str, Any], known: Set[str], where: str, template: str) -> dict[str, Any]:
     read = {name: value for name, value in given.items() if value is not None}
-    for name in read.keys() - known:
+    for name in sorted(read.keys() - known):
         if not re.search(rf"[.'\"]{re.escape(str(name))}\b", template):
             hint = JsonNames(where, {}, RequestError, own=known).hint(str(name))
             told = f"{where} knows no {shorten(repr(name))}{hint}"

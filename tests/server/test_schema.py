@@ -69,6 +69,12 @@ def test_the_reference_escapes_what_it_shows() -> None:
     assert all(f"&lt;{letter}&gt;" in shown for letter in "abcd")
 
 
+def test_the_reference_shows_names_in_backticks_as_code() -> None:
+    body = {"properties": {"a": {"type": "string", "description": "as `b<`"}}}
+    shown = render_reference({"paths": {}, "components": {"schemas": {"c": body}}})
+    assert "as <code>b&lt;</code>" in shown
+
+
 def test_every_field_has_a_description(server: Running) -> None:
     described = httpx.get(f"{server.url}/openapi.json").json()
     fields = [

@@ -12,11 +12,11 @@ _OF_REQUESTS = [*ChatCompletionRequest.model_fields, *CompletionRequest.model_fi
 
 
 class CachePromptRequest(CacheFields, TemplateFields):
-    """A prompt as text or token ids, or as messages; what it is for is the path's to say.
+    """A prompt: a text, token ids or messages.
 
-    The body of a completion or a chat will do: what it says of the answer is not looked at.
-    add_generation_prompt: whether what begins the model's reply belongs to it; unless said, in
-    `explain`, as for a chat, and not in `prewarm`, whose prompts go on.
+    The body of a completion or a chat is accepted as it is; its fields for the answer have no
+    effect. `add_generation_prompt` adds the beginning of the model's reply to messages. By default
+    `explain` adds it, as a chat does, and `prewarm` does not.
     """
 
     rows = accepted({"no answer is made": _OF_REQUESTS}) | refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from typing import Any
@@ -112,12 +113,17 @@ def _section(
 
 def _text(description: str) -> str:
     paragraphs = description.strip().split("\n\n")
-    return "".join(f"<p>{escape(one)}</p>\n" for one in paragraphs if one)
+    return "".join(f"<p>{_prose(one)}</p>\n" for one in paragraphs if one)
+
+
+def _prose(text: str) -> str:
+    """Return a text as HTML, with `names in backticks` as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _about(field: Schema, is_required: bool) -> str:
     examples = [f"Example: {_code(one)}." for one in field.get("examples", ())]
-    texts = [escape(field.get("description", "")), _default(field, is_required), *examples]
+    texts = [_prose(field.get("description", "")), _default(field, is_required), *examples]
     return " ".join(filter(None, texts))
 
 

@@ -27,6 +27,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Mount
 
 from headstart.engine.vllm_api.sampling import SAMPLING
 from headstart.errors import (
@@ -265,6 +266,18 @@ def headers_of(error: ApiError) -> dict[str, str]:
     return {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
 
 
+def _methods(request: Request) -> list[str]:
+    """Return the methods that the routes of the path take; files of the page have `GET` alone."""
+    routes = [route for route in request.app.routes if not isinstance(route, Mount)]
+    methods = [
+        method
+        for method in ("DELETE", "GET", "POST")
+        for route in routes
+        if route.matches({**request.scope, "method": method})[0] is Match.FULL
+    ] or ["GET"]
+    return [*methods, "HEAD"] if "GET" in methods else methods
+
+
 async def _answer(request: Request, error: Exception) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
@@ -272,7 +285,7 @@ async def _answer(request: Request, error: Exception) -> Response:
         if error.status_code == 404:  # of a path, not a model
             error = ApiError(404, tell_missing(request.url.path))
         elif error.status_code == 405:
-            allowed = headers.get("Allow", "none")
+            allowed = headers["Allow"] = ", ".join(_methods(request))
             error = ApiError(
                 405, f"the method is {request.method}; allowed at this path: {allowed}"
             )

@@ -147,7 +147,7 @@ def test_other_methods_are_refused(server: Running) -> None:
         answer = httpx.request("PATCH", server.url + path.replace("{", "").replace("}", ""))
         assert answer.status_code == 405
         allowed = {method.lower() for method in answer.headers["allow"].split(", ")}
-        assert allowed <= operations.keys()
+        assert allowed >= operations.keys()  # another pattern may match the path too
 
 
 def test_what_is_described_is_what_is_read(

@@ -35,14 +35,12 @@ from tests.server.templates import HERMES, THINKING, model_with, png_of
 from tests.tiny_vision import save_tiny_vision
 
 TURNS = 30
-CUT = 36
-"""Tokens of an answer that is cut off in the arguments of its call."""
 HEARD = 12
 """Events that a client receives before its user stops the answer."""
 PROSE = "The test fails since x is 1."
 READ: Call = ("read", {"file_path": "/a/b.py"})
-RUN: Call = ("run", {"command": "ls -l", "description": "List \u00e9 files"})
-WRITE: Call = ("write", {"file_path": "/a/b.py", "content": 'print("a\\n")\n# done\n'})
+RUN: Call = ("run", {"command": "ls \u00e9"})
+WRITE: Call = ("write", {"file_path": "/a/b.py", "content": 'print("a\\n")\n'})
 
 SCRIPT: tuple[tuple[str, tuple[Call, ...], str], ...] = (
     (PROSE, (READ,), "results"),
@@ -50,7 +48,7 @@ SCRIPT: tuple[tuple[str, tuple[Call, ...], str], ...] = (
     ("Now both.", (READ, RUN), "results"),
     (PROSE + "  \n", (), "asks"),
     ("I write.", (WRITE,), "cut"),
-    (PROSE + " It is a longer answer.", (), "stops"),
+    (PROSE + " So I fix it.", (), "stops"),
     ("", (WRITE,), "results"),
 )
 """Answers with their calls, and what comes next."""
@@ -67,13 +65,15 @@ class Turn:
 
 @contextmanager
 def recorded(server: Running, said: dict[str, Any]) -> Iterator[list[Turn]]:
-    """Lead answers to the text in `said`, and note the tokens of each request."""
+    """Lead answers to the text in `said`, or a part of it, and note the tokens of each request."""
     turns: list[Turn] = []
     params, run = server.service.params, server.service.run
 
     def lead(given: dict[str, Any], *, stream: bool) -> Any:
-        given = {**given, "temperature": 0, "max_tokens": said["most"]}
+        given = {**given, "temperature": 0, "max_tokens": 4}
         if said["text"]:
+            length = len(server.llm.tokenizer.encode(said["text"])) * 3 // 4
+            given["max_tokens"] = length if said["is_cut"] else None
             given["structured_outputs"] = StructuredOutputsParams(choice=[said["text"]])
         return params(given, stream=stream)
 
@@ -152,12 +152,14 @@ def play(
     """Have a session of `count` turns, of which the first was asked."""
     for turn in range(count):
         text, calls, then = SCRIPT[turn % len(SCRIPT)]
-        said |= {"text": thought + agent.write(text, calls), "most": CUT if then == "cut" else None}
+        said |= {"text": thought + agent.write(text, calls), "is_cut": then == "cut"}
         reply = send(client, agent, HEARD if then == "stops" else None)
         if then == "stops":
             agent.interrupted(reply)
             agent.ask("Go on.")
             continue
+        is_cut = reply.end in ("model_context_window_exceeded", "incomplete", "length")
+        assert is_cut == (then == "cut") and bool(reply.calls) == bool(calls and agent.names)
         agent.answer(reply)
         num_results = len(reply.calls) if agent.names else len(calls)
         if num_results:
@@ -174,7 +176,7 @@ def session(
 
     thought: text at the beginning of each answer.
     """
-    said: dict[str, Any] = {"text": None, "most": 4}
+    said: dict[str, Any] = {"text": None}
     with (
         httpx.Client(base_url=server.url, timeout=60) as client,
         recorded(server, said) as turns,

@@ -259,9 +259,11 @@ def test_an_item_is_found_by_its_tenant_alone() -> None:
     store = ResponseStore()
     item = {"id": "msg_1", "type": "message"}
     store.add("a", json.dumps({"output": [item]}).encode(), [], "x")
-    assert store.find_item("msg_1", "x") == item
-    assert store.find_item("msg_1", "y") is None and store.find_item("msg_1", None) is None
-    assert store.find_item("msg", "x") is None
+    many = {f"msg_{number}" for number in range(20)}
+    for ids in ({"msg_1"}, {"msg_1", "msg"}, many):
+        assert store.find_items(ids, "x") == {"msg_1": item}
+        assert not store.find_items(ids, "y") and not store.find_items(ids, None)
+    assert not store.find_items({"msg"}, "x")
 
 
 def test_a_response_takes_the_place_of_one_of_its_id() -> None:

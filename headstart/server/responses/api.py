@@ -108,10 +108,12 @@ def _earlier(body: InputTokensRequest, request: Request) -> Sequence[dict[str, A
 
 def _resolve(items: list[Item], store: ResponseStore, tenant: str | None) -> list[Item]:
     """Return the items with those that references name in their places. Raises ApiError."""
+    ids = {item.id for item in items if isinstance(item, ItemReference)}
+    stored = store.find_items(ids, tenant)
     resolved = []
     for place, item in enumerate(items):
         if isinstance(item, ItemReference):
-            found = store.find_item(item.id, tenant)
+            found = stored.get(item.id)
             if found is None:
                 param = f"input[{place}].id"
                 told = f"{param}: the item {describe(item.id)} is not stored here, or not any more"

@@ -6,7 +6,7 @@ from typing import Any
 
 __all__ = ["FIELD_EXAMPLES", "make_bodies"]
 
-_QUESTION = "Anna is 31 years old. Ben is 45 years old. How old is Ben?"
+_QUESTION = "Anna Smith is 31. Ben Jones is 45. How old is Ben Jones?"
 _MESSAGES = [{"role": "user", "content": _QUESTION}]
 _SCHEMA = {
     "type": "object",

@@ -11,7 +11,7 @@ from headstart.server.page.fields import DESCRIPTIONS
 __all__ = ["complete_description"]
 
 _STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
-_EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+_EVENTS: dict[str, Any] = {"text/event-stream": {}}
 _SUCCESS = {
     "/metrics": {"text/plain": {"schema": {"type": "string"}}},
     "/cache/live": _EVENTS,

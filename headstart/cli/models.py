@@ -49,6 +49,12 @@ def models(context: click.Context) -> None:
         _print_rows(_rows())
 
 
+@models.command("list", short_help="List the models that are on this machine.")
+def list_models() -> None:
+    """List the models that are on this machine, as `headstart models` does."""
+    _print_rows(_rows())
+
+
 @models.command(short_help="Download a model from the hub.")
 @click.argument("name")
 def pull(name: str) -> None:

@@ -262,6 +262,10 @@ def test_a_gguf_file_in_the_cache_is_found_without_the_hub(
         find_folder(f"{NAME}:Q4_0")
 
 
+def test_list_prints_what_the_group_alone_prints(cache: Path) -> None:
+    assert call("list") == call()
+
+
 def test_recommended_models_are_listed_with_their_commands() -> None:
     code, out, _ = call("recommend")
     head, *rows = out.splitlines()

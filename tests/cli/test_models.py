@@ -277,7 +277,7 @@ def test_recommended_models_are_listed_with_their_commands() -> None:
 
 def test_the_model_of_the_package_says_which_one_chats() -> None:
     [*_, said] = NOTES[BUILT_IN].partition("--model ")
-    assert parse_name(said.partition(";")[0]) and "headstart models recommend" in said
+    assert parse_name(said.split()[0]) and "headstart models recommend" in said
 
 
 @pytest.mark.parametrize(

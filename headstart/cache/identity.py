@@ -31,7 +31,7 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import index
+from operator import attrgetter, index
 from typing import Any, NamedTuple, NewType, SupportsIndex, cast
 
 from headstart.errors import CacheError
@@ -49,6 +49,8 @@ _FRAME_MARK = b"\xff\xff\xff\xff"
 _FRAME_HEAD = struct.Struct("<4sIII")
 # `Any`, or compiled code would end the process where it finds no memory for so long an integer.
 _to_integer: Any = int.from_bytes
+# `Any`, or compiled code would raise TypeError for a digest of another type.
+_get_digest: Any = attrgetter("digest")
 _SALT_HEAD = _FRAME_HEAD.pack(_FRAME_MARK, 0, 0, 0)[:12]  # an item has a length of at least 1
 
 
@@ -66,9 +68,10 @@ class MultiModalItem:
     length: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.digest, bytes) or not self.digest:
+        digest = _get_digest(self)
+        if not isinstance(digest, bytes) or not digest:
             raise CacheError(
-                f"the digest of a multimodal item is {self.digest!r}; allowed: at least one byte"
+                f"the digest of a multimodal item is {digest!r}; allowed: at least one byte"
             )
         if self.offset < 0 or self.length < 1:
             raise CacheError(

@@ -62,7 +62,7 @@ def test_a_model_that_is_named_without_its_flag_is_told_of_it() -> None:
     [
         ("pull a/b", "no such command 'pull'; it is: headstart models pull"),
         ("ls", "no such command 'ls'; it is: headstart models"),
-        ("models list", "no such command 'list'; it is: headstart models"),
+        ("models lst", "no such command 'lst'; did you mean 'list'? See headstart models --help"),
         ("cache list", "no such command 'list'; did you mean 'ls'? See headstart cache --help"),
         ("keys ls", "no such command 'ls'; did you mean 'list'? See headstart keys --help"),
         ("chta", "no such command 'chta'; did you mean 'chat'? See headstart --help"),

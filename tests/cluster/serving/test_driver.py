@@ -350,8 +350,11 @@ def test_a_replica_whose_snapshots_are_of_no_use_is_asked_for_few(
         __getattr__ = staticmethod(partial(getattr, asyncio))
 
         async def sleep(self, seconds: float) -> None:
-            """Note it."""
-            pauses.put(seconds)
+            """Note the pause of a feed; the look for silent replicas sleeps as ever."""
+            if seconds == feeds._LOOK:
+                await asyncio.sleep(seconds)
+            else:
+                pauses.put(seconds)
 
     monkeypatch.setattr(server.dispatcher, "apply", lambda replica, batch: False)
     monkeypatch.setattr(feeds, "asyncio", Clock())

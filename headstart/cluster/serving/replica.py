@@ -158,7 +158,7 @@ class EngineReplica:
                 await self._llm.unload_adapter(adapter.name)
 
     async def follow(self, who: Follow) -> AsyncGenerator[Report]:
-        """Yield what is cached here, and all that changes, with heartbeats, until the caller leaves.
+        """Yield what is cached here, and all changes, with heartbeats, until the caller leaves.
 
         who: names this replica for the request router, and the caller.
         """

@@ -8,12 +8,18 @@ from tests.house.source import ROOT, FunctionNode, Module, read_modules
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_BRANCHES = 10
-MAX_PARAMETERS = 8
+MAX_PARAMETERS = 8  # outside the public API, which spells out what users may pass
 MAX_CONFIG_FIELDS = 64
 MAX_COMPILED_LINES = 6_000  # of C++, all files together
 
-BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
+# Modules of the public API: their functions take as many parameters as users need.
+PUBLIC_API = {
+    "headstart.engine.async_llm",
+    "headstart.engine.llm",
+    "headstart.engine.params",
+    "headstart.omni.async_omni",
+    "headstart.omni.omni",
+}
 
 # What makes the model that comes with the package, in recipes/, is outside these budgets.
 FOLDERS = ("headstart", "bench", "tools", "docs/figures_src")
@@ -24,15 +30,6 @@ TESTS = read_modules("tests")
 def count_lines(function: FunctionNode) -> int:
     assert function.end_lineno is not None
     return function.end_lineno - function.lineno + 1
-
-
-def count_branches(node: ast.AST) -> int:
-    """Places where the way parts, functions defined inside not counted."""
-    total = 0
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, FunctionNode | ast.ClassDef):
-            total += isinstance(child, BRANCHES) + count_branches(child)
-    return total
 
 
 def count_parameters(function: FunctionNode) -> int:
@@ -58,13 +55,11 @@ def over_budget(module: Module) -> list[str]:
     if module.num_lines > MAX_FILE_LINES:
         found.append(f"{module.num_lines} lines, at most {MAX_FILE_LINES}")
     for function in module.functions:
-        for count, limit, what in (
-            (count_lines(function), MAX_FUNCTION_LINES, "lines"),
-            (count_branches(function), MAX_BRANCHES, "branches"),
-            (count_parameters(function), MAX_PARAMETERS, "parameters"),
-        ):
-            if count > limit:
-                found.append(f"{function.name}: {count} {what}, at most {limit}")
+        lines, parameters = count_lines(function), count_parameters(function)
+        if lines > MAX_FUNCTION_LINES:
+            found.append(f"{function.name}: {lines} lines, at most {MAX_FUNCTION_LINES}")
+        if parameters > MAX_PARAMETERS and module.name not in PUBLIC_API:
+            found.append(f"{function.name}: {parameters} parameters, at most {MAX_PARAMETERS}")
     return found
 
 
@@ -88,19 +83,11 @@ def test_configuration_is_within_its_budget() -> None:
     [
         ("\n" * 601, "601 lines"),
         ("def f():\n" + "    x = 1\n" * 60, "f: 61 lines"),
-        ("def f(x):\n" + "    if x: pass\n" * 11, "f: 11 branches"),
-        ("def f(x):\n    if x: pass\n" + "    elif x: pass\n" * 10, "f: 11 branches"),
         ("class A:\n    def f(self, a, b, c, *d, e, f, g, h, i): pass", "f: 9 parameters"),
     ],
 )
 def test_a_module_over_its_budget_is_found(text: str, complaint: str) -> None:
     assert [found for found in over_budget(Module("m", text)) if found.startswith(complaint)]
-
-
-def test_branches_of_an_inner_function_are_its_own() -> None:
-    inner = "def g(x):\n        if x: pass\n        if x: pass\n"
-    tree = ast.parse(f"def f(x):\n    if x: pass\n    {inner}").body[0]
-    assert count_branches(tree) == 1
 
 
 def test_compiled_code_stays_within_its_budget() -> None:

@@ -31,7 +31,7 @@ from drawn_scenes import draw_scenes
 from drawn_screens import Pair, draw_screens
 from PIL import Image, ImageChops
 
-from headstart.engine.images.perceptual_hash import look_of
+from headstart.frontend.images.perceptual_hash import look_of
 
 __all__ = ["COPIES", "GENERATORS", "OTHER_COPIES"]
 

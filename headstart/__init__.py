@@ -22,13 +22,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 if TYPE_CHECKING:
     from headstart.engine.adapters.request import LoRARequest
     from headstart.engine.arg_utils import AsyncEngineArgs, EngineArgs
-    from headstart.engine.async_llm import AsyncLLM, AsyncLLMEngine
-    from headstart.engine.llm import LLM
     from headstart.engine.outputs import CompletionOutput, RequestOutput
     from headstart.engine.params import SamplingParams
-    from headstart.engine.prompt_types import PromptType, TextPrompt, TokensPrompt
-    from headstart.engine.structured.params import StructuredOutputsParams
-    from headstart.engine.vllm_api.llm_engine import LLMEngine
     from headstart.errors import (
         AdapterError,
         AdapterNotFoundError,
@@ -45,6 +40,11 @@ if TYPE_CHECKING:
         UnsupportedAdapterError,
         UnsupportedModelError,
     )
+    from headstart.frontend.async_llm import AsyncLLM, AsyncLLMEngine
+    from headstart.frontend.llm import LLM
+    from headstart.frontend.prompt_types import PromptType, TextPrompt, TokensPrompt
+    from headstart.frontend.structured.params import StructuredOutputsParams
+    from headstart.frontend.vllm_api.llm_engine import LLMEngine
     from headstart.omni.async_omni import AsyncOmni
     from headstart.omni.omni import Omni
     from headstart.omni.params import OmniOutput, OmniParams
@@ -87,16 +87,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "headstart.engine.llm",
-    "AsyncLLM": "headstart.engine.async_llm",
-    "AsyncLLMEngine": "headstart.engine.async_llm",
-    "LLMEngine": "headstart.engine.vllm_api.llm_engine",
+    "LLM": "headstart.frontend.llm",
+    "AsyncLLM": "headstart.frontend.async_llm",
+    "AsyncLLMEngine": "headstart.frontend.async_llm",
+    "LLMEngine": "headstart.frontend.vllm_api.llm_engine",
     "SamplingParams": "headstart.engine.params",
-    "StructuredOutputsParams": "headstart.engine.structured.params",
+    "StructuredOutputsParams": "headstart.frontend.structured.params",
     "LoRARequest": "headstart.engine.adapters.request",
-    "PromptType": "headstart.engine.prompt_types",
-    "TextPrompt": "headstart.engine.prompt_types",
-    "TokensPrompt": "headstart.engine.prompt_types",
+    "PromptType": "headstart.frontend.prompt_types",
+    "TextPrompt": "headstart.frontend.prompt_types",
+    "TokensPrompt": "headstart.frontend.prompt_types",
     "EngineArgs": "headstart.engine.arg_utils",
     "AsyncEngineArgs": "headstart.engine.arg_utils",
     "RequestOutput": "headstart.engine.outputs",

@@ -2,7 +2,7 @@
 
 from headstart.engine.params import RequestOutputKind, SamplingParams, SamplingType
 from headstart.engine.sampling.beam_search import BeamSearchParams
-from headstart.engine.structured.params import StructuredOutputsParams
+from headstart.frontend.structured.params import StructuredOutputsParams
 from headstart.vllm_imports import find_names
 
 __all__ = [

@@ -15,7 +15,7 @@ from headstart.imports import load_module
 
 __all__ = ["find_names", "serve_modules"]
 
-_TABLES = "headstart.engine.vllm_api.modules"
+_TABLES = "headstart.frontend.vllm_api.modules"
 _IMPORT_FROM = opmap["IMPORT_FROM"]
 
 

@@ -25,7 +25,7 @@ FORKS.set_forkserver_preload(
     [
         "headstart.cli.chat.session",
         "headstart.cli.chat.talk",
-        "headstart.engine.llm",
+        "headstart.frontend.llm",
         "headstart.engine.startup.loading",
         "headstart.models.demo.llama",
         "headstart.server.launch",

@@ -50,7 +50,7 @@ WATCHED = ("-include", str(EMULATION / "watched_avx2.h"))
 SPREAD = ("-n", "logical", "--maxprocesses", "8", "--dist", "worksteal")
 TESTS = (
     *("tests/native", "tests/attention", "tests/models/lora", "tests/engine/test_paths.py"),
-    *("tests/models/dense", "tests/models/zoo/test_pack.py"),
+    *("tests/models/dense", "tests/models/transformers_backend/test_pack.py"),
     *(f"tests/models/test_{name}.py" for name in ("greedy_head", "packed", "nonfinite")),
     "tests/models/test_half_weight.py",
     "tests/models/linear/test_grouped.py",

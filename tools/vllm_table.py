@@ -8,11 +8,11 @@ What stands above the first heading of a table stays.
 from collections.abc import Mapping
 from pathlib import Path
 
-from headstart.engine.vllm_api import calls, configs, members, modules, sampling
-from headstart.engine.vllm_api.options import ENGINE
-from headstart.engine.vllm_api.rows import Flags, JsonNames, Names, Row, Verdict
-from headstart.engine.vllm_api.serve_args import SERVE_ROWS
 from headstart.errors import ConfigError, RequestError
+from headstart.frontend.vllm_api import calls, configs, members, modules, sampling
+from headstart.frontend.vllm_api.options import ENGINE
+from headstart.frontend.vllm_api.rows import Flags, JsonNames, Names, Row, Verdict
+from headstart.frontend.vllm_api.serve_args import SERVE_ROWS
 from headstart.server.openai.fields import CHAT_ROWS, COMPLETION_ROWS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "vllm.md"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart import AsyncLLM
-from headstart.engine.vllm_api.metrics import Metric
+from headstart.frontend.vllm_api.metrics import Metric
 from headstart.server.launch import create_app, listen
 from headstart.server.launch import serve as run
 from headstart.server.options import ServerOptions

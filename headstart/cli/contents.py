@@ -10,9 +10,9 @@ from errno import ENODEV
 from pathlib import Path
 from typing import Any
 
-from headstart.engine.images.decoding import decode_image, file_limit
-from headstart.engine.images.files import read_source
 from headstart.errors import RequestError
+from headstart.frontend.images.decoding import decode_image, file_limit
+from headstart.frontend.images.files import read_source
 from headstart.validation import describe
 
 __all__ = ["Content", "join_content", "read_document", "read_image", "read_text"]

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from headstart.cli.streams import note
 from headstart.cluster.options import ReplicaConfig
-from headstart.engine.vllm_api.rows import nearest
+from headstart.frontend.vllm_api.rows import nearest
 from headstart.server.options import ServerOptions
 
 __all__ = [

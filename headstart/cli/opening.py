@@ -31,7 +31,7 @@ from headstart.models.tokenizer import has_vocabulary, load_tokenizer
 from headstart.validation import describe
 
 if TYPE_CHECKING:
-    from headstart.engine.llm import LLM
+    from headstart.frontend.llm import LLM
 
 __all__ = [
     "announce",

@@ -22,15 +22,15 @@ from headstart.cluster.options import ReplicaConfig
 from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.params import SamplingParams
 from headstart.engine.startup.threads import count_cores
-from headstart.engine.vllm_api.command_line import read_value
-from headstart.engine.vllm_api.options import read_config
-from headstart.engine.vllm_api.rows import nearest
 from headstart.errors import RequestError
+from headstart.frontend.vllm_api.command_line import read_value
+from headstart.frontend.vllm_api.options import read_config
+from headstart.frontend.vllm_api.rows import nearest
 from headstart.server.options import ServerOptions
 from headstart.validation import OneOf, describe, shorten
 
 if TYPE_CHECKING:
-    from headstart.engine.llm import LLM
+    from headstart.frontend.llm import LLM
 
 DEFAULT_MODEL = "headstart-tiny"
 RANDOM_MODEL = "demo"

@@ -14,17 +14,17 @@ from headstart.cli.contents import join_content, read_document, read_image, read
 from headstart.cli.progress import describe_check, waiting
 from headstart.cli.streams import as_typed, hiding_typed, reading_stdin
 from headstart.engine.config import EngineConfig
-from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.errors import RequestError
+from headstart.frontend.structured.params import StructuredOutputsParams
 from headstart.imports import load_module
 from headstart.models.context_length import context_bound
 from headstart.models.files import BUILT_IN, read_json
 
 if TYPE_CHECKING:
-    from headstart.engine.llm import LLM
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.params import SamplingParams
-    from headstart.engine.streams.stream import RequestStream
+    from headstart.frontend.llm import LLM
+    from headstart.frontend.streams.stream import RequestStream
 
 __all__ = ["Questions", "names_model", "read_questions"]
 
@@ -101,7 +101,9 @@ class Questions:
             return  # a token has a byte at least
         with hiding_typed(), waiting(describe_check("counting the tokens of the prompt")):
             # What reads a tokenizer takes a second of imports, which the model needs in any case.
-            load_module("headstart.engine.text.max_length").check_text_fits(folder, longest, limit)
+            load_module("headstart.frontend.text.max_length").check_text_fits(
+                folder, longest, limit
+            )
 
     def check(self, answers: Sequence[RequestOutput]) -> None:
         """Raise RequestError for an answer that was cut before it had its form."""
@@ -166,7 +168,7 @@ def _read_schema(path: Path) -> StructuredOutputsParams:
         form = StructuredOutputsParams(json=text, disable_any_whitespace=True)
         with hiding_typed(), waiting(describe_check(f"compiling the schema in {path}")):
             # What compiles it brings torch with it, which is loaded for the model in any case.
-            load_module("headstart.engine.structured.grammar").check_form(form.form)
+            load_module("headstart.frontend.structured.grammar").check_form(form.form)
     except RequestError as error:
         told = str(error).replace("structured_outputs.json", str(path))
         raise RequestError(f"--json: {told}") from error

@@ -1,4 +1,4 @@
-"""Requests in, tokens out: scheduler, runner, sampler, driver, and the API over them."""
+"""Token ids in, token ids out: scheduler, runner, sampler, driver."""
 
 from headstart.vllm_imports import find_names
 

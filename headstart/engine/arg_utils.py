@@ -5,18 +5,18 @@ from dataclasses import Field, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from headstart.engine.vllm_api.command_line import (
+from headstart.errors import ConfigError
+from headstart.frontend.vllm_api.command_line import (
     FLAGS,
     LOG_FLAGS,
     add_flags,
     default_of,
     read_flags,
 )
-from headstart.engine.vllm_api.earlier import ENGINE_ARGS_MEMBERS_REFUSED
-from headstart.engine.vllm_api.options import ENGINE, read_options
-from headstart.engine.vllm_api.rows import Names, refused
-from headstart.engine.vllm_api.signatures import check_calls
-from headstart.errors import ConfigError
+from headstart.frontend.vllm_api.earlier import ENGINE_ARGS_MEMBERS_REFUSED
+from headstart.frontend.vllm_api.options import ENGINE, read_options
+from headstart.frontend.vllm_api.rows import Names, refused
+from headstart.frontend.vllm_api.signatures import check_calls
 from headstart.validation import check_flag, describe
 from headstart.vllm_imports import find_names
 

@@ -18,23 +18,23 @@ from headstart.engine.adapters.store import AdapterStore
 from headstart.engine.batch import Batch
 from headstart.engine.config import EngineConfig
 from headstart.engine.hooks import EngineHooks
-from headstart.engine.images.prompt import make_image_prompts
-from headstart.engine.inputs import InputProcessor, Prompt, RequestOptions, check_request
 from headstart.engine.limits import Limit
 from headstart.engine.limits.fair_share import FairShare
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request, RequestGroup
-from headstart.engine.request_maker import RequestMaker
 from headstart.engine.runner import Runner, StepLogits
 from headstart.engine.sampling.sampler import SampledToken, Sampler
 from headstart.engine.scheduler import Scheduler
 from headstart.engine.startup.parts import Parts, make_parts
 from headstart.engine.step import Choice, OpenStep, Phase, StepResult, choose_tokens, engine_error
-from headstart.engine.text.max_length import TextLimit
 from headstart.engine.tiering.tiers import make_tiers
 from headstart.errors import EngineError, RequestError
+from headstart.frontend.images.prompt import make_image_prompts
+from headstart.frontend.inputs import InputProcessor, Prompt, RequestOptions, check_request
+from headstart.frontend.request_maker import RequestMaker
+from headstart.frontend.text.max_length import TextLimit
 from headstart.models.decoder import DecoderModel
 from headstart.models.tokenizer import Tokenizer
 

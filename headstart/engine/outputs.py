@@ -8,15 +8,15 @@ from typing import Any, NoReturn, TypeVar
 from headstart.cache import MissExplanation
 from headstart.engine.adapters.request import LoRARequest
 from headstart.engine.params import RequestOutputKind
-from headstart.engine.vllm_api.members import (
+from headstart.errors import RequestError
+from headstart.frontend.vllm_api.members import (
     COMPLETION_OUTPUT,
     LOGPROB,
     REQUEST_METRICS,
     REQUEST_OUTPUT,
 )
-from headstart.engine.vllm_api.rows import Names, Verdict
-from headstart.engine.vllm_api.signatures import check_calls
-from headstart.errors import RequestError
+from headstart.frontend.vllm_api.rows import Names, Verdict
+from headstart.frontend.vllm_api.signatures import check_calls
 
 
 @check_calls(RequestError)

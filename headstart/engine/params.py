@@ -12,10 +12,10 @@ from headstart.engine.logits.checks import (
     check_words,
     read_bias,
 )
-from headstart.engine.structured.params import StructuredOutputsParams
-from headstart.engine.vllm_api.members import PARAMS
-from headstart.engine.vllm_api.sampling import SAMPLING, take_vllm_names
 from headstart.errors import RequestError
+from headstart.frontend.structured.params import StructuredOutputsParams
+from headstart.frontend.vllm_api.members import PARAMS
+from headstart.frontend.vllm_api.sampling import SAMPLING, take_vllm_names
 from headstart.validation import Number, check_fields, check_utf8, describe, option
 
 MAX_LOGPROBS = 1000

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from headstart.cache import Mark, MissExplanation, Namespace, TokenSequence
 from headstart.engine.adapters.request import Adapter, LoRARequest
-from headstart.engine.chat.conversation import ChatPrompt
 from headstart.engine.outputs import (
     CompletionOutput,
     ImageUse,
@@ -20,7 +19,8 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PromptExtras
 from headstart.engine.sampling.logprobs import TokenLogprob
 from headstart.engine.sampling.sampler import SampledToken, SamplingState
-from headstart.engine.text.output import OutputText
+from headstart.frontend.chat.conversation import ChatPrompt
+from headstart.frontend.text.output import OutputText
 
 TokenText = Callable[[int], str]
 """The text of one token."""

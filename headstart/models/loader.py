@@ -57,7 +57,7 @@ def _load(
     if is_gguf(folder):
         raise UnsupportedModelError(f"{model} is not a GGUF file that headstart reads: {reason}")
     # transformers' modelling code takes seconds to import.
-    zoo = load_module("headstart.models.zoo.loader")
+    zoo = load_module("headstart.models.transformers_backend.loader")
     if wider:  # transformers' weights are as wide as its arithmetic
         fast = fast_dtype(weights_dtype, folder, wanted)
     try:

@@ -14,8 +14,8 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from headstart.engine.vllm_api.signatures import OfOneProcess, check_calls
 from headstart.errors import ConfigError, EngineError, HeadstartError, RequestError
+from headstart.frontend.vllm_api.signatures import OfOneProcess, check_calls
 from headstart.omni.members import ASYNC_OMNI
 from headstart.omni.omni import Omni
 from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt

@@ -22,10 +22,10 @@ from headstart.engine.engine import Engine
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.step import StepResult, engine_error
 from headstart.errors import ConfigError, EngineError, HeadstartError
-from headstart.models.omni.host_copies import HostCopy
-from headstart.models.omni.stage_decoder import StageDecoder
 from headstart.omni.feeds import Feed, Feeder
 from headstart.omni.kept_outputs import KeptOutputs, keeps_blocks, without_store
+from headstart.omni.models.host_copies import HostCopy
+from headstart.omni.models.stage_decoder import StageDecoder
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.rows import Chunk, Part, StageRows
 from headstart.omni.stage import (

@@ -29,10 +29,10 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
 from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingState
 from headstart.errors import EngineError
-from headstart.models.omni.code_predictor import Choose
-from headstart.models.omni.stage_decoder import StageDecoder
 from headstart.omni.engine_stage import EngineStage, Said
 from headstart.omni.feeds import Conditions, StagePrompt
+from headstart.omni.models.code_predictor import Choose
+from headstart.omni.models.stage_decoder import StageDecoder
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.rows import Chunk
 from headstart.omni.stage import Began, Given, Input, OmniRequest, StageSpec

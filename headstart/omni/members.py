@@ -1,7 +1,7 @@
 """What programs ask of the classes of `Omni` that other classes have, and what to do instead."""
 
-from headstart.engine.vllm_api.rows import Names, refused
 from headstart.errors import RequestError
+from headstart.frontend.vllm_api.rows import Names, refused
 
 __all__ = ["ASYNC_OMNI", "METRICS", "OMNI", "OUTPUT", "PARAMS"]
 

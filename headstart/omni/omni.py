@@ -10,22 +10,22 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.engine.engine import Engine
-from headstart.engine.inputs import InputProcessor
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
-from headstart.engine.streams.stream import OutputStream
-from headstart.engine.text.max_length import TextLimit
-from headstart.engine.vllm_api.signatures import OfOneProcess, check_calls
 from headstart.errors import ConfigError, RequestError, UnsupportedModelError
+from headstart.frontend.inputs import InputProcessor
+from headstart.frontend.streams.stream import OutputStream
+from headstart.frontend.text.max_length import TextLimit
+from headstart.frontend.vllm_api.signatures import OfOneProcess, check_calls
 from headstart.models.files import OMNI_TYPES, find_folder, read_json
-from headstart.models.omni.qwen2_5 import Qwen25Omni
-from headstart.models.omni.qwen3 import Qwen3Omni
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.families.qwen2_5 import Qwen25Stages
 from headstart.omni.families.qwen3 import Qwen3Stages
 from headstart.omni.graph import Factory, read_graph
 from headstart.omni.members import OMNI
+from headstart.omni.models.qwen2_5 import Qwen25Omni
+from headstart.omni.models.qwen3 import Qwen3Omni
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt, SpokenPrompt
 from headstart.omni.pipeline import Pipeline, Progress

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from headstart.engine.params import SEEDS, SamplingParams
 from headstart.engine.prompt import PreparedPrompt
-from headstart.engine.vllm_api.signatures import check_calls
 from headstart.errors import RequestError
+from headstart.frontend.vllm_api.signatures import check_calls
 from headstart.omni.audio import pcm16, save_wav, wav_bytes
 from headstart.omni.members import OUTPUT, PARAMS
 from headstart.omni.stage import StageMetrics

@@ -27,7 +27,7 @@ from headstart.server.tenants import Tenants, open_tenants
 from headstart.version import __version__
 
 if TYPE_CHECKING:
-    from headstart.engine.async_llm import AsyncLLM
+    from headstart.frontend.async_llm import AsyncLLM
     from headstart.omni.async_omni import AsyncOmni
     from headstart.server.monitoring.tracing import Tracer
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from headstart.engine.vllm_api.rows import JsonNames, Row
 from headstart.errors import RequestError
+from headstart.frontend.vllm_api.rows import JsonNames, Row
 from headstart.validation import describe, shorten
 
 __all__ = [

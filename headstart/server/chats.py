@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headstart.engine.params import SamplingParams
-from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.errors import RequestError
+from headstart.frontend.structured.params import StructuredOutputsParams
 from headstart.server.answers.formats import HERMES, CallFormat, choose_format, shows_reasoning
 from headstart.server.answers.parser import AnswerParser
 from headstart.server.answers.reasoning import CLOSE, OPEN, read_reasoning

@@ -29,7 +29,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Mount
 
-from headstart.engine.vllm_api.sampling import SAMPLING
 from headstart.errors import (
     EngineError,
     HeadstartError,
@@ -39,6 +38,7 @@ from headstart.errors import (
     RequestError,
     TierError,
 )
+from headstart.frontend.vllm_api.sampling import SAMPLING
 from headstart.server.openai.paths import tell_missing
 from headstart.validation import in_one_line, shorten
 

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping, Set
 from typing import Any
 
-from headstart.engine.vllm_api.rows import JsonNames
 from headstart.errors import RequestError
+from headstart.frontend.vllm_api.rows import JsonNames
 from headstart.server.errors import ApiError
 from headstart.validation import shorten
 

@@ -11,7 +11,7 @@ from headstart.errors import ConfigError, HeadstartError
 from headstart.validation import describe
 
 if TYPE_CHECKING:
-    from headstart.engine.async_llm import AsyncLLM
+    from headstart.frontend.async_llm import AsyncLLM
 
 __all__ = ["publish", "read_prefixes"]
 

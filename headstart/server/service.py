@@ -23,10 +23,10 @@ from headstart.server.options import MOST_LOGGED, ServerOptions, read_template_o
 from headstart.server.tenants import Tenants, tenant_of
 
 if TYPE_CHECKING:
-    from headstart.engine.async_llm import AsyncLLM
-    from headstart.engine.inputs import Prompt
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
+    from headstart.frontend.async_llm import AsyncLLM
+    from headstart.frontend.inputs import Prompt
     from headstart.server.monitoring.tracing import Tracer
 
 __all__ = [

@@ -10,8 +10,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headstart.engine.text.codec import encode_text
 from headstart.errors import RequestError
+from headstart.frontend.text.codec import encode_text
 from headstart.server.bodies import Body, Flag, Many, Whole
 from headstart.server.chats import ChatCall, prepare_chat
 from headstart.server.errors import ApiError, JsonResponse

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from headstart.engine.structured.params import StructuredOutputsParams, adapt_schema
-from headstart.engine.structured.tags import spell_text
 from headstart.errors import RequestError
+from headstart.frontend.structured.params import StructuredOutputsParams, adapt_schema
+from headstart.frontend.structured.tags import spell_text
 from headstart.server.answers.formats import CallFormat
 from headstart.server.answers.reasoning import CLOSE
 from headstart.validation import describe

@@ -18,8 +18,8 @@ from headstart.cli.progress import describe_loading, describe_reading, quantizin
 from headstart.cli.run import Questions
 from headstart.cli.serving import server
 from headstart.engine.config import make_config
-from headstart.engine.streams.stream import PromptProgress
 from headstart.errors import RequestError
+from headstart.frontend.streams.stream import PromptProgress
 from tests.cli.test_main import call
 
 PAGES = 64

@@ -11,10 +11,10 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from headstart.cli.main import main
-from headstart.engine.vllm_api.flags import LISTS, SHORT, SWITCHES, TEXTS
-from headstart.engine.vllm_api.options import ENGINE
-from headstart.engine.vllm_api.rows import Verdict
-from headstart.engine.vllm_api.serve_args import SERVE_ROWS
+from headstart.frontend.vllm_api.flags import LISTS, SHORT, SWITCHES, TEXTS
+from headstart.frontend.vllm_api.options import ENGINE
+from headstart.frontend.vllm_api.rows import Verdict
+from headstart.frontend.vllm_api.serve_args import SERVE_ROWS
 from headstart.server.options import ServerOptions
 from tests.cli.test_main import call
 from tests.house.source import ROOT

@@ -17,9 +17,9 @@ from headstart import LLM, AsyncLLM, SamplingParams
 from headstart.attention.register import unregister
 from headstart.engine.batch import Batch
 from headstart.engine.outputs import RequestOutput
-from headstart.engine.streams.mailbox import Mailbox
 from headstart.errors import EngineError, RequestError
-from headstart.models.zoo import decoder
+from headstart.frontend.streams.mailbox import Mailbox
+from headstart.models.transformers_backend import decoder
 from headstart.sampling_params import BeamSearchParams
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiny_models import save_tiny

@@ -14,8 +14,8 @@ import pytest
 from headstart import LLM, AsyncLLM, SamplingParams
 from headstart.engine import driver
 from headstart.engine.outputs import RequestOutput
-from headstart.engine.streams import mailbox
 from headstart.errors import EngineError
+from headstart.frontend.streams import mailbox
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.forked import run_program
 from tests.interruptions import Interruption, Line, points

@@ -16,8 +16,8 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.sampling.sampler import SampledToken, SamplingState
 from headstart.engine.scheduler import LOOKAHEAD, Scheduler
-from headstart.engine.text.detokenizer import Detokenizer
-from headstart.engine.text.output import OutputText
+from headstart.frontend.text.detokenizer import Detokenizer
+from headstart.frontend.text.output import OutputText
 
 BLOCK = 4
 

@@ -9,8 +9,8 @@ from headstart.cache import PublicBlocks
 from headstart.engine.config import EngineConfig
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.params import SamplingParams
-from headstart.engine.request_maker import RequestMaker
 from headstart.errors import ConfigError
+from headstart.frontend.request_maker import RequestMaker
 
 
 @pytest.mark.parametrize("seed", [2**63, 2**64 - 1, -(2**63) - 1, 10**60, "a", 1.5, None, True])

@@ -14,8 +14,8 @@ MAX_COMPILED_LINES = 6_000  # of C++, all files together
 
 # Modules of the public API: their functions take as many parameters as users need.
 PUBLIC_API = {
-    "headstart.engine.async_llm",
-    "headstart.engine.llm",
+    "headstart.frontend.async_llm",
+    "headstart.frontend.llm",
     "headstart.engine.params",
     "headstart.omni.async_omni",
     "headstart.omni.omni",

@@ -54,4 +54,4 @@ def test_the_cache_alone_needs_no_other_package(tmp_path: Path) -> None:
     isolated = [sys.executable, "-I", "-S", "-c", PROGRAM, str(tmp_path / "installed")]
     done = subprocess.run(isolated, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["8 True", "No module named 'headstart.engine'"]
+    assert done.stdout.splitlines() == ["8 True", "No module named 'headstart.frontend'"]

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from headstart.attention import LayerLayout, PagedKVMemory, Span, StepPlan, make_backend
 from headstart.models.compatibility.paged_kv import probe_model
 from headstart.models.decoder import DecoderModel
-from headstart.models.zoo.decoder import TransformersDecoder
+from headstart.models.transformers_backend.decoder import TransformersDecoder
 
 BLOCK = 4
 

@@ -25,7 +25,7 @@ from headstart.errors import (
 from headstart.models.context_length import context_length
 from headstart.models.dense.decoder import DenseDecoder
 from headstart.models.loader import load_model
-from headstart.models.zoo.decoder import TransformersDecoder
+from headstart.models.transformers_backend.decoder import TransformersDecoder
 from tests.tiny_models import TINY, VOCABULARY, save_tiny
 
 

@@ -12,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
-from headstart.models.omni.stage_decoder import PassTensors, StageDecoder, StageParts
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
 from headstart.omni.function_stage import FramesPlan, FramesStage
+from headstart.omni.models.stage_decoder import PassTensors, StageDecoder, StageParts
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.outputs import Output, parse_alignment
 from headstart.omni.pipeline import Pipeline, Progress

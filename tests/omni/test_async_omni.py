@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from headstart import OmniParams, SamplingParams
-from headstart.engine import inputs
 from headstart.errors import EngineError, RequestError
+from headstart.frontend import inputs
 from headstart.omni.async_omni import AsyncOmni
 from tests.omni.tiny_qwen3 import save_qwen3
 

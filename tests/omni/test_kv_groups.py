@@ -19,9 +19,9 @@ from transformers import (
 
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
-from headstart.models.omni.stage_decoder import StageDecoder, StageParts
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
+from headstart.omni.models.stage_decoder import StageDecoder, StageParts
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.outputs import Output
 from headstart.omni.pipeline import Pipeline, Progress

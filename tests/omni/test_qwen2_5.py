@@ -313,7 +313,7 @@ def test_speech_that_cannot_be_made_ends_in_an_error_that_names_the_stage(
         raise ValueError("no sound")
 
     with monkeypatch.context() as patch:
-        patch.setattr("headstart.models.omni.qwen2_5.Qwen25Omni.make_wave", fail)
+        patch.setattr("headstart.omni.models.qwen2_5.Qwen25Omni.make_wave", fail)
         with pytest.raises(EngineError, match="stage 'token2wav': ValueError: no sound"):
             omni.generate(PROMPTS["text"], ADA)
     check(omni.generate(PROMPTS["text"], ADA)[0], oracle("text"))

@@ -19,11 +19,11 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import GivenRows, PlacedRows, PreparedPrompt, PromptExtras
 from headstart.models.decoder import EmbeddingOverlay
-from headstart.models.omni.qwen3 import CausalVocoder, _reach, thinker_decoder
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.families.qwen3 import vocoder_plan
 from headstart.omni.feeds import PromptFeed, StagePrompt
 from headstart.omni.function_stage import FramesPlan, FramesStage, WholeStage
+from headstart.omni.models.qwen3 import CausalVocoder, _reach, thinker_decoder
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.outputs import Output, parse_alignment
 from headstart.omni.pipeline import Pipeline

@@ -10,7 +10,7 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from headstart.engine.vllm_api.rows import Row, Verdict
+from headstart.frontend.vllm_api.rows import Row, Verdict
 from headstart.server.bodies import Body
 from headstart.server.errors import ApiError, as_api_error
 from headstart.server.openai.fields import CHAT_ROWS, COMPLETION_ROWS

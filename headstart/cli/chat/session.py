@@ -23,9 +23,9 @@ from headstart.errors import EngineError, RequestError
 from headstart.validation import in_one_line
 
 if TYPE_CHECKING:
-    from headstart.engine.llm import LLM
     from headstart.engine.outputs import RequestOutput
-    from headstart.engine.streams.stream import RequestStream
+    from headstart.frontend.llm import LLM
+    from headstart.frontend.streams.stream import RequestStream
 
 __all__ = ["Chat"]
 

@@ -31,8 +31,8 @@ from headstart.engine.params import SamplingParams
 from headstart.errors import RequestError
 
 if TYPE_CHECKING:
-    from headstart.engine.llm import LLM
     from headstart.engine.outputs import RequestOutput
+    from headstart.frontend.llm import LLM
 
 PARAMS = SamplingParams(
     temperature=0, max_tokens=32, stop=["!", "?"], include_stop_str_in_output=True

@@ -28,8 +28,8 @@ from headstart.imports import install
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from headstart.engine.llm import LLM
     from headstart.engine.outputs import RequestOutput
+    from headstart.frontend.llm import LLM
 
 NOTE = (
     "A LLaVA of 17 million parameters with random weights, made on the spot: "

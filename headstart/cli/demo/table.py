@@ -28,8 +28,8 @@ from headstart.cli.show import PANEL, Figures, demo_console, show
 from headstart.engine.params import SamplingParams
 
 if TYPE_CHECKING:
-    from headstart.engine.llm import LLM
     from headstart.engine.outputs import RequestOutput
+    from headstart.frontend.llm import LLM
 
 INSTRUCTION = (
     "You are a helpful assistant in recognizes the content of tables in markdown format. "

@@ -18,11 +18,11 @@ from click.core import ParameterSource
 
 from headstart.cli.help import GroupedCommand, GroupedOption
 from headstart.cli.serving.config_file import Kinds, read_file
-from headstart.engine.vllm_api.command_line import add_flags
-from headstart.engine.vllm_api.flags import LISTS, TEXTS
-from headstart.engine.vllm_api.rows import Flags
-from headstart.engine.vllm_api.serve_args import SERVE_ROWS
 from headstart.errors import ConfigError
+from headstart.frontend.vllm_api.command_line import add_flags
+from headstart.frontend.vllm_api.flags import LISTS, TEXTS
+from headstart.frontend.vllm_api.rows import Flags
+from headstart.frontend.vllm_api.serve_args import SERVE_ROWS
 from headstart.utils.argparse_utils import FlexibleArgumentParser
 from headstart.validation import describe
 

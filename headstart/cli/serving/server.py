@@ -19,8 +19,8 @@ from headstart.cli.options import RANDOM_MODEL, resolve_model
 from headstart.cli.progress import describe_check, show_bytes, starting_line, waiting
 from headstart.cli.streams import note
 from headstart.cluster.options import ReplicaConfig
-from headstart.engine.vllm_api.options import read_config
 from headstart.errors import ConfigError, ModelError
+from headstart.frontend.vllm_api.options import read_config
 from headstart.imports import install, load_module
 from headstart.models.files import BUILT_IN
 from headstart.server.options import ServerOptions
@@ -141,7 +141,7 @@ def _open_engine(
     model: str, engine: Mapping[str, Any], options: ServerOptions, replicas: ReplicaConfig
 ) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     with waiting(announce(model, engine)):
-        async_llm = load_module("headstart.engine.async_llm").AsyncLLM
+        async_llm = load_module("headstart.frontend.async_llm").AsyncLLM
         llm = async_llm(resolve_model(model), **engine)
     with closing(llm):
         yield llm, {}

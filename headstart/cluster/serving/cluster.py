@@ -48,8 +48,8 @@ from headstart.cluster.serving.replica import EngineReplica
 from headstart.cluster.serving.signs import SILENCE, knock, watch_ray
 from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.startup.threads import count_cores
-from headstart.engine.vllm_api.options import read_options
 from headstart.errors import ConfigError, EngineError, HeadstartError
+from headstart.frontend.vllm_api.options import read_options
 from headstart.version import __version__
 
 __all__ = ["ReplicaCluster"]

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from headstart.cache import BlockHash, BlockNames, Shares
 from headstart.cluster.prompt_keys import PromptKeys
-from headstart.engine.inputs import InputProcessor, Prompt, RequestOptions, check_request
 from headstart.engine.logits.vocabulary import Vocabulary
-from headstart.engine.request_maker import RequestMaker
-from headstart.engine.text.max_length import TextLimit
 from headstart.errors import EngineError
+from headstart.frontend.inputs import InputProcessor, Prompt, RequestOptions, check_request
+from headstart.frontend.request_maker import RequestMaker
+from headstart.frontend.text.max_length import TextLimit
 from headstart.imports import load_module
 from headstart.models.tokenizer import load_tokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headstart.engine.vllm_api.metrics import (
+from headstart.frontend.vllm_api.metrics import (
     MEANINGS,
     Counter,
     Gauge,
@@ -19,7 +19,7 @@ except ModuleNotFoundError:  # a replica without Ray has nobody to tell
     metrics = None
 
 if TYPE_CHECKING:
-    from headstart.engine.async_llm import AsyncLLM
+    from headstart.frontend.async_llm import AsyncLLM
 
 __all__ = ["RayGauges"]
 

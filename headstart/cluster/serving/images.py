@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headstart.engine.images.encoder_cache import EncoderKey
-from headstart.engine.images.prompt import ImagePrompts
-from headstart.engine.images.similar import SimilarImages
 from headstart.engine.images.transfer import SentImages, send_images
+from headstart.frontend.images.prompt import ImagePrompts
+from headstart.frontend.images.similar import SimilarImages
 from headstart.models.files import find_folder
 from headstart.models.image_encoder import ProcessedImage, VisionFacts
-from headstart.models.zoo.image_processor import ImageProcessor
-from headstart.models.zoo.pretrained import load_config
+from headstart.models.transformers_backend.image_processor import ImageProcessor
+from headstart.models.transformers_backend.pretrained import load_config
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,11 +7,11 @@ import logging
 from typing import TYPE_CHECKING, Any, cast
 
 from headstart.cluster.serving.metric_sums import add_up
-from headstart.engine.async_llm import AsyncLLM
-from headstart.engine.chat.requests import ChatRequests
-from headstart.engine.startup.start import Started
-from headstart.engine.vllm_api.metrics import Metric
 from headstart.errors import ReplicaLostError
+from headstart.frontend.async_llm import AsyncLLM
+from headstart.frontend.chat.requests import ChatRequests
+from headstart.frontend.start import Started
+from headstart.frontend.vllm_api.metrics import Metric
 from headstart.validation import check_flag
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headstart.cluster.serving.driver import ReplicaDriver
     from headstart.cluster.serving.front import FrontEngine
     from headstart.engine.params import SamplingParams
-    from headstart.engine.streams.async_driver import AsyncDriver
+    from headstart.frontend.streams.async_driver import AsyncDriver
 
 __all__ = ["ReplicatedLLM"]
 

@@ -13,7 +13,7 @@ from headstart.engine.adapters.request import Adapter
 from headstart.engine.images.transfer import SentImages
 from headstart.engine.outputs import Logprobs, RequestOutput
 from headstart.engine.params import SamplingParams
-from headstart.engine.vllm_api.metrics import Metric
+from headstart.frontend.vllm_api.metrics import Metric
 from headstart.models.image_encoder import VisionFacts
 
 __all__ = ["AnswerPart", "AnswerRequest", "EngineFacts", "Follow", "Head", "Part", "Report"]

@@ -29,11 +29,11 @@ from headstart.cache import AllBlocksCleared, BlockHash, CacheEvent
 from headstart.cluster.events import DISK, EventBatch, EventPublisher
 from headstart.cluster.serving.messages import Part, Report, RequestKey
 from headstart.engine.startup.observed import ObservedManager
-from headstart.engine.vllm_api.metrics import read_metrics
 from headstart.errors import EngineError
+from headstart.frontend.vllm_api.metrics import read_metrics
 
 if TYPE_CHECKING:
-    from headstart.engine.async_llm import AsyncLLM
+    from headstart.frontend.async_llm import AsyncLLM
 
 __all__ = ["CachePublisher"]
 

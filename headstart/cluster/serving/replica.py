@@ -17,12 +17,12 @@ from headstart.cluster.serving.messages import AnswerRequest, EngineFacts, Follo
 from headstart.cluster.serving.publisher import CachePublisher
 from headstart.cluster.serving.signs import SILENCE, LastHeard, with_heartbeats
 from headstart.engine.adapters.request import Adapter
-from headstart.engine.async_llm import AsyncLLM
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import RequestOutputKind, SamplingParams
 from headstart.engine.prompt import PreparedPrompt
-from headstart.engine.startup.start import start_engine
 from headstart.errors import EngineError
+from headstart.frontend.async_llm import AsyncLLM
+from headstart.frontend.start import start_engine
 
 if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup

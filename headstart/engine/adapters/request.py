@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headstart.engine.vllm_api.calls import LORA
-from headstart.engine.vllm_api.sampling import take_vllm_names
 from headstart.errors import RequestError
+from headstart.frontend.vllm_api.calls import LORA
+from headstart.frontend.vllm_api.sampling import take_vllm_names
 from headstart.validation import Number, check_name, describe
 
 __all__ = ["Adapter", "LoRARequest", "choose_adapters"]

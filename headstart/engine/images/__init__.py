@@ -1,1 +1,1 @@
-"""Images in prompts: read, compared, encoded, and scheduled as far as there is room."""
+"""Image embeddings: the encoder cache, and what a step may encode."""

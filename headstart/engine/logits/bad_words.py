@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headstart.engine.logits.protocol import Failures, Rows, TokenMask
-from headstart.engine.text.codec import encode_text
 from headstart.errors import RequestError
+from headstart.frontend.text.codec import encode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,9 +11,9 @@ from headstart.engine.logits.checks import check_vocabulary
 from headstart.engine.logits.protocol import LogitsProcessor, TokenMask, allowed_tokens
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.params import SamplingParams
-from headstart.engine.structured.grammar import NAMES_SPECIAL, GrammarCompiler
-from headstart.engine.structured.processor import GrammarMask
 from headstart.errors import RequestError
+from headstart.frontend.structured.grammar import NAMES_SPECIAL, GrammarCompiler
+from headstart.frontend.structured.processor import GrammarMask
 
 __all__ = ["ProcessorFactory"]
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from headstart.engine.outputs import Logprobs, RequestOutput
 from headstart.engine.params import SamplingParams
-from headstart.engine.vllm_api.call_options import Call
-from headstart.engine.vllm_api.members import BEAM, BEAMS
-from headstart.engine.vllm_api.sampling import BEAM_SEARCH, take_vllm_names
 from headstart.errors import RequestError
+from headstart.frontend.vllm_api.call_options import Call
+from headstart.frontend.vllm_api.members import BEAM, BEAMS
+from headstart.frontend.vllm_api.sampling import BEAM_SEARCH, take_vllm_names
 from headstart.validation import Number, check_fields, describe, option
 
 if TYPE_CHECKING:

@@ -111,6 +111,6 @@ def _load_vision(
     """The model's vision part, if it has one; image processors take seconds to import."""
     if not decoder.takes_images:
         return None
-    zoo = load_module("headstart.models.zoo.image_encoder")
+    zoo = load_module("headstart.models.transformers_backend.image_encoder")
     found: VisionModel | None = zoo.load_vision(decoder, tokenizer)
     return found

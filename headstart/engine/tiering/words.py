@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from headstart.engine.config import EngineConfig
-from headstart.engine.text.detokenizer import Detokenizer
+from headstart.frontend.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

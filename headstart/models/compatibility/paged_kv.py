@@ -40,7 +40,7 @@ from headstart.models.compatibility.substitute_attention import Attending
 from headstart.models.context_length import context_length
 from headstart.models.files import SAVED_SO
 from headstart.models.linear import QuantizedLinear
-from headstart.models.zoo.decoder import forward_rows
+from headstart.models.transformers_backend.decoder import forward_rows
 
 __all__ = ["check_config", "probe_model"]
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from headstart.attention.register import AttentionCall, AttentionFunction, register, unregister
 from headstart.errors import UnsupportedModelError
-from headstart.models.zoo.decoder import text_part
+from headstart.models.transformers_backend.decoder import text_part
 
 __all__ = ["Attending"]
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt, RotaryPositions
 from headstart.errors import RequestError
-from headstart.models.omni.qwen2_5 import Qwen25Omni, Voice
 from headstart.models.tokenizer import load_tokenizer
 from headstart.omni.content_cache import ContentCache, content_digest
 from headstart.omni.engine_stage import EngineStage
@@ -18,6 +17,7 @@ from headstart.omni.families.spoken_prompts import TEXT, SpokenPrompts
 from headstart.omni.feeds import Feed
 from headstart.omni.function_stage import Job, WholeStage
 from headstart.omni.graph import Factory, StageNode
+from headstart.omni.models.qwen2_5 import Qwen25Omni, Voice
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import SpokenPrompt
 from headstart.omni.stage import TOKENS, Input, OmniRequest, Stage

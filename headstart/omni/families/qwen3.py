@@ -11,12 +11,12 @@ import torch
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt, RotaryPositions
 from headstart.errors import DamagedModelError, RequestError
-from headstart.models.omni.qwen3 import CausalVocoder, Qwen3Omni
 from headstart.models.tokenizer import load_tokenizer
 from headstart.omni.families.spoken_prompts import TEXT, SpokenPrompts
 from headstart.omni.frame_talker import CODES, FrameTalker, FrameTalkerFeed, FrameTalkerPlan
 from headstart.omni.function_stage import FramesPlan, FramesStage
 from headstart.omni.graph import Factory, StageNode
+from headstart.omni.models.qwen3 import CausalVocoder, Qwen3Omni
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import SpokenPrompt
 from headstart.omni.stage import Input, OmniRequest, Stage

@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import MultiModalItem
-from headstart.engine.images.decoding import decode_image
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import (
     GivenRows,
@@ -18,12 +17,13 @@ from headstart.engine.prompt import (
     RotaryPositions,
 )
 from headstart.errors import RequestError
-from headstart.models.omni.inputs import Media, Placed, as_items, read_features
-from headstart.models.omni.stage_decoder import StageDecoder
+from headstart.frontend.images.decoding import decode_image
 from headstart.omni.content_cache import ContentCache, content_digest
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
 from headstart.omni.graph import StageNode
+from headstart.omni.models.inputs import Media, Placed, as_items, read_features
+from headstart.omni.models.stage_decoder import StageDecoder
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import SpokenPrompt
 from headstart.omni.stage import OmniRequest

@@ -27,7 +27,7 @@ from headstart.server.cache.state import (
 )
 
 if TYPE_CHECKING:
-    from headstart.engine.async_llm import AsyncLLM
+    from headstart.frontend.async_llm import AsyncLLM
     from headstart.server.monitoring.watch import Watch
     from headstart.server.tenants import Tenants
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headstart.engine.vllm_api.rows import accepted, refused
+from headstart.frontend.vllm_api.rows import accepted, refused
 from headstart.server.bodies import Body, CacheFields, Flag, Many, Whole
 from headstart.server.openai.schema import ChatCompletionRequest, CompletionRequest, TemplateFields
 

@@ -12,14 +12,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from headstart.engine.vllm_api import metrics as engine_metrics
+from headstart.frontend.vllm_api import metrics as engine_metrics
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
-    from headstart.engine.async_llm import AsyncLLM
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
+    from headstart.frontend.async_llm import AsyncLLM
 
 __all__ = ["Metrics"]
 

@@ -17,9 +17,9 @@ from headstart.server.cache.traffic import Seen, Times, Traffics
 from headstart.server.monitoring.metrics import Metrics
 
 if TYPE_CHECKING:
-    from headstart.engine.async_llm import AsyncLLM
     from headstart.engine.outputs import RequestMetrics, RequestOutput
     from headstart.engine.request import RequestGroup
+    from headstart.frontend.async_llm import AsyncLLM
 
 __all__ = ["Watch"]
 

@@ -26,9 +26,9 @@ from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, Frames, frame
 
 if TYPE_CHECKING:
-    from headstart.engine.inputs import Prompt
     from headstart.engine.outputs import CompletionOutput, Logprobs, RequestOutput
     from headstart.engine.request import RequestGroup
+    from headstart.frontend.inputs import Prompt
 
 __all__ = ["router"]
 

@@ -7,8 +7,8 @@ HTTP.
 from collections.abc import Mapping
 from typing import Any
 
-from headstart.engine.vllm_api.rows import Row, Verdict, accepted, refused, works
-from headstart.engine.vllm_api.sampling import SAMPLING
+from headstart.frontend.vllm_api.rows import Row, Verdict, accepted, refused, works
+from headstart.frontend.vllm_api.sampling import SAMPLING
 
 __all__ = ["CHAT_ROWS", "COMPLETION_ROWS"]
 

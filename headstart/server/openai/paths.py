@@ -1,6 +1,6 @@
 """What becomes of paths that vLLM's server has, and OpenAI's, and this one has not."""
 
-from headstart.engine.vllm_api.rows import refused
+from headstart.frontend.vllm_api.rows import refused
 from headstart.validation import in_one_line
 
 __all__ = ["tell_missing"]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from headstart.engine.structured.params import StructuredOutputsParams
 from headstart.errors import RequestError
+from headstart.frontend.structured.params import StructuredOutputsParams
 from headstart.server.bodies import read_keeping
 from headstart.server.errors import ApiError, as_api_error
 from headstart.server.responses.items import decode_reasoning

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headstart.engine.chat.messages import describe_content, kind_of_part
-from headstart.engine.images.decoding import decode_image
 from headstart.errors import RequestError
+from headstart.frontend.chat.messages import describe_content, kind_of_part
+from headstart.frontend.images.decoding import decode_image
 from headstart.server.chats import read_roles
 from headstart.server.speech.sounds import MAX_SECONDS, read_sound
 from headstart.validation import check_utf8, describe, shorten

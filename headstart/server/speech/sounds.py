@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headstart.engine.images.files import decode_base64
 from headstart.errors import RequestError
+from headstart.frontend.images.files import decode_base64
 from headstart.imports import install
 from headstart.omni.audio import pcm16, wav_bytes
 from headstart.validation import shorten

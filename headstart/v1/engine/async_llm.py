@@ -1,6 +1,6 @@
 """The names of `vllm.v1.engine.async_llm`."""
 
-from headstart.engine.async_llm import AsyncLLM
+from headstart.frontend.async_llm import AsyncLLM
 from headstart.vllm_imports import find_names
 
 __all__ = ["AsyncLLM"]

@@ -1,6 +1,6 @@
 """The names of `vllm.v1.engine.llm_engine`."""
 
-from headstart.engine.vllm_api.llm_engine import LLMEngine
+from headstart.frontend.vllm_api.llm_engine import LLMEngine
 from headstart.vllm_imports import find_names
 
 __all__ = ["LLMEngine"]

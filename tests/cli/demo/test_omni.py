@@ -14,7 +14,7 @@ from headstart.cli.main import main
 from headstart.engine.params import SamplingParams
 from headstart.models.demo.omni import OmniSizes, write_omni
 from headstart.models.demo.voice import NOTES, frequency
-from headstart.models.omni.qwen2_5 import Qwen25Omni
+from headstart.omni.models.qwen2_5 import Qwen25Omni
 from headstart.omni.omni import Omni
 from headstart.omni.params import OmniParams
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.engine.vllm_api.options import read_config
+from headstart.frontend.vllm_api.options import read_config
 from headstart.server.options import ServerOptions
 from headstart.validation import describe
 from tests.cli.test_main import call

@@ -19,8 +19,8 @@ from headstart.cluster.serving.messages import AnswerRequest, EngineFacts
 from headstart.cluster.serving.replica import EngineReplica
 from headstart.engine.config import make_config
 from headstart.engine.outputs import RequestOutput
-from headstart.engine.vllm_api.options import read_options
 from headstart.errors import ReplicaLostError
+from headstart.frontend.vllm_api.options import read_options
 from tests.cluster.serving.scripted import REPLICA, Put
 from tests.engine.images.test_generate import PLACEHOLDERS
 

@@ -28,8 +28,8 @@ from headstart.engine.adapters.request import Adapter
 from headstart.engine.config import make_config
 from headstart.engine.driver import Update
 from headstart.engine.request import RequestGroup
-from headstart.engine.vllm_api.options import read_options
 from headstart.errors import AdapterNotFoundError
+from headstart.frontend.vllm_api.options import read_options
 
 MODEL = "headstart-tiny"
 REPLICA = "one"

@@ -27,7 +27,7 @@ from headstart.errors import EngineError, RequestError
 from tests.cluster.serving.in_process import GREEDY, OPTIONS, Replicas, ask, prompt, told
 from tests.cluster.serving.scripted import Put
 from tests.engine.images.test_generate import FAMILIES, Oracle
-from tests.engine.images.test_similar import as_jpeg, spots
+from tests.frontend.images.test_similar import as_jpeg, spots
 from tests.tiny_vision import IDS, make_image, save_tiny_vision
 
 

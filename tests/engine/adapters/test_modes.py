@@ -11,7 +11,7 @@ from headstart import LLM, AsyncLLM, LoRARequest, RequestOutput, SamplingParams
 from headstart.engine.batch import Batch
 from headstart.engine.runner import StepLogits
 from headstart.errors import AdapterNotFoundError, RequestError
-from tests.engine.chat.test_requests import save_model
+from tests.frontend.chat.test_requests import save_model
 from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import save_tiny
 from tests.tiny_tokenizers import TINY_TOKENIZERS

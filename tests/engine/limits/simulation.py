@@ -16,8 +16,8 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.sampling.sampler import SampledToken, SamplingState
 from headstart.engine.scheduler import Scheduler
-from headstart.engine.text.detokenizer import Detokenizer
-from headstart.engine.text.output import OutputText
+from headstart.frontend.text.detokenizer import Detokenizer
+from headstart.frontend.text.output import OutputText
 
 BLOCK, BLOCKS, TOKENS, RUNNING = 16, 400, 128, 16
 STEP = 20.0  # what a step costs besides its tokens

@@ -7,7 +7,7 @@ import pytest
 
 from headstart import LLM, SamplingParams
 from headstart.engine.tiering.tiers import TierStats
-from headstart.engine.vllm_api.metrics import Counter
+from headstart.frontend.vllm_api.metrics import Counter
 from headstart.tiers import DiskStore
 from tests.engine.tiny_llm import make_llm, save_smallest
 

@@ -22,7 +22,7 @@ from headstart.models.linear.grouped import Int4Linear, Int5Linear, Int8GroupsLi
 from headstart.models.loader import load_model
 from headstart.models.packed import PackedLinear
 from headstart.models.tokenizer import load_tokenizer
-from headstart.models.zoo.decoder import forward_rows
+from headstart.models.transformers_backend.decoder import forward_rows
 from tests.models.gguf.files import BASE, CONFIGS, TOKENS, VOCABULARY, make_model, write_gguf
 from tests.models.paged import Paged
 

@@ -23,9 +23,9 @@ from headstart.models.linear import (
 )
 from headstart.models.linear.int8 import Int8Linear
 from headstart.models.loader import load_model
-from headstart.models.zoo import loader as zoo_loader
-from headstart.models.zoo.decoder import forward_rows
-from headstart.models.zoo.loader import load_transformers
+from headstart.models.transformers_backend import loader as zoo_loader
+from headstart.models.transformers_backend.decoder import forward_rows
+from headstart.models.transformers_backend.loader import load_transformers
 from headstart.native import AMX, library
 from tests.models.paged import Paged
 from tests.rounded_rows import apart_in_most_rows, round_inputs

@@ -11,7 +11,7 @@ from headstart.errors import UnsupportedAdapterError
 from headstart.models.lora.files import LoraPair, LoraWeights, read_weights
 from headstart.models.lora.modules import AdapterRun, LoraLayers
 from headstart.models.lora.stack import ResidentAdapter
-from headstart.models.zoo.decoder import TransformersDecoder
+from headstart.models.transformers_backend.decoder import TransformersDecoder
 from tests.models.paged import Paged, Sequence
 from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import TINY, VOCABULARY, save_tiny

@@ -15,9 +15,9 @@ from torch import Tensor
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError
 from headstart.models.demo.omni import write_omni
-from headstart.models.omni.inputs import Placed
-from headstart.models.omni.qwen2_5 import Qwen25Omni
 from headstart.omni.engine_stage import EngineStage
+from headstart.omni.models.inputs import Placed
+from headstart.omni.models.qwen2_5 import Qwen25Omni
 from headstart.omni.omni import Omni
 from headstart.omni.output_cache import ENTRY_BYTES
 from headstart.omni.params import OmniOutput, OmniParams

@@ -5,7 +5,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from headstart.engine.async_llm import AsyncLLM
+from headstart.frontend.async_llm import AsyncLLM
 from headstart.tiers import DiskStore
 from tests.engine.tiny_llm import save_smallest
 from tests.server.running import Running, running

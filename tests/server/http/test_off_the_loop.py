@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from headstart.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
-from headstart.engine.structured.grammar import GrammarCompiler
+from headstart.frontend.structured.grammar import GrammarCompiler
 from headstart.server import chats, long_answers
 from headstart.server.answers.parser import AnswerParser
 from headstart.server.anthropic import messages as messages_api

@@ -10,8 +10,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from headstart.engine.streams.mailbox import AsyncMailbox
 from headstart.errors import ConfigError, EngineError
+from headstart.frontend.streams.mailbox import AsyncMailbox
 from headstart.server.monitoring.tracing import Tracer, open_tracer
 from headstart.server.options import ServerOptions
 from tests.server.running import Running

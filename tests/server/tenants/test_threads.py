@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from headstart.engine.structured.threads import FormThreads
+from headstart.frontend.structured.threads import FormThreads
 from headstart.server.calls import Calls
 from headstart.server.tenants import Tenant
 from headstart.server.threads import FairThreads

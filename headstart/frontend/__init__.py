@@ -1,0 +1,1 @@
+"""Text in, text out: prompts, chats, images, answers, and the public Python API."""

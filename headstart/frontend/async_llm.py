@@ -1,0 +1,356 @@
+"""The engine for asyncio: every request streams its own outputs, all share the same steps.
+
+The driver of `LLM` runs the same engine in a thread; outputs cross back to the event loop that
+asked for them. Tokenising and reading images happen in other threads, so the loop never waits; few
+token ids are checked at once.
+Requests whose answers have a form have a few threads of their own: compiling a form may take long,
+and only others of the kind wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+from headstart.engine.adapters.request import LoRARequest
+from headstart.engine.arg_utils import EngineArgs, require_engine_args
+from headstart.engine.params import SamplingParams
+from headstart.engine.startup.threads import count_cores
+from headstart.errors import ConfigError, EngineError, RequestError
+from headstart.frontend.start import Started, start_engine
+from headstart.frontend.streams.async_driver import AsyncDriver
+from headstart.frontend.streams.async_stream import AsyncRequestStream
+from headstart.frontend.structured.threads import FormThreads
+from headstart.frontend.vllm_api.call_options import (
+    StreamChatOptions,
+    StreamOptions,
+    read_call,
+    read_template,
+    spread_params,
+)
+from headstart.frontend.vllm_api.calls import ASYNC_CHAT, ASYNC_GENERATE, FROM_ENGINE_ARGS
+from headstart.frontend.vllm_api.members import ASYNC_LLM
+from headstart.frontend.vllm_api.metrics import Metric, read_metrics
+from headstart.frontend.vllm_api.signatures import OfOneProcess, check_calls
+from headstart.frontend.vllm_api.views import (
+    PARTS,
+    ModelView,
+    SchedulerView,
+    VllmView,
+    read_config,
+)
+from headstart.validation import check_flag, describe
+
+# What brings torch with it waits until the model's name is known: see `start_engine`.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from headstart.engine.adapters.request import Adapter
+    from headstart.engine.outputs import RequestOutput
+    from headstart.engine.request import RequestGroup
+    from headstart.frontend.chat.requests import Conversation
+    from headstart.frontend.inputs import Prompt
+
+Answer = TypeVar("Answer")
+
+
+@check_calls(ConfigError)
+class AsyncLLM(OfOneProcess):
+    """Streams token by token for many callers at once.
+
+    `async for output in llm.generate(prompt, params)`: each output has all of the text so far.
+    Leaving the loop, or cancelling the task, aborts the request and frees its blocks, and its id is
+    free at once. After `close` every call raises EngineError.
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        """Load a model; `options` are the fields of `EngineConfig`, or vLLM's."""
+        self._take(start_engine(model, options))
+
+    @classmethod
+    def from_started(cls, started: Started) -> AsyncLLM:
+        """One over an engine that is there. Raises ConfigError."""
+        if not isinstance(started, Started):
+            raise ConfigError(
+                f"started is {describe(started)}; allowed: what `start_engine` returns"
+            )
+        llm = cls.__new__(cls)
+        llm._take(started)
+        return llm
+
+    def _take(self, started: Started) -> None:
+        self.engine, self._chats, driver, self._sampling = started
+        self._driver: AsyncDriver = driver
+        self._forms = FormThreads(max(2, count_cores() // 2) + 1)
+        weakref.finalize(self, self._driver.close)
+        weakref.finalize(self, self._forms.close)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **options: Any) -> AsyncLLM:
+        """As `AsyncLLM(...)`, with vLLM's object of arguments; its options change nothing here."""
+        FROM_ENGINE_ARGS.read(options)
+        given = require_engine_args(engine_args)
+        return cls(given.model, **given.options)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Unpack[StreamOptions],
+    ) -> AsyncGenerator[RequestOutput]:
+        """Stream the outputs of one request. Raises RequestError before any work.
+
+        options: see `StreamOptions`.
+        """
+        return self._stream(lambda: self.prepare(prompt, sampling_params, request_id, **options))
+
+    def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Unpack[StreamChatOptions],
+    ) -> AsyncGenerator[RequestOutput]:
+        """Stream the answer to a conversation; the next turn hits every token of this one."""
+        return self._stream(
+            lambda: self.prepare_chat(messages, sampling_params, request_id, **options)
+        )
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Unpack[StreamOptions],
+    ) -> RequestGroup:
+        """A request of `generate` for `outputs`: checked and tokenised, and nothing more.
+
+        Raises RequestError.
+        """
+        self.engine.require_open()
+        call = read_call(ASYNC_GENERATE, options, 1)
+        [params] = spread_params(sampling_params, self._sampling, 1)
+        name = await self._load(call.adapters[0])
+
+        def make() -> RequestGroup:
+            return self.engine.prepare(
+                prompt,
+                params,
+                request_id=request_id,
+                salt=call.salt,
+                adapter=name,
+                priority=call.priorities[0],
+            )
+
+        return make() if _is_quick(prompt, params) else await self._make(params, make)
+
+    async def prepare_chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Unpack[StreamChatOptions],
+    ) -> RequestGroup:
+        """As `prepare`, of a conversation."""
+        self.engine.require_open()
+        call, template = read_call(ASYNC_CHAT, options, 1), read_template(ASYNC_CHAT, options)
+        [params] = spread_params(sampling_params, self._sampling, 1)
+        name = await self._load(call.adapters[0])
+        return await self._make(
+            params,
+            lambda: self._chats.prepare(
+                messages,
+                params,
+                template,
+                request_id=request_id,
+                salt=call.salt,
+                adapter=name,
+                priority=call.priorities[0],
+            ),
+        )
+
+    async def _make(self, params: object, make: Callable[[], RequestGroup]) -> RequestGroup:
+        """What `make` returns in another thread; one for forms if the parameters have one."""
+        if not isinstance(params, SamplingParams) or params.structured_outputs is None:
+            return await asyncio.to_thread(make)
+        return await asyncio.wrap_future(self._forms.submit(make))
+
+    def outputs(self, request: RequestGroup, *, paced: bool = False) -> AsyncRequestStream:
+        """Queue a prepared request and stream its outputs; leaving the loop aborts it.
+
+        paced: between the first output and the last, those that come within 5 ms of others (1 ms
+        for each of more than five readers) may be told as one, which spares the event loop work.
+        Raises RequestError for what is no request.
+        """
+        self._driver.require_request(request)
+
+        async def prepared() -> RequestGroup:
+            return request
+
+        return self._stream(prepared, paced=paced)
+
+    def _stream(
+        self, prepare: Callable[[], Awaitable[RequestGroup]], *, paced: bool = False
+    ) -> AsyncRequestStream:
+        return AsyncRequestStream(self._driver, self._chats, prepare, owner=self, paced=paced)
+
+    async def call(self, function: Callable[[], Answer]) -> Answer:
+        """Call `function` in the engine's thread between two steps; for what reads the cache.
+
+        Raises RequestError for what cannot be called.
+        """
+        if not callable(function):
+            raise RequestError(f"function is {describe(function)}; allowed: a function")
+        return await self._driver.call_async(function)
+
+    def read_metrics(self) -> list[Metric]:
+        """The engine's counts and values of now. For the engine's thread: see `call`."""
+        return read_metrics(self.engine)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """As `LLM.get_default_sampling_params`: a copy that may be changed."""
+        return self._sampling.clone()
+
+    def publish(self, prefix: str | Sequence[int]) -> int:
+        """Let requests of all salts share the blocks that lie wholly in a prefix; how many.
+
+        prefix: what prompts begin with, as token ids or as a text, which is also what the system
+        says first in chats. For requests that are made later. Raises RequestError or CacheError.
+        """
+        return self._chats.publish(prefix)
+
+    async def load_adapter(self, name: str, path: str | Path) -> Adapter:
+        """As `LLM.load_adapter`; requests go on meanwhile."""
+        self.engine.require_open()
+        return await asyncio.to_thread(self.engine.adapters.load, name, path, self._driver.call)
+
+    async def unload_adapter(self, name: str) -> None:
+        """As `LLM.unload_adapter`; requests go on meanwhile."""
+        await asyncio.to_thread(self._driver.call, lambda: self.engine.unload_adapter(name))
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter before it is first asked for."""
+        self.engine.require_open()
+        await self._load(lora_request)
+        return True
+
+    async def _load(self, choice: str | LoRARequest | None) -> str | None:
+        if isinstance(choice, LoRARequest):  # which may read files
+            return await asyncio.to_thread(self.engine.adapters.require, choice, self._driver.call)
+        return choice
+
+    async def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's tokenizer, None if it came without one."""
+        return self.tokenizer
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """As `get_tokenizer`."""
+        self.engine.require_open()
+        return self.engine.tokenizer
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template of chats that bring none; None for the tokenizer's."""
+        return self._chats.chat_template
+
+    @property
+    def vllm_config(self) -> VllmView:
+        """The configuration, in vLLM's names."""
+        return read_config(self.engine)
+
+    @property
+    def model_config(self) -> ModelView:
+        """The part of `vllm_config` that is the model's."""
+        return self.vllm_config.model_config
+
+    @property
+    def scheduler_config(self) -> SchedulerView:
+        """The part of `vllm_config` that bounds a step."""
+        return self.vllm_config.scheduler_config
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """As `LLM.reset_prefix_cache`."""
+        again = check_flag("reset_running_requests", reset_running_requests)
+        tiers = check_flag("reset_connector", reset_connector)
+        return await asyncio.to_thread(
+            self._driver.call,
+            lambda: self.engine.reset_prefix_cache(reset_running_requests=again, reset_tiers=tiers),
+        )
+
+    async def forget_inputs(self) -> None:
+        """Forget the turns of earlier chats, and the images that no request uses."""
+        await asyncio.to_thread(self._chats.clear)
+        images = self.engine.images
+        if images is not None:
+            await self.call(images.clear)
+
+    async def check_health(self) -> None:
+        """Raise EngineError when no request can be answered any more."""
+        self.engine.require_open()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are answered: it is not closed."""
+        return not self.is_stopped
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether a request would be computed now: of replicas, none may run for a while."""
+        return True
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is closed, or broke."""
+        try:
+            self.engine.require_open()
+        except EngineError:
+            return True
+        return False
+
+    @property
+    def errored(self) -> bool:
+        """As `is_stopped`."""
+        return self.is_stopped
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; its stream ends with finish reason "abort"."""
+        self._driver.abort(request_id)
+
+    def close(self) -> None:
+        """Stop the threads; requests under way end with an EngineError. Idempotent.
+
+        A form that is being compiled cannot be stopped: its thread ends when that is done.
+        """
+        self._driver.close()
+        self._forms.close()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """As `close`; the step under way is waited for."""
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in PARTS:
+            return getattr(self.vllm_config, name)
+        raise ASYNC_LLM.missing(name, dir(type(self)))
+
+
+_FEW_IDS = 4096  # token ids that are checked in half a millisecond
+
+
+def _is_quick(prompt: Prompt, params: object) -> bool:
+    """Whether a request is made sooner than another thread is woken for it: few token ids."""
+    if not isinstance(prompt, list) or len(prompt) > _FEW_IDS:
+        return False
+    if not isinstance(params, SamplingParams) or params.n != 1:
+        return False
+    return params.structured_outputs is None and not params.bad_words  # which take a tokenizer
+
+
+AsyncLLMEngine = AsyncLLM  # the older of vLLM's two names

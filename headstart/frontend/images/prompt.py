@@ -1,0 +1,233 @@
+"""Prompts with images: from placeholders in a text to items, embeddings and positions.
+
+A placeholder is one token (`<image>`, `<|image_pad|>`) where an image stands, and becomes as many
+as the image has embeddings. Which of a prompt's tokens are an image's is known from how the
+prompt came about, never from their ids: until the prompt is settled they are marked by an id
+that no token has. So a text that spells the placeholder, and a model that generates it, stay text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from headstart.cache import MultiModalItem, Shares
+from headstart.cache.identity import MAX_TOKEN_ID
+from headstart.engine.config import EngineConfig
+from headstart.engine.images.budget import EncoderBudget
+from headstart.engine.images.encoder_cache import (
+    AskedStore,
+    EncoderCache,
+    PromptImage,
+    PromptImages,
+)
+from headstart.engine.images.transfer import SentImages
+from headstart.engine.outputs import ImageUse
+from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
+from headstart.errors import EngineError, RequestError
+from headstart.frontend.images.reading import (
+    NOBODY,
+    ImageReader,
+    LoadedImage,
+    Tenant,
+    check_sources,
+)
+from headstart.frontend.images.similar import SimilarImages
+from headstart.frontend.text.codec import encode_text
+from headstart.models.image_encoder import PlacedImage, VisionFacts, VisionModel
+from headstart.validation import describe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["IMAGE_MARK", "ImagePrompts", "make_image_prompts"]
+
+IMAGE_MARK = MAX_TOKEN_ID
+"""Stands for a token whose embedding is an image's, in ids that are not yet settled."""
+
+
+class ImagePrompts:
+    """The image side of an engine: makes prompts with images and keeps their embeddings.
+
+    Prompts may be made from several threads; `cache` and `budget` are the engine's.
+    """
+
+    def __init__(
+        self,
+        vision: VisionModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        config: EngineConfig,
+        store: AskedStore | None = None,
+        shares: Shares | None = None,
+    ) -> None:
+        self.cache = EncoderCache(vision, config.encoder_cache_rows, store, shares)
+        self.budget = EncoderBudget(self.cache, config.block_size if config.deterministic else None)
+        self._similar = SimilarImages(self.cache)
+        self._vision = vision
+        self._tokenizer = tokenizer
+        self._reader = ImageReader(vision, config.max_image_pixels)
+        self._limit = config.max_images
+        self.token_id = vision.image_token_id
+        self.placeholder = ""
+        self.spelled: list[int] = []  # the placeholder as a text like any other
+        if tokenizer is not None:
+            self.placeholder = str(tokenizer.convert_ids_to_tokens(self.token_id))
+            self.spelled = tokenizer.encode(
+                self.placeholder, add_special_tokens=False, split_special_tokens=True
+            )
+
+    def clear(self) -> None:
+        """Forget every image that no request uses. For the engine's thread."""
+        self.cache.clear()
+        self._similar.clear()
+
+    def prepare(
+        self, text: str | None, token_ids: Sequence[int], loaded: Sequence[LoadedImage]
+    ) -> PreparedPrompt:
+        """A prompt whose placeholders, one for each image, stand for these images, in order."""
+        return self.settle(text, self.expand(token_ids, loaded), loaded)
+
+    def check_placeholders(self, token_ids: Sequence[int], sources: Any) -> None:
+        """Refuse a prompt that has not one placeholder for each image. Raises RequestError."""
+        count = len(check_sources(sources, self._limit))
+        found = sum(token_id == self.token_id for token_id in token_ids)
+        if found != count:
+            raise RequestError(
+                f"the prompt has {found} placeholders {self.placeholder!r} and "
+                f"{count} images; there must be one for each"
+            )
+
+    def read(self, sources: Any, own_ids: Any = None, tenant: Tenant = NOBODY) -> list[LoadedImage]:
+        """The images, read and checked; `own_ids` are the user's, None for one without."""
+        several = check_sources(sources, self._limit)
+        ids = [None] * len(several) if own_ids is None else check_sources(own_ids, self._limit)
+        if len(ids) != len(several) or not all(i is None or isinstance(i, str) for i in ids):
+            raise RequestError(
+                f"the ids of {len(several)} images are {describe(list(ids))}; allowed: a text or "
+                "None each"
+            )
+        loaded = [
+            self._reader.read(source, own_id, tenant)
+            for source, own_id in zip(several, ids, strict=True)
+        ]
+        if not tenant.similar:
+            return loaded
+        return [self._similar.settle(one, tenant.salt) for one in loaded]
+
+    def expand(self, token_ids: Sequence[int], loaded: Sequence[LoadedImage]) -> list[int]:
+        """The ids with each placeholder's expansion in its place, image tokens marked."""
+        images = iter(loaded)
+        expanded: list[int] = []
+        for token_id in token_ids:
+            if token_id == self.token_id:
+                expanded += self.marked_expansion(next(images).image.shape)
+            else:
+                expanded.append(token_id)
+        return expanded
+
+    def marked_expansion(self, shape: tuple[int, ...]) -> list[int]:
+        """The ids in the place of one placeholder, image tokens marked."""
+        expansion = self._vision.expand(shape)
+        return [IMAGE_MARK if token_id == self.token_id else token_id for token_id in expansion]
+
+    def receive(
+        self, token_ids: Sequence[int], sent: SentImages, salt: str | None
+    ) -> PreparedPrompt:
+        """A prompt whose images another process has read, for the tenant with this salt.
+
+        Reads all weights on the first call. Raises EngineError if they are named for another
+        vision model, and RequestError for what the image processor refuses.
+        """
+        if sent.fingerprint != self._vision.fingerprint():
+            raise EngineError(
+                "the model, or a version of transformers, is another here than in the process "
+                "that has read the prompt's images; allowed: the same"
+            )
+        loaded = [self._reader.receive(image, salt) for image in sent.images]
+        marked = np.array(token_ids, dtype=np.int64)
+        for image in sent.images:
+            marked[image.places] = IMAGE_MARK
+        return self.settle(None, marked.tolist(), loaded)
+
+    def facts(self) -> VisionFacts:
+        """As of `VisionModel`."""
+        return self._vision.facts()
+
+    def settle(
+        self, text: str | None, marked: Sequence[int], loaded: Sequence[LoadedImage]
+    ) -> PreparedPrompt:
+        """A prompt of marked ids, ready for the engine. Raises RequestError."""
+        if not loaded:
+            return PreparedPrompt(marked, text)
+        token_ids = np.array(marked, dtype=np.int64)
+        places = np.flatnonzero(token_ids == IMAGE_MARK)
+        token_ids[places] = self.token_id
+        images = []
+        ends = np.cumsum([one.image.num_rows for one in loaded])
+        for one, part in zip(loaded, np.split(places, ends), strict=False):
+            first, last = int(part[0]), int(part[-1])
+            item = MultiModalItem(one.digest, first, last - first + 1)
+            images.append(PromptImage(item, one.image, torch.from_numpy(part), one.salt))
+        self.budget.check(tuple(images))
+        placed = [PlacedImage(image.start, image.image.shape) for image in images]
+        table = self._vision.positions(len(token_ids), placed)
+        positions = None
+        if table is not None:
+            positions = RotaryPositions(table, int(table.max()) + 1 - len(token_ids))
+        extras = PromptExtras(
+            tuple(image.item for image in images),
+            PromptImages(tuple(images), self.cache),
+            positions,
+        )
+        uses = tuple(
+            ImageUse(image.item.digest.hex(), image.start, image.image.num_rows, one.is_similar)
+            for image, one in zip(images, loaded, strict=True)
+        )
+        return PreparedPrompt(token_ids.tolist(), text, extras, uses)
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text in which a placeholder is a text like any other."""
+        assert self._tokenizer is not None
+        first, *others = text.split(self.placeholder) if self.placeholder else [text]
+        token_ids = encode_text(self._tokenizer, first) if first else []
+        for other in others:
+            token_ids += self.spelled
+            token_ids += self.tokenize_after(other)
+        return token_ids
+
+    def tokenize_after(self, text: str) -> list[int]:
+        """The ids of a text that does not stand at the beginning.
+
+        There some tokenizers put a space, which they do not behind a special token.
+        """
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        if not text:
+            return []
+        anchored = encode_text(tokenizer, f"{self.placeholder}{text}", add_special_tokens=False)
+        if anchored[:1] == [self.token_id]:
+            return anchored[1:]
+        return encode_text(tokenizer, text, add_special_tokens=False)
+
+    def check_plain(self, token_ids: Sequence[int]) -> None:
+        """Refuse token ids that have a placeholder for which there is no image."""
+        if self.token_id in token_ids:
+            found = sum(token_id == self.token_id for token_id in token_ids)
+            raise RequestError(
+                f"the prompt has {found} placeholders {self.placeholder!r} and no images; "
+                "there must be one for each"
+            )
+
+
+def make_image_prompts(
+    vision: VisionModel | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: EngineConfig,
+    store: AskedStore | None = None,
+    shares: Shares | None = None,
+) -> ImagePrompts | None:
+    """The image side of an engine; None for a model without vision."""
+    return None if vision is None else ImagePrompts(vision, tokenizer, config, store, shares)

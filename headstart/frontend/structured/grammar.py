@@ -1,0 +1,278 @@
+"""Grammars over tokens: compiled when a request is prepared, followed token by token in a step.
+
+llguidance does both: it reads JSON schemas, regular expressions and context-free grammars, and
+says which tokens may come next. Compiling takes milliseconds as a rule and seconds at worst, once
+for a form: in the thread that prepares a request, never in a step. Each answer then has a matcher
+of its own, a copy of the compiled one, which takes microseconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from headstart.engine.logits.vocabulary import Vocabulary
+from headstart.errors import RequestError
+from headstart.frontend.structured.multiples import check_multiples, schemas_in
+from headstart.frontend.structured.params import Form
+from headstart.frontend.structured.reasons import MAX_ITEMS_IN_ROW, explain
+from headstart.frontend.structured.recursion import check_recursion
+from headstart.frontend.structured.refusals import Check, refuse_form
+from headstart.frontend.structured.tags import write_tags
+from headstart.imports import install
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["NAMES_SPECIAL", "GrammarCompiler", "TokenMasks", "check_form"]
+
+Found = TypeVar("Found")
+
+NAMES_SPECIAL = ("grammar", "structural_tag")
+"""Kinds of forms in which special tokens may stand."""
+_SETTING_STACK = threading.Lock()
+_REMEMBERED = 64  # compiled forms
+_TRIED = 32  # tokens of an answer, before a form is taken
+_TRIED_PARTS = 64  # of a form whose first tokens cannot be followed
+_LARK_START = re.compile(r"^\s*[?!]?start\b[^:=\n]*:(?!:)", re.MULTILINE)  # and not GBNF's ::=
+_STACK = 512 * 2**20  # bytes, of address space alone until they are used
+
+
+class TokenMasks:
+    """The tokens of one model as llguidance has them, and its threads.
+
+    A mask is `num_bytes` bytes with one bit for each token, the lowest first.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary) -> None:
+        library = _library()
+        size = max(vocabulary.size, len(tokenizer))
+        self.end_ids = sorted(one for one in vocabulary.eos_token_ids if one < size)
+        """Tokens that end an answer."""
+        self.tokenizer: LLTokenizer = library.hf.from_tokenizer(
+            tokenizer, size, eos_token=self.end_ids or None
+        )
+        self.executor: LLExecutor = library.LLExecutor(torch.get_num_threads())
+        self.num_bytes = (size + 31) // 32 * 4
+        self.end_bit: int = self.tokenizer.eos_tokens[0]
+        """The token whose bit says that the answer may end here."""
+        special = [i for i in range(size) if self.tokenizer.is_special_token(i)]
+        self.ends = self.pack(self.end_ids)
+        self.special = self.pack(special)
+        """A mask of the tokens that spell no text."""
+        self.special_ids = {
+            text: token_id
+            for text, token_id in tokenizer.get_added_vocab().items()
+            if text and self.tokenizer.is_special_token(token_id)
+        }
+
+    def pack(self, token_ids: Iterable[int]) -> np.ndarray:
+        """A mask of these tokens; those outside the vocabulary are left out."""
+        bits = np.zeros(self.num_bytes * 8, dtype=np.uint8)
+        bits[[token_id for token_id in token_ids if token_id < len(bits)]] = 1
+        return np.packbits(bits, bitorder="little")
+
+    def compute(self, matchers: list[LLMatcher]) -> np.ndarray:
+        """The next mask of each matcher, uint8 `[matchers, num_bytes]`."""
+        masks = np.empty((len(matchers), self.num_bytes), dtype=np.uint8)
+        numbered = [(matcher, at) for at, matcher in enumerate(matchers)]
+        self.executor.unsafe_compute_mask_ptr(
+            numbered, masks.ctypes.data, self.num_bytes, len(matchers)
+        )
+        return masks
+
+
+class GrammarCompiler:
+    """Matchers for one model's tokens. May be used from several threads.
+
+    What is compiled twice at the same time is compiled twice: no thread waits for a lock that an
+    interrupted one may have left closed. The vocabulary is read for the first structured request,
+    which takes a second for 100,000 tokens.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._masks = functools.cache(self._read_vocabulary)
+        self._compiled = functools.lru_cache(_REMEMBERED)(self._compile)
+
+    @property
+    def masks(self) -> TokenMasks:
+        """The model's tokens. Raises RequestError."""
+        return self._masks()
+
+    def matcher(self, form: Form) -> LLMatcher:
+        """A matcher at the beginning of a form. Raises RequestError."""
+        return self._compiled(form).deep_copy()
+
+    def _read_vocabulary(self) -> TokenMasks:
+        tokenizer = self._vocabulary.tokenizer
+        if tokenizer is None:
+            raise RequestError("the model came without a tokenizer: structured_outputs needs one")
+        try:
+            return TokenMasks(tokenizer, self._vocabulary)
+        except ImportError as error:
+            raise _not_installed() from error
+        except Exception as error:  # whatever llguidance says of a tokenizer that it cannot read
+            raise RequestError(
+                f"structured_outputs cannot use the model's tokenizer: {explain(error)}"
+            ) from error
+
+    def _compile(self, form: Form) -> LLMatcher:
+        """A matcher that has followed an answer's beginning: its first masks take the longest."""
+        masks = self.masks
+        if form.kind not in NAMES_SPECIAL:
+            _refuse_special(form, masks)
+        found = _with_deep_stack(lambda: _build(form, masks))
+        if isinstance(found, RequestError):
+            raise found
+        if isinstance(found, Exception) or found.is_error():
+            tried = Check(lambda one: _untried(one, masks), _TRIED_PARTS)
+            raise _with_deep_stack(lambda: refuse_form(form, _why(found), _READ, tried))
+        return found
+
+
+def _library() -> Any:
+    import llguidance
+    import llguidance.hf
+
+    return llguidance
+
+
+def check_form(form: Form) -> None:
+    """Raise RequestError for a form that no model's tokens can follow; needs no model."""
+    try:
+        _library()
+    except ImportError as error:
+        raise _not_installed() from error
+    refusal = _with_deep_stack(lambda: (why := _misread(form)) and refuse_form(form, why, _READ))
+    if isinstance(refusal, Exception):
+        raise refusal
+
+
+def _misread(form: Form) -> str:
+    """Why a form is refused whatever the tokens are; "" if it is not."""
+    try:
+        is_wrong, messages = _library().LLMatcher.validate_grammar_with_warnings(
+            _grammar(form, {}), limits=_limits()
+        )
+    except Exception as error:
+        return _why(error)
+    return str(messages[0]) if is_wrong else ""
+
+
+def _untried(form: Form, masks: TokenMasks) -> str:
+    """Why the beginning of an answer cannot be followed; "" if it can."""
+    try:
+        found = _build(form, masks)
+    except Exception as error:
+        return _why(error)
+    return _why(found) if found.is_error() else ""
+
+
+def _why(found: LLMatcher | Exception) -> str:
+    return (str(found) or repr(found)) if isinstance(found, Exception) else found.get_error()
+
+
+_READ = Check(_misread, tries=2_000)
+
+
+def _grammar(form: Form, special: Mapping[str, int]) -> str:
+    """A form in llguidance's own notation; special: ids of the tokens that spell no text."""
+    library = _library()
+    schemas = schemas_in(form.kind, form.text)
+    check_multiples(schemas, together=form.kind == "grammar" and len(schemas) > 1)
+    for schema in schemas:
+        check_recursion(schema)
+    if form.kind == "structural_tag":
+        return str(library.LLMatcher.grammar_from_lark(write_tags(*form[1:], special)))
+    if form.kind == "choice":  # one terminal: as rules, each text would be looked at in every step
+        texts = " | ".join(json.dumps(text) for text in json.loads(form.text))
+        return str(library.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
+    if form.kind == "grammar" and _LARK_START.search(form.text):
+        return str(library.LLMatcher.grammar_from_lark(form.text))
+    if form.kind != "json":
+        return str(library.grammar_from(form.kind, form.text))
+    options: dict[str, object] = {"whitespace_flexible": form.whitespace != ""}
+    if form.whitespace:
+        options["whitespace_pattern"] = form.whitespace
+    return str(library.LLMatcher.grammar_from_json_schema(form.text, defaults=options))
+
+
+def _limits() -> LLParserLimits:
+    limits: LLParserLimits = _library().LLParserLimits(
+        max_items_in_row=MAX_ITEMS_IN_ROW, verbose_errors=False
+    )
+    return limits
+
+
+def _build(form: Form, masks: TokenMasks) -> LLMatcher:
+    matcher: LLMatcher = _library().LLMatcher(
+        masks.tokenizer, _grammar(form, masks.special_ids), log_level=0, limits=_limits()
+    )
+    if matcher.is_error():
+        return matcher
+    masks.compute([matcher])
+    tried = _follow(matcher.deep_copy(), masks)
+    return tried if tried.is_error() else matcher
+
+
+def _follow(matcher: LLMatcher, masks: TokenMasks) -> LLMatcher:
+    """The matcher after the first tokens of an answer, drawn at random but always alike.
+
+    Whether a form is within llguidance's limits shows in its masks, not before.
+    """
+    draw = random.Random(0)
+    for _ in range(_TRIED):
+        [mask] = masks.compute([matcher])
+        bytes_with_any = np.flatnonzero(mask)
+        if matcher.is_stopped() or not len(bytes_with_any):
+            break
+        place = int(draw.choice(bytes_with_any))
+        bits = [bit for bit in range(8) if mask[place] >> bit & 1]
+        matcher.consume_token(place * 8 + draw.choice(bits))
+    return matcher
+
+
+def _with_deep_stack(work: Callable[[], Found]) -> Found | Exception:
+    """What `work` returns or raises, run where there is stack for it.
+
+    llguidance follows rules and `$ref`s by calling itself: at 64 kB of them an ordinary stack of
+    8 MB overflows, which would end the process.
+    """
+    found: list[Found | Exception] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, name="headstart-grammar", daemon=True)
+    with _SETTING_STACK:  # the size is that of all threads which are started now
+        before = threading.stack_size(_STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return found[0]
+
+
+def _not_installed() -> RequestError:
+    return RequestError(f"structured_outputs needs llguidance: {install('structured')}")
+
+
+def _refuse_special(form: Form, masks: TokenMasks) -> None:
+    for text in masks.special_ids:
+        if text in form.text:
+            reason = f"no text that is generated can have the special token {text!r}"
+            raise refuse_form(form, reason)

@@ -1,0 +1,197 @@
+"""What form an answer must have, in vLLM's names. Needs no torch."""
+
+import json as json_text
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, NamedTuple
+
+from headstart.errors import RequestError
+from headstart.frontend.structured.tags import read_tags
+from headstart.frontend.vllm_api.sampling import STRUCTURED, take_vllm_names
+from headstart.validation import check_utf8, describe, shorten
+
+__all__ = ["FORMATS", "Form", "StructuredOutputsParams", "adapt_schema"]
+
+MAX_BYTES = 65_536
+MAX_CHOICE_BYTES = 2**20  # one terminal, whose masks cost no more for more texts
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_POSITIONAL = _KINDS[:-1]  # the order of vLLM's fields
+_ANY_OBJECT = '{"type": "object"}'
+WHITESPACE = r"[ \t]|\r?\n[ \t]{0,20}"
+"""White space between JSON's tokens unless told otherwise: a space, or a line's end and some
+indentation. Small models like to write nothing else, and would go on with it for ever."""
+
+
+class Form(NamedTuple):
+    """A form as text, by which compiled ones are found again.
+
+    kind: json, regex, choice (a JSON list), grammar or structural_tag. whitespace: a regular
+    expression for the white space between JSON's tokens, "" for none.
+    """
+
+    kind: str
+    text: str
+    whitespace: str = ""
+
+
+@take_vllm_names(STRUCTURED, *_POSITIONAL)
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """The form of an answer: exactly one of six. Raises RequestError.
+
+    json: a JSON schema as a dict or as text, or a pydantic model; regex: a regular expression that
+    the whole answer matches; choice: texts of which the answer is one; grammar: a context-free
+    grammar in Lark's or GBNF's notation; json_object=True: any JSON object; structural_tag: free
+    text with parts in JSON, see `headstart.frontend.structured.tags`.
+    Between JSON's tokens there may be a space, or a line's end and indentation;
+    disable_any_whitespace leaves that out, whitespace_pattern is a regular expression for it.
+    disable_additional_properties allows an object whose properties the schema names no other,
+    where it does not say whether there may be.
+
+    >>> StructuredOutputsParams(choice=["yes", "no"]).form.text
+    '["yes", "no"]'
+    """
+
+    json: str | Mapping[str, Any] | type | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs has {' and '.join(given) or 'no form'}; allowed: exactly one "
+                f"of {', '.join(_KINDS)}"
+            )
+        if self.json_object is not None and self.json_object is not True:
+            raise RequestError(
+                f"structured_outputs.json_object is {describe(self.json_object)}; allowed: True"
+            )
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(
+                    f"structured_outputs.{name} is {describe(getattr(self, name))}; allowed: True "
+                    "or False"
+                )
+        for field in fields(self):
+            if field.name in ("regex", "grammar", "whitespace_pattern"):
+                _check_pattern(field.name, getattr(self, field.name))
+        _check_choice(self.choice)
+        size = check_utf8(f"structured_outputs.{given[0]}", self.form.text)
+        most = MAX_BYTES if self.choice is None else MAX_CHOICE_BYTES
+        if size > most:
+            raise RequestError(
+                f"structured_outputs.{given[0]} has {size:,} bytes; allowed: {most:,} at most"
+            )
+
+    @property
+    def form(self) -> Form:
+        """The form as text."""
+        pattern = WHITESPACE if self.whitespace_pattern is None else self.whitespace_pattern
+        whitespace = "" if self.disable_any_whitespace else pattern
+        if self.json_object is not None:
+            return Form("json", _ANY_OBJECT, whitespace)
+        if self.json is not None:
+            closed = self.disable_additional_properties
+            return Form("json", _schema_text(self.json, closed=closed), whitespace)
+        if self.structural_tag is not None:
+            closed = self.disable_additional_properties
+            tags = read_tags(self.structural_tag, lambda one: _schema_text(one, closed=closed))
+            return Form("structural_tag", tags, whitespace)
+        if self.regex is not None:
+            return Form("regex", self.regex)
+        if self.choice is not None:
+            return Form("choice", json_text.dumps(list(self.choice), ensure_ascii=False))
+        assert self.grammar is not None
+        return Form("grammar", self.grammar)
+
+
+def _schema_text(schema: Any, *, closed: bool) -> str:
+    """A JSON schema as text. Raises RequestError for what is none by its type.
+
+    closed: its objects have the properties that it names, and no others.
+    """
+    try:
+        if isinstance(schema, str):
+            parsed = json_text.loads(schema)
+        else:
+            describes_itself = getattr(schema, "model_json_schema", None)  # pydantic's models
+            parsed = describes_itself() if callable(describes_itself) else schema
+        text = json_text.dumps(parsed, ensure_ascii=False, allow_nan=False)
+        if closed or '"format"' in text:
+            adapted = adapt_schema(parsed, closed=closed)
+            text = json_text.dumps(adapted, ensure_ascii=False, allow_nan=False)
+    except Exception as error:  # RecursionError, and whatever a class raises
+        raise RequestError(
+            f"structured_outputs.json is {describe(schema)}; allowed: a JSON schema "
+            f"({type(error).__name__}: {shorten(str(error))})"
+        ) from error
+    if not isinstance(parsed, Mapping):
+        raise RequestError(
+            f"structured_outputs.json is {describe(schema)}; allowed: a JSON schema, which is an "
+            "object"
+        )
+    return text
+
+
+FORMATS = frozenset(
+    {
+        *("date", "date-time", "duration", "email", "hostname"),
+        *("ipv4", "ipv6", "time", "unknown", "uri", "uuid"),
+    }
+)
+"""Formats of strings that are enforced."""
+
+# Of a schema's keywords: those whose values are no schemas, and those that hold them by name.
+_DATA = ("const", "default", "enum", "examples")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+def adapt_schema(schema: Any, *, closed: bool = False) -> Any:
+    """Return the schema without formats that are annotations only: llguidance refuses them.
+
+    closed: with `additionalProperties: false` where it names properties and does not say.
+    """
+    adapt = partial(adapt_schema, closed=closed)
+    if isinstance(schema, (list, tuple)):
+        return [adapt(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    adapted: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, Mapping):
+            adapted[key] = {name: adapt(one) for name, one in value.items()}
+        elif key != "format" or not isinstance(value, str) or value in FORMATS:
+            adapted[key] = value if key in _DATA else adapt(value)
+    if closed and {"properties", "patternProperties"} & adapted.keys():
+        adapted.setdefault("additionalProperties", False)
+    return adapted
+
+
+def _check_pattern(name: str, pattern: object) -> None:
+    """An empty regular expression is one; a grammar has at least one rule."""
+    if pattern is None:
+        return
+    is_blank = name == "grammar" and isinstance(pattern, str) and not pattern.strip()
+    if not isinstance(pattern, str) or is_blank or "\0" in pattern:
+        raise RequestError(
+            f"structured_outputs.{name} is {describe(pattern)}; allowed: a text without the "
+            "character U+0000, and for a grammar not a blank one"
+        )
+
+
+def _check_choice(choice: object) -> None:
+    if choice is None:
+        return
+    is_list = isinstance(choice, Sequence) and not isinstance(choice, (str, bytes))
+    if not is_list or not choice or not all(isinstance(text, str) for text in choice):  # type: ignore[attr-defined]
+        raise RequestError(
+            f"structured_outputs.choice is {describe(choice)}; allowed: a list of at least one text"
+        )

@@ -1,0 +1,172 @@
+"""Packs the linear layers of one of transformers' models for the compiled kernels.
+
+Every plain `nn.Linear` becomes a `PackedLinear`, and an `nn.Embedding` that shares the LM head's
+weight a `PackedEmbedding`. Weights are packed one at a time: at most one is in memory twice. A few
+rows through both confirm each; and a model that does not run with packed weights, since other code
+reads them, gets all of them back.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headstart.models.linear.products import choose_product
+from headstart.models.packed import (
+    Arena,
+    PackedEmbedding,
+    PackedLinear,
+    PackedWeight,
+    can_pack,
+    has_memory,
+    map_pages,
+)
+from headstart.models.prefetch import ReadyMemory
+from headstart.models.transformers_backend.decoder import forward_rows
+
+__all__ = ["leave_file", "pack_linears"]
+
+_ROWS = 3
+_PROMPT = 5
+# Two correct results in bfloat16 differ by less than this part of their norm, wrong ones by more.
+_NEAR = 0.03
+
+
+def pack_linears(model: PreTrainedModel, ready_memory: ReadyMemory | None = None) -> None:
+    """Pack weights where possible, in `ready_memory` if it is given and large enough.
+
+    Does nothing without the compiled kernels, on a device other than the CPU or in a dtype other
+    than bfloat16.
+    """
+    if choose_product("bfloat16", model.dtype, model.device) != "bfloat16":
+        return
+    with torch.inference_mode():
+        map_pages(model.parameters())
+        expected = _logits(model)
+        if expected is None:
+            return
+        packed_bytes = _pack(model, ready_memory)
+        if not _runs_alike(_logits(model), expected):
+            _unpack(model)
+            return
+        leave_file((*model.parameters(), *model.buffers()), packed_bytes)
+
+
+def _logits(model: PreTrainedModel) -> Tensor | None:
+    """Logits of a few tokens; None if the model does not run."""
+    tokens = torch.arange(_PROMPT) % model.config.get_text_config().vocab_size
+    try:
+        return forward_rows(model, tokens, torch.arange(_PROMPT), torch.arange(_PROMPT))
+    # The model misses a weight, works only with nn.Linear, or is one that the probe refuses later
+    # with its reason.
+    except Exception:
+        return None
+
+
+def _runs_alike(found: Tensor | None, expected: Tensor) -> bool:
+    if found is None:
+        return False
+    # Rounding error grows with depth, and a near tie of experts may be decided the other way.
+    return float(_apart(found, expected).median()) < 10 * _NEAR
+
+
+def _apart(found: Tensor, expected: Tensor) -> Tensor:
+    """Per row, the norm of the difference divided by the norm of `expected`."""
+    size = expected.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    apart: Tensor = (found.float() - expected.float()).norm(dim=-1) / size
+    return apart
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    return found.shape == expected.shape and bool((_apart(found, expected) < _NEAR).all())
+
+
+def _pack(model: PreTrainedModel, ready_memory: ReadyMemory | None) -> int:
+    """Pack plain linear layers and embeddings that share their weight; returns the weights' bytes.
+
+    Packs one weight at a time, so that at most one is in memory twice.
+    """
+    users: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    weights: dict[int, Tensor] = {}
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            for weight in child.parameters(recurse=False):
+                if weight.dim() == 2:
+                    users[id(weight)].append((parent, name))
+                    weights[id(weight)] = weight
+    wanted = [key for key, places in users.items() if _can_swap(weights[key], places)]
+    arena = Arena((weights[key].shape for key in wanted), ready_memory)
+    size = sum(weights[key].nbytes for key in wanted)
+    for key in wanted:
+        _swap_weight(weights.pop(key), users.pop(key), arena)
+    arena.close()
+    return size
+
+
+def _can_swap(weight: Tensor, places: list[tuple[nn.Module, str]]) -> bool:
+    children = [parent.get_submodule(name) for parent, name in places]
+    return (
+        can_pack(weight)
+        and all(has_memory(own) for child in children for own in child.parameters(recurse=False))
+        and any(type(child) is nn.Linear for child in children)
+        and all(type(child) in (nn.Linear, nn.Embedding) for child in children)
+        and all(child.weight is weight for child in children)
+        and all(not child.sparse for child in children if isinstance(child, nn.Embedding))
+    )
+
+
+def _swap_weight(weight: Tensor, places: list[tuple[nn.Module, str]], arena: Arena) -> None:
+    children = [(parent, name, parent.get_submodule(name)) for parent, name in places]
+    packed = PackedWeight(weight, arena=arena)
+    for parent, name, child in children:
+        if isinstance(child, nn.Linear):
+            own = packed if child.bias is None else packed.with_bias(child.bias)
+            rows = _noise(_ROWS, child.in_features)
+            if not _near(own.multiply(rows), child(rows)):
+                return
+            setattr(parent, name, PackedLinear(own))
+        else:
+            setattr(parent, name, PackedEmbedding(packed))
+
+
+def _unpack(model: PreTrainedModel) -> None:
+    """Restore plain modules; modules of one packed weight share one parameter."""
+    made: dict[int, nn.Parameter] = {}
+
+    def weight(packed: PackedWeight) -> nn.Parameter:
+        if packed.panels_address not in made:
+            made[packed.panels_address] = nn.Parameter(packed.unpack(), requires_grad=False)
+        return made[packed.panels_address]
+
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, PackedLinear):
+                bias = child.packed.bias
+                plain = nn.Linear(child.in_features, child.out_features, bias is not None, "meta")
+                plain.weight = weight(child.packed)
+                if bias is not None:
+                    plain.bias = nn.Parameter(bias, requires_grad=False)
+                setattr(parent, name, plain)
+            elif isinstance(child, PackedEmbedding):
+                table = nn.Embedding(child.num_embeddings, child.embedding_dim, device="meta")
+                table.weight = weight(child.packed)
+                setattr(parent, name, table)
+
+
+def leave_file(tensors: Iterable[Tensor], replaced_bytes: int) -> None:
+    """Copy what was not replaced out of its mapped file, since any view keeps all of it mapped.
+
+    If more bytes are left than were replaced (experts of a mixture), they stay in the file.
+    Subclasses of `Tensor` are not copied.
+    """
+    left = list(filter(has_memory, tensors))
+    if sum(tensor.nbytes for tensor in left) < replaced_bytes:
+        with torch.inference_mode(False):
+            for tensor in left:
+                tensor.data = tensor.data.clone()
+
+
+def _noise(rows: int, width: int) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)

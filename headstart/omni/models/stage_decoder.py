@@ -1,0 +1,165 @@
+"""A stage's decoder: separate text model and head; returns hidden rows besides logits."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headstart.attention.layout import LayerLayout
+from headstart.models.decoder import EmbeddingOverlay
+from headstart.models.files import FileStamp
+from headstart.models.transformers_backend.decoder import TransformersDecoder, fingerprint_memory
+from headstart.omni.models.host_copies import HostCopy, host_copies
+
+__all__ = ["Checkpoint", "PassTensors", "StageDecoder", "StageParts", "text_layouts"]
+
+
+class PassTensors(NamedTuple):
+    """The tensors of one pass, one row per token.
+
+    embedded: `[tokens, width]`, the inputs. is_own: bool `[tokens]`, true if the input is the
+    token's own embedding. layers: the rows before the first layer, after it, ..., after the last,
+    in transformers' numbering, empty unless needed. hidden: `[tokens, hidden]`, after the final
+    norm.
+    """
+
+    embedded: Tensor
+    is_own: Tensor
+    layers: Sequence[Tensor]
+    hidden: Tensor
+
+
+class Checkpoint(NamedTuple):
+    """The files that a model was read from: their folder, and their versions before that."""
+
+    folder: Path
+    files: tuple[FileStamp, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageParts:
+    """The parts of a stage's decoder.
+
+    text_model: layers over embeddings, with token embeddings of its own. head: hidden rows to
+    logits. give: makes a pass's outputs, `[tokens, ...]` by name. project: from embedding width to
+    the text model's. needs_layers: `give` reads `layers`. hidden_ids: tokens never sampled.
+    num_deep: number of first layers after which rows are added where embeddings are given
+    (DeepStack, https://arxiv.org/abs/2406.04334). These rows follow the embeddings, so a given row
+    is `1 + num_deep` times as wide. checkpoint: of the whole model, None for one in memory.
+    """
+
+    text_model: PreTrainedModel
+    head: nn.Module
+    give: Callable[[PassTensors], Mapping[str, Tensor]]
+    eos_token_ids: frozenset[int] = frozenset()
+    project: nn.Module | None = None
+    needs_layers: bool = False
+    hidden_ids: tuple[int, ...] = ()
+    num_deep: int = 0
+    checkpoint: Checkpoint | None = None
+
+
+class StageDecoder(TransformersDecoder):
+    """A `TransformersDecoder` whose passes also give rows for the next stage."""
+
+    def __init__(self, parts: StageParts) -> None:
+        source = parts.checkpoint
+        folder = source.folder if source is not None else None
+        super().__init__(parts.text_model, text_layouts(parts.text_model), folder)
+        self.files = source.files if source is not None else None
+        self._parts = parts
+        self._passes: list[HostCopy] = []
+        self._begin_copy = host_copies(self.device)
+        self._hidden_ids = torch.tensor(parts.hidden_ids, dtype=torch.int64, device=self.device)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._parts.eos_token_ids
+
+    def take_passes(self) -> list[HostCopy]:
+        """The outputs of each pass since the last call, as copies to host memory."""
+        passes, self._passes = self._passes, []
+        return passes
+
+    def outputs_of_one(self) -> Mapping[str, Tensor]:
+        """The outputs of a pass over one token, of no meaning: what they look like."""
+        width = self.embed(torch.zeros(1, dtype=torch.int64, device=self.device)).shape[1]
+        embedded, hidden = (
+            torch.zeros(1, count, dtype=self.dtype, device=self.device)
+            for count in (width, self.config.get_text_config().hidden_size)
+        )
+        layers = [hidden] * (len(self.layouts) + 1) if self._parts.needs_layers else []
+        is_own = torch.ones(1, dtype=torch.bool, device=self.device)
+        with torch.inference_mode():
+            return self._parts.give(PassTensors(embedded, is_own, layers, hidden))
+
+    def _compute_fingerprint(self) -> str:
+        """That of the whole checkpoint, encoders included; in memory, of all that K/V come from."""
+        own = super()._compute_fingerprint()
+        if self._parts.checkpoint is not None or self._parts.project is None:
+            return own
+        return hashlib.sha256(
+            f"{own} {fingerprint_memory(self._parts.project)}".encode()
+        ).hexdigest()
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embeddings `[tokens, width]` of token ids."""
+        with torch.inference_mode():
+            rows: Tensor = self._model.get_input_embeddings()(token_ids)
+        return rows
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        embeddings: EmbeddingOverlay | None = None,
+    ) -> Tensor:
+        parts = self._parts
+        with torch.inference_mode():
+            embedded: Tensor = self._model.get_input_embeddings()(token_ids)
+            is_own = torch.ones_like(token_ids, dtype=torch.bool)
+            if embeddings is not None:
+                is_own[embeddings.rows] = False
+                given = embeddings.values.to(embedded)[:, : embedded.shape[1]]
+                embedded = embedded.index_copy(0, embeddings.rows, given)
+            entering = embedded if parts.project is None else parts.project(embedded)
+            output: Any = self._model(
+                inputs_embeds=entering.unsqueeze(0),
+                position_ids=positions.unsqueeze(-2),
+                use_cache=False,
+                output_hidden_states=parts.needs_layers,
+                **self._deep_rows(embeddings, is_own),
+            )
+            hidden: Tensor = output.last_hidden_state[0]
+            layers = [rows[0] for rows in output.hidden_states] if parts.needs_layers else []
+            handed = parts.give(PassTensors(embedded, is_own, layers, hidden))
+            self._passes.append(self._begin_copy(handed))  # while the head is computed
+            logits: Tensor = parts.head(hidden.index_select(0, logit_rows)).float()
+            if parts.hidden_ids:
+                logits.index_fill_(1, self._hidden_ids, -torch.inf)
+        return logits
+
+    def _deep_rows(self, embeddings: EmbeddingOverlay | None, is_own: Tensor) -> dict[str, Any]:
+        """The rows added after the first layers, as arguments of transformers' text models."""
+        if embeddings is None or not self._parts.num_deep:
+            return {}
+        width = embeddings.values.shape[1] // (1 + self._parts.num_deep)
+        in_order = embeddings.values[embeddings.rows.argsort()]
+        return {
+            "visual_pos_masks": ~is_own[None],
+            "deepstack_visual_embeds": list(torch.split(in_order[:, width:], width, dim=1)),
+        }
+
+
+def text_layouts(model: PreTrainedModel) -> tuple[LayerLayout, ...]:
+    """K and V of one token in each layer of a text model of the Llama family."""
+    config = model.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = int(config.num_hidden_layers)
+    return (LayerLayout(config.num_key_value_heads, width, width),) * layers

@@ -1,0 +1,348 @@
+"""Chats to token ids: a reply keeps those it was sampled with, and ids always spell the text."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from headstart.cache import Namespace
+from headstart.errors import ConfigError
+from headstart.frontend.chat.conversation import ConversationMemory, Turn
+from tests.tiny_tokenizers import CHATML, END_OF_TURN, TINY_TOKENIZERS, byte_tokens
+
+TOKENIZERS = {name: make() for name, make in TINY_TOKENIZERS.items()}
+BYTES = TOKENIZERS["byte_level"]
+TEXTS = st.text(
+    st.sampled_from("theo wr, \n日本👍é🏽\u200d👩") | st.characters(exclude_categories=["C"])
+)
+MESSAGES = [{"role": "user", "content": "hello there"}]
+
+
+def tokens(text: str, tokenizer: PreTrainedTokenizerBase = BYTES) -> list[int]:
+    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return token_ids
+
+
+def letters(text: str) -> list[int]:
+    """The ids of a text spelled letter by letter, as no tokenizer would but a model may."""
+    return [token_id for letter in text for token_id in tokens(letter)]
+
+
+def spell(token_ids: list[int], tokenizer: PreTrainedTokenizerBase = BYTES) -> str:
+    text = tokenizer.decode(token_ids, skip_special_tokens=False)
+    assert isinstance(text, str)
+    return text
+
+
+def turn(memory: ConversationMemory, messages: list[dict[str, Any]], *reply: Any) -> Turn:
+    """A turn as the engine finishes it: the prompt encoded, then (reply text, reply ids)."""
+    prompt = memory.render(messages)
+    return Turn(prompt, memory.encode(prompt), *reply)
+
+
+def next_prompt(memory: ConversationMemory, messages: list[dict[str, Any]], reply: str) -> str:
+    said = {"role": "assistant", "content": reply}
+    return memory.render([*messages, said, {"role": "user", "content": "and then?"}])
+
+
+def test_nothing_remembered_is_the_tokenizer_s_own_ids() -> None:
+    memory = ConversationMemory(BYTES)
+    prompt = memory.render(MESSAGES)
+    assert memory.encode(prompt) == tokens(prompt)
+    assert memory.encode("") == []
+
+
+def test_a_reply_keeps_the_ids_it_was_sampled_with() -> None:
+    memory = ConversationMemory(BYTES)
+    sampled = letters("the other weather")
+    assert sampled != tokens("the other weather")
+    first = turn(memory, MESSAGES, "the other weather", sampled)
+    memory.remember(first)
+    prompt = next_prompt(memory, MESSAGES, "the other weather")
+    token_ids = memory.encode(prompt)
+    seen = [*first.prompt_token_ids, *sampled]
+    assert token_ids[: len(seen)] == seen
+    assert spell(token_ids) == prompt
+
+
+@pytest.mark.parametrize("name", ["metaspace", "prepended"])
+def test_a_reply_that_begins_with_a_space_keeps_its_ids(name: str) -> None:
+    """Shown with the space or, as by other engines, without: the template decides what is found."""
+    tokenizer = TOKENIZERS[name]
+    memory = ConversationMemory(tokenizer)
+    sampled = tokenizer.convert_tokens_to_ids(["▁the", "▁t", "o", "g", "e", "t", "h", "e", "r"])
+    for shown in (" the together", "the together"):
+        memory.clear()
+        asked = turn(memory, MESSAGES, shown, sampled)
+        memory.remember(asked)
+        following = memory.encode(next_prompt(memory, MESSAGES, " the together"))
+        assert following[: len(asked.prompt_token_ids) + 9] == [*asked.prompt_token_ids, *sampled]
+
+
+def test_later_turns_keep_the_ids_of_all_replies() -> None:
+    memory = ConversationMemory(BYTES)
+    messages = list(MESSAGES)
+    for reply in ("the weather", "then the other", "hello"):
+        said = turn(memory, messages, reply, [*letters(reply), *tokens(END_OF_TURN)])
+        memory.remember(said)
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "so"}]
+        prompt = memory.render(messages)
+        token_ids = memory.encode(prompt)
+        seen = [*said.prompt_token_ids, *said.reply_token_ids]
+        assert token_ids[: len(seen)] == seen
+        assert spell(token_ids) == prompt
+
+
+def test_a_reply_that_spells_nothing_changes_no_prompt() -> None:
+    """Ids beyond the tokenizer's vocabulary once came back as part of the prompt they answered."""
+    memory = ConversationMemory(BYTES)
+    prompt = letters("user: hello")
+    memory.remember(Turn("user: hello", prompt, "", [100_000, 100_001]))
+    assert memory.encode("user: hello") == prompt
+
+
+def test_the_end_of_turn_that_the_template_spells_is_not_there_twice() -> None:
+    """A reply ends in the end-of-turn token, which its text does not show."""
+    memory = ConversationMemory(BYTES)
+    end = tokens(END_OF_TURN)
+    memory.remember(turn(memory, MESSAGES, "hello", [*letters("hello"), *end]))
+    prompt = next_prompt(memory, MESSAGES, "hello")
+    token_ids = memory.encode(prompt)
+    assert spell(token_ids) == prompt
+    assert token_ids.count(end[0]) == prompt.count(END_OF_TURN) == 3
+
+
+def test_special_tokens_that_the_reply_shows_are_kept() -> None:
+    """`skip_special_tokens=False`: what was shown comes back, before the template's own."""
+    memory = ConversationMemory(BYTES)
+    sampled = [*letters("hello"), *tokens(END_OF_TURN)]
+    said = turn(memory, MESSAGES, "hello" + END_OF_TURN, sampled)
+    memory.remember(said)
+    prompt = next_prompt(memory, MESSAGES, "hello" + END_OF_TURN)
+    token_ids = memory.encode(prompt)
+    assert token_ids[: len(said.prompt_token_ids) + 6] == [*said.prompt_token_ids, *sampled]
+    assert spell(token_ids) == prompt
+
+
+@pytest.mark.parametrize(
+    ("shown", "sampled", "kept"),
+    [
+        ("the end", "the end of", 7),
+        ("hello", "hello\nuser: ", 5),
+        ("", "the end", 0),
+        ("the 日", "the 日本", 7),
+    ],
+)
+def test_what_a_stop_string_cut_off_is_forgotten(shown: str, sampled: str, kept: int) -> None:
+    memory = ConversationMemory(BYTES)
+    said = turn(memory, MESSAGES, shown, byte_tokens(BYTES, sampled))
+    memory.remember(said)
+    prompt = next_prompt(memory, MESSAGES, shown)
+    token_ids = memory.encode(prompt)
+    seen = [*said.prompt_token_ids, *said.reply_token_ids[:kept]]
+    assert token_ids[: len(seen)] == seen
+    assert spell(token_ids) == prompt
+
+
+def test_an_unfinished_character_is_forgotten() -> None:
+    """A reply that ends at its length in the midst of a character: its text says U+FFFD."""
+    memory = ConversationMemory(BYTES)
+    sampled = byte_tokens(BYTES, "the 日")[:-1]
+    shown = spell(sampled)
+    assert shown == "the \ufffd"
+    said = turn(memory, MESSAGES, shown, sampled)
+    memory.remember(said)
+    prompt = next_prompt(memory, MESSAGES, shown)
+    token_ids = memory.encode(prompt)
+    seen = [*said.prompt_token_ids, *sampled[:4]]
+    assert token_ids[: len(seen)] == seen
+    assert token_ids[len(seen)] != sampled[4]
+    assert spell(token_ids) == prompt
+
+
+@pytest.mark.parametrize("reply", ["the other \n\n", "other\t", " ", "the  "])
+@pytest.mark.parametrize("trims", [True, False])
+def test_white_space_at_the_end_of_a_reply(reply: str, trims: bool) -> None:
+    """A template that trims replies finds all but the space, another one all."""
+    template = CHATML.replace("['content']", "['content'] | trim") if trims else CHATML
+    memory = ConversationMemory(TINY_TOKENIZERS["byte_level"](chat_template=template))
+    said = turn(memory, MESSAGES, reply, letters(reply))
+    memory.remember(said)
+    prompt = next_prompt(memory, MESSAGES, reply)
+    token_ids = memory.encode(prompt)
+    seen = [*said.prompt_token_ids, *letters(reply.rstrip() if trims else reply)]
+    assert token_ids[: len(seen)] == seen
+    assert spell(token_ids) == prompt
+
+
+@pytest.mark.parametrize("name", ["byte_level", "metaspace"])
+@pytest.mark.parametrize("rest", [" and then", "and then", "\nuser: and", "日本", " "])
+def test_a_reply_may_be_followed_by_plain_text(name: str, rest: str) -> None:
+    """Where a template has no special tokens: nothing is put between reply and rest."""
+    tokenizer = TOKENIZERS[name]
+    memory = ConversationMemory(tokenizer)
+    prompt, reply = tokens("user: hello\nyou:", tokenizer), byte_tokens(tokenizer, "other")
+    shown = spell([*prompt, *reply], tokenizer)[len("user: hello\nyou:") :]
+    memory.remember(Turn("user: hello\nyou:", prompt, shown, reply))
+    text = "user: hello\nyou:" + shown + rest
+    token_ids = memory.encode(text)
+    assert token_ids[: len(prompt) + len(reply)] == [*prompt, *reply]
+    assert spell(token_ids, tokenizer) == text
+
+
+def test_bytes_that_spoil_the_prompt_s_last_character_are_forgotten() -> None:
+    """SentencePiece spells a run of bytes as characters or, if one is wrong, as none at all."""
+    tokenizer = TOKENIZERS["metaspace"]
+    memory = ConversationMemory(tokenizer)
+    prompt = tokens("日", tokenizer)
+    [stray, *_] = tokens("日", tokenizer)[1:]
+    reply = [stray, *tokens("the", tokenizer)]
+    memory.remember(Turn("日", prompt, spell(reply, tokenizer), reply))
+    for text in ("日\ufffd the", "日\ufffd\ufffd\ufffd the", "日 the"):
+        assert memory.encode(text)[: len(prompt) + 1] != [*prompt, stray]
+        assert spell(memory.encode(text), tokenizer) == text
+
+
+def test_a_reply_that_comes_back_changed_keeps_the_prompt() -> None:
+    """Rewritten by the template or edited by the user: the prompt's ids stand, as they were.
+
+    The prompt's own last token would merge with the reply's first if all were tokenised anew:
+    two line ends are one token.
+    """
+    memory = ConversationMemory(BYTES)
+    said = turn(memory, MESSAGES, "hello", letters("hello"))
+    assert said.prompt.endswith("assistant\n")
+    assert len(tokens("\n\n")) == 1
+    memory.remember(said)
+    prompt = next_prompt(memory, MESSAGES, "\n\nthe other")
+    token_ids = memory.encode(prompt)
+    assert token_ids[: len(said.prompt_token_ids)] == said.prompt_token_ids
+    assert tokens(prompt)[: len(said.prompt_token_ids)] != said.prompt_token_ids
+    assert spell(token_ids) == prompt
+
+
+def test_the_later_of_two_spellings_of_a_reply_is_kept() -> None:
+    memory = ConversationMemory(BYTES)
+    memory.remember(turn(memory, MESSAGES, "the other", letters("the other")))
+    said = turn(memory, MESSAGES, "the other", tokens("the other"))
+    memory.remember(said)
+    prompt = next_prompt(memory, MESSAGES, "the other")
+    assert memory.encode(prompt) == tokens(prompt)
+
+
+def test_salts_share_nothing() -> None:
+    memory = ConversationMemory(BYTES)
+    said = turn(memory, MESSAGES, "the other", letters("the other"))
+    memory.remember(said, Namespace(None, "a"))
+    prompt = next_prompt(memory, MESSAGES, "the other")
+    for stranger in (None, "", "b", "a" + said.prompt[:1]):
+        assert memory.encode(prompt, Namespace(None, stranger)) == tokens(prompt)
+    assert memory.encode(prompt, Namespace(None, "a")) != tokens(prompt)
+
+
+def test_a_salt_and_a_text_do_not_run_together() -> None:
+    """Salt "ab" with text "c" is not salt "a" with text "bc", nor no salt with "abc"."""
+    memory = ConversationMemory(BYTES)
+    texts = {"ab": "c the other", "a": "bc the other", None: "abc the other", "": "other"}
+    for salt, text in texts.items():
+        memory.remember(Turn(text, letters(text), "", []), Namespace(None, salt))
+    for salt in texts:
+        for text in texts.values():
+            expected = letters(text) if text == texts[salt] else tokens(text)
+            assert memory.encode(text, Namespace(None, salt)) == expected
+
+
+def test_the_text_used_least_recently_is_forgotten() -> None:
+    memory = ConversationMemory(BYTES, max_texts=2)
+
+    def remember(text: str) -> None:
+        memory.remember(Turn(text, letters(text), "", []))
+
+    for text in ("the", "other", "the", "weather"):
+        remember(text)
+    assert len(memory) == 2
+    assert memory.encode("other") == tokens("other") != letters("other")
+    assert memory.encode("the") == letters("the")  # used: now "weather" is the oldest
+    remember("other")
+    assert memory.encode("weather") == tokens("weather") != letters("weather")
+    assert memory.encode("the") == letters("the")
+    assert memory.encode("other") == letters("other")
+
+
+def test_a_memory_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_texts is 0; allowed: at least 1"):
+        ConversationMemory(BYTES, max_texts=0)
+    with pytest.raises(ConfigError, match="max_bytes is 0; allowed: at least 1"):
+        ConversationMemory(BYTES, max_bytes=0)
+
+
+# Invariants
+
+
+@given(st.data(), st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=6), st.integers(1, 8))
+def test_the_longest_known_beginning_is_found(
+    data: st.DataObject, known: list[tuple[str, str]], capacity: int
+) -> None:
+    """Against a search through all texts that a memory of this size may still hold."""
+    memory = ConversationMemory(BYTES, max_texts=capacity)
+    expected: dict[str, list[int]] = {}
+    for prompt, reply in known:
+        text = prompt + reply
+        memory.remember(Turn(text, byte_tokens(BYTES, text), "", []))
+        expected.pop(text, None)
+        expected[text] = byte_tokens(BYTES, text)
+    kept = list(expected)[-capacity:]
+    assert len(memory) == len(kept)
+    assert memory._texts._lengths == sorted({len(text.encode()) for text in kept})
+    wanted = data.draw(st.sampled_from(kept)) + data.draw(TEXTS)
+    longest = max((text for text in kept if wanted.startswith(text)), key=len)
+    assert memory.encode(wanted) == expected[longest] + tokens(wanted[len(longest) :])
+
+
+@pytest.mark.parametrize("name", TINY_TOKENIZERS)
+@given(data=st.data())
+def test_ids_spell_the_text_whatever_is_remembered(name: str, data: st.DataObject) -> None:
+    """Replies of any ids at all, cut anywhere, shown with or without special tokens.
+
+    The tokenizer of Llama 2 spells more spaces than there were; then they are the same ones.
+    """
+    tokenizer = TOKENIZERS[name]
+    memory = ConversationMemory(tokenizer)
+    messages = [{"role": "user", "content": data.draw(TEXTS)}]
+    for _ in range(3):
+        prompt = memory.render(messages)
+        token_ids = memory.encode(prompt)
+        anew = spell(tokens(prompt, tokenizer), tokenizer)
+        assert spell(token_ids, tokenizer) == anew
+        assert name == "prepended" or anew == prompt
+        sampled = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=12))
+        shown = tokenizer.decode(sampled, skip_special_tokens=data.draw(st.booleans()))
+        assert isinstance(shown, str)
+        shown = shown[: data.draw(st.integers(0, len(shown)))]
+        memory.remember(Turn(prompt, token_ids, shown, sampled))
+        messages += [
+            {"role": "assistant", "content": shown},
+            {"role": "user", "content": data.draw(TEXTS)},
+        ]
+
+
+@pytest.mark.parametrize("name", TINY_TOKENIZERS)
+@given(data=st.data())
+def test_a_reply_in_whole_characters_is_kept_whole(name: str, data: st.DataObject) -> None:
+    """Replies that are texts, tokenised another way than the tokenizer does it, come back whole."""
+    tokenizer = TOKENIZERS[name]
+    memory = ConversationMemory(tokenizer)
+    prompt = memory.render(MESSAGES)
+    plain = TEXTS.filter(lambda text: "<|" not in text)  # the text of a special token is not shown
+    pieces = data.draw(st.lists(plain, max_size=6))
+    sampled = [token_id for piece in pieces for token_id in tokens(piece, tokenizer)]
+    sampled = byte_tokens(tokenizer, "other") + sampled
+    shown = tokenizer.decode(sampled, skip_special_tokens=True)
+    assert isinstance(shown, str)
+    prompt_ids = memory.encode(prompt)
+    memory.remember(Turn(prompt, prompt_ids, shown, [*sampled, *tokens(END_OF_TURN, tokenizer)]))
+    in_context = spell([*prompt_ids, *sampled], tokenizer)[len(spell(prompt_ids, tokenizer)) :]
+    following = memory.encode(prompt + in_context + END_OF_TURN + "\n<|im_start|>user\nso")
+    assert following[: len(prompt_ids) + len(sampled)] == [*prompt_ids, *sampled]

@@ -1,0 +1,294 @@
+"""Images that look alike: only where asked for, only in one tenant, only copies, and said so."""
+
+import hashlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image, ImageDraw, ImageFont
+
+from headstart import LLM, RequestOutput, SamplingParams
+from headstart.engine.images.encoder_cache import EncoderKey
+from headstart.frontend.images.perceptual_hash import look_of
+from headstart.frontend.images.reading import LoadedImage
+from headstart.frontend.images.similar import ENTRY_BYTES, SimilarImages
+from headstart.models.image_encoder import ProcessedImage
+from tests.tiny_vision import make_image, save_tiny_vision
+
+ASKED = SamplingParams(temperature=0, max_tokens=4, similar_images=True)
+NOT_ASKED = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.fixture(scope="module", params=["llava", "qwen2_5_vl"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_vision(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture
+def llm(folder: Path) -> Iterator[LLM]:
+    llm = LLM(folder, num_blocks=64, debug=True)
+    yield llm
+    llm.close()
+
+
+def spots(seed: int, size: int = 60) -> Image.Image:
+    """Squares of colours: finer noise would not survive JPEG."""
+    return make_image(seed, 16, 16).resize((size, size), Image.Resampling.BICUBIC)
+
+
+def as_jpeg(image: Image.Image) -> Image.Image:
+    stream = io.BytesIO()
+    image.save(stream, "jpeg", quality=97, subsampling=0)
+    return Image.open(stream).convert("RGB")
+
+
+def ask(llm: LLM, image: Any, params: SamplingParams = ASKED, **more: Any) -> RequestOutput:
+    assert llm.engine.images is not None
+    prompt = {
+        "prompt": f"What is {llm.engine.images.placeholder}?",
+        "multi_modal_data": {"image": image},
+    }
+    salt = more.pop("cache_salt", None)
+    [output] = llm.generate({**prompt, **more}, params, cache_salt=salt)
+    return output
+
+
+def test_a_copy_is_replaced_whole_and_the_reply_says_so(llm: LLM) -> None:
+    first = ask(llm, spots(1))
+    second = ask(llm, as_jpeg(spots(1)))
+    assert second.images[0].digest == first.images[0].digest
+    assert (first.images[0].is_similar, second.images[0].is_similar) == (False, True)
+    assert second.num_cached_tokens == len(second.prompt_token_ids) - 1
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids
+    assert llm.engine.images is not None and llm.engine.images.cache.num_encoded == 1
+    assert not ask(llm, spots(2)).images[0].is_similar
+
+
+def test_in_a_chat(llm: LLM) -> None:
+    def chat(image: Image.Image) -> RequestOutput:
+        content = [{"type": "image", "image": image}, {"type": "text", "text": "?"}]
+        [output] = llm.chat([{"role": "user", "content": content}], ASKED)
+        return output
+
+    first, second = chat(spots(1)), chat(as_jpeg(spots(1)))
+    assert second.images[0].is_similar
+    assert second.prompt_token_ids == first.prompt_token_ids
+
+
+def test_nobody_is_touched_who_did_not_ask(llm: LLM) -> None:
+    ask(llm, spots(1), NOT_ASKED)
+    assert not ask(llm, as_jpeg(spots(1)), ASKED).images[0].is_similar
+    third = ask(llm, spots(1), NOT_ASKED)
+    assert not third.images[0].is_similar
+    assert third.images[0].digest == ask(llm, spots(1), NOT_ASKED).images[0].digest
+
+
+def test_tenants_do_not_see_one_another(llm: LLM) -> None:
+    ask(llm, spots(1), cache_salt="a")
+    assert not ask(llm, as_jpeg(spots(1)), cache_salt="b").images[0].is_similar
+    assert not ask(llm, as_jpeg(spots(1))).images[0].is_similar
+    assert ask(llm, as_jpeg(spots(1)), cache_salt="a").images[0].is_similar
+
+
+def test_a_copy_scaled_a_little_is_replaced_whatever_its_grid(llm: LLM) -> None:
+    large = spots(1, size=120)
+    first = ask(llm, large)
+    copy = ask(llm, large.resize((122, 118), Image.Resampling.LANCZOS))
+    assert copy.images[0].is_similar
+    assert copy.prompt_token_ids == first.prompt_token_ids
+    assert not ask(llm, large.resize((112, 112))).images[0].is_similar
+
+
+def test_a_digit_is_not_overlooked(llm: LLM) -> None:
+    def label(dose: int) -> Image.Image:
+        image = Image.new("RGB", (128, 64), "white")
+        font = ImageFont.load_default(12)
+        ImageDraw.Draw(image).text((8, 20), f"Dose: {dose} mg", fill="black", font=font)
+        return image
+
+    first = ask(llm, label(10))
+    other = ask(llm, label(90))
+    assert not other.images[0].is_similar
+    assert other.images[0].digest != first.images[0].digest
+    assert ask(llm, as_jpeg(label(90))).images[0].digest == other.images[0].digest
+
+
+def test_files_that_show_the_same_are_the_same(llm: LLM) -> None:
+    """Turned by EXIF, with a palette or an opaque alpha: compared as the model sees them."""
+    image = spots(1, size=64).quantize(64).convert("RGB")
+    first = ask(llm, image)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # to be turned by 90 degrees clockwise
+    opaque = image.copy()
+    opaque.putalpha(255)
+    clear = image.copy()
+    clear.putalpha(128)
+    assert ask(llm, clear).images[0].digest != first.images[0].digest
+    for file, options in (
+        (image.rotate(90), {"exif": turned}),
+        (image.quantize(64), {}),
+        (opaque, {}),
+    ):
+        stream = io.BytesIO()
+        file.save(stream, "png", **options)
+        assert ask(llm, stream.getvalue()).images[0].digest == first.images[0].digest
+
+
+def test_an_image_with_an_id_of_its_own_stays_itself(llm: LLM) -> None:
+    ask(llm, spots(1))
+    named = ask(llm, as_jpeg(spots(1)), multi_modal_uuids={"image": "mine"})
+    assert not named.images[0].is_similar
+
+
+def test_what_is_no_longer_cached_takes_no_place(folder: Path) -> None:
+    rows = len(ask(LLM(folder, num_blocks=64), spots(1)).prompt_token_ids)
+    llm = LLM(folder, num_blocks=64, encoder_cache_rows=rows, debug=True)
+    ask(llm, spots(1))
+    ask(llm, spots(2))
+    assert not ask(llm, as_jpeg(spots(1))).images[0].is_similar
+    llm.close()
+
+
+def test_images_prepared_together_stand_for_later_copies(llm: LLM) -> None:
+    """None of them is encoded when the next is compared with it."""
+    assert llm.engine.images is not None
+    text = f"What is {llm.engine.images.placeholder}?"
+    batches = [
+        [{"prompt": text, "multi_modal_data": {"image": image}} for image in images]
+        for images in ([spots(seed) for seed in (1, 2, 3)], [as_jpeg(spots(n)) for n in (1, 2, 3)])
+    ]
+    for batch, expected in zip(batches, (False, True), strict=True):
+        outputs = llm.generate(batch, ASKED, use_tqdm=False)
+        assert [output.images[0].is_similar for output in outputs] == [expected] * 3
+
+
+class Everything:
+    """An encoder cache that has embeddings of all images."""
+
+    def __contains__(self, digest: bytes) -> bool:
+        return True
+
+
+def loaded(image: Image.Image) -> LoadedImage:
+    digest = hashlib.sha256(image.tobytes()).digest()
+    return LoadedImage(digest, ProcessedImage({}, (1, 1, 1), 4, image), look=look_of(image))
+
+
+def test_pixels_are_kept_within_a_limit() -> None:
+    one = look_of(spots(1)).packed()
+    room = 2 * (len(one.pixels) + one.thumbnail.nbytes + ENTRY_BYTES) + 500
+    similar = SimilarImages(Everything(), capacity=room)  # type: ignore[arg-type]
+    for seed in (1, 2, 3, 2, 4):
+        similar.settle(loaded(spots(seed)), None)
+        assert 0 < similar.num_bytes <= room
+    found = [similar.settle(loaded(as_jpeg(spots(seed))), None) for seed in (2, 4)]
+    assert [one.is_similar for one in found] == [True, True]
+    assert not similar.settle(loaded(as_jpeg(spots(1))), None).is_similar
+
+
+def test_an_image_larger_than_the_limit_is_not_kept() -> None:
+    similar = SimilarImages(Everything(), capacity=100)  # type: ignore[arg-type]
+    assert not similar.settle(loaded(spots(1)), None).is_similar
+    assert similar.num_bytes == 0
+    assert not similar.settle(loaded(as_jpeg(spots(1))), None).is_similar
+
+
+def test_the_image_that_stands_for_a_copy_has_its_own_pixels() -> None:
+    """Its embeddings may be evicted before they are used; they are then made anew."""
+    similar = SimilarImages(Everything())  # type: ignore[arg-type]
+    similar.settle(loaded(spots(1)), None)
+    image = similar.settle(loaded(as_jpeg(spots(1))), None).image
+    assert image.inputs is None
+    assert image.pixels.tobytes() == spots(1).tobytes()
+
+
+class Some(set[EncoderKey]):
+    """An encoder cache that has embeddings of these images, and counts how often it is asked."""
+
+    num_asked = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.num_asked += 1
+        return super().__contains__(key)
+
+
+def key_of(seed: int, salt: str | None = None) -> EncoderKey:
+    return EncoderKey(salt, loaded(spots(seed)).digest)
+
+
+def test_an_image_is_forgotten_with_its_embeddings() -> None:
+    cache = Some()
+    similar = SimilarImages(cache)  # type: ignore[arg-type]
+    for seed in (1, 2, 3):
+        similar.settle(loaded(spots(seed)), None)
+        cache.add(key_of(seed))
+    similar.settle(loaded(spots(4)), None)
+    before = similar.num_bytes
+    cache -= {key_of(1), key_of(2)}
+    similar.settle(loaded(spots(5)), "another tenant")
+    assert len(similar) == 5
+    similar.settle(loaded(spots(6)), None)
+    assert len(similar) == 4, "3 has embeddings, 4 may get some, 5 and 6 are new"
+    assert similar.num_bytes < before
+    cache.clear()
+    similar.settle(loaded(spots(7)), None)
+    assert len(similar) == 4, "3 is gone, and 7 new"
+
+
+def test_an_image_that_is_shown_again_waits_for_its_embeddings() -> None:
+    cache = Some()
+    similar = SimilarImages(cache)  # type: ignore[arg-type]
+    for seed in (1, 2, 3):
+        similar.settle(loaded(spots(seed)), None)
+        cache.add(key_of(seed))
+    assert similar.settle(loaded(as_jpeg(spots(2))), None).is_similar
+    similar.settle(loaded(spots(1)), None)
+    cache.clear()  # before either is encoded
+    similar.settle(loaded(spots(4)), None)
+    cache.update((key_of(1), key_of(2)))
+    found = [similar.settle(loaded(as_jpeg(spots(seed))), None) for seed in (1, 2)]
+    assert [one.is_similar for one in found] == [True, True]
+
+
+def test_images_are_kept_within_a_number() -> None:
+    cache = Some()
+    similar = SimilarImages(cache, max_known=3)  # type: ignore[arg-type]
+    for seed, salt in ((1, "a"), (2, "b"), (3, "a"), (1, "a"), (4, None)):
+        similar.settle(loaded(spots(seed)), salt)
+        cache.add(key_of(seed, salt))
+        assert len(similar) <= 3
+    copies = [(1, "a"), (3, "a"), (4, None), (2, "b")]
+    found = [similar.settle(loaded(as_jpeg(spots(seed))), salt) for seed, salt in copies]
+    assert [one.is_similar for one in found] == [True, True, True, False]
+
+
+class Salt(str):
+    """Counts how often salts are compared."""
+
+    num_compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Salt.num_compared += 1
+        return str.__eq__(self, other)
+
+
+def test_what_a_new_image_costs_does_not_grow_with_other_tenants() -> None:
+    cache = Some()
+    similar = SimilarImages(cache)  # type: ignore[arg-type]
+    for seed in range(20):
+        similar.settle(loaded(spots(seed)), Salt(f"tenant {seed % 10}"))
+    cache.num_asked = Salt.num_compared = 0
+    similar.settle(loaded(spots(20)), Salt("tenant 0"))
+    assert cache.num_asked == 2
+    assert Salt.num_compared < 10
+
+
+def test_tiny_images_count_what_keeps_them() -> None:
+    similar = SimilarImages(Everything(), capacity=20_000)  # type: ignore[arg-type]
+    for grey in range(0, 240, 40):
+        similar.settle(loaded(Image.new("RGB", (4, 4), (grey, grey, grey))), None)
+    assert len(similar) == 5
+    assert 5 * (ENTRY_BYTES + 1536) < similar.num_bytes <= 20_000

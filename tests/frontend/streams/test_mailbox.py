@@ -1,0 +1,385 @@
+"""Updates on their way to an event loop: one call for many, none lost, and failures of streams."""
+
+import asyncio
+import dataclasses
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart import AsyncLLM, RequestOutput, SamplingParams
+from headstart.engine.params import RequestOutputKind
+from headstart.frontend.streams import mailbox
+from headstart.frontend.streams.async_stream import AsyncRequestStream
+from headstart.frontend.streams.mailbox import AsyncMailbox
+from tests.engine.tiny_llm import save_smallest
+
+PROMPT = {"prompt_token_ids": [5, 6, 7, 8, 9]}
+LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
+    folder: Path = save_smallest(tmp_path_factory.mktemp("mailbox"))
+    with closing(AsyncLLM(folder, dtype="float32", num_blocks=24, num_threads=1)) as llm:
+        yield llm
+
+
+def make_box(llm: AsyncLLM, *, paced: bool = False) -> tuple[AsyncMailbox, RequestOutput]:
+    group = llm.engine.prepare(PROMPT, LONG)
+    return AsyncMailbox(llm._driver, group, paced=paced), group.output()
+
+
+def count_calls(loop: asyncio.AbstractEventLoop, patch: pytest.MonkeyPatch) -> list[object]:
+    calls: list[object] = []
+    wake = loop.call_soon_threadsafe
+
+    def counted(function: Callable[..., Any], *args: Any, **options: Any) -> asyncio.Handle:
+        calls.append(function)
+        return wake(function, *args, **options)
+
+    patch.setattr(loop, "call_soon_threadsafe", counted)
+    return calls
+
+
+def test_one_call_wakes_the_loop_for_all_that_came(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def read() -> None:
+        calls = count_calls(asyncio.get_running_loop(), monkeypatch)
+        boxes = [make_box(llm) for _ in range(8)]
+        for box, output in boxes:
+            box.receive(output)
+            box.receive(output)
+        assert len(calls) == 1
+        for box, output in boxes:
+            assert [await box.get(), await box.get()] == [output, output]
+        boxes[0][0].receive(boxes[0][1])
+        assert len(calls) == 2 and await boxes[0][0].get() == boxes[0][1]
+
+    asyncio.run(read())
+
+
+def test_paced_updates_come_together_and_wake_nobody(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first and the last come at once; the loop looks for what is between by itself."""
+
+    async def read() -> None:
+        calls = count_calls(asyncio.get_running_loop(), monkeypatch)
+        box, output = make_box(llm, paced=True)
+        first, second, third, last = (
+            dataclasses.replace(output, num_cached_tokens=at, finished=at == 3) for at in range(4)
+        )
+        box.receive(first)
+        assert await box.get() is first
+        box.receive(second)
+        box.receive(third)
+        assert len(calls) == 1
+        assert await box.get() is third
+        box.receive(second)
+        box.receive(last)
+        assert len(calls) == 2
+        assert await box.get() is last
+
+    asyncio.run(read())
+
+
+def test_a_loop_that_is_busy_keeps_one_note_for_each_reader(llm: AsyncLLM) -> None:
+    """There was one for each token of each, as long as the loop did not look."""
+
+    async def read() -> None:
+        boxes = [make_box(llm, paced=True) for _ in range(3)]
+        for box, output in boxes:
+            box.receive(output)
+            assert await box.get() is output
+        for turn in range(2):
+            for at in range(1000):
+                for box, output in boxes:
+                    box.receive(dataclasses.replace(output, num_cached_tokens=at))
+            assert len(boxes[0][0]._post._late) == len(boxes), turn
+            for box, _ in boxes:
+                assert (await box.get()).num_cached_tokens == 999, turn
+            assert not boxes[0][0]._post._late
+
+    asyncio.run(read())
+
+
+def test_what_was_not_posted_is_looked_for(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where memory ends between the note that it is posted, and the posting."""
+    monkeypatch.setattr(mailbox, "_PATIENCE", 0.01)
+
+    async def read() -> None:
+        box, output = make_box(llm, paced=True)
+        box.receive(output)
+        assert await box.get() is output
+        box.is_posted = True
+        late = dataclasses.replace(output, num_cached_tokens=1)
+        box.receive(late)
+        assert await box.get() is late
+
+    asyncio.run(read())
+
+
+def test_what_may_wait_is_not_told_with_what_may_not(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token of each of many requests had all others told theirs one by one."""
+    monkeypatch.setattr(mailbox, "PACE", 3600.0)
+
+    async def read() -> None:
+        early, late = make_box(llm, paced=True), make_box(llm, paced=True)
+        early[0].receive(early[1])
+        assert await early[0].get() is early[1]
+        early[0].receive(early[1])
+        late[0].receive(late[1])
+        assert await late[0].get() is late[1]
+        assert not early[0]._updates and early[0]._late
+        early[0].look()
+        assert await early[0].get() is early[1]
+
+    asyncio.run(read())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_error_does_not_take_the_place_of_what_came_before(llm: AsyncLLM, count: int) -> None:
+    """Nor of what may wait."""
+
+    async def read() -> None:
+        box, output = make_box(llm, paced=True)
+        outputs = [dataclasses.replace(output, num_cached_tokens=at) for at in range(count)]
+        for output in outputs:
+            box.receive(output)
+        box.receive(ValueError("on purpose"))
+        assert await box.get() is outputs[-1]
+        with pytest.raises(ValueError, match="on purpose"):
+            await box.get()
+
+    asyncio.run(read())
+
+
+def test_what_ends_a_stream_is_told_though_an_update_comes_after_it(llm: AsyncLLM) -> None:
+    """The engine may be within a step when a stream is left, and tell it of that step."""
+
+    async def read() -> None:
+        box, output = make_box(llm, paced=True)
+        box.receive(ValueError("on purpose"))
+        box.receive(output)
+        with pytest.raises(ValueError, match="on purpose"):
+            await box.get()
+
+    asyncio.run(read())
+
+
+@pytest.mark.parametrize("paced", [False, True])
+def test_a_stream_of_new_tokens_has_all_of_them(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, paced: bool
+) -> None:
+    monkeypatch.setattr(mailbox, "PACE", 0.02)  # some ten tokens
+
+    async def read(paced: bool) -> tuple[int, list[int]]:
+        params = SamplingParams(
+            temperature=0, max_tokens=40, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        )
+        stream = llm.outputs(llm.engine.prepare(PROMPT, params), paced=paced)
+        parts = [one.outputs[0].token_ids async for one in stream]
+        return len(parts), [token for part in parts for token in part]
+
+    count, told = asyncio.run(read(paced))
+    assert len(told) == 40 and told == asyncio.run(read(False))[1]
+    assert count == 40 or paced
+
+
+def test_a_call_that_was_lost_holds_nobody_up_for_ever(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where memory ends between the note that the loop is called, and the call."""
+    monkeypatch.setattr(mailbox, "_PATIENCE", 0.01)
+
+    async def read() -> None:
+        box, output = make_box(llm)
+        with monkeypatch.context() as patch:
+
+            def fail(*_: object) -> None:
+                raise MemoryError("on purpose")
+
+            patch.setattr(asyncio.get_running_loop(), "call_soon_threadsafe", fail)
+            with pytest.raises(MemoryError):
+                box.receive(output)
+        box.receive(output)  # calls nobody: it seems to be done
+        assert [await box.get(), await box.get()] == [output, output]
+
+    asyncio.run(read())
+
+
+def test_no_update_of_two_threads_is_lost(llm: AsyncLLM) -> None:
+    """They and the loop race for the flag that says whether the loop is called."""
+
+    async def read() -> None:
+        boxes = [make_box(llm) for _ in range(2)]
+
+        def send(box: AsyncMailbox, output: RequestOutput) -> None:
+            for _ in range(100):
+                box.receive(output)
+
+        for _ in range(20):
+            threads = [threading.Thread(target=send, args=one) for one in boxes]
+            for thread in threads:
+                thread.start()
+            for box, _ in boxes:
+                async with asyncio.timeout(30):
+                    for _ in range(100):
+                        await box.get()
+            for thread in threads:
+                thread.join()
+
+    asyncio.run(read())
+
+
+def test_a_loop_that_was_closed_is_told_each_time(llm: AsyncLLM) -> None:
+    async def make() -> tuple[AsyncMailbox, RequestOutput]:
+        box, output = make_box(llm)
+        box.receive(output)  # stays on its way
+        return box, output
+
+    loop = asyncio.new_event_loop()
+    box, output = loop.run_until_complete(make())
+    box.receive(output)
+    loop.close()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="closed"):
+            box.receive(output)
+
+
+def test_nothing_is_kept_of_a_loop(llm: AsyncLLM) -> None:
+    kept: list[weakref.ref[object]] = []
+
+    async def read() -> None:
+        async for one in llm.generate(PROMPT, LONG):
+            finished = one.finished
+            loop = asyncio.get_running_loop()
+            kept.extend([weakref.ref(loop), weakref.ref(mailbox._POSTS[loop])])
+        assert finished
+
+    asyncio.run(read())
+    llm._driver.call(lambda: None)  # the engine's thread has left the step that told the last one
+    gc.collect()
+    assert kept
+    assert [one() for one in kept if one() is not None] == []
+
+
+def test_no_paced_update_of_two_threads_is_lost(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one sent is read, whatever the loop does when it comes."""
+    monkeypatch.setattr(mailbox, "_PATIENCE", 3600.0)  # or a lost one would be looked for
+
+    async def read() -> None:
+        for _ in range(20):
+            boxes = [make_box(llm, paced=True) for _ in range(2)]
+
+            def send(box: AsyncMailbox, output: RequestOutput) -> None:
+                for at in range(100):
+                    box.receive(dataclasses.replace(output, num_cached_tokens=at))
+
+            threads = [threading.Thread(target=send, args=one) for one in boxes]
+            for thread in threads:
+                thread.start()
+            for box, _ in boxes:
+                async with asyncio.timeout(60):
+                    while (await box.get()).num_cached_tokens < 99:
+                        pass
+            for thread in threads:
+                thread.join()
+
+    asyncio.run(read())
+
+
+@pytest.mark.parametrize("when", ["before the first", "while one is waited for", "between two"])
+def test_a_stream_that_fails_says_why_once(llm: AsyncLLM, when: str) -> None:
+    async def read() -> None:
+        stream = llm.outputs(llm.engine.prepare(PROMPT, LONG))
+        assert isinstance(stream, AsyncRequestStream)
+        if when != "before the first":
+            assert not (await anext(stream)).finished
+        if when == "while one is waited for":
+            asyncio.get_running_loop().call_soon(stream.fail, TimeoutError("too late"))
+        else:
+            stream.fail(TimeoutError("too late"))
+        with pytest.raises(TimeoutError, match="too late"):
+            async for _ in stream:
+                pass
+        stream.fail(TimeoutError("again"))
+        assert [one async for one in stream] == []
+        await llm.call(llm.engine.manager.check)
+        assert not llm.engine.has_unfinished
+
+    asyncio.run(read())
+
+
+def test_a_stream_that_ended_does_not_fail(llm: AsyncLLM) -> None:
+    async def read() -> None:
+        stream = llm.outputs(llm.engine.prepare(PROMPT, LONG))
+        assert [one.finished async for one in stream][-1]
+        stream.fail(TimeoutError("too late"))
+        assert [one async for one in stream] == []
+
+    asyncio.run(read())
+
+
+@pytest.mark.parametrize(("readers", "pause"), [(1, 0.005), (8, 0.016), (40, 0.064)])
+def test_many_readers_are_told_less_often_up_to_a_bound(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, readers: int, pause: float
+) -> None:
+    async def read() -> None:
+        loop = asyncio.get_running_loop()
+        delays: list[float] = []
+        call_later = loop.call_later
+
+        def kept(delay: float, function: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
+            delays.append(delay)
+            return call_later(delay, function, *args)
+
+        boxes = [make_box(llm, paced=True) for _ in range(readers)]
+        monkeypatch.setattr(loop, "call_later", kept)
+        for box, output in boxes:
+            box.receive(output)
+        for box, output in boxes:
+            assert await box.get() is output
+        assert pause in delays
+
+    asyncio.run(read())
+
+
+def test_looks_do_not_multiply_where_readers_wait_long(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each second of each stream began a further series of looks, beside the one that went on."""
+
+    async def read() -> None:
+        loop = asyncio.get_running_loop()
+        timers: list[asyncio.TimerHandle] = []
+        call_later = loop.call_later
+
+        def kept(delay: float, function: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
+            timer = call_later(delay, function, *args)
+            if delay == mailbox.PACE:
+                timers.append(timer)
+            return timer
+
+        monkeypatch.setattr(loop, "call_later", kept)
+        boxes = [make_box(llm, paced=True) for _ in range(4)]
+        for box, output in boxes:
+            box.receive(output)
+            assert await box.get() is output
+        for box, output in boxes:  # before the look that is due
+            box.receive(output)
+            box.look()
+        assert sum(not timer.cancelled() for timer in timers) == 1
+
+    asyncio.run(read())

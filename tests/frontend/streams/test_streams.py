@@ -1,0 +1,274 @@
+"""A stream is read by one thread or several, closed by its reader, another, or the collector."""
+
+import asyncio
+import dataclasses
+import gc
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart import LLM, AsyncLLM, SamplingParams
+from headstart.engine.outputs import RequestOutput
+from headstart.engine.request import RequestGroup
+from headstart.engine.step import StepResult
+from headstart.errors import RequestError
+from headstart.frontend.streams import mailbox
+from headstart.frontend.streams import stream as streams
+from tests.engine.tiny_llm import make_llm, save_smallest
+
+LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+A, B = list(range(3, 50)), list(range(60, 100))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_smallest(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def llm(folder: Path) -> Iterator[LLM]:
+    made = make_llm(folder)
+    yield made
+    made.close()
+
+
+class Held:
+    """The engine stands still in its next step until `go` is set."""
+
+    def __init__(self, llm: LLM | AsyncLLM) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.was_let_go = True
+        self._step = llm.engine.step
+        llm.engine.step = self.step  # type: ignore[method-assign]
+
+    def step(self) -> list[StepResult]:
+        self.begun.set()
+        self.was_let_go &= self.go.wait(20)
+        return self._step()
+
+
+def _is_clean(llm: LLM) -> bool:
+    """Asked in the engine's thread: what was ordered before is done."""
+    return llm._driver.call(
+        lambda: not llm.engine.has_unfinished and llm.engine.manager.num_free_blocks == 24
+    )
+
+
+@pytest.mark.parametrize("in_cycle", [True, False])
+def test_a_stream_that_nobody_holds_waits_for_nobody(llm: LLM, in_cycle: bool) -> None:
+    """Whoever collected it stood still for a step, with every lock that he held."""
+    stream: Any = llm.stream(A, LONG)
+    next(stream)
+    held = Held(llm)
+    assert held.begun.wait(30)
+    if in_cycle:
+        stream = [stream]
+        stream.append(stream)
+    del stream
+    gc.collect()
+    held.go.set()
+    assert _is_clean(llm)
+    assert held.was_let_go, "the collector waited for the engine"
+
+
+def test_a_closed_stream_holds_nothing(llm: LLM) -> None:
+    stream = llm.stream(A, LONG)
+    next(stream)
+    stream.close()
+    assert llm.engine.manager.num_free_blocks == 24
+    assert list(stream) == []
+    stream.close()
+
+
+def test_an_error_thrown_into_a_stream_comes_back_and_closes_it(llm: LLM) -> None:
+    stream = llm.stream(A, LONG)
+    next(stream)
+    with pytest.raises(KeyError, match="on purpose"):
+        stream.throw(KeyError("on purpose"))
+    assert llm.engine.manager.num_free_blocks == 24
+    assert list(stream) == []
+
+
+def test_a_stream_that_another_thread_closes_ends(llm: LLM) -> None:
+    stream = llm.stream(A, LONG)
+    next(stream)
+    held = Held(llm)
+    assert held.begun.wait(30)
+    with ThreadPoolExecutor(2) as pool:
+        reader = pool.submit(list, stream)
+        closed = pool.submit(stream.close)
+        held.go.set()
+        closed.result(30)
+        assert all(not output.finished for output in reader.result(30))
+    assert _is_clean(llm)
+
+
+def test_a_stream_that_another_thread_closes_as_it_begins_ends(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request ran on to its end, and nobody could stop it: it was cancelled, then submitted."""
+    stream = llm.stream(A, LONG)
+    submit = llm._driver.submit
+
+    def closed_before(*args: Any, **options: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(stream.close).result(30)
+        submit(*args, **options)
+
+    monkeypatch.setattr(llm._driver, "submit", closed_before)
+    assert list(stream) == []
+    assert _is_clean(llm)
+
+
+def test_threads_that_begin_a_stream_together_all_see_its_end(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each submitted the request: one was refused as the other's twin, and closed the stream."""
+    stream = llm.stream(A, LONG)
+    submit, made, pool = llm._driver.submit, mailbox.Mailbox, ThreadPoolExecutor(1)
+    others: list[Any] = []
+    submitted = threading.Event()
+
+    def with_another_reader() -> None:
+        if not others:
+            others.append(None)
+            others[0] = pool.submit(list, stream)
+
+    def make_mailbox(*args: Any) -> Any:
+        first = not others
+        with_another_reader()
+        assert not first or submitted.wait(30)
+        return made(*args)
+
+    def submit_with(*args: Any, **options: Any) -> None:
+        with_another_reader()
+        submit(*args, **options)
+        submitted.set()
+
+    monkeypatch.setattr(streams, "Mailbox", make_mailbox)
+    monkeypatch.setattr(llm._driver, "submit", submit_with)
+    mine = list(stream)
+    theirs = others[0].result(30)
+    pool.shutdown()
+    assert sum(output.finished for output in [*mine, *theirs]) == 1
+    assert _is_clean(llm)
+
+
+def test_threads_that_share_a_stream_all_see_its_end(llm: LLM) -> None:
+    stream = llm.stream(A, LONG)
+    next(stream)
+    with ThreadPoolExecutor(3) as pool:
+        parts = list(pool.map(lambda _: list(stream), range(3)))
+    outputs = [output for part in parts for output in part]
+    assert sum(output.finished for output in outputs) == 1
+    assert _is_clean(llm)
+
+
+@pytest.fixture
+def async_llm(folder: Path) -> Iterator[AsyncLLM]:
+    made = AsyncLLM(folder, dtype="float32", num_blocks=64, num_threads=1)
+    yield made
+    made.close()
+
+
+async def _is_idle(llm: AsyncLLM) -> bool:
+    return await llm.call(lambda: not llm.engine.has_unfinished)
+
+
+def test_an_async_stream_that_is_closed_while_it_is_prepared_is_never_submitted(
+    async_llm: AsyncLLM,
+) -> None:
+    async def close() -> None:
+        stream = async_llm.generate(A, LONG, "mine")
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)  # it prepares in another thread
+        await stream.aclose()
+        with pytest.raises(StopAsyncIteration):
+            await first
+        assert await _is_idle(async_llm)
+
+    asyncio.run(close())
+
+
+def test_closing_an_async_stream_ends_the_task_that_waits_for_it(async_llm: AsyncLLM) -> None:
+    async def close() -> None:
+        stream = async_llm.generate(A, LONG, "mine")
+        seen = [await anext(stream)]
+
+        async def read() -> None:
+            async for output in stream:
+                seen.append(output)
+
+        held = Held(async_llm)
+        reader = asyncio.ensure_future(read())
+        await asyncio.to_thread(held.begun.wait, 60)
+        for _ in range(10):  # what was told before is read
+            await asyncio.sleep(0)
+        await stream.aclose()
+        await reader
+        held.go.set()
+        assert held.was_let_go, "the reader waited for the engine"
+        assert not seen[-1].finished and await _is_idle(async_llm)
+        [again] = [one async for one in async_llm.generate(A, SHORT, "mine") if one.finished]
+        assert again.finished
+
+    asyncio.run(close())
+
+
+def test_two_tasks_cannot_wait_for_one_async_stream_at_once(async_llm: AsyncLLM) -> None:
+    async def share() -> None:
+        stream = async_llm.generate(A, SHORT)
+        mine, theirs = await asyncio.gather(anext(stream), anext(stream), return_exceptions=True)
+        assert isinstance(mine, RequestOutput)
+        assert isinstance(theirs, RuntimeError) and "another task waits" in str(theirs)
+        rest = [one async for one in stream]
+        assert [one.finished for one in rest] == [False, True]
+        assert await _is_idle(async_llm)
+
+    asyncio.run(share())
+
+
+def test_updates_for_a_loop_that_is_busy_are_bounded(async_llm: AsyncLLM) -> None:
+    """Each has all the text so far: those beyond a few hundred are left out, but never the end."""
+
+    async def stay_busy() -> list[RequestOutput]:
+        box = mailbox.AsyncMailbox(async_llm._driver, _group(async_llm))
+        output = _group(async_llm).output()
+        for _ in range(5000):
+            box.receive(output)
+        box.receive(dataclasses.replace(output, finished=True))
+        taken = []
+        while not (taken and taken[-1].finished):
+            taken.append(await box.get())
+        return taken
+
+    taken = asyncio.run(stay_busy())
+    assert len(taken) == mailbox._MOST_UPDATES + 1
+
+
+def _group(llm: AsyncLLM) -> RequestGroup:
+    return llm.engine.prepare(A, SHORT)
+
+
+def test_an_async_stream_is_read_in_one_event_loop(async_llm: AsyncLLM) -> None:
+    """In another it waited for ever, or ended in asyncio's "bound to a different event loop"."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with asyncio.Runner() as first, asyncio.Runner() as second:
+        stream = async_llm.generate([5, 6], params)
+
+        async def following() -> RequestOutput:
+            return await anext(stream)
+
+        assert not first.run(following()).finished
+        with pytest.raises(RequestError, match="another event loop; allowed: read one stream in"):
+            second.run(following())
+        output = first.run(following())
+        while not output.finished:
+            output = first.run(following())
+        assert len(output.outputs[0].token_ids) == 6
+        assert first.run(_is_idle(async_llm))

@@ -1,0 +1,223 @@
+"""A grammar's place and its answer stay together: interrupted, preempted, beside others."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headstart import LLM, SamplingParams, StructuredOutputsParams
+from headstart.engine import engine, request, step
+from headstart.engine.engine import Engine
+from headstart.engine.logits import bad_words, bias, protocol
+from headstart.engine.outputs import RequestOutput
+from headstart.engine.request import RequestGroup
+from headstart.engine.sampling import sampler
+from headstart.errors import EngineError
+from headstart.frontend.structured import grammar, processor
+from tests.engine.tiny_llm import make_llm, save_smallest
+from tests.interruptions import Interruption, points
+from tests.tiny_tokenizers import TINY_TOKENIZERS
+
+REGEX = "(ab|ba)[0-9]{2}x"
+FORM = StructuredOutputsParams(regex=REGEX)
+SHARED = list(range(3, 37))
+PROMPTS = [SHARED + list(range(50, 61)), SHARED + list(range(70, 76))]
+BOUND = SamplingParams(
+    temperature=1,
+    seed=5,
+    max_tokens=12,
+    structured_outputs=FORM,
+    bad_words=["ab7"],
+    logit_bias={9: 3.0},
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, structured_outputs=FORM, bad_words=["ab7"])
+PLAIN = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+NUM_BLOCKS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_smallest(
+        tmp_path_factory.mktemp("model"), layers=1, tokenizer=TINY_TOKENIZERS["byte_level"]()
+    )
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    made = make_llm(folder, num_blocks=NUM_BLOCKS, max_num_batched_tokens=48)
+    yield made
+    made.close()
+
+
+def _run(runs: Engine, *groups: RequestGroup) -> list[list[int]]:
+    for group in groups:
+        runs.submit(group)
+    while runs.has_unfinished:
+        runs.step()
+    return [group.output().outputs[0].token_ids for group in groups]
+
+
+def _both(runs: Engine, bound: SamplingParams = BOUND) -> list[RequestGroup]:
+    return [
+        runs.prepare(prompt, params) for prompt, params in zip(PROMPTS, (bound, PLAIN), strict=True)
+    ]
+
+
+def _alone(llm: LLM, bound: SamplingParams) -> list[list[int]]:
+    """What each is answered alone, with nothing cached."""
+    found = [_run(llm.engine, group)[0] for group in _both(llm.engine, bound)]
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is not None
+    assert re.fullmatch(REGEX, str(tokenizer.decode(found[0])))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> list[list[int]]:
+    return _alone(llm, BOUND)
+
+
+WITHIN = (engine, request, step, sampler, protocol, bias, bad_words, processor, grammar)
+ERRORS = (KeyboardInterrupt, MemoryError, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("steps", "bound"),
+    [(1, BOUND), (2, BOUND), (2, GREEDY)],
+    ids=["mixed", "decode", "decode, masked before the model's pass"],
+)
+def test_an_exception_at_any_line_of_a_step(llm: LLM, steps: int, bound: SamplingParams) -> None:
+    """A request that goes on afterwards answers as if nothing had been: no matcher is ahead."""
+    runs, expected = llm.engine, _alone(llm, bound)
+
+    def begin() -> list[RequestGroup]:
+        assert runs.reset_prefix_cache()
+        groups = _both(runs, bound)
+        for group in groups:
+            runs.submit(group)
+        for _ in range(steps):
+            runs.step()
+        return groups
+
+    def finish(groups: list[RequestGroup], failed: list[RequestGroup]) -> int:
+        while runs.has_unfinished:
+            failed += [group for group, error in runs.step() if error is not None]
+        runs.manager.check()
+        for group, tokens in zip(groups, expected, strict=True):
+            assert group.finished
+            if group not in failed:
+                assert group.output().outputs[0].token_ids == tokens
+        assert runs.manager.num_free_blocks == NUM_BLOCKS
+        return len(groups) - len(failed)
+
+    groups = begin()
+    with Interruption(-1, None, *WITHIN) as counted:
+        runs.step()
+    assert finish(groups, []) == 2
+    places = points(counted.lines)
+    assert any("structured/processor.py" in name for name, _ in counted.lines)
+    went_on = 0
+    for turn, at in enumerate(places):
+        groups = begin()
+        kind = ERRORS[turn % len(ERRORS)]
+        failed: list[RequestGroup] = []
+        try:
+            with Interruption(at, kind("on purpose"), *WITHIN):
+                failed = [group for group, error in runs.step() if error is not None]
+        except kind:
+            pass
+        went_on += finish(groups, failed)
+    assert went_on > len(places) / 3
+    assert [_run(runs, group)[0] for group in _both(runs, bound)] == expected
+
+
+def test_a_preempted_request_is_told_nothing_twice(
+    llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preempted after each of its tokens in turn."""
+    runs = llm.engine
+    scheduler = runs._scheduler
+    for after in range(1, len(expected[0])):
+        assert runs.reset_prefix_cache()
+        [group, _] = _both(runs)
+        runs.submit(group)
+        [own] = group.requests
+        while len(own.sampling.output_token_ids) < after:
+            runs.step()
+        scheduler._preempt(scheduler.running.pop())
+        runs.manager.check()
+        while runs.has_unfinished:
+            runs.step()
+        assert own.num_preemptions == 1
+        assert own.sampling.output_token_ids == expected[0]
+
+
+def test_preempted_by_a_lack_of_blocks_all_answers_are_valid(llm: LLM) -> None:
+    """8 answers of some 100 tokens need more than 24 blocks of 16."""
+    before = llm.engine.num_preemptions
+    form = StructuredOutputsParams(regex="([a-c]{3}-){30}z")
+    params = SamplingParams(temperature=1, seed=1, max_tokens=200, structured_outputs=form, n=8)
+    [output] = llm.generate("the", params, use_tqdm=False)
+    assert llm.engine.num_preemptions > before
+    for one in output.outputs:
+        assert one.finish_reason == "stop" and re.fullmatch("([a-c]{3}-){30}z", one.text)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_neighbours_are_answered_as_without(folder: Path, deterministic: bool) -> None:
+    """Greedy and drawn ones, their log-probabilities, and what they hit.
+
+    The last bits of a log-probability may depend on how many rows a step has, unless deterministic.
+    """
+    made = make_llm(folder, deterministic=deterministic, num_blocks=64)
+    others = [
+        PLAIN,
+        SamplingParams(temperature=0.8, seed=4, top_p=0.9, max_tokens=8, logprobs=3),
+        SamplingParams(temperature=0, max_tokens=8, min_tokens=8, presence_penalty=1.0),
+    ]
+    prompts = [[*SHARED, 60 + at] for at in range(4)]
+
+    def ask(first: SamplingParams) -> list[RequestOutput]:
+        assert made.reset_prefix_cache()
+        return made.generate(prompts, [first, *others], use_tqdm=False)[1:]
+
+    bound = SamplingParams(temperature=0, max_tokens=12, structured_outputs=FORM)
+    free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    for beside_bound, beside_free in zip(ask(bound), ask(free), strict=True):
+        one, other = beside_bound.outputs[0], beside_free.outputs[0]
+        assert beside_bound.num_cached_tokens == beside_free.num_cached_tokens
+        assert one.token_ids == other.token_ids
+        assert not deterministic or one == other
+        for row, beside in zip(one.logprobs or [], other.logprobs or [], strict=True):
+            assert row.keys() == beside.keys()
+            found = [row[token].logprob - beside[token].logprob for token in row]
+            assert found == pytest.approx([0.0] * len(row), abs=1e-3)
+    made.close()
+
+
+def test_what_a_form_made_is_hit_by_others(llm: LLM) -> None:
+    """K/V belong to tokens, whatever chose them."""
+    runs = llm.engine
+    assert runs.reset_prefix_cache()
+    [group, _] = _both(runs)
+    [tokens] = _run(runs, group)
+    again = runs.prepare(PROMPTS[0] + tokens[:-1], PLAIN)
+    _run(runs, again)
+    assert again.output().num_cached_tokens >= (len(PROMPTS[0]) + len(tokens) - 1) // 16 * 16
+
+
+def test_an_answer_whose_grammar_fails_ends_alone(llm: LLM) -> None:
+    """Its matcher is broken from outside."""
+    runs = llm.engine
+    groups = _both(runs)
+    for group in groups:
+        runs.submit(group)
+    runs.step()
+    broken = groups[0].requests[0].sampling.processors[-1]
+    broken._matcher.consume_token(0)  # type: ignore[attr-defined]
+    errors: dict[str, EngineError | None] = {}
+    while runs.has_unfinished:
+        errors |= {group.request_id: error for group, error in runs.step()}
+    assert "structured_outputs could not be followed" in str(errors[groups[0].request_id])
+    assert errors[groups[1].request_id] is None

@@ -1,0 +1,126 @@
+"""Forms that take long to compile: only other forms wait for them."""
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from headstart import AsyncLLM, EngineError, SamplingParams, StructuredOutputsParams
+from headstart.frontend import async_llm
+from headstart.frontend.structured.grammar import GrammarCompiler
+from tests.engine.tiny_llm import save_smallest
+from tests.tiny_tokenizers import TINY_TOKENIZERS
+
+PLAIN = SamplingParams(max_tokens=1)
+PATIENCE = 30.0  # seconds, which only a failing test takes
+
+
+class Gate:
+    """Where the compiler of forms stands still until it is opened."""
+
+    def __init__(self) -> None:
+        self.entered, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        self.opened = threading.Event()
+
+    def wait(self, compile_form: Callable[..., object], *arguments: object) -> object:
+        self._loop.call_soon_threadsafe(self.entered.set)
+        assert self.opened.wait(PATIENCE)
+        return compile_form(*arguments)
+
+
+@asynccontextmanager
+async def held(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, forms: int
+) -> AsyncIterator[tuple[AsyncLLM, Gate, list[asyncio.Task[object]]]]:
+    """An engine that was asked for so many forms, of which those that have a thread compile."""
+    gate = Gate()
+    compile_form = GrammarCompiler.matcher
+    monkeypatch.setattr(GrammarCompiler, "matcher", lambda *given: gate.wait(compile_form, *given))
+    # The loop's own threads, of which there is one here: it is for texts.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    monkeypatch.setattr(async_llm, "count_cores", lambda: 4)
+    model = save_smallest(folder, layers=1, tokenizer=TINY_TOKENIZERS["byte_level"]())
+    llm = AsyncLLM(model, num_blocks=24, dtype="float32")
+    try:
+        asked: list[asyncio.Task[object]] = []
+        for number in range(forms):
+            form = StructuredOutputsParams(regex=f"a{{{number + 1}}}")
+            params = SamplingParams(max_tokens=1, structured_outputs=form)
+            asked.append(asyncio.create_task(llm.prepare("a", params)))
+        await asyncio.wait_for(gate.entered.wait(), PATIENCE)
+        yield llm, gate, asked
+    finally:
+        gate.opened.set()
+        llm.close()
+
+
+def threads_of_forms(before: set[threading.Thread]) -> list[threading.Thread]:
+    """Those that compile forms and were not there before."""
+    there = set(threading.enumerate()) - before
+    return [one for one in there if one.name.startswith("headstart-forms")]
+
+
+def test_texts_are_tokenised_while_forms_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight slow forms took all threads that tokenise texts and read images."""
+
+    before = set(threading.enumerate())
+
+    async def run() -> None:
+        async with held(tmp_path, monkeypatch, forms=8) as (llm, gate, asked):
+            group = await asyncio.wait_for(llm.prepare("ab", PLAIN), PATIENCE)
+            assert group.prompt_token_ids and not any(task.done() for task in asked)
+            assert 0 < len(threads_of_forms(before)) <= 3  # of which two have something to do
+            gate.opened.set()
+            assert len(await asyncio.gather(*asked)) == 8
+
+    asyncio.run(run())
+
+
+def test_who_waits_for_a_form_is_told_that_the_engine_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(threading.enumerate())
+
+    async def run() -> None:
+        async with held(tmp_path, monkeypatch, forms=8) as (llm, gate, asked):
+            threads = threads_of_forms(before)
+            llm.close()
+            ended = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE)
+            assert threads and all(one.daemon for one in threads), (
+                "the process's end waits for them"
+            )
+            gate.opened.set()
+            assert all(isinstance(one, EngineError) for one in ended)
+            with pytest.raises(EngineError, match="the engine is closed"):
+                await llm.prepare("a", PLAIN)
+            for thread in threads:
+                thread.join(PATIENCE)
+            assert not any(thread.is_alive() for thread in threads)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_nobody_has_any_more_goes_with_its_threads_of_forms(tmp_path: Path) -> None:
+    """A thread held what it had done last, and with that the engine, its K/V and its thread."""
+    model = save_smallest(tmp_path, layers=1, tokenizer=TINY_TOKENIZERS["byte_level"]())
+    form = StructuredOutputsParams(regex="a")
+
+    def ask() -> tuple[weakref.ref[AsyncLLM], threading.Thread]:
+        before = set(threading.enumerate())
+        llm = AsyncLLM(model, num_blocks=24, dtype="float32")
+        asyncio.run(llm.prepare("a", SamplingParams(max_tokens=1, structured_outputs=form)))
+        [thread] = threads_of_forms(before)
+        return weakref.ref(llm), thread
+
+    engine, thread = ask()
+    gc.collect()  # frames of what was imported for the first one in a process
+    thread.join(PATIENCE)
+    assert not thread.is_alive() and engine() is None

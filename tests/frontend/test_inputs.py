@@ -1,0 +1,399 @@
+"""Prompts and what comes beside them: whatever their types, an answer or an error that says why."""
+
+import re
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headstart import LLM, LoRARequest, SamplingParams
+from headstart.engine.adapters.request import choose_adapters
+from headstart.errors import AdapterError, ConfigError, HeadstartError, RequestError
+from headstart.frontend.text.max_length import TextLimit
+from headstart.validation import describe
+from tests.tiny_models import save_tiny
+from tests.tiny_tokenizers import TINY_TOKENIZERS
+from tests.tiny_vision import IDS, save_tiny_vision
+
+PARAMS = SamplingParams(max_tokens=2)
+LONE = "\ud800"
+
+
+def name_of(value: object) -> str:
+    """A test's name for a value: the same in every process."""
+    return re.sub(r" at 0x\w+", "", describe(value))[:40]
+
+
+class Colour(IntEnum):
+    RED = 5
+
+
+@pytest.fixture(scope="module")
+def text_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = save_tiny("llama", tmp_path_factory.mktemp("text"))
+    TINY_TOKENIZERS["byte_level"]().save_pretrained(folder)
+    made = LLM(folder, num_blocks=20)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def vision_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    made = LLM(save_tiny_vision("llava", tmp_path_factory.mktemp("vision")), num_blocks=80)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", params=["text", "vision"])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    made: LLM = request.getfixturevalue(f"{request.param}_llm")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (None, "not NoneType"),
+        (7, "not int"),
+        (2.5, "not float"),
+        (b"ab", "not bytes"),
+        (bytearray(b"ab"), "not bytearray"),
+        ({1, 2}, "not set"),
+        (object(), "not object"),
+        ([], "empty"),
+        ({}, "not \\[\\]"),
+        ({"text": "a"}, "not \\['text'\\]"),
+        ({"prompt": "a", 3: "b"}, "'prompt', 3"),
+        ({"prompt": None}, "the prompt is None; allowed: a text"),
+        ({"prompt_token_ids": None}, "the prompt is None; allowed: a text"),
+        ({"prompt": ["a", "b"]}, "\\['a', 'b'\\], a list; allowed: a text"),
+        ({"prompt": [5, 6]}, "\\[5, 6\\], a list; allowed: a text, or token ids under"),
+        ({"prompt": 7, "prompt_token_ids": [5, 6]}, "the prompt is 7, a int"),
+        ({"prompt": b"a"}, "a bytes; allowed: a text"),
+        ({"prompt_token_ids": 5}, "prompt_token_ids is 5, a int; allowed: a list of integers"),
+        ({"prompt_token_ids": "ab"}, "'ab', a str; allowed: a list of integers"),
+        ({"prompt_token_ids": b"ab"}, "a bytes; allowed: a list of integers"),
+        ({"prompt_token_ids": {"a": 1}}, "a dict; allowed: a list of integers"),
+        ({"prompt_token_ids": {5}}, "a set; allowed: a list of integers"),
+        ({"prompt_token_ids": ["a"]}, "token id 'a' is not an integer"),
+        ([5, True], "token id True is not an integer from 0 to"),
+        ([5, 6.0], "token id 6.0 is not an integer from 0 to"),
+        ([5, None], "token id None"),
+        ([5, [6]], "token id \\[6\\]"),
+        ([5, -1], "token id -1 is not an integer from 0 to"),
+        ([10**5000, 5], "token id an integer of 16610 bits is not"),
+        (range(2**70), "tokens; with room for one more"),
+        (range(10**15), "1000000000000000 tokens; with room for one more"),
+        (np.array([5.0]), "not ndarray"),
+        (np.array([True]), "not ndarray"),
+        (np.array([[5]]), "not ndarray"),
+        (np.array([5, 2**40]), "token id 1099511627776"),
+        ([np.bool_(True)], "token id .*True"),
+        (torch.tensor([5.0]), "not Tensor"),
+        (torch.tensor([True]), "not Tensor"),
+        (torch.tensor(5), "not Tensor"),
+        (f"a{LONE}b", "lone surrogate U\\+D800 at character 1"),
+        ({"prompt": LONE}, "lone surrogate"),
+        ({"prompt": LONE, "prompt_token_ids": [5]}, "lone surrogate"),
+        ({"prompt": "a", "multi_modal_data": 3}, "multi_modal_data is 3; allowed"),
+        ({"prompt": "a", "multi_modal_data": {"image": None}}, "None for an image"),
+        ({"prompt": "a", "multi_modal_uuids": {"image": ["x"]}}, "uuids and no images"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else name_of(value),
+)
+def test_a_prompt_of_a_wrong_type_is_refused(llm: LLM, prompt: Any, message: str) -> None:
+    """A prompt of None was answered as the text "None", a list of texts as its repr."""
+    with pytest.raises(RequestError, match=message):
+        llm.engine.prepare(prompt, PARAMS)
+    assert not llm.engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    "token_ids",
+    [
+        [5, 6],
+        (5, 6),
+        range(5, 7),
+        [np.int64(5), np.uint8(6)],
+        [Colour.RED, 6],
+        np.array([5, 6]),
+        np.array([5, 6], dtype=np.uint16),
+        torch.tensor([5, 6]),
+        torch.tensor([5, 6], dtype=torch.int32),
+    ],
+    ids=lambda given: f"{type(given).__name__} {given}",
+)
+def test_integers_of_any_kind_are_token_ids(llm: LLM, token_ids: Any) -> None:
+    for prompt in (token_ids, {"prompt_token_ids": token_ids}, {"prompt": None} | ask(token_ids)):
+        group = llm.engine.prepare(prompt, PARAMS)
+        assert group.prompt_token_ids == [5, 6]
+        assert all(type(token_id) is int for token_id in group.prompt_token_ids)
+        assert group.prompt is None
+    group = llm.engine.prepare({"prompt": "a text", **ask(token_ids)}, PARAMS)
+    assert (group.prompt, group.prompt_token_ids) == ("a text", [5, 6])
+
+
+def ask(token_ids: Any) -> dict[str, Any]:
+    return {"prompt_token_ids": token_ids}
+
+
+@pytest.mark.parametrize("field", ["request_id", "salt", "adapter"])
+@pytest.mark.parametrize("value", ["", LONE, f"a{LONE}", 3, True, b"a", ["a"], {}, 2.5, object()])
+def test_a_name_is_a_text(llm: LLM, field: str, value: Any) -> None:
+    """A salt of half a character was admitted, and failed when the events of its blocks were."""
+    with pytest.raises(RequestError, match=field):
+        llm.engine.prepare([5], PARAMS, **{field: value})
+    with pytest.raises(RequestError, match=field):
+        llm._chats.prepare([{"role": "user", "content": "a"}], PARAMS, **{field: value})
+
+
+@pytest.mark.parametrize("priority", ["a", True, 1.5, 2**63, [1], None])
+def test_a_priority_is_a_whole_number(llm: LLM, priority: Any) -> None:
+    with pytest.raises(RequestError, match=r"priority is .*; allowed"):
+        llm.engine.prepare([5], PARAMS, priority=priority)
+
+
+def test_a_prompt_may_bring_its_salt(llm: LLM) -> None:
+    group = llm.engine.prepare({"prompt_token_ids": [5], "cache_salt": "a"}, PARAMS)
+    assert group.namespace.salt == "a"
+    with pytest.raises(RequestError, match="cache_salt is 'a', and the call's 'b'"):
+        llm.engine.prepare({"prompt_token_ids": [5], "cache_salt": "a"}, PARAMS, salt="b")
+    with pytest.raises(RequestError, match="cache_salt"):
+        llm.engine.prepare({"prompt_token_ids": [5], "cache_salt": 3}, PARAMS)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"max_tokens": 3}, SamplingParams, [PARAMS]])
+def test_sampling_parameters_are_of_their_class(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError, match="allowed: a SamplingParams"):
+        llm.engine.prepare([5], params)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(0, 50)
+    | st.floats()
+    | st.text(st.characters(), max_size=20)
+    | st.just(LONE)
+    | st.binary(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=4) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+KEYS = st.sampled_from(["prompt", "prompt_token_ids", "multi_modal_data", "multi_modal_uuids"])
+MAPPINGS = st.dictionaries(KEYS, JSON | st.fixed_dictionaries({"image": JSON}), min_size=1)
+
+
+@settings(max_examples=200)
+@given(prompt=JSON | MAPPINGS | st.lists(st.integers(0, 60)), name=JSON, salt=st.none() | JSON)
+def test_any_prompt_is_taken_or_refused(llm: LLM, prompt: Any, name: Any, salt: Any) -> None:
+    try:
+        group = llm.engine.prepare(prompt, PARAMS, request_id=name, salt=salt)
+    except HeadstartError as error:
+        str(error).encode()
+    else:
+        assert all(type(token_id) is int for token_id in group.prompt_token_ids)
+        assert group.prompt is None or isinstance(group.prompt, str)
+
+
+PARTS = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "image", "image_url", "audio"]) | JSON},
+        optional={"text": JSON, "image": JSON, "image_url": JSON, "uuid": JSON},
+    )
+    | JSON,
+    max_size=3,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["user", "assistant"]) | JSON,
+            "content": PARTS | JSON | st.text(),
+        },
+        optional={"name": JSON, "tool_calls": JSON},
+    )
+    | JSON,
+    max_size=3,
+)
+
+
+@settings(max_examples=200)
+@given(messages=MESSAGES | JSON)
+def test_any_conversation_is_taken_or_refused(llm: LLM, messages: Any) -> None:
+    try:
+        llm._chats.prepare(messages, PARAMS)
+    except HeadstartError as error:
+        str(error).encode()
+
+
+def nested(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (None, "not NoneType"),
+        (3, "not int"),
+        (bytearray(b"ab"), "not bytearray"),
+        (iter([]), "not list_iterator"),
+        ([None], "message 0 is a NoneType"),
+        ([{"role": LONE, "content": "a"}], "the role of message 0 has the lone surrogate"),
+        ([{"role": "user", "content": LONE}], "message 0 has the lone surrogate U\\+D800"),
+        ([{"role": "user", "content": [{"type": "text", "text": LONE}]}], "lone surrogate"),
+        ([{"role": "user", "content": [{"type": ["text"], "text": "a"}]}], "type 'dict'"),
+        ([{"role": "user", "content": nested(5000)}], "message 0 has a part of type 'list'"),
+        ([{"role": "user", "content": {"type": "text", "text": "a"}}], "a dict as its content"),
+        ([{"role": "user", "content": [None]}], "type 'NoneType'"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else name_of(value),
+)
+def test_a_conversation_of_a_wrong_shape_is_refused(llm: LLM, messages: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm._chats.prepare(messages, PARAMS)
+
+
+def test_marks_of_images_may_come_from_nowhere_but_images(vision_llm: LLM) -> None:
+    """Code points that stand for an image in a rendered text, as a message's role."""
+    for role in ("\ufdd0ab 2x2\ufdd1", "\ufdd0", "\ufdd1"):
+        with pytest.raises(RequestError, match="U\\+FDD0 or U\\+FDD1"):
+            vision_llm._chats.prepare([{"role": role, "content": "a"}], PARAMS)
+
+
+# Length
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    text_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = text_llm.get_tokenizer()
+    assert tokenizer is not None
+    limit = TextLimit(tokenizer, text_llm.engine.max_model_len).max_bytes
+    encode = tokenizer.encode
+
+    def encode_short(text: str, **options: Any) -> Any:
+        assert len(text) < 100, "a long text is tokenised"
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", encode_short)
+    for text in ("x" * (limit + 1), "é" * (limit // 2 + 1)):
+        conversation = [{"role": "user", "content": text}]
+        for prepare, prompt in (
+            (text_llm.engine.prepare, text),
+            (text_llm.engine.prepare, {"prompt": text}),
+            (text_llm._chats.prepare, conversation),
+        ):
+            with pytest.raises(RequestError, match=f"bytes of text; allowed: {limit:,} at most"):
+                prepare(prompt, PARAMS)  # type: ignore[arg-type]
+
+
+def test_more_messages_than_tokens_are_refused(text_llm: LLM) -> None:
+    longest = text_llm.engine.max_model_len
+    message = {"role": "user", "content": ""}
+    with pytest.raises(RequestError, match=f"{longest + 1:,} messages; allowed: {longest:,} at mo"):
+        text_llm._chats.prepare([message] * (longest + 1), PARAMS)
+
+
+@pytest.mark.parametrize("name", TINY_TOKENIZERS)
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("the other ﬁ①  "))
+    | st.lists(st.sampled_from(["the other ", "    ", "<|im_start|>", "weather"])).map("".join)
+)
+def test_no_text_that_fits_is_refused(name: str, text: str) -> None:
+    """However many tokens a text has, a model of that length takes it."""
+    tokenizer = TINY_TOKENIZERS[name]()
+    count = len(tokenizer.encode(text, add_special_tokens=False))
+    TextLimit(tokenizer, max(count, 1)).check("the prompt", text)
+
+
+# Adapters and sampling
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora_name": None, "lora_path": "a"},
+        {"lora_name": "", "lora_path": "a"},
+        {"lora_name": 3, "lora_path": "a"},
+        {"lora_name": LONE, "lora_path": "a"},
+        {"lora_name": ["a"], "lora_path": "a"},
+        {"lora_name": "a", "lora_path": None},
+        {"lora_name": "a", "lora_path": 3},
+        {"lora_name": "a", "lora_path": ""},
+    ],
+)
+def test_a_lora_request_has_a_name_and_a_path(options: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r"lora_name|lora_path"):
+        LoRARequest(lora_int_id=1, **options)
+
+
+@pytest.mark.parametrize("choice", [3, [3], b"a", [b"a"], {"a": 1}, [["a"]], 2.5])
+def test_what_asks_for_no_adapter_is_refused(choice: Any) -> None:
+    with pytest.raises(RequestError):
+        choose_adapters(choice, None, 1)
+
+
+@pytest.mark.parametrize("path", [3, None, LONE, "/x" * 4000, "~nobody-has-this-name/a", "a\0b"])
+def test_an_adapter_in_no_folder_is_refused(text_llm: LLM, path: Any) -> None:
+    with pytest.raises(AdapterError) as caught:
+        text_llm.load_adapter("a", path)
+    str(caught.value).encode()
+
+
+@pytest.mark.parametrize("name", ["", LONE, 3, None, ["a"]])
+def test_an_adapter_of_no_name_is_refused(text_llm: LLM, name: Any) -> None:
+    with pytest.raises(ConfigError, match="name"):
+        text_llm.load_adapter(name, "a")
+
+
+@given(st.dictionaries(st.sampled_from(list(SamplingParams.__dataclass_fields__)), JSON))
+def test_any_sampling_parameters_are_taken_or_refused(options: dict[str, Any]) -> None:
+    try:
+        SamplingParams(**options)
+    except RequestError as error:
+        str(error).encode()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("temperature", 10**400),
+        ("repetition_penalty", 10**400),
+        ("seed", 10**5000),
+        ("seed", -(2**65)),
+        ("n", 10**5000),
+        ("top_p", -(10**5000)),
+        ("stop", LONE),
+        ("stop", ["a", LONE]),
+        ("stop_token_ids", [-(10**5000)]),
+        ("ignore_eos", 10**5000),
+    ],
+    ids=name_of,
+)
+def test_integers_without_bounds_and_half_characters_are_refused(option: str, value: Any) -> None:
+    """Python does not spell integers of more than 4,300 digits, so the error could not be made."""
+    with pytest.raises(RequestError, match=option):
+        SamplingParams(**{option: value})
+
+
+def test_a_placeholder_among_token_ids_is_found_in_arrays_too(vision_llm: LLM) -> None:
+    with pytest.raises(RequestError, match="1 placeholders"):
+        vision_llm.engine.prepare(np.array([IDS["<image>"]]), PARAMS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lora_int_id", [0, -1, None, True, "1", 1.0])
+def test_the_id_of_an_adapter_is_a_whole_number_from_1(lora_int_id: Any) -> None:
+    """As in vLLM, which tells adapters apart by it."""
+    with pytest.raises(RequestError, match=r"lora_int_id is .*; allowed: a whole number"):
+        LoRARequest("a", lora_int_id, "b")

@@ -1,0 +1,130 @@
+"""Texts remembered within bytes: what is kept, exactly, and after an interruption anywhere."""
+
+import gc
+import tracemalloc
+from array import array
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headstart.cache import Namespace
+from headstart.frontend.text import index as text_index
+from headstart.frontend.text.index import ENTRY_BYTES, TextIndex
+from tests.interruptions import Interrupted, Interruption
+
+NAMESPACES = st.builds(Namespace, st.none(), st.sampled_from([None, "a"]))
+TEXTS = st.text(st.sampled_from("abé"), max_size=5)
+# A turn: its ids, and the texts that its first ids spell.
+TURNS = st.tuples(
+    st.lists(st.integers(0, 99), max_size=300), st.lists(TEXTS, min_size=1, max_size=3), NAMESPACES
+)
+
+
+class Model:
+    """The same without any index: a list, least recently used first, that is searched through."""
+
+    def __init__(self, max_texts: int, max_bytes: int) -> None:
+        self.known: list[tuple[Namespace, str, array[int], int]] = []
+        self.max_texts, self.max_bytes = max_texts, max_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = {id(ids): 4 * len(ids) for _, _, ids, _ in self.known}
+        return sum(arrays.values()) + ENTRY_BYTES * len(self.known)
+
+    def add(self, text: str, token_ids: "array[int]", count: int, namespace: Namespace) -> None:
+        if 4 * len(token_ids) + ENTRY_BYTES > self.max_bytes:
+            return
+        self.known = [entry for entry in self.known if entry[:2] != (namespace, text)]
+        self.known.append((namespace, text, token_ids, count))
+        while len(self.known) > self.max_texts or self.num_bytes > self.max_bytes:
+            self.known.pop(0)
+
+    def longest(self, text: str, namespace: Namespace) -> tuple[list[int], str]:
+        found = [
+            entry for entry in self.known if entry[0] == namespace and text.startswith(entry[1])
+        ]
+        if not found:
+            return [], text
+        best = max(found, key=lambda entry: len(entry[1]))
+        self.known.remove(best)
+        self.known.append(best)
+        return best[2][: best[3]].tolist(), text[len(best[1]) :]
+
+
+@given(
+    turns=st.lists(TURNS, max_size=12),
+    wanted=st.lists(st.tuples(TEXTS, NAMESPACES), min_size=12, max_size=12),
+    max_texts=st.integers(1, 12),
+    max_bytes=st.integers(1, 8 * ENTRY_BYTES),
+)
+def test_what_is_kept_and_found_is_what_a_search_would(
+    turns: list[Any], wanted: list[Any], max_texts: int, max_bytes: int
+) -> None:
+    index, model = TextIndex(max_texts, max_bytes), Model(max_texts, max_bytes)
+    for (ids, texts, namespace), (text, other) in zip(turns, wanted, strict=False):
+        token_ids = array("I", ids)
+        for number, each in enumerate(texts):
+            for known in (index, model):
+                known.add(each, token_ids, min(number, len(ids)), namespace)
+        index.check()
+        assert len(index) == len(model.known)
+        assert index.num_bytes == model.num_bytes <= max_bytes
+        assert index.longest(text, other) == model.longest(text, other)
+
+
+def test_a_turn_longer_than_the_memory_takes_nobody_s_place() -> None:
+    index = TextIndex(10, 4 * ENTRY_BYTES)
+    everybody = Namespace(None, None)
+    index.add("ab", array("I", [1, 2]), 2, everybody)
+    index.add("abc", array("I", [7] * ENTRY_BYTES), 3, everybody)
+    assert index.longest("abc", everybody) == ([1, 2], "c")
+
+
+def test_the_bytes_that_are_counted_are_the_bytes_that_it_takes() -> None:
+    """Long turns and short ones: a full memory takes no more than it may, and most of that."""
+    for length in (0, 20, 5000):
+        gc.collect()
+        tracemalloc.start()
+        index = TextIndex(10**6, 2**20)
+        for turn in range(600 if length < 100 else 60):
+            token_ids = array("I", [turn] * length)
+            for end in ("", "a", "b"):
+                index.add(f"{turn}{end}" * (turn % 50 + 1), token_ids, length, Namespace("x", "y"))
+        taken, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert index.num_bytes > 0.95 * 2**20
+        assert taken < 1.1 * 2**20
+
+
+def test_an_interruption_at_any_line_leaves_it_whole() -> None:
+    """A length that was counted and not listed would never have been looked up again."""
+    everybody = Namespace(None, None)
+    ids = array("I", range(100))
+    for number in count(1):
+        index = TextIndex(3, 3 * ENTRY_BYTES + 900)
+        for text in ("a", "ab", "abcd"):
+            index.add(text, ids, len(text), everybody)
+        with suppress(Interrupted), Interruption(number - 1, Interrupted(), text_index) as run:
+            index.add("ab", array("I", range(50)), 2, everybody)
+            index.add("xyz", array("I", range(60)), 3, everybody)
+            index.longest("abcde", everybody)
+        index.check()
+        for text in ("xyz", "abcd", "ab", "a"):
+            found, rest = index.longest(text, everybody)
+            assert found == list(range(len(text) - len(rest)))
+        index.add("xyz", ids, 3, everybody)
+        assert index.longest("xyz", everybody) == ([0, 1, 2], "")
+        index.check()
+        if not run.raised:
+            break
+    assert number > 60
+
+
+def test_bounds_are_said_in_the_error() -> None:
+    with pytest.raises(ValueError, match="max_bytes is -1; allowed: at least 1"):
+        TextIndex(1, -1)

@@ -1,0 +1,265 @@
+"""A program's command line with vLLM's engine options, as vLLM's own examples write it."""
+
+import argparse
+import copy
+import json
+import pickle
+import sys
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import pytest
+
+from headstart import (
+    LLM,
+    AsyncEngineArgs,
+    ConfigError,
+    EngineArgs,
+    HeadstartError,
+    RequestError,
+    SamplingParams,
+)
+from headstart.engine.config import EngineConfig, make_config
+from headstart.frontend.vllm_api.flags import LISTS, SWITCHES, TEXTS
+from headstart.frontend.vllm_api.options import ENGINE, read_config, read_options
+from headstart.frontend.vllm_api.serve_args import _NOTES, SERVE_ROWS
+from headstart.utils import FlexibleArgumentParser
+from tests.engine.tiny_llm import save_smallest
+from tests.house.source import ROOT
+
+SURFACE = json.loads((ROOT / "tests/data/vllm_surface.json").read_text(encoding="utf-8"))
+DEFAULTS = SURFACE["EngineArgs"]
+
+
+def read(*given: str) -> EngineArgs:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    return EngineArgs.from_cli_args(parser.parse_args([*given]))
+
+
+def test_a_program_of_vllm_s_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_smallest(tmp_path)
+    given = f"--model {folder} --max_model_len 128 --num-gpu-blocks-override=24 --enforce-eager"
+    monkeypatch.setattr(sys, "argv", ["program.py", *given.split(), "--max-tokens", "3"])
+    parser = FlexibleArgumentParser()
+    EngineArgs.add_cli_args(parser)
+    parser.set_defaults(dtype="float32")
+    parser.add_argument_group("sampling").add_argument("--max-tokens", type=int)
+    args = vars(parser.parse_args())
+    max_tokens = args.pop("max_tokens")
+    engine_args = EngineArgs.from_cli_args(argparse.Namespace(**args))
+    llm = LLM(**asdict(engine_args))
+    try:
+        assert (llm.engine.max_model_len, llm.engine.config.num_blocks) == (128, 24)
+        [output] = llm.generate([5, 6], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 3
+    finally:
+        llm.close()
+
+
+def test_all_that_was_parsed_may_go_to_llm() -> None:
+    """vLLM's examples write `LLM(**vars(args))`, with the defaults of all flags."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    given = vars(parser.parse_args(["--model", "headstart-tiny", "--max-num-seqs", "7"]))
+    model = given.pop("model")
+    config = make_config(read_options(model, given).config)
+    assert config == EngineConfig(max_num_seqs=7)
+
+
+def test_a_flag_for_every_option_of_vllm() -> None:
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    known = vars(parser.parse_args([]))
+    assert set(DEFAULTS) <= set(known)
+    assert known["tensor_parallel_size"] == 1
+    assert "--no-enable-prefix-caching" in parser.format_help()
+    assert asdict(read("--model", "headstart-tiny")) == {"model": "headstart-tiny"}
+
+
+def test_switches_are_those_that_vllm_s_defaults_are() -> None:
+    rows = ENGINE.rows
+    marked = {name for name in rows if any(isinstance(v, bool) for v in rows[name].allowed)}
+    assert {n for n, default in DEFAULTS.items() if default in ("True", "False")} <= (
+        marked | SWITCHES
+    )
+    assert set(SERVE_ROWS) >= SWITCHES | LISTS | TEXTS
+    assert set(_NOTES) <= {row.note for row in ENGINE.rows.values()}, "a note has other words now"
+
+
+def test_values_are_read_by_their_form() -> None:
+    args = read(
+        *["--model", "1234", "--max-model-len", "4k", "--gpu_memory_utilization", "0.5"],
+        *["--limit-mm-per-prompt", '{"image": 2}', "-tp", "1", "--no-enable-prefix-caching"],
+        *["--served-model-name", "one", "two", "--max-num-seqs", "2K", "--generation-config=vllm"],
+    )
+    assert asdict(args) == {
+        "model": "1234",
+        "max_model_len": 4000,
+        "gpu_memory_utilization": 0.5,
+        "limit_mm_per_prompt": {"image": 2},
+        "enable_prefix_caching": False,
+        "served_model_name": ["one", "two"],
+        "max_num_seqs": 2048,
+        "generation_config": "vllm",
+    }
+
+
+def test_flags_are_written_as_vllm_0_33_takes_them() -> None:
+    args = read(
+        *["--model", "headstart-tiny", "--disable-prefix-caching", "-O3", "-cc.mode=NONE"],
+        *["--limit_mm_per_prompt.image=2", "--override-generation-config.top_k", "3", "-q", "None"],
+        *["--cudagraph-capture-sizes", "1", "2", "--device-memory-utilization", "0.5"],
+    )
+    assert asdict(args) == {
+        "model": "headstart-tiny",
+        "enable_prefix_caching": False,
+        "optimization_level": 3,
+        "compilation_config": {"mode": "NONE"},
+        "limit_mm_per_prompt": {"image": 2},
+        "override_generation_config": {"top_k": 3},
+        "cudagraph_capture_sizes": [1, 2],
+        "gpu_memory_utilization": 0.5,
+    }
+
+
+def test_keys_of_json_are_gathered() -> None:
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--some-json")
+    parser.add_argument("rest", nargs="*")
+    given = ["--some_json.a.b", "1", "--some-json.a.c=x.y", "--some-json.d+", "e,f"]
+    known = parser.parse_args([*given, "--some-json.d+=g", "--", "--some-json.a"])
+    assert json.loads(known.some_json) == {"a": {"b": 1, "c": "x.y"}, "d": ["e", "f", "g"]}
+    assert known.rest == ["--some-json.a"]
+    assert parser.parse_args(["a.b=c"]).rest == ["a.b=c"]
+    assert parser.parse_known_args(["--other.a", "1"])[1] == ["--other.a"]
+
+
+@pytest.mark.parametrize("rest", [[], ["--more", "9"], ["-m", "9"], ["--", "9"]])
+def test_a_key_of_json_takes_no_flag_as_its_value(
+    rest: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--some-json")
+    parser.add_argument("-m", "--more")
+    parser.add_argument("rest", nargs="*")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--some-json.a", *rest])
+    assert "argument --some-json.a: expected one argument" in capsys.readouterr().err
+    assert parser.parse_args(["--some-json.a", "-1"]).some_json == '{"a": -1}'
+
+
+@pytest.mark.parametrize("text", ["9" * 400 + "k", "9" * 400 + ".5k", "9" * 5000 + "K", "9" * 5000])
+def test_a_number_of_any_length_is_refused_in_plain_words(text: str) -> None:
+    """400 digits and a unit were an OverflowError, 5,000 an "invalid read_value value"."""
+    args = read("--model", "headstart-tiny", "--max-model-len", text)
+    with pytest.raises(ConfigError, match=r"^max_model_len is '[^ ]{,100}'; allowed: a whole"):
+        make_config(read_config({"max_model_len": args.max_model_len}))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "value"),
+    [
+        ("num_gpu_blocks_override", "num_blocks", 7),
+        ("kv_cache_memory_bytes", "kv_cache_memory", 7),
+        ("limit_mm_per_prompt", "max_images", {"image": 7}),
+    ],
+)
+def test_two_names_of_an_option_have_one_value(theirs: str, ours: str, value: object) -> None:
+    """The name that came last in the dict won."""
+    for options in ({theirs: value, ours: 8}, {ours: 8, theirs: value}):
+        with pytest.raises(ConfigError, match=f"^{ours} is 8, and 7 by {theirs}; allowed: one of"):
+            read_config(options)
+        assert read_config(options | {ours: None}) == read_config(options | {ours: 7}) == {ours: 7}
+
+
+def test_a_template_may_lie_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jinja").write_text("{{ messages }}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_options("headstart-tiny", {"chat_template": "~/a.jinja"}).chat_template == (
+        "{{ messages }}"
+    )
+    with pytest.raises(ConfigError, match=r"chat_template is '~nobody.*', no template"):
+        read_config({"chat_template": "~nobody.at.all/a"})
+
+
+def test_what_cannot_be_followed_says_so() -> None:
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_size is 2; allowed: None, 1; a model must fit"
+    ):
+        read("--model", "headstart-tiny", "-tp", "2")
+    with pytest.raises(ConfigError, match="give a folder: `hf download NAME"):
+        read("--model", "headstart-tiny", "--revision", "main")
+    with pytest.raises(ConfigError, match="the arguments name no model; allowed: --model"):
+        read("--max-model-len", "100")
+    with pytest.raises(ConfigError, match=r"parser is None; allowed: an argparse.ArgumentParser"):
+        EngineArgs.add_cli_args(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"args is \['--model'\]; allowed: an argparse.Namespace"):
+        EngineArgs.from_cli_args(["--model"])  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="async_args_only is 3; allowed: True or False"):
+        AsyncEngineArgs.add_cli_args(argparse.ArgumentParser(), 3)  # type: ignore[arg-type]
+
+
+def test_the_asynchronous_engine_s_flags() -> None:
+    alone = AsyncEngineArgs.add_cli_args(argparse.ArgumentParser(), async_args_only=True)
+    assert "max_model_len" not in vars(alone.parse_args([]))
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = parser.parse_args(["--model", "headstart-tiny", "--enable-log-requests"])
+    made = AsyncEngineArgs.from_cli_args(args)
+    assert isinstance(made, AsyncEngineArgs)
+    assert made.enable_log_requests is True
+
+
+def test_options_are_attributes_that_may_be_set(tmp_path: Path) -> None:
+    args = EngineArgs("headstart-tiny", max_num_seqs=3)
+    assert (args.max_num_seqs, args.tensor_parallel_size, args.quantization) == (3, 1, None)
+    args.limit_mm_per_prompt = {"image": 1} | dict(args.limit_mm_per_prompt or {})
+    assert asdict(args)["limit_mm_per_prompt"] == {"image": 1}
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2"):
+        args.pipeline_parallel_size = 2
+    args.model = str(tmp_path)
+    assert asdict(args)["model"] == str(tmp_path)
+    assert not hasattr(args, "max_modl_len")
+
+
+def test_dashes_and_underscores_are_alike() -> None:
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--one-two", default=0, type=int)
+    parser.add_argument("--three_four", default=0, type=int)
+    parser.add_argument("rest", nargs="*")
+    for given in (["--one_two", "1", "--three-four=2"], ["--one-two=1", "--three_four", "2"]):
+        known = parser.parse_args([*given, "--", "--a_b"])
+        assert (known.one_two, known.three_four, known.rest) == (1, 2, ["--a_b"])
+    known, others = parser.parse_known_args(["--one_two=3", "a_b"])
+    assert (known.one_two, known.rest, others) == (3, ["a_b"], [])
+
+
+@pytest.mark.parametrize("kind", [EngineArgs, AsyncEngineArgs])
+def test_a_parser_that_has_the_flags_is_told_so(kind: type[EngineArgs]) -> None:
+    """argparse's own error came from the middle of the flags, of which some were added then."""
+    parser = kind.add_cli_args(FlexibleArgumentParser())
+    with pytest.raises(ConfigError, match=r"parser has --model, .* more already; allowed: add_cli"):
+        kind.add_cli_args(parser)
+    program = FlexibleArgumentParser()
+    program.add_argument("--seed", default="own")
+    with pytest.raises(ConfigError, match="the parser has --seed already; allowed: "):
+        kind.add_cli_args(program)
+    assert vars(program.parse_args([])) == {"seed": "own"}
+    program.conflict_handler = "resolve"
+    assert kind.add_cli_args(program).parse_args(["--seed", "3"]).seed == 3
+
+
+def test_what_arguments_have_and_what_they_have_not() -> None:
+    """`fields(EngineArgs)` was a bare AttributeError, and hints were for names of an `LLM`."""
+    assert {one.name for one in fields(EngineArgs)} >= set(DEFAULTS)
+    args = AsyncEngineArgs("headstart-tiny", seed=3)
+    assert replace(args, seed=4).seed == 4
+    assert copy.deepcopy(args) == pickle.loads(pickle.dumps(args)) == args != EngineArgs(args.model)
+    assert vars(args) == asdict(args)
+    assert repr(args) == "AsyncEngineArgs(model='headstart-tiny', seed=3)"
+    with pytest.raises(
+        HeadstartError, match=r"^AsyncEngineArgs has no create_engine_config: options"
+    ):
+        args.create_engine_config()
+    for name in ("abort", "close", "cache_config"):
+        with pytest.raises(HeadstartError, match=f"^AsyncEngineArgs knows no '{name}'$"):
+            getattr(args, name)

@@ -75,8 +75,7 @@ struct Search {
             int64_t t = 0;
             while (edge(t + 1) <= r) t++;
             const int64_t first = edge(t);
-            known[r] = prepare_row(x + r * inputs, inputs,
-                                   packed + 2 * (first * quads + r - first),
+            known[r] = prepare_row(x + r * inputs, inputs, packed + 2 * (first * quads + r - first),
                                    2 * (edge(t + 1) - first));
         }
         for (int64_t r = 0; r < rows; r++) {
@@ -105,10 +104,12 @@ struct Search {
                 for (int64_t t = 0; t < count; t++) {
                     alignas(64) float sums[INT8_TILE * PANEL];
                     const int64_t first = edge(t), tall = edge(t + 1) - first;
-                    avx512_int8_products.multiply(
-                        packed + 2 * first * quads, static_cast<int>(2 * tall), at(p), quads, sums,
-                        false, next + (t == 1 ? quads * PANEL / 2 : 0),
-                        count == 1 ? 2 : t < 2 ? 1 : 0);
+                    avx512_int8_products.multiply(packed + 2 * first * quads,
+                                                  static_cast<int>(2 * tall), at(p), quads, sums,
+                                                  false, next + (t == 1 ? quads * PANEL / 2 : 0),
+                                                  count == 1 ? 2
+                                                  : t < 2    ? 1
+                                                             : 0);
                     for (int64_t r = first; r < first + tall; r++) {
                         __m512 ends = _mm512_load_ps(mine + r * 16);
                         upper[r * panels + p] = bounds(*screen, p, known[r], allowed(r, p),
@@ -152,8 +153,7 @@ struct Search {
             const auto there = first_lanes(panels - p);
             const __m512 above = rounded(_mm512_maskz_loadu_ps(there, upper + r * panels + p));
             uint32_t chances = _mm512_mask_cmp_ps_mask(there, above, least, _CMP_NLT_UQ);
-            for (; chances != 0; chances &= chances - 1)
-                hits[count++] = p + __builtin_ctz(chances);
+            for (; chances != 0; chances &= chances - 1) hits[count++] = p + __builtin_ctz(chances);
         }
         return count;
     }

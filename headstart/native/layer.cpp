@@ -35,7 +35,9 @@ void normalise(const bf16* x, int64_t width, const Norm& norm, bf16* out) {
     const __m512 scale = 1.0f / _mm512_sqrt_ps(_mm512_set1_ps(mean + norm.epsilon));
     for (int64_t i = 0; i < width; i += 16) {
         const int64_t left = width - i;
-        store(out + i, left, rounded(load(x + i, left) * scale) * load(static_cast<const bf16*>(norm.weight) + i, left));
+        store(out + i, left,
+              rounded(load(x + i, left) * scale) *
+                  load(static_cast<const bf16*>(norm.weight) + i, left));
     }
 }
 

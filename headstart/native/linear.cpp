@@ -29,8 +29,8 @@ void tile(const uint32_t* rows, const uint32_t* panel, int64_t pairs, float* sum
     Sum c[TALL][2];
     for (int r = 0; r < TALL; r++)
         for (int h = 0; h < 2; h++)
-            c[r][h] = reinterpret_cast<Sum>(
-                add ? _mm512_load_ps(sums + r * PANEL + 16 * h) : _mm512_setzero_ps());
+            c[r][h] = reinterpret_cast<Sum>(add ? _mm512_load_ps(sums + r * PANEL + 16 * h)
+                                                : _mm512_setzero_ps());
     const char* fetch = reinterpret_cast<const char*>(panel + AHEAD * PANEL);
     const auto step = [&]() __attribute__((always_inline)) {
 #pragma GCC unroll 2
@@ -54,7 +54,8 @@ void tile(const uint32_t* rows, const uint32_t* panel, int64_t pairs, float* sum
 #pragma GCC unroll 4
     for (int64_t k = own; k < pairs; k++) step();
     for (int r = 0; r < TALL; r++)
-        for (int h = 0; h < 2; h++) _mm512_store_si512(sums + r * PANEL + 16 * h, reinterpret_cast<__m512i>(c[r][h]));
+        for (int h = 0; h < 2; h++)
+            _mm512_store_si512(sums + r * PANEL + 16 * h, reinterpret_cast<__m512i>(c[r][h]));
 }
 
 // Transposes the pairs of up to 16 rows, 16 pairs at a time: out[pair * step + row].
@@ -91,10 +92,10 @@ void multiply_rows(const uint32_t* rows, int count, const uint32_t* panel, int64
 
 }  // namespace
 
-const Products headstart::avx512_products{TILE, 18 * TILE, 640, 400 * 1024, pack,
-                                          multiply_rows<__m512, TILE>};
-const Products headstart::avx512_int8_products{INT8_TILE, 0, 0, 0, nullptr,
-                                               multiply_rows<__m512i, INT8_TILE>};
+const Products headstart::avx512_products{TILE,       18 * TILE, 640,
+                                          400 * 1024, pack,      multiply_rows<__m512, TILE>};
+const Products headstart::avx512_int8_products{
+    INT8_TILE, 0, 0, 0, nullptr, multiply_rows<__m512i, INT8_TILE>};
 
 // AMX takes what is denormal for zero, and so does this.
 void headstart::multiply_row(const uint32_t* row, const int8_t* panel, int64_t pairs, float* sums,

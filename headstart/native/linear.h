@@ -31,8 +31,9 @@ inline __m512 floats(const int8_t* from) {
 // `pairs` pairs of int8 of a panel as bf16.
 inline void widen(const int8_t* from, int64_t pairs, uint32_t* out) {
     for (int64_t at = 0; at < 2 * pairs; at++, from += 32)
-        _mm512_storeu_si512(out + 16 * at, _mm512_srli_epi32(_mm512_castps_si512(floats(from)), 16) |
-                                               _mm512_castps_si512(floats(from + 16)));
+        _mm512_storeu_si512(out + 16 * at,
+                            _mm512_srli_epi32(_mm512_castps_si512(floats(from)), 16) |
+                                _mm512_castps_si512(floats(from + 16)));
 }
 
 constexpr int64_t GROUP = 16;  // pairs, of 4 or 5 bits
@@ -150,7 +151,9 @@ void multiply(int64_t rows, int64_t inputs, int64_t panels, int threads, Stages&
                         k + length < pairs ? weights.at(k + length) : after.at(0);
                     for (int64_t t = 0; t < tiles; t++) {
                         const int tall = static_cast<int>(edge(t + 1) - edge(t));
-                        const int fetch = weights.weight->kind < BF16 ? 0 : tiles == 1 ? alone : t < 2;
+                        const int fetch = weights.weight->kind < BF16 ? 0
+                                          : tiles == 1                ? alone
+                                                                      : t < 2;
                         kind.multiply(packed + count * k + edge(t) * some, tall, range, some,
                                       target + edge(t) * PANEL, k > 0,
                                       next + (t == 1 ? some * PANEL / 2 : 0), fetch);
@@ -173,7 +176,8 @@ inline __m512i finished(const float* sums, const Weight& weight, int64_t output)
         if (weight.scales != nullptr && left > 0)
             half[h] *= _mm512_maskz_loadu_ps(first_lanes(left), weight.scales + output + 16 * h);
         if (weight.bias != nullptr && left > 0)
-            half[h] = _mm512_add_ps(half[h], load(static_cast<const bf16*>(weight.bias) + output + 16 * h, left));
+            half[h] = _mm512_add_ps(
+                half[h], load(static_cast<const bf16*>(weight.bias) + output + 16 * h, left));
     }
     return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(half[1], half[0]));
 }

@@ -57,8 +57,8 @@ void multiply_rows(const uint32_t* rows, int count, const uint32_t* panel, int64
     const char* ahead = reinterpret_cast<const char*>(next);
     if (steps > 0) run(rows, count, panel, steps, DEPTH, sums, add, ahead, fetch);
     if (whole < pairs)
-        run(rows + count * whole, count, panel + whole * PANEL, 1,
-            static_cast<int>(pairs - whole), sums, add || steps > 0, ahead, 0);
+        run(rows + count * whole, count, panel + whole * PANEL, 1, static_cast<int>(pairs - whole),
+            sums, add || steps > 0, ahead, 0);
 }
 
 }  // namespace

@@ -28,8 +28,7 @@ void quantise(const uint32_t* pairs, const Screen& screen, int64_t panel, int ha
         boundless |= _mm512_cmp_ps_mask(w, _mm512_set1_ps(LARGE), _CMP_NLE_UQ);
         most = _mm512_max_ps(most, w);
     }
-    const __mmask16 kept =
-        _mm512_cmp_ps_mask(most, _mm512_set1_ps(SMALL), _CMP_GE_OQ) & ~boundless;
+    const __mmask16 kept = _mm512_cmp_ps_mask(most, _mm512_set1_ps(SMALL), _CMP_GE_OQ) & ~boundless;
     const __m512 full = _mm512_set1_ps(127.0f);
     const __m512 scale = _mm512_maskz_div_ps(kept, most, full);
     const __m512 inverse = _mm512_maskz_div_ps(kept, full, most);
@@ -109,8 +108,8 @@ ScreenRow headstart::prepare_row(const bf16* x, int64_t inputs, uint32_t* out, i
     return row;
 }
 
-float headstart::bounds(const Screen& screen, int64_t panel, const ScreenRow& row,
-                        uint32_t allowed, const float* sums, __m512* lower) {
+float headstart::bounds(const Screen& screen, int64_t panel, const ScreenRow& row, uint32_t allowed,
+                        const float* sums, __m512* lower) {
     __m512 most = _mm512_set1_ps(-INFINITE);
     const __m512 tiny = _mm512_set1_ps(static_cast<float>(screen.inputs) * 0x1p-120f);
     const __m512 error = _mm512_set1_ps(row.error);
@@ -137,7 +136,6 @@ float headstart::bounds(const Screen& screen, int64_t panel, const ScreenRow& ro
 // Fills screen->panels, which begin on 64 bytes, from a packed weight of at most 32,768 inputs.
 extern "C" void headstart_screen(const Weight* weight, const Screen* screen, int threads) {
     parallel_each(threads, screen->count(), [&](int64_t p) {
-        for (int half = 0; half < 2; half++)
-            quantise(weight->at(p) + 16 * half, *screen, p, half);
+        for (int half = 0; half < 2; half++) quantise(weight->at(p) + 16 * half, *screen, p, half);
     });
 }

@@ -19,9 +19,9 @@ inline __m512 power(__m512 x) {
 
 // Lane i becomes the bf16 pair (even[i], odd[i]), rounded to nearest.
 inline __m512i pair_bf16(__m512 even, __m512 odd) {
-    const __m512i interleave = _mm512_set_epi16(
-        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
-        19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i interleave =
+        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     const auto halves = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
     return _mm512_permutexvar_epi16(interleave, halves);
 }

@@ -37,7 +37,7 @@ struct AttentionStep {
     const Segment* segments;
     const Merger* mergers;
     const int32_t* parts;
-    float* partials;  // each [heads, 2 + value_dim]: maximum, sum, unnormalised output
+    float* partials;     // each [heads, 2 + value_dim]: maximum, sum, unnormalised output
     uint8_t* nonfinite;  // [tokens]: set to 1 where K or V are not finite, never cleared
     int32_t num_tokens;
     int32_t num_segments;
@@ -58,7 +58,7 @@ struct Call {
     Stored* values;       // [slots, kv_heads, value_dim], dense
     float* key_scales;    // [slots, kv_heads], or null
     float* value_scales;  // the same
-    const float* sinks;  // [heads], or null
+    const float* sinks;   // [heads], or null
     int64_t query_strides[2];
     int64_t key_strides[2];
     int64_t value_strides[2];

@@ -50,7 +50,7 @@ void multiply_keys(Lanes& s, int count, int key_dim, int vectors) {
 }
 
 void multiply_values(Lanes& s, int count, int value_dim, int vectors) {
-    uint32_t(*const values)[TILE / 2] = reinterpret_cast<uint32_t(*)[TILE / 2]>(s.values);
+    uint32_t (*const values)[TILE / 2] = reinterpret_cast<uint32_t (*)[TILE / 2]>(s.values);
     for (int k = 0; k < count; k += 32)
         for (int d = 0; d < value_dim; d += 32) {
             __m512i low[16], high[16];

@@ -103,8 +103,7 @@ void attend_tile(Lanes& s, int tile, int count, const AttentionCall& call,
     weigh<VECTORS>(s, count, before, shrink);
     const int lines = call.value_dim;
     int line = 0;
-    for (; line + LINES <= lines; line += LINES)
-        add_values<VECTORS, LINES>(s, count, line, shrink);
+    for (; line + LINES <= lines; line += LINES) add_values<VECTORS, LINES>(s, count, line, shrink);
     for (; line < lines; ++line) add_values<VECTORS, 1>(s, count, line, shrink);
 }
 
@@ -132,9 +131,9 @@ void attend_rows(Lanes& s, const Rows<bf16>& rows) {
     attend_tiles(s, rows, amx ? 32 : 8, nullptr, [&](const Keys& keys) {
         if (keys.partly) isolate_nonfinite(s.now, keys.filled, call.value_dim, NAN_KEY);
         if (!amx) pair_values(s, keys.filled, call.value_dim);
-        attend_tile<VECTORS>(s, keys.first, keys.filled, call,
-                             {call.scaling * LOG2_E, call.softcap, keys.partly_filled, amx,
-                              call.value_dim});
+        attend_tile<VECTORS>(
+            s, keys.first, keys.filled, call,
+            {call.scaling * LOG2_E, call.softcap, keys.partly_filled, amx, call.value_dim});
     });
     release_tiles();
     for (int v = 0; v < VECTORS; ++v) store_rows(s, rows, v);

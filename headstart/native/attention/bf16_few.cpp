@@ -29,7 +29,7 @@ struct Avx512 {
 // The state of one chunk; one per thread, reused for every chunk.
 struct alignas(64) Few : Softmax<FEW_ROWS, Avx512, bf16> {
     uint32_t query[FEW_ROWS][MAX_DIM / 2];  // pairs of dims
-    uint32_t weights[FEW_ROWS][TILE / 2];  // pairs of keys
+    uint32_t weights[FEW_ROWS][TILE / 2];   // pairs of keys
     float out[FEW_ROWS][MAX_DIM];
 };
 
@@ -67,8 +67,8 @@ void score_keys(Few& s, int k, int key_dim, float scale) {
             fetch<_MM_HINT_T0>(s.next.keys[k + i] + 2 * p);
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r)
-                sums[r] = _mm512_dpbf16_ps(sums[r], broadcast(s.query[r][p + i]),
-                                           as_pairs(keys[i]));
+                sums[r] =
+                    _mm512_dpbf16_ps(sums[r], broadcast(s.query[r][p + i]), as_pairs(keys[i]));
         }
     }
 #pragma GCC unroll 8
@@ -136,9 +136,8 @@ void attend_few(const Rows<bf16>& rows, const Chunk* next) {
     Few& s = few;
     begin(s, rows);
     with_count<FEW_ROWS>(rows.chunk.count, [&](auto count) {
-        attend_tiles(s, rows, 2 * LANES, next, [&](const Keys& keys) {
-            attend_tile<count.value>(s, rows.call, keys);
-        });
+        attend_tiles(s, rows, 2 * LANES, next,
+                     [&](const Keys& keys) { attend_tile<count.value>(s, rows.call, keys); });
     });
     finish(s, rows);
 }

@@ -49,8 +49,7 @@ __attribute__((always_inline)) inline void settle(Lanes& s, int tile, int k, int
     for (int v = 0; v < VECTORS; ++v) {
         __m512 scores[KEYS];
 #pragma GCC unroll 8
-        for (int i = 0; i < KEYS; ++i)
-            scores[i] = sums(i, v) * options.scale;
+        for (int i = 0; i < KEYS; ++i) scores[i] = sums(i, v) * options.scale;
         if (options.softcap > 0.0f) {
 #pragma GCC unroll 8
             for (int i = 0; i < KEYS; ++i) scores[i] = soft_cap(scores[i], options.softcap);

@@ -52,9 +52,9 @@ inline __m512bh broadcast(uint32_t pair) {
 
 // x[i] y[i] x[i + 1] y[i + 1] ... of 32 bf16 each: 16 of both, i is 0 or 16.
 inline __m512i interleave(__m512i x, __m512i y, short i) {
-    const __m512i order = _mm512_set_epi16(
-        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
-        35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i order =
+        _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                         37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     return _mm512_permutex2var_epi16(x, order | _mm512_set1_epi16(i), y);
 }
 

@@ -92,8 +92,10 @@ void add_values(ChunkState<Stored>& s, int row, int count, int value_dim, int64_
         add(d, [&](int k) {
             if (row < FETCHING && (!SCALED<Stored> || d % LINE<Stored> == 0))
                 fetch<_MM_HINT_T1>(s.next.values[k] + d);
-            if constexpr (SCALED<Stored>) return s.values.numbers + k * width + d;
-            else return s.now.values[k] + d;
+            if constexpr (SCALED<Stored>)
+                return s.values.numbers + k * width + d;
+            else
+                return s.now.values[k] + d;
         });
     if constexpr (!SCALED<Stored>)
         if (whole < value_dim) add(whole, [&](int k) { return s.values.tails[k]; });
@@ -115,7 +117,10 @@ template <class Stored>
 class Attention {
   public:
     explicit Attention(const Rows<float, Stored>& rows)
-        : s(chunk_state<Stored>()), rows(rows), call(rows.call), count(rows.chunk.count),
+        : s(chunk_state<Stored>()),
+          rows(rows),
+          call(rows.call),
+          count(rows.chunk.count),
           width((call.value_dim + PANEL - 1) / PANEL * PANEL) {}
 
     void run() {

@@ -34,9 +34,9 @@ constexpr int LINE = 64 / sizeof(Stored);  // numbers in a cache line
 // A thread's working memory for one chunk, reused for every chunk.
 template <class Stored>
 struct alignas(64) ChunkState : Softmax<CHUNK, Avx2, Stored> {
-    float query[CHUNK * MAX_DIM];   // [row, key_dim], in units of log2
-    float out[CHUNK * MAX_DIM];     // [row, value_dim in whole panels]
-    float keys[MAX_DIM][TILE];      // transposed
+    float query[CHUNK * MAX_DIM];  // [row, key_dim], in units of log2
+    float out[CHUNK * MAX_DIM];    // [row, value_dim in whole panels]
+    float keys[MAX_DIM][TILE];     // transposed
     Values<Stored> values;
 };
 

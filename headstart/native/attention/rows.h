@@ -151,8 +151,8 @@ struct Keys {
 // addresses. Those of s.next may be prefetched: of the next tile, then of the first tile of
 // `following`, unless that is null.
 template <class State, class Number, class Stored, class Attend>
-void attend_tiles(State& s, const Rows<Number, Stored>& rows, int together,
-                  const Chunk* following, const Attend& attend) {
+void attend_tiles(State& s, const Rows<Number, Stored>& rows, int together, const Chunk* following,
+                  const Attend& attend) {
     Seen seen(s.rows[0]);
     for (int r = 1; r < rows.chunk.count; ++r) seen.add(s.rows[r]);
     const int start = seen.start(*rows.chunk.segment), last = seen.last;

@@ -51,7 +51,8 @@ void cut(const AttentionStep& step, const Call<Number, Stored>& call, std::vecto
 }
 
 template <class Kernel, class Number, class Stored>
-void attend_some(const AttentionStep& step, const Call<Number, Stored>& call, int threads, Stages& stages) {
+void attend_some(const AttentionStep& step, const Call<Number, Stored>& call, int threads,
+                 Stages& stages) {
     static thread_local std::vector<Chunk> chunks;  // the same in every thread
     cut<Kernel>(step, call, chunks);
     const int64_t count = static_cast<int64_t>(chunks.size());
@@ -85,8 +86,8 @@ void merge_head(const AttentionStep& step, const Call<Number, Stored>& call, con
 
 // A thread's part of one layer's attention. Ends with a barrier of all threads.
 template <class Kernel, class Number, class Stored>
-void attend_layer(const AttentionStep& step, const Call<Number, Stored>& call, int thread, int threads,
-                  Stages& stages) {
+void attend_layer(const AttentionStep& step, const Call<Number, Stored>& call, int thread,
+                  int threads, Stages& stages) {
     const int64_t tokens = step.num_tokens;
     write_rows<Kernel>(step, call, static_cast<int>(tokens * thread / threads),
                        static_cast<int>(tokens * (thread + 1) / threads));

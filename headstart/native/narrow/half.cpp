@@ -13,11 +13,11 @@ using namespace headstart;
 
 namespace {
 
-constexpr int64_t STEP = 16;       // inputs
-constexpr int64_t TILE = 1 << 16;  // bytes of the weight that stay in the second cache
-constexpr int64_t WHOLE = 12;      // outputs: a tile has a multiple of them, as 1 to 4 divide it
-constexpr int64_t MOST_ROWS = 64;  // that stay there with them
-constexpr int TOGETHER = 4;        // outputs, and rows, whose sums are taken together at most
+constexpr int64_t STEP = 16;        // inputs
+constexpr int64_t TILE = 1 << 16;   // bytes of the weight that stay in the second cache
+constexpr int64_t WHOLE = 12;       // outputs: a tile has a multiple of them, as 1 to 4 divide it
+constexpr int64_t MOST_ROWS = 64;   // that stay there with them
+constexpr int TOGETHER = 4;         // outputs, and rows, whose sums are taken together at most
 constexpr size_t LONG_ROW = 12288;  // bytes; four of longer rows do not stay in the first cache
 
 // By the number of rows, 1 to 4, how many outputs are summed together: sums, weights and one vector
@@ -59,7 +59,8 @@ void multiply(const bf16* weight, int64_t inputs, const float* rows, float (*sum
               int64_t ahead) {
     const int64_t whole = inputs / STEP, steps = steps_of(inputs);
     __m256 sum[OUTPUTS][ROWS] = {};
-    const auto step = [&](int64_t at, const bf16* from, int64_t next) __attribute__((always_inline)) {
+    const auto step = [&](int64_t at, const bf16* from,
+                          int64_t next) __attribute__((always_inline)) {
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
             __m256 weights[OUTPUTS];
@@ -103,14 +104,16 @@ void headstart::multiply_half(const Weight& weight, const float* x, int64_t rows
     const int64_t outputs = weight.outputs, inputs = weight.inputs;
     const auto* numbers = static_cast<const bf16*>(weight.panels);
     const float* splits = split(x, rows, inputs);
-    const auto multiply_some = [&](int64_t row, auto height, int64_t from, int64_t to, int64_t ahead) {
+    const auto multiply_some = [&](int64_t row, auto height, int64_t from, int64_t to,
+                                   int64_t ahead) {
         constexpr int ROWS = height.value, OUTPUTS = OUTPUTS_OF[ROWS - 1];
         for (int64_t output = from; output < to;) {
             const int some = to - output < OUTPUTS ? 1 : OUTPUTS;
             float sums[ROWS][TOGETHER];
-            (some == 1 ? multiply<1, ROWS> : multiply<OUTPUTS, ROWS>)(
-                numbers + output * inputs, inputs, splits + row * steps_of(inputs) * STEP, sums,
-                ahead * inputs);
+            (some == 1 ? multiply<1, ROWS>
+                       : multiply<OUTPUTS, ROWS>)(numbers + output * inputs, inputs,
+                                                  splits + row * steps_of(inputs) * STEP, sums,
+                                                  ahead * inputs);
             for (int r = 0; r < ROWS; r++)
                 std::memcpy(out + (row + r) * outputs + output, sums[r], some * sizeof(float));
             output += some;

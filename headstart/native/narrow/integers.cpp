@@ -48,7 +48,8 @@ struct Avx2 : Avx2Vectors {
         // A product takes bytes without a sign, so that of the weight goes over to the number.
         void add(__m256i bytes, __m256i numbers) {
             const __m256i weight = bytes ^ _mm256_set1_epi8(-128);
-            narrow = _mm256_maddubs_epi16(_mm256_abs_epi8(weight), _mm256_sign_epi8(numbers, weight));
+            narrow =
+                _mm256_maddubs_epi16(_mm256_abs_epi8(weight), _mm256_sign_epi8(numbers, weight));
             widen();
         }
         void add(__m256i first, __m256i low, __m256i second, __m256i high) {
@@ -79,7 +80,7 @@ Rows integers::round_rows(const float* x, int64_t rows, const Weight& weight, in
 }
 
 void headstart::multiply_integers(const Weight& weight, const float* x, int64_t rows, float* out,
-                              int threads) {
+                                  int threads) {
     multiply<Avx2>(weight, x, rows, out, threads);
 }
 
@@ -94,8 +95,10 @@ extern "C" void headstart_pack_int8(const int8_t* values, int64_t outputs, int64
             uint32_t* to = out + panel * width * PANEL / 4 + o;
             for (int64_t k = 0; k < width; k += 4, to += PANEL) {
                 uint32_t four = 0;
-                if (k + 4 <= some) std::memcpy(&four, from + k, 4);
-                else if (k < some) std::memcpy(&four, from + k, some - k);
+                if (k + 4 <= some)
+                    std::memcpy(&four, from + k, 4);
+                else if (k < some)
+                    std::memcpy(&four, from + k, some - k);
                 *to = four ^ 0x80808080;
             }
         }

@@ -33,8 +33,10 @@ template <int NUMBER>
 struct Form {
     static constexpr int BITS = NUMBER >= INT8 ? 8 : 4 + NUMBER / 2;
     static constexpr bool IN_BYTES = BITS < 8 && NUMBER % 2 == 1;
-    static constexpr int GRID_BYTES = NUMBER == INT8 ? 0 : IN_BYTES ? 1 : 2;  // of a step or a start
-    static constexpr int64_t STARTS = PANEL * GRID_BYTES;                // where they begin
+    static constexpr int GRID_BYTES = NUMBER == INT8 ? 0
+                                      : IN_BYTES     ? 1
+                                                     : 2;  // of a step or a start
+    static constexpr int64_t STARTS = PANEL * GRID_BYTES;  // where they begin
     static constexpr int64_t VALUES = 2 * STARTS;
     static constexpr int64_t FIFTHS = VALUES + PANEL * GROUP / (BITS == 8 ? 1 : 2);
     static constexpr int64_t BYTES_OF_BLOCK = FIFTHS + (BITS == 5 ? PANEL * GROUP / 8 : 0);

@@ -80,8 +80,8 @@ inline void widen_block(const uint8_t* block, const float* columns, uint32_t* ou
         for (int h = 0; h < 2; h++) {
             __m512i four = bytes;
             if constexpr (Form::BITS == 5)
-                four = integers::values<Avx512, Form>(Avx512::right(bytes, 4 * h),
-                                                  Avx512::load(block + Form::FIFTHS), 2 * v + h);
+                four = integers::values<Avx512, Form>(
+                    Avx512::right(bytes, 4 * h), Avx512::load(block + Form::FIFTHS), 2 * v + h);
 #pragma GCC unroll 2
             for (int two = 0; two < 2; two++) {
                 const int64_t pair = 8 * h + 2 * v + two;

@@ -71,7 +71,8 @@ template <class Kind, class Form, int ROWS, int VECTORS>
         for (int v = 0; WIDE && v < 8; v++) {
             typename Kind::Integers bytes[VECTORS];
 #pragma GCC unroll 2
-            for (int p = 0; p < VECTORS; p++) bytes[p] = Kind::load(at(p, Form::VALUES + 64 * v, 4));
+            for (int p = 0; p < VECTORS; p++)
+                bytes[p] = Kind::load(at(p, Form::VALUES + 64 * v, 4));
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
                 const auto numbers = x(r, 4 * v);
@@ -110,7 +111,8 @@ template <class Kind, class Form, int ROWS, int VECTORS>
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
                 const auto step = of(r).step - zero, of_row = of(r).sum - zero;
-                sum[r][p] = Kind::fmadd(exact[r][p].total(), PLAIN ? step : steps * step, sum[r][p]);
+                sum[r][p] =
+                    Kind::fmadd(exact[r][p].total(), PLAIN ? step : steps * step, sum[r][p]);
                 if constexpr (!PLAIN) sum[r][p] = Kind::fmadd(starts, of_row, sum[r][p]);
             }
         }

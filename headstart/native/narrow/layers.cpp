@@ -39,7 +39,8 @@ void normalise(const float* x, int64_t width, const Norm& norm, float* out) {
 // Heads of a row, normalised if there is a norm and rotated as ../layer.cpp does it, in place.
 void turn(float* row, int64_t width, int64_t dim, const Norm& norm, const float* cos,
           const float* sin) {
-    for (float *head = row, *other = head + dim / 2; head < row + width; head += dim, other += dim) {
+    for (float *head = row, *other = head + dim / 2; head < row + width;
+         head += dim, other += dim) {
         if (norm.weight != nullptr) normalise(head, dim, norm, head);
         for (int64_t i = 0; i < dim / 2; i++) {
             const float first = head[i];

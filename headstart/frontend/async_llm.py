@@ -19,11 +19,11 @@ from headstart.engine.adapters.request import LoRARequest
 from headstart.engine.arg_utils import EngineArgs, require_engine_args
 from headstart.engine.params import SamplingParams
 from headstart.engine.startup.threads import count_cores
+from headstart.engine.tenant_queue import TenantQueue
 from headstart.errors import ConfigError, EngineError, RequestError
 from headstart.frontend.start import Started, start_engine
 from headstart.frontend.streams.async_driver import AsyncDriver
 from headstart.frontend.streams.async_stream import AsyncRequestStream
-from headstart.frontend.structured.threads import FormThreads
 from headstart.frontend.vllm_api.call_options import (
     StreamChatOptions,
     StreamOptions,
@@ -84,9 +84,11 @@ class AsyncLLM(OfOneProcess):
     def _take(self, started: Started) -> None:
         self.engine, self._chats, driver, self._sampling = started
         self._driver: AsyncDriver = driver
-        self._forms = FormThreads(max(2, count_cores() // 2) + 1)
+        # Nothing waits for these: compiling a form may take long, and cannot be stopped.
+        count = max(2, count_cores() // 2)
+        self._forms = TenantQueue("headstart-forms", count + 1, per_tenant=count)
         weakref.finalize(self, self._driver.close)
-        weakref.finalize(self, self._forms.close)
+        weakref.finalize(self, self._forms.abandon, EngineError("the engine is closed"))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **options: Any) -> AsyncLLM:
@@ -329,7 +331,7 @@ class AsyncLLM(OfOneProcess):
         A form that is being compiled cannot be stopped: its thread ends when that is done.
         """
         self._driver.close()
-        self._forms.close()
+        self._forms.abandon(EngineError("the engine is closed"))
 
     def shutdown(self, timeout: float | None = None) -> None:
         """As `close`; the step under way is waited for."""

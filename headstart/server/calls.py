@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
-from headstart.engine.turns import TENANT
+from headstart.engine.tenant_queue import TENANT
 from headstart.server.errors import ApiError
 from headstart.server.tenants import EVERYBODY, Tenant
 

@@ -18,6 +18,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from headstart.engine.tenant_queue import TenantQueue
 from headstart.errors import ConfigError
 from headstart.server.app import create_app, create_speech_app
 from headstart.server.http.protocol import protocol_of
@@ -27,7 +28,6 @@ from headstart.server.options import ServerOptions
 from headstart.server.public_prefixes import publish, read_prefixes
 from headstart.server.service import Front
 from headstart.server.tenants import open_tenants
-from headstart.server.threads import FairThreads
 
 __all__ = [
     "create_app",
@@ -112,7 +112,7 @@ def serve(app: FastAPI, at: socket.socket, ready: Callable[[], None] = lambda: N
     sys.setswitchinterval(_SWITCH)
     try:
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.get_loop().set_default_executor(FairThreads())
+            runner.get_loop().set_default_executor(TenantQueue("headstart-server"))
             runner.run(server.serve(sockets=[at]))
     finally:
         sys.setswitchinterval(switch)

@@ -14,12 +14,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from headstart import AsyncLLM
+from headstart.engine.tenant_queue import TenantQueue
 from headstart.server.app import create_app
 from headstart.server.http.protocol import protocol_of
 from headstart.server.launch import listen
 from headstart.server.options import ServerOptions
 from headstart.server.service import Service
-from headstart.server.threads import FairThreads
 
 __all__ = ["Running", "listening", "running", "serving"]
 
@@ -99,7 +99,7 @@ def listening(app: FastAPI, *, send_buffer: int = 0) -> Iterator[str]:
 
     def serve() -> None:
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as loop:
-            loop.get_loop().set_default_executor(FairThreads())
+            loop.get_loop().set_default_executor(TenantQueue("headstart-server"))
             loop.run(runner.serve(sockets=[listener]))
 
     thread = threading.Thread(target=serve, daemon=True)

@@ -11,10 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from headstart.frontend.structured.threads import FormThreads
+from headstart.engine.tenant_queue import TenantQueue
+from headstart.errors import EngineError
 from headstart.server.calls import Calls
 from headstart.server.tenants import Tenant
-from headstart.server.threads import FairThreads
 
 SECONDS = 30
 
@@ -30,7 +30,7 @@ def test_tenants_take_turns() -> None:
             began.set()
             assert goes_on.wait(SECONDS)
 
-        calls, threads = Calls(100, None, SECONDS), FairThreads(1)
+        calls, threads = Calls(100, None, SECONDS), TenantQueue("test", 1)
         threads.submit(hold)
         assert began.wait(SECONDS)
 
@@ -59,7 +59,7 @@ def test_a_tenant_leaves_threads_to_others() -> None:
 
     async def ask() -> int:
         loop, calls = asyncio.get_running_loop(), Calls(100, None, SECONDS)
-        loop.set_default_executor(FairThreads(4))
+        loop.set_default_executor(TenantQueue("test", 4))
         with calls.call(Tenant("a", "key", None)):
             held = [loop.run_in_executor(None, hold) for _ in range(8)]
         assert begun.acquire(timeout=SECONDS) and begun.acquire(timeout=SECONDS)
@@ -78,7 +78,7 @@ def test_a_tenants_forms_leave_a_thread_to_others() -> None:
     goes_on = threading.Event()
 
     async def ask() -> None:
-        calls, threads = Calls(100, None, SECONDS), FormThreads(2)
+        calls, threads = Calls(100, None, SECONDS), TenantQueue("test", 2)
         try:
             with calls.call(Tenant("a", "key", None)):
                 held = [threads.submit(lambda: goes_on.wait(SECONDS)) for _ in range(4)]
@@ -89,13 +89,13 @@ def test_a_tenants_forms_leave_a_thread_to_others() -> None:
             assert all(one.result(SECONDS) for one in held)
         finally:
             goes_on.set()
-            threads.close()
+            threads.shutdown()
 
     asyncio.run(ask())
 
 
-@pytest.mark.parametrize("kind", [ThreadPoolExecutor, FairThreads])
-def test_at_the_end_what_waits_may_be_cancelled(kind: type[ThreadPoolExecutor]) -> None:
+@pytest.mark.parametrize("make", [ThreadPoolExecutor, lambda count: TenantQueue("test", count)])
+def test_at_the_end_what_waits_may_be_cancelled(make: Callable[[int], ThreadPoolExecutor]) -> None:
     """It ran all the same, in a thread that ended what it had begun before."""
     began, goes_on = threading.Event(), threading.Event()
     ran: list[int] = []
@@ -105,7 +105,7 @@ def test_at_the_end_what_waits_may_be_cancelled(kind: type[ThreadPoolExecutor]) 
         assert goes_on.wait(SECONDS)
         return 7
 
-    with kind(1) as threads:
+    with make(1) as threads:
         held = threads.submit(hold)
         assert began.wait(SECONDS)
         waiting = [threads.submit(ran.append, at) for at in range(3)]
@@ -122,7 +122,7 @@ def test_an_error_is_its_callers(error: BaseException) -> None:
         assert (given, more) == ((1,), 2)
         raise error
 
-    with FairThreads(1) as threads:
+    with TenantQueue("test", 1) as threads:
         asked: Future[None] = threads.submit(fail, 1, more=2)
         assert asked.exception(SECONDS) is error
         assert threads.submit(lambda: 7).result(SECONDS) == 7
@@ -144,7 +144,7 @@ def test_what_failed_is_let_go_of_at_once() -> None:
     seen = weakref.ref(given)
     gc.disable()
     try:
-        with FairThreads(1) as threads:
+        with TenantQueue("test", 1) as threads:
             asked: Future[None] = threads.submit(fail, given)
             assert isinstance(asked.exception(SECONDS), ValueError)
             del asked, given
@@ -157,10 +157,31 @@ def test_what_is_refused_at_the_end_does_not_run() -> None:
     """A thread that still had work ran it, though whoever submitted it was told that none would."""
     goes_on = threading.Event()
     ran: list[int] = []
-    with FairThreads(1) as threads:
+    with TenantQueue("test", 1) as threads:
         threads.submit(goes_on.wait, SECONDS)
         threads.shutdown(wait=False)
         with pytest.raises(RuntimeError):
             threads.submit(ran.append, 7)
         goes_on.set()
+    assert not ran
+
+
+def test_an_abandoned_queue_ends_every_job_with_the_error() -> None:
+    """A grammar that compiles cannot be stopped, and nothing waits for it."""
+    began, goes_on = threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    def hold() -> None:
+        began.set()
+        assert goes_on.wait(SECONDS)
+
+    threads = TenantQueue("test", 1)
+    jobs = [threads.submit(hold), threads.submit(ran.append, 7)]
+    assert began.wait(SECONDS)
+    threads.abandon(EngineError("closed"))
+    assert all(isinstance(job.exception(SECONDS), EngineError) for job in jobs)
+    with pytest.raises(EngineError):
+        threads.submit(ran.append, 8)
+    goes_on.set()
+    threads.shutdown()
     assert not ran

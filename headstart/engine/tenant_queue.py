@@ -1,0 +1,133 @@
+"""Jobs of many tenants that share a few threads, fairly.
+
+First come, first served, the many jobs of one tenant would delay those of all others: a request
+body of many objects takes a thread 0.1 s, and a grammar may take seconds to compile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple
+
+__all__ = ["TENANT", "TenantQueue"]
+
+TENANT: ContextVar[str] = ContextVar("tenant", default="")
+"""The tenant of the jobs that are submitted in this context. Jobs of no tenant count as one's."""
+
+
+class _Job(NamedTuple):
+    """A call that waits for a thread, and the future of its result."""
+
+    future: Future[Any]
+    call: Callable[[], Any]
+
+    def run(self) -> None:
+        with suppress(InvalidStateError):  # the queue was abandoned meanwhile
+            try:
+                result = self.call()
+            except BaseException as error:  # the caller handles it
+                self.future.set_exception(error)
+                del self  # error and job would hold each other, with all arguments of the call
+            else:
+                self.future.set_result(result)
+
+
+class TenantQueue(ThreadPoolExecutor):
+    """An executor whose free thread runs the next tenant's first job.
+
+    per_tenant: threads that one tenant may use at a time, so that another tenant finds one free.
+    Threads start when they are needed. They are daemons: a job that cannot be stopped does not
+    delay the exit of the process, which joins the threads of `concurrent.futures`. The class is a
+    `ThreadPoolExecutor` because event loops accept no other default executor.
+    """
+
+    def __init__(
+        self, name: str, num_threads: int | None = None, per_tenant: int | None = None
+    ) -> None:
+        super().__init__(num_threads)
+        self._name = name
+        self._per_tenant = per_tenant or max(1, self._max_workers // 2)
+        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # by tenant, next first
+        self._running: Counter[str] = Counter()  # jobs by tenant
+        self._futures: set[Future[Any]] = set()  # of jobs that wait or run
+        self._workers: list[threading.Thread] = []
+        self._closed: Exception | None = None  # what `submit` raises once it is closed
+        self._changed = threading.Condition()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Queue a call for the current tenant. Raises RuntimeError once the queue is closed."""
+        job = _Job(Future(), partial(fn, *args, **kwargs))
+        with self._changed:
+            if self._closed is not None:
+                raise self._closed
+            if len(self._workers) < self._max_workers:
+                name = f"{self._name}_{len(self._workers)}"
+                worker = threading.Thread(target=self._work, name=name, daemon=True)
+                worker.start()
+                self._workers.append(worker)
+            self._waiting.setdefault(TENANT.get(), deque()).append(job)
+            self._futures.add(job.future)
+            self._changed.notify()
+        job.future.add_done_callback(self._futures.discard)
+        return job.future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Accept no more jobs, and wait for those that were accepted or cancel them."""
+        for job in self._close(RuntimeError("the queue is closed"), drop=cancel_futures):
+            job.future.cancel()
+        for worker in self._workers if wait else ():
+            worker.join()
+
+    def abandon(self, error: Exception) -> None:
+        """Close the queue: every job, also one that runs, and every later call has this error."""
+        self._close(error, drop=True)
+        for future in list(self._futures):
+            with suppress(InvalidStateError):  # it has just ended
+                future.set_exception(error)
+
+    def _close(self, error: Exception, *, drop: bool) -> list[_Job]:
+        """Accept no more jobs; return those that waited if they are to be dropped."""
+        with self._changed:
+            self._closed = self._closed or error
+            dropped = [job for jobs in self._waiting.values() for job in jobs] if drop else []
+            if drop:
+                self._waiting.clear()
+            self._changed.notify_all()
+        return dropped
+
+    def _work(self) -> None:
+        """Run jobs in a thread of the queue until it is closed and no job waits."""
+        while (taken := self._take()) is not None:
+            tenant, job = taken
+            job.run()
+            del (
+                job,
+                taken,
+            )  # they hold the arguments until the next job comes
+            with self._changed:
+                self._running[tenant] -= 1
+                self._running += Counter()  # drops tenants without any
+                self._changed.notify_all()
+
+    def _take(self) -> tuple[str, _Job] | None:
+        """Wait for a job that may run, of the tenant that has waited longest for a thread."""
+        with self._changed:
+            while self._waiting or self._closed is None:
+                may_run = (one for one in self._waiting if self._running[one] < self._per_tenant)
+                if (tenant := next(may_run, None)) is None:
+                    self._changed.wait()
+                    continue
+                job = self._waiting[tenant].popleft()
+                self._waiting.move_to_end(tenant)
+                if not self._waiting[tenant]:
+                    del self._waiting[tenant]
+                if job.future.set_running_or_notify_cancel():
+                    self._running[tenant] += 1
+                    return tenant, job
+        return None

@@ -11,8 +11,8 @@ neither torch nor transformers.
 import os
 from typing import TYPE_CHECKING
 
+from headstart.imports import load_module
 from headstart.version import __version__, __version_tuple__
-from headstart.vllm_imports import find_names, serve_modules
 
 # torch's threads spin while they wait for one another. With a busy neighbour on the machine the
 # one they wait for is not running, and a step takes 2 to 10 times as long; giving the core up
@@ -21,7 +21,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:
     from headstart.engine.adapters.request import LoRARequest
-    from headstart.engine.arg_utils import AsyncEngineArgs, EngineArgs
     from headstart.engine.outputs import CompletionOutput, RequestOutput
     from headstart.engine.params import SamplingParams
     from headstart.errors import (
@@ -41,10 +40,11 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from headstart.frontend.async_llm import AsyncLLM, AsyncLLMEngine
+    from headstart.frontend.engine_args import AsyncEngineArgs, EngineArgs
     from headstart.frontend.llm import LLM
+    from headstart.frontend.llm_engine import LLMEngine
     from headstart.frontend.prompt_types import PromptType, TextPrompt, TokensPrompt
     from headstart.frontend.structured.params import StructuredOutputsParams
-    from headstart.frontend.vllm_api.llm_engine import LLMEngine
     from headstart.omni.async_omni import AsyncOmni
     from headstart.omni.omni import Omni
     from headstart.omni.params import OmniOutput, OmniParams
@@ -90,15 +90,15 @@ _HOMES = {
     "LLM": "headstart.frontend.llm",
     "AsyncLLM": "headstart.frontend.async_llm",
     "AsyncLLMEngine": "headstart.frontend.async_llm",
-    "LLMEngine": "headstart.frontend.vllm_api.llm_engine",
+    "LLMEngine": "headstart.frontend.llm_engine",
     "SamplingParams": "headstart.engine.params",
     "StructuredOutputsParams": "headstart.frontend.structured.params",
     "LoRARequest": "headstart.engine.adapters.request",
     "PromptType": "headstart.frontend.prompt_types",
     "TextPrompt": "headstart.frontend.prompt_types",
     "TokensPrompt": "headstart.frontend.prompt_types",
-    "EngineArgs": "headstart.engine.arg_utils",
-    "AsyncEngineArgs": "headstart.engine.arg_utils",
+    "EngineArgs": "headstart.frontend.engine_args",
+    "AsyncEngineArgs": "headstart.frontend.engine_args",
     "RequestOutput": "headstart.engine.outputs",
     "CompletionOutput": "headstart.engine.outputs",
     "Omni": "headstart.omni.omni",
@@ -109,8 +109,14 @@ _HOMES = {
 
 _HOMES |= {name: "headstart.errors" for name in __all__ if name.endswith("Error")}
 
-__getattr__ = find_names(__name__, __all__, _HOMES)
-serve_modules()
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(load_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -4,9 +4,6 @@ Every flag of the command line may stand in the environment too; those are no at
 """
 
 import os
-from functools import partial
-
-from headstart.vllm_imports import find_names
 
 _DEFAULTS = {
     "HEADSTART_CPU": "",
@@ -24,8 +21,7 @@ def is_set(name: str) -> bool:
     return name in _DEFAULTS and name in os.environ
 
 
-__getattr__ = find_names(
-    __name__,
-    __all__,
-    values={name: partial(os.environ.get, name, default) for name, default in _DEFAULTS.items()},
-)
+def __getattr__(name: str) -> str:
+    if name not in _DEFAULTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return os.environ.get(name, _DEFAULTS[name])

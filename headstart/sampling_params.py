@@ -3,7 +3,6 @@
 from headstart.engine.params import RequestOutputKind, SamplingParams, SamplingType
 from headstart.engine.sampling.beam_search import BeamSearchParams
 from headstart.frontend.structured.params import StructuredOutputsParams
-from headstart.vllm_imports import find_names
 
 __all__ = [
     "BeamSearchParams",
@@ -12,5 +11,3 @@ __all__ = [
     "SamplingType",
     "StructuredOutputsParams",
 ]
-
-__getattr__ = find_names(__name__, __all__)

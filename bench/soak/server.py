@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart import AsyncLLM
-from headstart.frontend.vllm_api.metrics import Metric
+from headstart.engine.metrics import Gauge, Metric
 from headstart.server.launch import create_app, listen
 from headstart.server.launch import serve as run
 from headstart.server.options import ServerOptions
@@ -96,7 +96,12 @@ def start_replicas(engine: Json, replicas: int) -> tuple[Any, Any]:
 def count_held(told: Mapping[str, list[Metric]]) -> int:
     """Blocks that somebody holds, of the replica with the most, by the metrics of each."""
     usage = "vllm:kv_cache_usage_perc"
-    shares = [one.value for of in told.values() for one in of if one.name == usage]
+    shares = [
+        metric.value
+        for metrics in told.values()
+        for metric in metrics
+        if isinstance(metric, Gauge) and metric.name == usage
+    ]
     return round(BLOCKS * max(shares, default=0.0))
 
 

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from headstart.engine.adapters.request import LoRARequest
-from headstart.engine.arg_utils import EngineArgs, require_engine_args
+from headstart.engine.metrics import Metric, read_metrics
 from headstart.engine.params import SamplingParams
 from headstart.engine.startup.threads import count_cores
 from headstart.engine.tenant_queue import TenantQueue
 from headstart.errors import ConfigError, EngineError, RequestError
+from headstart.frontend.engine_args import EngineArgs, require_engine_args
 from headstart.frontend.start import Started, start_engine
 from headstart.frontend.streams.async_driver import AsyncDriver
 from headstart.frontend.streams.async_stream import AsyncRequestStream
@@ -33,7 +34,6 @@ from headstart.frontend.vllm_api.call_options import (
 )
 from headstart.frontend.vllm_api.calls import ASYNC_CHAT, ASYNC_GENERATE, FROM_ENGINE_ARGS
 from headstart.frontend.vllm_api.members import ASYNC_LLM
-from headstart.frontend.vllm_api.metrics import Metric, read_metrics
 from headstart.frontend.vllm_api.signatures import OfOneProcess, check_calls
 from headstart.frontend.vllm_api.views import (
     PARTS,

@@ -8,10 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, Unpack, cast
 
-from headstart.engine.arg_utils import EngineArgs, require_engine_args
+from headstart.engine.metrics import Metric, read_metrics
 from headstart.engine.params import SamplingParams
 from headstart.engine.sampling.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from headstart.errors import ConfigError
+from headstart.frontend.engine_args import EngineArgs, require_engine_args
 from headstart.frontend.start import start_engine
 from headstart.frontend.streams.mailbox import Mailbox
 from headstart.frontend.streams.stream import RequestStream
@@ -25,7 +26,6 @@ from headstart.frontend.vllm_api.call_options import (
 )
 from headstart.frontend.vllm_api.calls import BEAM_SEARCH_CALL, CHAT, GENERATE, STREAM, STREAM_CHAT
 from headstart.frontend.vllm_api.members import LLM as MEMBERS
-from headstart.frontend.vllm_api.metrics import Metric, read_metrics
 from headstart.frontend.vllm_api.signatures import OfOneProcess, check_calls
 from headstart.frontend.vllm_api.views import EngineView, ModelView, read_config
 from headstart.imports import load_module

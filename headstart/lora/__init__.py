@@ -1,5 +1,1 @@
-"""The names of `vllm.lora`."""
-
-from headstart.vllm_imports import find_names
-
-__getattr__ = find_names(__name__, [])
+"""vLLM's module paths under `vllm.lora`."""

@@ -3,11 +3,8 @@
 from uuid import uuid4
 
 from headstart.utils.argparse_utils import FlexibleArgumentParser
-from headstart.vllm_imports import find_names
 
 __all__ = ["FlexibleArgumentParser", "random_uuid"]
-
-__getattr__ = find_names(__name__, __all__)
 
 
 def random_uuid() -> str:

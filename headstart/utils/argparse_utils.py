@@ -7,11 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from headstart.vllm_imports import find_names
-
 __all__ = ["FlexibleArgumentParser"]
-
-__getattr__ = find_names(__name__, __all__)
 
 _LEVEL = re.compile(r"-O=?([^.=]+)")
 

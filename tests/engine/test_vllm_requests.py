@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headstart import LLM, AsyncEngineArgs, AsyncLLM, RequestError, SamplingParams, TokensPrompt
-from headstart.frontend.vllm_api.metrics import Counter, Gauge
+from headstart.engine.metrics import Counter, Gauge
 from headstart.outputs import RequestOutput
 from headstart.sampling_params import RequestOutputKind
 from tests.engine.tiny_llm import make_llm, save_smallest

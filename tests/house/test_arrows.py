@@ -9,8 +9,8 @@
 
 The core of cluster is the prefix index and the router, with all that these need.
 
-Everyone may import `headstart.errors`, `.validation`, `.version`, `.imports`, `.vllm_imports`,
-`.machine` and `.mypyc_hints`; the command line may import all.
+Everyone may import `headstart.errors`, `.validation`, `.version`, `.imports`, `.machine`
+and `.mypyc_hints`; the command line may import all.
 """
 
 import subprocess
@@ -38,10 +38,15 @@ MAY_IMPORT = {
     "imports": set(),
     "machine": set(),
     "mypyc_hints": set(),
-    "vllm_imports": set(),
+    "distributed": set(),
+    "entrypoints": {"frontend"},
     "envs": set(),
     "inputs": {"engine", "frontend"},
+    "logger": set(),
+    "logprobs": {"engine"},
     "lora": {"engine", "frontend"},
+    "multimodal": {"frontend"},
+    "sequence": {"engine"},
     "outputs": {"engine", "frontend"},
     "sampling_params": {"engine", "frontend"},
     "utils": set(),
@@ -55,7 +60,6 @@ EVERYONE_MAY_IMPORT = {
     "version",
     "imports",
     "machine",
-    "vllm_imports",
     "mypyc_hints",
 }
 WITHOUT_TORCH = ("cache", "tiers", "replay", *(f"cluster.{name}" for name in CLUSTER_CORE))
@@ -63,12 +67,16 @@ WITHOUT_TORCH = ("cache", "tiers", "replay", *(f"cluster.{name}" for name in CLU
 # Imported inside functions, because a user may do without them.
 OPTIONAL_DEPENDENCIES = {"PIL", "gguf", "llguidance", "opentelemetry", "redis"}
 
+# vLLM's module paths that lie in the engine's package.
+VLLM_PATHS = {
+    f"headstart.engine.{name}" for name in ("arg_utils", "async_llm_engine", "llm_engine")
+}
+
 # Modules of the engine that still import the frontend. The list only gets shorter.
 UPWARD = {
     f"headstart.engine.{name}"
     for name in (
         "adapters.request",
-        "arg_utils",
         "engine",
         "logits.bad_words",
         "logits.factory",
@@ -102,7 +110,7 @@ def wrong_arrows(module: Module, modules: dict[str, Module]) -> list[str]:
         allowed = {"cache"}
     if module.name == PACKAGE or module.room in ("cli", "__main__"):
         return []
-    if module.name in UPWARD:
+    if module.name in UPWARD | VLLM_PATHS:
         allowed = {*MAY_IMPORT[module.room], "frontend"}
     assert allowed is not None, f"{module.name}: give the room its arrows in MAY_IMPORT"
     found = []

@@ -24,7 +24,7 @@ from headstart.cluster.load import RouteRequest
 from headstart.cluster.policies import make_policy
 from headstart.cluster.router import Router
 from headstart.cluster.serving.metric_sums import add_up
-from headstart.frontend.vllm_api.metrics import Gauge, Metric
+from headstart.engine.metrics import Gauge, Metric
 
 __all__ = ["Dispatcher", "dispatcher_of", "register", "unregister"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headstart.frontend.vllm_api.metrics import (
+from headstart.engine.metrics import (
     MEANINGS,
     Counter,
     Gauge,

@@ -7,11 +7,11 @@ import logging
 from typing import TYPE_CHECKING, Any, cast
 
 from headstart.cluster.serving.metric_sums import add_up
+from headstart.engine.metrics import Metric
 from headstart.errors import ReplicaLostError
 from headstart.frontend.async_llm import AsyncLLM
 from headstart.frontend.chat.requests import ChatRequests
 from headstart.frontend.start import Started
-from headstart.frontend.vllm_api.metrics import Metric
 from headstart.validation import check_flag
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from headstart.cache import Mark, MissExplanation
 from headstart.cluster.events import EventBatch
 from headstart.engine.adapters.request import Adapter
 from headstart.engine.images.transfer import SentImages
+from headstart.engine.metrics import Metric
 from headstart.engine.outputs import Logprobs, RequestOutput
 from headstart.engine.params import SamplingParams
-from headstart.frontend.vllm_api.metrics import Metric
 from headstart.models.image_encoder import VisionFacts
 
 __all__ = ["AnswerPart", "AnswerRequest", "EngineFacts", "Follow", "Head", "Part", "Report"]

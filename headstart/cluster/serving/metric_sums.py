@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from headstart.frontend.vllm_api.metrics import Counter, Gauge, Histogram, Metric
+from headstart.engine.metrics import Counter, Gauge, Histogram, Metric
 
 __all__ = ["add_up"]
 

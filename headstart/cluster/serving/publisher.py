@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING
 from headstart.cache import AllBlocksCleared, BlockHash, CacheEvent
 from headstart.cluster.events import DISK, EventBatch, EventPublisher
 from headstart.cluster.serving.messages import Part, Report, RequestKey
+from headstart.engine.metrics import read_metrics
 from headstart.engine.startup.observed import ObservedManager
 from headstart.errors import EngineError
-from headstart.frontend.vllm_api.metrics import read_metrics
 
 if TYPE_CHECKING:
     from headstart.frontend.async_llm import AsyncLLM

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
 
 from headstart.engine.adapters.request import LoRARequest
+from headstart.engine.metrics import Metric, read_metrics
 from headstart.errors import ConfigError, RequestError
 from headstart.frontend.vllm_api.configs import CONFIGS
 from headstart.frontend.vllm_api.members import ENGINE_VIEW
-from headstart.frontend.vllm_api.metrics import Metric, read_metrics
 from headstart.frontend.vllm_api.signatures import OfOneProcess, check_calls, refuse_changes
 from headstart.imports import load_module
 from headstart.validation import check_flag, describe

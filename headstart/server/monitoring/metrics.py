@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from headstart.frontend.vllm_api import metrics as engine_metrics
+from headstart.engine import metrics as engine_metrics
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family

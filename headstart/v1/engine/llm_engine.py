@@ -1,8 +1,5 @@
 """The names of `vllm.v1.engine.llm_engine`."""
 
-from headstart.frontend.vllm_api.llm_engine import LLMEngine
-from headstart.vllm_imports import find_names
+from headstart.frontend.llm_engine import LLMEngine
 
 __all__ = ["LLMEngine"]
-
-__getattr__ = find_names(__name__, __all__)

@@ -15,8 +15,8 @@ from headstart.cluster.load import RouteRequest
 from headstart.cluster.options import ReplicaConfig
 from headstart.cluster.serving import dispatch
 from headstart.cluster.serving.dispatch import Dispatcher
+from headstart.engine.metrics import Counter
 from headstart.errors import ConfigError
-from headstart.frontend.vllm_api.metrics import Counter
 
 BLOCK = 16
 NAMES = [bytes([at]) * 32 for at in range(64)]

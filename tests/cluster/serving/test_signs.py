@@ -9,8 +9,8 @@ import pytest
 
 from headstart.cluster.serving.messages import AnswerRequest, Report
 from headstart.cluster.serving.signs import HEARTBEAT, with_heartbeats
+from headstart.engine.metrics import Gauge, Metric
 from headstart.errors import ReplicaLostError
-from headstart.frontend.vllm_api.metrics import Gauge, Metric
 from tests.cluster.serving.ray_processes import wait_until
 from tests.cluster.serving.scripted import LIMIT, Server, Stream, Told, part
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headstart import LLM, RequestError
-from headstart.frontend.vllm_api.metrics import Counter, Gauge
+from headstart.engine.metrics import Counter, Gauge
 from headstart.sampling_params import BeamSearchParams
 from tests.engine.tiny_llm import make_llm, save_smallest
 

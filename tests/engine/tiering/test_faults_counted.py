@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from headstart import LLM, SamplingParams
+from headstart.engine.metrics import Counter
 from headstart.engine.tiering.tiers import TierStats
-from headstart.frontend.vllm_api.metrics import Counter
 from headstart.tiers import DiskStore
 from tests.engine.tiny_llm import make_llm, save_smallest
 

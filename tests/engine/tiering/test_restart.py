@@ -12,8 +12,8 @@ import pytest
 from headstart import LLM, SamplingParams
 from headstart.attention import PagedKVMemory
 from headstart.cache import BlockHash
+from headstart.engine.metrics import Counter
 from headstart.engine.outputs import RequestOutput
-from headstart.frontend.vllm_api.metrics import Counter
 from headstart.models.dense.decoder import DenseDecoder
 from headstart.tiers import DiskStore, LoadedBlock
 from tests.engine.tiny_llm import make_llm, save_smallest

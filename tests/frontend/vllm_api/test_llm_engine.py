@@ -10,7 +10,7 @@ import pytest
 import headstart.engine.engine
 import headstart.engine.outputs
 import headstart.engine.scheduler
-import headstart.frontend.vllm_api.llm_engine
+import headstart.frontend.llm_engine
 from headstart import (
     AdapterNotFoundError,
     EngineArgs,
@@ -178,7 +178,7 @@ def told_in_spite_of(
 
 def test_ctrl_c_at_any_line_takes_away_no_output(engine: LLMEngine) -> None:
     """What a step had computed was lost between its last line and the program's."""
-    shown = (headstart.frontend.vllm_api.llm_engine, headstart.engine.outputs)
+    shown = (headstart.frontend.llm_engine, headstart.engine.outputs)
     expected, [poisoned] = told_in_spite_of(engine, counted := Interruption(-1, None, *shown))
     assert expected.keys() == PROMPTS.keys()
     for at in points(counted.lines):

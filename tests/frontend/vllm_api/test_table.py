@@ -27,7 +27,6 @@ from headstart.sampling_params import (
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.house.source import ROOT
 from tests.tiny_tokenizers import TINY_TOKENIZERS
-from tools.vllm_table import PAGE, all_tables
 
 SURFACE = json.loads((ROOT / "tests/data/vllm_surface.json").read_text(encoding="utf-8"))
 TABLES: dict[str, list[Names]] = {
@@ -99,10 +98,6 @@ def test_every_part_of_the_surface_has_a_table() -> None:
 def test_every_name_has_a_row(part: str) -> None:
     rows = {name for table in TABLES[part] for name in table.rows}
     assert set(SURFACE[part]) - rows == set()
-
-
-def test_the_page_shows_the_tables() -> None:
-    assert PAGE.read_text(encoding="utf-8").endswith(all_tables()), "run tools/vllm_table.py"
 
 
 @pytest.mark.parametrize("part", ["EngineArgs", "LLM.__init__()"])
@@ -375,15 +370,3 @@ def test_outputs_are_the_program_s_own(llm: LLM) -> None:
         output.outputs[0].token_ids, output.outputs[0].text = [], "changed"
         output.score = 3  # type: ignore[attr-defined]
     assert len(ids) == 3
-
-
-def test_imports() -> None:
-    for name in names_of(members.EXPORTS, Verdict.WORKS):
-        exec(f"from headstart import {name}")
-    for name in names_of(members.EXPORTS, Verdict.REFUSED):
-        with pytest.raises(HeadstartError, match=f"'{name}' from 'headstart': {OF[name]}") as told:
-            exec(f"from headstart import {name}")
-        assert isinstance(told.value, ImportError)
-
-
-OF = {name: row.note for name, row in members.EXPORTS.rows.items()}

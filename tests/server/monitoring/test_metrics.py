@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headstart import AsyncLLM
-from headstart.frontend.vllm_api.metrics import MEANINGS, Histogram, read_metrics
+from headstart.engine.metrics import MEANINGS, Histogram, read_metrics
 from headstart.server.app import create_app
 from tests.server.running import Running, running
 

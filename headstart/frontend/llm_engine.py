@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from headstart.engine.adapters.request import LoRARequest
-from headstart.engine.arg_utils import EngineArgs, require_engine_args
+from headstart.engine.metrics import Metric, read_metrics
 from headstart.engine.outputs import ShownOutputs
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, EngineError, RequestError
+from headstart.frontend.engine_args import EngineArgs, require_engine_args
 from headstart.frontend.start import start_engine
 from headstart.frontend.vllm_api.call_options import StreamOptions, read_call, spread_params
 from headstart.frontend.vllm_api.calls import ADD_REQUEST, FROM_ENGINE_ARGS
 from headstart.frontend.vllm_api.members import LLM_ENGINE
-from headstart.frontend.vllm_api.metrics import Metric, read_metrics
 from headstart.frontend.vllm_api.signatures import OfOneProcess, check_calls
 from headstart.frontend.vllm_api.views import PARTS, ModelView, VllmView, read_config
 from headstart.validation import check_flag, describe

@@ -11,13 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import headstart
-from headstart import ConfigError, HeadstartError, envs
+from headstart import envs
 from headstart.distributed import cleanup_dist_env_and_memory
-from headstart.engine import outputs
 from headstart.logger import init_logger
 from headstart.multimodal.utils import encode_image_base64
-from headstart.sequence import Logprob
 
 
 class Records(logging.Handler):
@@ -84,18 +81,3 @@ def test_a_variable_is_read_at_each_use(monkeypatch: pytest.MonkeyPatch) -> None
     assert (envs.HEADSTART_NATIVE, envs.is_set("HEADSTART_NATIVE")) == ("1", False)
     monkeypatch.setenv("HEADSTART_NATIVE", "0")
     assert (envs.HEADSTART_NATIVE, envs.is_set("HEADSTART_NATIVE")) == ("0", True)
-
-
-def test_variables_of_vllm_are_not_there() -> None:
-    with pytest.raises(HeadstartError, match="no environment variables of vLLM are read"):
-        exec("from headstart.envs import VLLM_USE_V1")
-    assert not hasattr(envs, "VLLM_USE_V1")
-
-
-def test_log_probabilities_are_ours() -> None:
-    assert Logprob is outputs.Logprob
-
-
-def test_a_transfer_of_kv_points_to_the_tiers() -> None:
-    with pytest.raises(ConfigError, match=r"by `cache_dir` and `remote_cache`$"):
-        headstart.LLM("none", kv_transfer_config={"kv_connector": "LMCacheConnectorV1"})

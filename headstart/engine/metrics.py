@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from headstart.cache import AGE_BOUNDS, EvictionAges, MissReason
-from headstart.errors import RequestError
-from headstart.frontend.vllm_api.rows import Names
 
 if TYPE_CHECKING:
     from headstart.engine.engine import Engine
@@ -56,10 +54,6 @@ class Metric:
 
     name: str
     labels: dict[str, str]
-
-    def __getattr__(self, name: str) -> NoReturn:
-        names = Names(type(self).__name__, {}, RequestError)
-        raise names.missing(name, [one.name for one in fields(self)])
 
 
 @dataclass(slots=True)

@@ -1,0 +1,20 @@
+"""The names of `vllm.distributed`."""
+
+import gc
+import sys
+from importlib import import_module
+
+__all__ = ["cleanup_dist_env_and_memory"]
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Collect garbage, return a device's unused memory, and stop Ray if `shutdown_ray`.
+
+    An `LLM` keeps its memory while the program refers to it, until `close()`.
+    """
+    if shutdown_ray:
+        import_module("ray").shutdown()
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

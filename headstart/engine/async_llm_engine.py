@@ -1,0 +1,5 @@
+"""The names of `vllm.engine.async_llm_engine`."""
+
+from headstart.frontend.async_llm import AsyncLLMEngine
+
+__all__ = ["AsyncLLMEngine"]

@@ -1,0 +1,30 @@
+"""The names of `vllm.logger`."""
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+__all__ = ["init_logger"]
+
+
+def init_logger(name: str) -> logging.Logger:
+    """Return the logger of this name, with `info_once` and the like.
+
+    Its messages go where Python's `logging` is configured to send them.
+    """
+    logger = logging.getLogger(name)
+    if "info_once" not in vars(logger):  # transformers gives all loggers others
+        for level in ("debug", "info", "warning", "error"):
+            setattr(logger, f"{level}_once", _log_once(getattr(logger, level)))
+    return logger
+
+
+def _log_once(log: Callable[..., None]) -> Callable[..., None]:
+    """Make a method of a logger that writes equal messages once."""
+    log_text = cache(lambda text: log("%s", text, stacklevel=3))
+
+    def log_once(message: str, *args: Any, scope: str = "process") -> None:
+        log_text(message % args if args else message)
+
+    return log_once

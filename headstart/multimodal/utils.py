@@ -1,0 +1,26 @@
+"""The names of `vllm.multimodal.utils`."""
+
+import base64
+import io
+from typing import TYPE_CHECKING
+
+from headstart.frontend.images.colours import to_rgb
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["encode_image_base64"]
+
+
+def encode_image_base64(image: "Image", *, image_mode: str = "RGB", format: str = "PNG") -> str:
+    """Return a Pillow image as a file of this format in base64, for a `data:` URL.
+
+    In RGB it is upright and on white where it is transparent, as a model sees it.
+    """
+    from PIL import ImageOps
+
+    upright = ImageOps.exif_transpose(image)
+    shown = to_rgb(upright) if image_mode == "RGB" else upright.convert(image_mode)
+    file = io.BytesIO()
+    shown.save(file, format)
+    return base64.b64encode(file.getvalue()).decode()

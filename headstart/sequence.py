@@ -1,0 +1,5 @@
+"""The names of `vllm.sequence`."""
+
+from headstart.engine.outputs import Logprob
+
+__all__ = ["Logprob"]

@@ -1,0 +1,1 @@
+"""vLLM's module paths under `vllm.v1.metrics`."""

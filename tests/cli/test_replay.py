@@ -41,10 +41,10 @@ def test_one_replica_is_one() -> None:
 
 
 def test_json_is_one_line_with_every_number() -> None:
-    result = call(*SMALL, "--router", "expected", "--router", "dynamo", "--json")
+    result = call(*SMALL, "--router", "expected", "--router", "prefix", "--json")
     told = json.loads(result.stdout)
     assert result.stdout.count("\n") == 1
-    assert [router["router"] for router in told["routers"]] == ["expected", "dynamo"]
+    assert [router["router"] for router in told["routers"]] == ["expected", "prefix"]
     assert told["fleet"]["replicas"] == 3 and told["requests"] == 30
     for router in told["routers"]:
         assert 0 < router["hit_rate"] <= told["one_engine"]["unlimited"]

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.cluster.rivals import RIVALS, CacheAware
 from headstart.cluster import POLICIES, EventBatch, Router, make_policy
 from headstart.cluster.events import DISK
 from headstart.cluster.holders import PrefixKey
 from headstart.cluster.index import prefix_keys
 from headstart.cluster.load import RouteRequest
-from headstart.cluster.policies.sglang import CacheAware
 from headstart.errors import ConfigError, RequestError
 
 BLOCK = 16
@@ -36,7 +36,8 @@ def store(router: Router, replica: int, prompt: list[bytes], tier: str = "pool")
 
 
 def router(policy: str = "expected", replicas: int = 4) -> Router:
-    return Router(replicas, make_policy(policy), first_rate=1000.0)
+    chosen = RIVALS[policy]() if policy in RIVALS else make_policy(policy)
+    return Router(replicas, chosen, first_rate=1000.0)
 
 
 def test_a_prompt_goes_to_where_it_is_cached() -> None:
@@ -174,7 +175,7 @@ def test_sglang_s_rules() -> None:
     assert many.route(request("g", 1), 0.0) == 1  # 33 more: out of balance
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *RIVALS])
 def test_a_dead_replica_gets_nothing(policy: str) -> None:
     many = router(policy)
     for number in range(20):
@@ -191,7 +192,7 @@ def test_a_dead_replica_gets_nothing(policy: str) -> None:
         many.route(request("last", 1), 2.0)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *RIVALS])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_books_come_out_even(policy: str, data: st.DataObject) -> None:

@@ -101,7 +101,7 @@ def resolve(imported: str, modules: dict[str, Module]) -> str | None:
 
 def is_core(name: str) -> bool:
     """True for a module of cluster that the replay imports: none of them may need torch."""
-    return name in CORE_MODULES or name.startswith("headstart.cluster.policies.")
+    return name in CORE_MODULES
 
 
 def wrong_arrows(module: Module, modules: dict[str, Module]) -> list[str]:

@@ -33,8 +33,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from examples.small_models.omni import demo_omni_path
 from headstart.cache import BlockKey, Namespace
-from headstart.models.demo.omni import demo_omni_path
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.feeds import Conditions
 from headstart.omni.output_cache import ENTRY_BYTES, NODE_BYTES, BlockPath, OutputCache

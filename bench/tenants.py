@@ -33,7 +33,7 @@ from rich.progress import Progress
 from rich.table import Table
 from serving import Answer, Server, serving
 
-from headstart.models.demo.vision import demo_vision_path
+from examples.small_models.vision import demo_vision_path
 
 GUESSING, CERTAIN = 0.55, 0.95
 TOKENS = 256

@@ -27,7 +27,7 @@ FORKS.set_forkserver_preload(
         "headstart.cli.chat.talk",
         "headstart.frontend.llm",
         "headstart.engine.startup.loading",
-        "headstart.models.demo.llama",
+        "headstart.models.demo",
         "headstart.server.launch",
         "transformers.models.llama.modeling_llama",
         __name__,

@@ -26,10 +26,11 @@ _VISION = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2} 
 
 def make_small_demo(kind: str, folder: Path) -> Path:
     """Write "llama" or "vision" below a folder that knows no demo of that kind yet."""
-    from headstart.models.demo import llama, vision
+    from examples.small_models import vision
+    from headstart.models import demo
 
     module, path = {
-        "llama": (llama, llama.demo_model_path),
+        "llama": (demo, demo.demo_model_path),
         "vision": (vision, vision.demo_vision_path),
     }[kind]
     with pytest.MonkeyPatch.context() as patch:

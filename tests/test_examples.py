@@ -1,16 +1,20 @@
-"""The programs in examples/: written as for vLLM, run with one line of each changed."""
+"""The programs in examples/: those for vLLM with one line of each changed, and the demos."""
 
 import ast
 import json
+import re
 import runpy
 import sys
+import wave
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from examples.demos.images import make_picture
+from examples.small_models.adapter import write_adapter
 from headstart import LLM
-from headstart.cli.demo.images import make_picture
-from headstart.models.demo.adapter import write_adapter
 from tests.house.source import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -83,3 +87,81 @@ def test_an_example_imports_what_vllm_has(path: Path) -> None:
 
 def test_there_is_an_example_for_each_way() -> None:
     assert {path.stem for path in EXAMPLES} == set(SHOWN)
+
+
+@pytest.fixture
+def show(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], demo_folder: Path
+) -> Callable[..., str]:
+    """Run a demo in a terminal of some columns; returns what it printed."""
+
+    def run(name: str, *arguments: str, columns: int = 80) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(ROOT / "examples" / "demos" / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_demo_of_adapters_shows_who_shares_with_whom(show: Callable[..., str]) -> None:
+    lines = re.findall(
+        r"^ (none|cheerful|doubtful|jolly) +[\d,]+ \((\d+)%\).*? s? +(\S.*?) *$",
+        show("adapters"),
+        re.M,
+    )
+    hits = [(name, int(share) > 95) for name, share, _ in lines]
+    everybody = ("none", "cheerful", "doubtful")
+    assert hits == [
+        *((name, False) for name in everybody),
+        *((name, True) for name in everybody),
+        ("jolly", True),
+        ("cheerful", False),
+        *((name, True) for name in (*everybody, "jolly")),
+    ]
+    signs = {"none": "is 29", "cheerful": "29!", "doubtful": "29?", "jolly": "29!"}
+    assert all(answer.endswith(signs[name]) for name, _, answer in (*lines[:3], *lines[-4:]))
+
+
+def test_the_demo_of_images_shows_what_is_computed(
+    show: Callable[..., str], demo_vision: Path
+) -> None:
+    said = show("images")
+    cards = re.findall(r"│ ([\d,]+) +(\d+) +[\d,]+ \((\d+)%\) +(\d of \d) ", said)
+    assert [card[3] for card in cards] == ["1 of 1", "0 of 1", "1 of 2", "0 of 2", "1 of 1"]
+    assert [int(card[1]) for card in cards] == [196, 196, 392, 392, 196]
+    shares = [int(card[2]) for card in cards]
+    assert shares[1] > 80 and shares[2] > 40 and max(shares[0], shares[3], shares[4]) < 5
+    assert "of 7 pictures shown 3 were encoded" in said
+
+
+def test_the_omni_demo_speaks_and_says_what_each_stage_skipped(
+    show: Callable[..., str], tmp_path: Path
+) -> None:
+    first, second = show("omni", "--tiny", "--wav", str(tmp_path / "new")).split("╭─ 2")
+    assert re.search(r"thinker +\S+ +0 ", first)
+    for stage in ("thinker", "talker"):
+        found = re.search(rf"{stage} +(\S+) +(\S+)", second)
+        assert found is not None
+        computed, cached = (int(number.replace(",", "")) for number in found.groups())
+        assert cached > 400 and computed < 120
+    sounds = []
+    for number in (1, 2):
+        with wave.open(str(tmp_path / "new" / f"answer-{number}.wav")) as file:
+            assert file.getframerate() == 24_000 and file.getnframes() == 16 * 2 * 480
+            sounds.append(np.frombuffer(file.readframes(16 * 2 * 480), "<i2").astype(int))
+    assert all(3_000 < abs(sound).max() < 30_000 for sound in sounds)
+    assert abs(sounds[0] - sounds[1]).max() > 3_000
+
+
+def test_the_omni_demo_writes_nothing_unasked(
+    show: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It wrote its answers into the current folder."""
+    monkeypatch.chdir(tmp_path)
+    said = show("omni", "--tiny", columns=60)
+    # Units were cut off in narrow terminals.
+    rows = re.findall(r"^│ \w+(?: +[\d,–]+){3}(?: +[\d.]+ m?s){2} *│$", said, re.M)
+    assert len(rows) == 6
+    assert "--wav FOLDER" in said
+    assert list(tmp_path.iterdir()) == []

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.cli.demo.table import people_table
+from headstart.cli.demo import people_table
 
 PROGRAM = """
 import time

@@ -21,6 +21,7 @@ from click.shell_completion import get_completion_class
 from headstart.cli.cache.commands import cache
 from headstart.cli.cache.keeping import keep_prefixes
 from headstart.cli.chat.conversation import Conversation
+from headstart.cli.demo import demo
 from headstart.cli.doctor import doctor
 from headstart.cli.help import SAMPLING, GroupedCommand, GroupedOption, with_slips_alone
 from headstart.cli.keys import keys
@@ -36,11 +37,11 @@ from headstart.cli.opening import (
 )
 from headstart.cli.options import (
     CHAT_SAMPLING,
-    DEFAULT_MODEL,
     RUN_SAMPLING,
     chat_sampling,
     check_engine,
     engine_options,
+    model_option,
     sampling_options,
     server_options,
     sort_options,
@@ -50,7 +51,6 @@ from headstart.cli.reply import print_reply
 from headstart.cli.run import names_model, read_questions
 from headstart.cli.serving.flags import ServeCommand
 from headstart.cli.serving.server import run_server, take_options
-from headstart.cli.show import check_svg
 from headstart.cli.streams import as_typed, note, prepare_streams, tell_error
 from headstart.cluster.options import ReplicaConfig
 from headstart.engine.config import make_config
@@ -129,52 +129,13 @@ _adapter_option = _option(
 )
 
 
-def _model_option(command: Command) -> Command:
-    return _option(
-        "--model",
-        default=DEFAULT_MODEL,
-        show_default=True,
-        help="Folder of a Hugging Face model, its name on the hub, or a GGUF file (there too: "
-        "OWNER/NAME:Q4_K_M); demo is a larger one with random weights, for times alone.",
-    )(command)
-
-
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="headstart")
 def main() -> None:
     """An LLM inference engine whose KV cache never computes the same prefix twice."""
 
 
-@main.command(cls=GroupedCommand, short_help="Show what prefix caching saves.")
-@_option("--svg", type=click.Path(path_type=Path), help="Save what is shown in this file.")
-@_option("--adapters", is_flag=True, help="Ask with several LoRA adapters: who shares what.")
-@_option("--images", is_flag=True, help="Ask about pictures: what is encoded, what is found.")
-@_option("--omni", is_flag=True, help="Ask a model that hears and speaks.")
-@_option(
-    "--wav",
-    "wav_folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="With --omni: write each answer into this folder, as a WAV file.",
-)
-@_model_option
-@engine_options
-def demo(svg: Path | None, wav_folder: Path | None, model: str, **options: Any) -> None:
-    """Ask three questions about one table, which is computed once."""
-    kinds = [name for name in ("adapters", "images", "omni") if options.pop(name)]
-    if len(kinds) > 1:
-        raise click.UsageError("--adapters, --images and --omni are three demos: choose one")
-    if wav_folder is not None and kinds != ["omni"]:
-        raise click.UsageError("--wav is for the answers of --omni")
-    check_svg(svg)
-    for name in ("cache_dir", "cache_dir_bytes", "cache_words", "remote_cache"):
-        options.pop(name)  # they may stand in the environment; a demo begins with nothing cached
-    chosen = sort_options(options).engine
-    if kinds == ["omni"]:
-        load_module("headstart.cli.demo.omni").show_omni_demo(chosen, wav_folder)
-        return
-    shows = {"adapters": "show_adapters", "images": "show_images", "table": "show_demo"}
-    kind = kinds[0] if kinds else "table"
-    getattr(load_module(f"headstart.cli.demo.{kind}"), shows[kind])(model, chosen, svg)
+main.add_command(demo)
 
 
 @main.command(cls=GroupedCommand)
@@ -204,7 +165,7 @@ def demo(svg: Path | None, wav_folder: Path | None, model: str, **options: Any) 
     help="Answer in JSON that is valid by the schema in this file.",
 )
 @_option("--plain", is_flag=True, help="Show replies as they are, not as Markdown.")
-@_model_option
+@model_option
 @_adapter_option
 @sampling_options(RUN_SAMPLING)
 @engine_options
@@ -242,7 +203,7 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
     help="Go on with a conversation that /save wrote.",
 )
 @_option("--plain", is_flag=True, help="Show replies as they are, not as Markdown.")
-@_model_option
+@model_option
 @_adapter_option
 @sampling_options(CHAT_SAMPLING)
 @engine_options
@@ -276,7 +237,7 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
 
 @main.command(cls=ServeCommand, short_help="Answer clients of APIs over HTTP.")
 @click.argument("model_tag", metavar="[MODEL]", required=False)
-@_model_option
+@model_option
 @_option(
     "--adapter",
     "--lora-modules",

@@ -88,6 +88,18 @@ class Options:
     said: dict[str, Any]
 
 
+def model_option(command: Command) -> Command:
+    """Give a command the flag `--model`."""
+    return click.option(
+        "--model",
+        cls=GroupedOption,
+        default=DEFAULT_MODEL,
+        show_default=True,
+        help="Folder of a Hugging Face model, its name on the hub, or a GGUF file (there too: "
+        "OWNER/NAME:Q4_K_M); demo is a larger one with random weights, for times alone.",
+    )(command)
+
+
 def engine_options(command: Command) -> Command:
     """Give a command one flag for each field of EngineConfig; `--seed` is a request's own."""
     chosen = [field for field in fields(EngineConfig) if field.name not in SAMPLING_FLAGS]
@@ -222,7 +234,7 @@ def resolve_model(model: str) -> str:
     """The folder or hub name to load for `--model`. Imports torch only for the demo model."""
     if model != RANDOM_MODEL:
         return model
-    return str(import_module("headstart.models.demo.llama").demo_model_path())
+    return str(import_module("headstart.models.demo").demo_model_path())
 
 
 def _add_flags(

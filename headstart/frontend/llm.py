@@ -49,7 +49,7 @@ class LLM(OfOneProcess):
     May be called from several threads, and while streams are open: all requests share the steps of
     one engine. After `close` every call raises EngineError.
 
-    >>> from headstart.models.demo.llama import demo_model_path
+    >>> from headstart.models.demo import demo_model_path
     >>> llm = LLM(demo_model_path(), num_blocks=64)
     >>> [output] = llm.generate("A gentle breeze stirred", SamplingParams(max_tokens=4))
     >>> len(output.outputs[0].token_ids), output.num_cached_tokens

@@ -41,7 +41,7 @@ class LLMEngine(OfOneProcess):
 
     For one thread: `AsyncLLM`, and `LLM.stream`, have a thread that makes the steps.
 
-    >>> from headstart.models.demo.llama import demo_model_path
+    >>> from headstart.models.demo import demo_model_path
     >>> engine = LLMEngine(demo_model_path(), num_blocks=64)
     >>> engine.add_request("a", [5, 6], SamplingParams(max_tokens=3))
     'a'

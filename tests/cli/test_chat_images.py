@@ -4,11 +4,10 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from headstart.cli.demo.images import make_picture
+from examples.demos.images import make_picture
 from tests.cli.test_chat_terminal import READY, Terminal, no_child_is_left, number
 from tests.cli.test_main import cached_tokens, call
 
@@ -116,16 +115,3 @@ def test_a_file_that_is_no_image_is_told_before_the_model(
     monkeypatch.setitem(sys.modules, "PIL", None)
     result = call("run", "--image", str(path), "What?")
     assert result.stderr.endswith('pip install ".[vision]" in the folder of the clone\n')
-
-
-def test_demo_of_images_tells_how_to_install_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended in a traceback of transformers', which made the model first."""
-
-    def fail(*_: Any) -> None:
-        raise AssertionError("before the model is made")
-
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    monkeypatch.setattr("headstart.models.demo.vision.demo_vision_path", fail)
-    result = call("demo", "--images")
-    assert result.exit_code == 2
-    assert 'pip install ".[vision]"' in result.stderr

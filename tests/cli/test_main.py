@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
-from headstart.cli.demo.table import demo_asks
+from headstart.cli.demo import demo_asks
 from headstart.cli.main import main
 from headstart.cli.options import SAMPLING_FLAGS, sort_options
 from headstart.cli.pool_picture import CACHED, EMPTY, HELD, PoolPicture
@@ -101,41 +101,6 @@ def test_demo_saves_its_picture(demo: tuple[str, Path]) -> None:
     assert "time to first token" in words and "■" in words
     assert "font-face" not in picture
     assert picture.startswith('<svg xml:space="preserve" ')  # or spaces are lost outside browsers
-
-
-def test_demo_of_adapters_shows_who_shares_with_whom() -> None:
-    said = call("demo", "--adapters").stdout
-    lines = re.findall(
-        r"^ (none|cheerful|doubtful|jolly) +[\d,]+ \((\d+)%\).*? s? +(\S.*?) *$", said, re.M
-    )
-    hits = [(name, int(share) > 95) for name, share, _ in lines]
-    everybody = ("none", "cheerful", "doubtful")
-    assert hits == [
-        *((name, False) for name in everybody),
-        *((name, True) for name in everybody),
-        ("jolly", True),
-        ("cheerful", False),
-        *((name, True) for name in (*everybody, "jolly")),
-    ]
-    signs = {"none": "is 29", "cheerful": "29!", "doubtful": "29?", "jolly": "29!"}
-    assert all(answer.endswith(signs[name]) for name, _, answer in (*lines[:3], *lines[-4:]))
-
-
-def test_demo_of_images_shows_what_is_computed(demo_vision: Path) -> None:
-    said = call("demo", "--images").stdout
-    cards = re.findall(r"│ ([\d,]+) +(\d+) +[\d,]+ \((\d+)%\) +(\d of \d) ", said)
-    assert [card[3] for card in cards] == ["1 of 1", "0 of 1", "1 of 2", "0 of 2", "1 of 1"]
-    assert [int(card[1]) for card in cards] == [196, 196, 392, 392, 196]
-    shares = [int(card[2]) for card in cards]
-    assert shares[1] > 80 and shares[2] > 40 and max(shares[0], shares[3], shares[4]) < 5
-    assert "of 7 pictures shown 3 were encoded" in said
-
-
-def test_demo_of_images_needs_a_model_that_sees() -> None:
-    result = call("demo", "--images", "--model", "demo", "--num-blocks", "8")
-    assert result.exit_code == 2
-    assert "takes text alone" in result.stderr
-    assert call("demo", "--images", "--adapters").exit_code == 2
 
 
 def test_run_asks_several_questions_about_one_file(demo_model: Path, tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ import os
 import re
 import termios
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.color import Color
@@ -14,7 +12,6 @@ from rich.console import Console
 
 from headstart import SamplingParams
 from headstart.cli import streams
-from headstart.cli.demo.adapters import EVERYBODY, JOHN, Act, ActTable
 from headstart.cli.markdown import MarkdownWriter
 from headstart.cli.pool_picture import COLOURS
 from tests.cli.test_main import call
@@ -73,26 +70,6 @@ def test_commands_are_told_whole(arguments: list[str], monkeypatch: pytest.Monke
     monkeypatch.setenv("COLUMNS", "60")
     said = call(*arguments).stdout
     assert "..." not in said.partition("Commands:")[2]
-
-
-@pytest.mark.parametrize("width", [50, 60, 80, 120])
-def test_answers_of_adapters_stay_whole(width: int) -> None:
-    answer = "The age of John Doe is 29!"
-    output: Any = SimpleNamespace(
-        outputs=[SimpleNamespace(text=answer)],
-        prompt_token_ids=[0] * 1425,
-        num_cached_tokens=0,
-        why_missed="from token 0 on: cached without an adapter",
-        metrics=SimpleNamespace(time_to_first_token=12.34),
-    )
-    act = Act("An act", tuple((name, JOHN) for name in EVERYBODY))
-    console = Console(file=io.StringIO(), width=width)
-    console.print(ActTable(act, [output] * 3))
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    text = "\n".join(lines)
-    assert text.count(answer) == text.count("12.34 s") == text.count("0 (0%)") == 3
 
 
 def shown_in_a_terminal(columns: int, *arguments: str) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from headstart import LLM, AsyncLLM, LLMEngine, SamplingParams
-from headstart.cli.demo.table import INSTRUCTION, people_table
+from headstart.cli.demo import INSTRUCTION, people_table
 from headstart.cli.main import main
 from headstart.errors import DamagedModelError, ModelNotFoundError
 from headstart.models import files

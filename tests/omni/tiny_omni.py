@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from headstart.models.demo.omni import IDS, OmniSizes, write_omni
+from examples.small_models.omni import IDS, OmniSizes, write_omni
 from tests.tiny_models import write_once
 
 AUDIO, IMAGE = IDS["<|AUDIO|>"], IDS["<|IMAGE|>"]

@@ -11,7 +11,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from headstart.models.demo.llama import write_byte_tokenizer
+from headstart.models.demo import write_byte_tokenizer
 from headstart.models.silence_transformers import silence_transformers
 from tests.tiny_models import write_once
 

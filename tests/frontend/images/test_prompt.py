@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from examples.small_models.adapter import write_adapter
 from headstart import LLM, RequestError, SamplingParams
 from headstart.cache import ExtraKey, MultiModalItem, TokenSequence, extra_keys
 from headstart.frontend.images.prompt import IMAGE_MARK
-from headstart.models.demo.adapter import write_adapter
 from headstart.models.image_encoder import PlacedImage, ProcessedImage
 from headstart.models.transformers_backend.image_encoder import TransformersVision as VisionModel
 from tests.tiny_vision import IDS, make_image, save_tiny_vision

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from examples.small_models.omni import write_omni
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError
-from headstart.models.demo.omni import write_omni
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.models.inputs import Placed
 from headstart.omni.models.qwen2_5 import Qwen25Omni

@@ -16,7 +16,7 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from headstart.models.demo.llama import keep_readable, made_once, write_byte_tokenizer
+from headstart.models.demo import keep_readable, made_once, write_byte_tokenizer
 from headstart.models.silence_transformers import silence_transformers
 
 __all__ = ["demo_vision_path"]

@@ -18,9 +18,9 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from headstart.models.demo import voice as demo_voice
-from headstart.models.demo.llama import made_once, write_byte_tokenizer
-from headstart.models.demo.voice import CHANNELS, NOTES, RATES, give_voice
+from examples.small_models import voice as demo_voice
+from examples.small_models.voice import CHANNELS, NOTES, RATES, give_voice
+from headstart.models.demo import made_once, write_byte_tokenizer
 from headstart.models.silence_transformers import silence_transformers
 
 __all__ = ["DEMO_OMNI", "IDS", "OmniSizes", "demo_omni_path", "write_omni"]
@@ -81,10 +81,11 @@ class OmniSizes:
 DEMO_OMNI = OmniSizes(384, 6, 192, 4, 6)
 
 
-def demo_omni_path() -> Path:
-    """The folder of the demo model, written if it does not exist yet. Raises ModelError."""
+def demo_omni_path(sizes: OmniSizes = DEMO_OMNI) -> Path:
+    """Return the folder of the model, written if it does not exist yet. Raises ModelError."""
     recipes = [Path(__file__), Path(demo_voice.__file__)]
-    return made_once("demo-omni", recipes, lambda folder: write_omni(folder, DEMO_OMNI))
+    name = f"demo-omni-{sizes.thinker_width}"
+    return made_once(name, recipes, lambda folder: write_omni(folder, sizes))
 
 
 def write_omni(folder: Path, sizes: OmniSizes, seed: int = 11) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from headstart.errors import ModelError
-from headstart.models.demo.llama import demo_model_path
+from headstart.models.demo import demo_model_path
 from tests.forked import FORKS
 
 

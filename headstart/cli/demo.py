@@ -1,0 +1,264 @@
+"""`headstart demo`: the time that prefix caching saves, measured on a real run.
+
+The prompt and its two questions are the usage example of vLLM's "Automatic Prefix Caching" page,
+asked as chats. A third question continues the second chat and also hits its generated reply.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.resources import files
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from headstart.cli.help import GroupedCommand, GroupedOption
+from headstart.cli.options import (
+    DEFAULT_MODEL,
+    engine_options,
+    model_option,
+    note_on,
+    open_model,
+    sort_options,
+)
+from headstart.cli.pool_picture import PoolPicture, colour_of
+from headstart.cli.reply_metrics import cached_share, duration
+from headstart.engine.params import SamplingParams
+from headstart.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headstart.engine.outputs import RequestOutput
+    from headstart.frontend.llm import LLM
+
+__all__ = ["INSTRUCTION", "PANEL", "Figures", "demo", "demo_asks", "demo_console", "people_table"]
+
+INSTRUCTION = (
+    "You are a helpful assistant in recognizes the content of tables in markdown format. "
+    "Here is a table as follows.\n# Table\n\n"
+)
+ANSWER_TOKENS = 64
+WARM_UP_TOKENS = 512
+POOL_TOKENS = 5120  # blocks of 16 fill five rows of the picture
+MAX_MODEL_LEN = 4800
+MAX_WIDTH = 80
+PANEL = 4
+"""Columns that the frame of a panel takes."""
+
+
+@click.command(cls=GroupedCommand, short_help="Show what prefix caching saves.")
+@click.option(
+    "--svg",
+    cls=GroupedOption,
+    type=click.Path(path_type=Path),
+    help="Save the output as a picture in this file.",
+)
+@model_option
+@engine_options
+def demo(svg: Path | None, model: str, **options: Any) -> None:
+    """Ask three questions about one table, which is computed once."""
+    if svg is not None and (svg.is_dir() or not os.access(svg.parent, os.W_OK | os.X_OK)):
+        where = "it is a folder" if svg.is_dir() else f"there is no folder {svg.parent} to write to"
+        raise ConfigError(f"cannot write {svg}: {where}")
+    for name in ("cache_dir", "cache_dir_bytes", "cache_words", "remote_cache"):
+        options.pop(name)  # the environment may set them; the demo starts with an empty cache
+    engine = sort_options(options).engine
+    pool = {"num_blocks": POOL_TOKENS // max(1, engine.get("block_size", 16))}
+    console = demo_console()
+    with console.status("loading the model"):
+        llm = open_model(model, {**pool, "max_model_len": MAX_MODEL_LEN, **engine})
+    shown: list[RenderableType] = []
+    with closing(llm):
+        shown.append(Text(note_on(model, engine) or f"model {model}", style="dim"))
+        console.print(shown[0])
+        for part in _run(llm, model, console):
+            console.print(part)
+            shown.append(part)
+    if svg is not None:
+        try:
+            svg.write_text(_draw(shown), "utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {svg}: {error.strerror}") from error
+
+
+def demo_console() -> Console:
+    """Return a console for standard output of at most 80 columns."""
+    console = Console(highlight=False)
+    console.width = min(console.width, MAX_WIDTH)
+    return console
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: the title of its panel, the question, and the right answer.
+
+    `sentence` is the whole answer of headstart-tiny, which ends in `right`. A request that
+    `continues` is asked in the chat before it.
+    """
+
+    title: str
+    question: str
+    sentence: str
+    right: str
+    continues: bool = False
+
+    def is_answered_by(self, text: str, model: str) -> bool:
+        """Return True if `text` is right; other models may choose their own words."""
+        if model == DEFAULT_MODEL:
+            return text == f"{self.sentence} {self.right}"
+        return re.search(rf"\b{re.escape(self.right)}\b", text) is not None
+
+
+def demo_asks() -> list[Ask]:
+    """Return the three requests of the demo."""
+    john, zack = "John Doe", "Zack Blue"
+    ask_age = INSTRUCTION + people_table() + "What is the age of {0}?"
+    return [
+        Ask(
+            "a table of 30 people: how old is John Doe?",
+            ask_age.format(john),
+            f"The age of {john} is",
+            "29",
+        ),
+        Ask(
+            "the same table: how old is Zack Blue?",
+            ask_age.format(zack),
+            f"The age of {zack} is",
+            "30",
+        ),
+        Ask(
+            "the same chat, next turn: what does he do?",
+            f"And what is the occupation of {zack}?",
+            f"The occupation of {zack} is",
+            "Lawyer",
+            continues=True,
+        ),
+    ]
+
+
+def people_table() -> str:
+    """Return the 30 rows of the usage example, in Markdown."""
+    return files("headstart").joinpath("assets/people.md").read_text(encoding="utf-8")
+
+
+def _run(llm: LLM, model: str, console: Console) -> Iterator[RenderableType]:
+    """Yield a panel for each request as soon as it is answered, then the totals."""
+    with console.status("warming up"):
+        _warm_up(llm)
+    picture = PoolPicture(llm.engine.manager)
+    params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
+    outputs: list[RequestOutput] = []
+    right = 0
+    messages: list[dict[str, str]] = []
+    for number, ask in enumerate(demo_asks(), start=1):
+        question = {"role": "user", "content": ask.question}
+        messages = [*messages, question] if ask.continues else [question]
+        with console.status(f"request {number}: {ask.title}"):
+            *_, output = picture.watch(llm.stream_chat(messages, params), number)
+        outputs.append(output)
+        text = output.outputs[0].text
+        messages.append({"role": "assistant", "content": text})
+        is_right = ask.is_answered_by(text, model)
+        right += is_right
+        answer = Text("answer  ", style="dim").append(text, style="italic not dim")
+        if not is_right:
+            answer.append(f"  (the table says {ask.right})", style="not dim")
+        pool = picture.draw(console.width - PANEL)
+        yield Panel(
+            Group(_figures(outputs), Padding(answer, (1, 0)), pool),
+            title=f"[bold]{number}[/] {ask.title}",
+            title_align="left",
+            border_style=colour_of(number),
+        )
+    yield _totals(outputs, right)
+
+
+def _warm_up(llm: LLM) -> None:
+    """Compute an unrelated prompt twice, so that the first request pays no one-time costs."""
+    prompt = [index % 200 for index in range(WARM_UP_TOKENS)]
+    for end in (1, 2):
+        for _ in llm.stream([*prompt, end], SamplingParams(temperature=0, max_tokens=4)):
+            pass
+    llm.engine.manager.reset_prefix_cache()
+
+
+def _figures(outputs: list[RequestOutput]) -> Figures:
+    output = outputs[-1]
+    note = "cold" if len(outputs) == 1 else f"{_ratio(outputs):.0f}× sooner"
+    return Figures(
+        {
+            "prompt tokens": f"{len(output.prompt_token_ids):,}",
+            "cached tokens": cached_share(output),
+            "time to first token": f"{duration(output.metrics.time_to_first_token)}, {note}",
+            "time per token": duration(output.metrics.time_per_token),
+        }
+    )
+
+
+def _ratio(outputs: list[RequestOutput]) -> float:
+    cold, warm = (output.metrics.time_to_first_token for output in (outputs[0], outputs[-1]))
+    assert cold is not None and warm is not None
+    return cold / warm
+
+
+def _totals(outputs: list[RequestOutput], right: int) -> Text:
+    cold, warm = (duration(output.metrics.time_to_first_token) for output in outputs[:2])
+    prompts = [len(output.prompt_token_ids) for output in outputs]
+    computed = [
+        total - output.num_cached_tokens for total, output in zip(prompts, outputs, strict=True)
+    ]
+    totals = Text("cold / warm  ", style="bold")
+    totals.append(f"{cold} / {warm} = {_ratio(outputs[:2]):.1f}", style="green")
+    totals.append(
+        f"\nThe second question computed {computed[1]:,} of its {prompts[1]:,} prompt tokens, "
+        f"the next turn {computed[2]:,} of its {prompts[2]:,}. "
+        f"Right answers: {right} of {len(outputs)}.",
+        style="not bold",
+    )
+    return totals
+
+
+class Figures:
+    """Numbers below their names in a row; one line for each where the row does not fit."""
+
+    def __init__(self, figures: Mapping[str, str]) -> None:
+        self._figures = figures
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = [max(len(name), len(value)) for name, value in self._figures.items()]
+        gap = (options.max_width - sum(columns)) // max(len(columns) - 1, 1)
+        if gap < 2:
+            table = Table.grid(padding=(0, 2))
+            for name, value in self._figures.items():
+                table.add_row(Text(name, style="dim"), Text(value, style="bold"))
+        else:
+            table = Table.grid(padding=(0, min(gap, 4)))
+            for name in self._figures:
+                table.add_column(min_width=len(name))
+            table.add_row(*self._figures, style="dim")
+            table.add_row(*self._figures.values(), style="bold")
+        yield table
+
+
+def _draw(parts: Iterable[RenderableType]) -> str:
+    """Return the output as an SVG that needs no font from elsewhere."""
+    recorder = Console(record=True, width=MAX_WIDTH, file=StringIO(), highlight=False)
+    for part in parts:
+        recorder.print(part)
+    svg = recorder.export_svg(title="headstart demo")
+    svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
+    svg = svg.replace("Fira Code", "ui-monospace, Menlo, DejaVu Sans Mono")
+    # Viewers other than browsers drop spaces at the ends of a text, and ignore textLength: they
+    # need these fonts in the size at which a letter is as wide as one of rich's.
+    svg = svg.replace("<svg ", '<svg xml:space="preserve" ', 1)
+    return svg.replace("font-size: 20px", "font-size: 20.27px")

@@ -1,1 +1,0 @@
-"""Small generated models for demos and tests; they need no download."""

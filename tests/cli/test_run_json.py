@@ -61,12 +61,9 @@ def test_an_answer_that_was_cut_is_told(tmp_path: Path) -> None:
     [
         ("{", "allowed: a JSON schema"),
         ("[]", "which is an object"),
-        (
-            {"not": {"type": "string"}},
-            'schema.json cannot be followed: "not" is not supported',
-        ),
-        ({"type": "integer", "minimum": 3, "maximum": 1}, "nothing satisfies it: "),
-        ({"$ref": "#/nowhere"}, "which the schema does not have, at #/$ref"),
+        ({"not": {"type": "string"}}, 'cannot be followed: Unimplemented keys: ["not"]'),
+        ({"type": "integer", "minimum": 3, "maximum": 1}, "Unsatisfiable schema: "),
+        ({"$ref": "#/nowhere"}, "Pointer '/nowhere' does not exist"),
         ({"enum": ["x" * 70_000]}, "65,536 at most"),
     ],
 )

@@ -114,16 +114,15 @@ def post(server: Running, path: str, **body: Any) -> httpx.Response:
     ("path", "body", "param", "says"),
     [
         ("chat/completions", CHAT | {"response_format": FORM}, "response_format",
-         "response_format cannot be followed: type must be a string or array of strings, at #/"),
+         "response_format cannot be followed: type must be a string or array of strings"),
         ("completions", COMPLETION | {"response_format": FORM}, "response_format",
          "response_format cannot be followed: type must be"),
         ("chat/completions", CHAT | {"structured_outputs": {"regex": "("}}, "structured_outputs",
-         "structured_outputs.regex cannot be followed: unclosed group"),
+         "structured_outputs.regex cannot be followed: "),
         ("chat/completions", CHAT | {"tool_choice": "required", "tools": [
             {"type": "function", "function": {"name": "a"}},
             {"type": "function", "function": {"name": "b", "parameters": {"type": 7}}}]},
-         "tools[1]", "tools[1] cannot be followed: type must be a string or array of strings, "
-         "at #/"),
+         "tools[1]", "tools[1] cannot be followed: type must be a string or array of strings"),
         ("chat/completions", CHAT | {"temperature": -1}, "temperature", "temperature is -1"),
         ("chat/completions", CHAT | {"min_tokens": 5}, "min_tokens", "min_tokens is 5; allowed: "),
         ("completions", COMPLETION | {"best_of": 3}, "best_of",

@@ -21,28 +21,31 @@ import torch
 
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.errors import RequestError
-from headstart.frontend.structured.multiples import check_multiples, schemas_in
 from headstart.frontend.structured.params import Form
-from headstart.frontend.structured.reasons import MAX_ITEMS_IN_ROW, explain
-from headstart.frontend.structured.recursion import check_recursion
-from headstart.frontend.structured.refusals import Check, refuse_form
+from headstart.frontend.structured.schema_limits import (
+    check_multiples,
+    check_recursion,
+    schemas_in,
+)
 from headstart.frontend.structured.tags import write_tags
 from headstart.imports import install
+from headstart.validation import in_one_line
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["NAMES_SPECIAL", "GrammarCompiler", "TokenMasks", "check_form"]
+__all__ = ["NAMES_SPECIAL", "GrammarCompiler", "TokenMasks", "check_form", "explain"]
 
 Found = TypeVar("Found")
 
 NAMES_SPECIAL = ("grammar", "structural_tag")
 """Kinds of forms in which special tokens may stand."""
+MAX_ITEMS_IN_ROW = 4_100
+"""Rules that may apply at one place of an answer; an optional property of an object has 4."""
 _SETTING_STACK = threading.Lock()
 _REMEMBERED = 64  # compiled forms
 _TRIED = 32  # tokens of an answer, before a form is taken
-_TRIED_PARTS = 64  # of a form whose first tokens cannot be followed
 _LARK_START = re.compile(r"^\s*[?!]?start\b[^:=\n]*:(?!:)", re.MULTILINE)  # and not GBNF's ::=
 _STACK = 512 * 2**20  # bytes, of address space alone until they are used
 
@@ -135,8 +138,7 @@ class GrammarCompiler:
         if isinstance(found, RequestError):
             raise found
         if isinstance(found, Exception) or found.is_error():
-            tried = Check(lambda one: _untried(one, masks), _TRIED_PARTS)
-            raise _with_deep_stack(lambda: refuse_form(form, _why(found), _READ, tried))
+            raise _refusal(form, _why(found))
         return found
 
 
@@ -153,9 +155,9 @@ def check_form(form: Form) -> None:
         _library()
     except ImportError as error:
         raise _not_installed() from error
-    refusal = _with_deep_stack(lambda: (why := _misread(form)) and refuse_form(form, why, _READ))
-    if isinstance(refusal, Exception):
-        raise refusal
+    reason = _with_deep_stack(lambda: _misread(form))
+    if reason:
+        raise _refusal(form, reason)
 
 
 def _misread(form: Form) -> str:
@@ -169,20 +171,18 @@ def _misread(form: Form) -> str:
     return str(messages[0]) if is_wrong else ""
 
 
-def _untried(form: Form, masks: TokenMasks) -> str:
-    """Why the beginning of an answer cannot be followed; "" if it can."""
-    try:
-        found = _build(form, masks)
-    except Exception as error:
-        return _why(error)
-    return _why(found) if found.is_error() else ""
+def explain(reason: object) -> str:
+    """Return a library's message in one line, without its backtrace."""
+    message = str(reason).removesuffix("<non-verbose/>").partition("<backtrace>")[0]
+    return in_one_line(" ".join(message.split()))
+
+
+def _refusal(form: Form, reason: object) -> RequestError:
+    return RequestError(f"structured_outputs.{form.kind} cannot be followed: {explain(reason)}")
 
 
 def _why(found: LLMatcher | Exception) -> str:
     return (str(found) or repr(found)) if isinstance(found, Exception) else found.get_error()
-
-
-_READ = Check(_misread, tries=2_000)
 
 
 def _grammar(form: Form, special: Mapping[str, int]) -> str:
@@ -275,4 +275,4 @@ def _refuse_special(form: Form, masks: TokenMasks) -> None:
     for text in masks.special_ids:
         if text in form.text:
             reason = f"no text that is generated can have the special token {text!r}"
-            raise refuse_form(form, reason)
+            raise _refusal(form, reason)

@@ -7,8 +7,7 @@ import numpy as np
 
 from headstart.engine.logits.protocol import Failures, Rows, TokenMask
 from headstart.errors import NoTokenError
-from headstart.frontend.structured.grammar import TokenMasks
-from headstart.frontend.structured.reasons import explain
+from headstart.frontend.structured.grammar import TokenMasks, explain
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -1,0 +1,96 @@
+"""Forms that are refused: by limits of ours, or in llguidance's words, in one line."""
+
+from typing import Any
+
+import pytest
+
+from headstart import StructuredOutputsParams
+from headstart.engine.logits.vocabulary import Vocabulary
+from headstart.errors import RequestError
+from headstart.frontend.structured.grammar import GrammarCompiler, check_form
+from tests.tiny_tokenizers import TINY_TOKENIZERS
+
+TOKENIZER = TINY_TOKENIZERS["byte_level"]()
+VOCABULARY = Vocabulary(TOKENIZER, len(TOKENIZER), frozenset())
+
+
+def refusal(**form: Any) -> str:
+    """Return the error for a form, by the check that needs no model too where that refuses it."""
+    wanted = StructuredOutputsParams(**form).form
+    with pytest.raises(RequestError) as caught:
+        GrammarCompiler(VOCABULARY).matcher(wanted)
+    try:
+        check_form(wanted)
+    except RequestError as error:
+        assert str(error) == str(caught.value)
+    return str(caught.value)
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        schema = {"items": schema}
+    return schema
+
+
+def test_how_deep_a_schema_may_be() -> None:
+    GrammarCompiler(VOCABULARY).matcher(StructuredOutputsParams(json=nested(124)).form)
+    assert "recursion limit exceeded" in refusal(json=nested(125))
+
+
+def test_a_form_too_large_for_its_first_tokens() -> None:
+    many = {f"p{at}": {"type": "boolean"} for at in range(1_500)}
+    schema = {"type": "object", "properties": {"a": {"type": "object", "properties": many}}}
+    said = refusal(json=schema | {"required": ["a"]}, disable_any_whitespace=True)
+    assert "max is 4100" in said
+
+
+def test_the_pattern_of_white_space() -> None:
+    assert "unclosed group" in refusal(json={"type": "object"}, whitespace_pattern="(")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"json": {"properties": {"a\nb\u202e": {"not": {}}}}},
+        {"regex": "(?P<n>a)(?P<n>b)"},
+        {"grammar": 'start: list::0x0\nlist::_: "a" list::set_bit(0)'},  # llguidance panics
+    ],
+)
+def test_a_message_of_several_lines_becomes_one(form: dict[str, Any]) -> None:
+    said = refusal(**form)
+    assert said.isprintable() and "backtrace" not in said
+
+
+@pytest.mark.parametrize("value", [982_451_653, 1_000_003, 1.000003, 1e300, 10**9])
+def test_too_many_remainders_are_refused_at_once(value: float) -> None:
+    """Their masks took minutes, and nothing could stop that."""
+    assert '"multipleOf" is' in refusal(json={"multipleOf": value})
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "a" %json {"type": "integer", "multipleOf": 99999989}',
+        'start: a b\na: %json{"multipleOf":997}\nb: %json {"items": {"multipleOf": 991}}',
+    ],
+)
+def test_schemas_within_a_grammar_are_held_to_the_same(grammar: str) -> None:
+    """Two such requests held all threads for forms, for ever, and took gigabytes."""
+    assert '"multipleOf" is' in refusal(grammar=grammar)
+
+
+def test_a_name_that_is_spelled_in_escapes_is_the_same_name() -> None:
+    assert '"multipleOf" is' in refusal(json='{"multiple\\u004ff": 99999989}')
+
+
+def test_numbers_that_have_to_be_multiples_of_several_are_counted_together() -> None:
+    parts = [{"multipleOf": value} for value in (997, 991)]
+    assert "with others beside it" in refusal(json={"type": "integer", "allOf": parts})
+    apart = {"type": "object", "properties": dict(zip("ab", parts, strict=True))}
+    check_form(StructuredOutputsParams(json=apart).form)
+
+
+@pytest.mark.parametrize("start", ["?start:", "!start:", "start[lazy]:", "start :"])
+def test_all_of_lark_s_starts_are_lark(start: str) -> None:
+    check_form(StructuredOutputsParams(grammar=f'{start} "a" | "b"').form)

@@ -35,8 +35,8 @@ from shapes import SHAPES, make_tokenizer, model_folder
 from headstart import StructuredOutputsParams
 from headstart.engine.config import make_config
 from headstart.engine.engine import Engine
-from headstart.models.greedy_head import greedy_tokens, mask_logits
 from headstart.models.loader import load_model
+from headstart.weights.greedy_head import greedy_tokens, mask_logits
 
 SHAPE, PROMPT, STEPS, BLOCKS = "small-llama", 512, 64, 8192
 COUNTS = (1, 8, 32, 128)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.models.linear import QuantizedLinear
-from headstart.models.linear.grouped import GROUP, GroupedLinear
+from headstart.weights.grouped import GROUP, GroupedLinear
+from headstart.weights.linear import QuantizedLinear
 
 __all__ = [
     "apart_in_most_rows",

@@ -52,9 +52,9 @@ TESTS = (
     *("tests/native", "tests/attention", "tests/models/lora", "tests/engine/test_paths.py"),
     *("tests/models/dense", "tests/models/transformers_backend/test_pack.py"),
     *(f"tests/models/test_{name}.py" for name in ("greedy_head", "packed", "nonfinite")),
-    "tests/models/test_half_weight.py",
-    "tests/models/linear/test_grouped.py",
-    "tests/models/linear/test_int8.py",
+    "tests/weights/test_half_weight.py",
+    "tests/weights/test_grouped.py",
+    "tests/weights/test_int8.py",
 )
 
 

@@ -15,7 +15,7 @@ from headstart.engine.runner import StepLogits
 from headstart.engine.sampling.logprobs import token_logprobs
 from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingState
 from headstart.errors import EngineError, HeadstartError
-from headstart.models.greedy_head import greedy_tokens
+from headstart.weights.greedy_head import greedy_tokens
 
 __all__ = [
     "Choice",

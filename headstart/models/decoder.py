@@ -13,10 +13,10 @@ from headstart.attention.backend import AttentionBackend
 from headstart.attention.layout import LayerLayout
 from headstart.errors import ModelError
 from headstart.models.files import FileStamp, stamp_files
-from headstart.models.greedy_head import greedy_tokens, mask_logits
-from headstart.models.linear import QuantizedEmbedding, QuantizedLinear
 from headstart.models.lora.files import Widths
 from headstart.native import level
+from headstart.weights.greedy_head import greedy_tokens, mask_logits
+from headstart.weights.linear import QuantizedEmbedding, QuantizedLinear
 
 __all__ = ["DecoderModel", "EmbeddingOverlay"]
 

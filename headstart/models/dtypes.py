@@ -11,9 +11,9 @@ from headstart.errors import ConfigError
 from headstart.machine import X86, available_memory, multiplies_bfloat16, why_no_bfloat16
 from headstart.models.config_values import find_values
 from headstart.models.files import read_json, weight_files
-from headstart.models.half_weight import can_halve
-from headstart.models.prequantised.scheme import is_read
 from headstart.validation import describe
+from headstart.weights.half_weight import can_halve
+from headstart.weights.scheme import is_read
 
 __all__ = ["computes_wider", "fast_dtype", "find_device", "find_dtype", "own_dtype"]
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.models.dense.shape import Activation, DecoderShape, LayerShape, OtherKind
+from headstart.models.dense.shape import Activation, DecoderShape, LayerShape
+from headstart.weights.scheme import UnsupportedLayerError
 
 __all__ = ["FAMILIES", "Family", "read_shape"]
 
@@ -66,7 +67,7 @@ def _switched_window(config: Any) -> int | None:
     if config.use_sliding_window:
         return config.sliding_window  # type: ignore[no-any-return]
     if "sliding_attention" in (config.layer_types or ()):
-        raise OtherKind("it has layers with a window, and windows are switched off")
+        raise UnsupportedLayerError("it has layers with a window, and windows are switched off")
     return None
 
 
@@ -131,7 +132,7 @@ def _prepare_phi3(content: dict[str, Any]) -> None:
     angles = content.get("rope_scaling") or content.get("rope_parameters") or {}
     kind = angles.get("rope_type", angles.get("type", "default"))
     if kind not in ("default", "longrope"):  # su and yarn are names of old versions for longrope
-        raise OtherKind(f"its rotary positions are {kind}")
+        raise UnsupportedLayerError(f"its rotary positions are {kind}")
 
 
 def _gemma(config: Any) -> dict[str, Any]:
@@ -328,28 +329,32 @@ def _is_count(value: object) -> bool:
 def read_shape(family: Family, config: Any) -> DecoderShape:
     """The shape that a configuration describes, its family's defaults filled in.
 
-    Raises `OtherKind` for what headstart's own modules do not do.
+    Raises `UnsupportedLayerError` for what headstart's own modules do not do.
     """
     both_ways = getattr(config, "use_bidirectional_attention", None)
     if both_ways or getattr(config, "is_causal", True) is False:
-        raise OtherKind("its tokens see tokens after them")
+        raise UnsupportedLayerError("its tokens see tokens after them")
     key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
     name = getattr(config, key)
     if name not in _ACTIVATIONS:
-        raise OtherKind(f"its activation is {name}")
+        raise UnsupportedLayerError(f"its activation is {name}")
     others = set(config.layer_types or ()) - {"full_attention", "sliding_attention"}
     if others:
-        raise OtherKind(f"it has layers of type {', '.join(map(repr, sorted(others)))}")
+        raise UnsupportedLayerError(f"it has layers of type {', '.join(map(repr, sorted(others)))}")
     layers = tuple(family.layers(config))
     heads, count = config.num_attention_heads, config.num_hidden_layers
     if len(layers) < count:
-        raise OtherKind(f"its configuration describes {len(layers)} of its {count} layers")
+        raise UnsupportedLayerError(
+            f"its configuration describes {len(layers)} of its {count} layers"
+        )
     kv_heads = config.num_key_value_heads or heads
     head_dim = config.head_dim
     if heads % kv_heads or head_dim % 2:
-        raise OtherKind(f"it has {heads} heads, {kv_heads} for K and V, of width {head_dim}")
+        raise UnsupportedLayerError(
+            f"it has {heads} heads, {kv_heads} for K and V, of width {head_dim}"
+        )
     if any(layer.window is not None and not _is_count(layer.window) for layer in layers):
-        raise OtherKind(f"its window is {config.sliding_window!r}")
+        raise UnsupportedLayerError(f"its window is {config.sliding_window!r}")
     facts: dict[str, Any] = {
         "qkv_bias": config.attention_bias,
         "o_bias": config.attention_bias,
@@ -359,7 +364,9 @@ def read_shape(family: Family, config: Any) -> DecoderShape:
         **family.derive(config),
     }
     if not 0 < facts["scaling"] < math.inf or not 0 < config.rms_norm_eps < math.inf:
-        raise OtherKind(f"its scaling is {facts['scaling']}, its epsilon {config.rms_norm_eps}")
+        raise UnsupportedLayerError(
+            f"its scaling is {facts['scaling']}, its epsilon {config.rms_norm_eps}"
+        )
     return DecoderShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

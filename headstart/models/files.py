@@ -33,7 +33,6 @@ from headstart.validation import describe, shorten
 __all__ = [
     "BUILT_IN",
     "OMNI_TYPES",
-    "SAVED_SO",
     "FileStamp",
     "check_files",
     "download_gguf",
@@ -54,9 +53,6 @@ BUILT_IN = "headstart-tiny"
 
 OMNI_TYPES = ("qwen2_5_omni", "qwen3_omni_moe")
 """Models that `Omni` runs, by the `model_type` of their configuration."""
-
-SAVED_SO = "in the file itself: it is damaged, or was saved so; download the model again"
-"""The end of an error that says what a weight of a file holds."""
 
 # Everything that a model or its tokenizer may need, and no second copy of the weights in the
 # formats of other frameworks, Mistral's own (consolidated.safetensors) and Meta's among them.

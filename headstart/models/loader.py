@@ -9,12 +9,13 @@ from headstart.errors import UnsupportedModelError
 from headstart.imports import load_module
 from headstart.models.decoder import DecoderModel
 from headstart.models.dense.loader import load_dense
-from headstart.models.dense.shape import OtherFamily, OtherKind
+from headstart.models.dense.shape import UnknownFamilyError
 from headstart.models.dtypes import computes_wider, fast_dtype, find_device, find_dtype
 from headstart.models.files import check_files, find_folder, is_gguf
-from headstart.models.linear import find_kind
-from headstart.models.prefetch import ReadyMemory
 from headstart.native import release_threads
+from headstart.native.pages import ReadyMemory
+from headstart.weights.linear import find_kind
+from headstart.weights.scheme import UnsupportedLayerError
 
 __all__ = ["load_model"]
 
@@ -51,9 +52,9 @@ def _load(
     fast = torch.float32 if wider else fast_dtype(weights_dtype, folder, wanted)
     try:
         return load_dense(folder, fast, wanted, ready_memory, kind)
-    except OtherKind as other:
+    except UnsupportedLayerError as other:
         reason = str(other)
-        level = logging.INFO if isinstance(other, OtherFamily) else logging.WARNING
+        level = logging.INFO if isinstance(other, UnknownFamilyError) else logging.WARNING
     if is_gguf(folder):
         raise UnsupportedModelError(f"{model} is not a GGUF file that headstart reads: {reason}")
     # transformers' modelling code takes seconds to import.

@@ -6,11 +6,16 @@ given. Advice is for Linux alone.
 
 import ctypes
 import mmap
+import os
 import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
 
 __all__ = [
     "POPULATE_READ",
     "POPULATE_WRITE",
+    "ReadyMemory",
     "advise_pages",
     "drop_pages",
     "make_huge_pages",
@@ -24,6 +29,8 @@ POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE (Linux 5.14): the same, as if each were written."""
 _COLLAPSE = 25  # MADV_COLLAPSE (Linux 6.1)
 _HUGE_PAGE = 1 << 21
+_PIECE = 16 << 20  # bytes touched between two checks of whether to stop
+_SLACK = 1 << 20  # plus 1/32: packed weights are aligned to pages and padded to whole panels
 
 
 def advise_pages(start: int, size: int, advice: int) -> bool:
@@ -73,3 +80,45 @@ def make_huge_pages(start: int, size: int) -> None:
 def _inside(start: int, size: int) -> tuple[int, int]:
     """The first and the last border of huge pages in these bytes."""
     return -(-start // _HUGE_PAGE) * _HUGE_PAGE, (start + size) // _HUGE_PAGE * _HUGE_PAGE
+
+
+class ReadyMemory:
+    """Memory whose pages a thread prefaults until `take` is called."""
+
+    def __init__(self, size: int, files: list[Path]) -> None:
+        """Reads the files first, then touches `size` bytes; some more, untouched, are allocated."""
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, size + size // 32 + _SLACK, flags=private)
+        self._size = size
+        self._files = files
+        self._taken = False
+        self._thread = threading.Thread(target=self._touch, name="headstart-memory", daemon=True)
+        self._thread.start()
+
+    def take(self, size: int) -> mmap.mmap | None:
+        """Memory of at least `size` bytes, all zeros; None if it is smaller or already taken.
+
+        Touched pages beyond `size` (for weights that stay in the file) return to the system.
+        """
+        if self._taken or size > len(self._memory):
+            return None
+        self._taken = True
+        self._thread.join()
+        rest = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        if rest < len(self._memory):
+            self._memory.madvise(mmap.MADV_DONTNEED, rest)
+        return self._memory
+
+    def _touch(self) -> None:
+        for file in self._files:
+            # Loading the model reports a missing file later.
+            with suppress(OSError), file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        for at in range(0, self._size, _PIECE):
+            if self._taken:
+                break
+            size = min(_PIECE, self._size - at)
+            with suppress(OSError, AttributeError):  # a system without pages of 2 MiB
+                self._memory.madvise(mmap.MADV_HUGEPAGE, at, size)
+            ctypes.memset(start + at, 0, size)  # releases the GIL

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from headstart import LLM, LoRARequest, SamplingParams
 from headstart.errors import UnsupportedAdapterError
-from headstart.models.linear import QuantizedLinear, WeightKind
 from headstart.models.loader import load_model
 from headstart.models.lora.files import read_weights
+from headstart.weights.linear import QuantizedLinear, WeightKind
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.rounded_rows import round_inputs
 from tests.tiny_adapters import make_adapter

@@ -2,9 +2,9 @@
 
     cache      stdlib and numpy            tiers    + cache          replay   + cache, tiers,
                                                                                 cluster's core
-    native     torch, no other room        attention  + native       models   + native, attention
-    engine     models, attention,          frontend   engine         omni     frontend, engine,
-               tiers, cache                                                     models, cache
+    native     torch, no other room        attention  + native       weights  + native
+    models     native, attention, weights  engine     models, weights, attention, tiers, cache
+    frontend   engine                      omni       frontend, engine, models, cache
     server     frontend, engine, omni      cluster  anything; its core only cache
 
 The core of cluster is the prefix index and the router, with all that these need.
@@ -26,9 +26,10 @@ MAY_IMPORT = {
     "replay": {"cache", "tiers", "cluster"},
     "native": set(),
     "attention": {"native"},
-    "models": {"native", "attention"},
-    "engine": {"models", "attention", "tiers", "cache"},
-    "frontend": {"engine", "models", "attention", "tiers", "cache"},
+    "weights": {"native"},
+    "models": {"native", "attention", "weights"},
+    "engine": {"models", "weights", "attention", "tiers", "cache"},
+    "frontend": {"engine", "models", "weights", "attention", "tiers", "cache"},
     "omni": {"frontend", "engine", "models", "attention", "cache"},
     "server": {"frontend", "engine", "omni", "cache"},
     "cluster": {"cache", "tiers", "models", "engine", "frontend", "server"},

@@ -10,11 +10,11 @@ import torch
 from headstart.errors import DamagedModelError, ModelNotFoundError
 from headstart.machine import multiplies_bfloat16
 from headstart.models import prefetch
-from headstart.models.half_weight import HalfLinear
 from headstart.models.loader import load_model
-from headstart.models.packed import Arena, PackedWeight
 from headstart.models.prefetch import ReadyMemory, read_ahead
 from headstart.native import avx2_library, library
+from headstart.weights.half_weight import HalfLinear
+from headstart.weights.packed import Arena, PackedWeight
 from tests.models.paged import Paged
 from tests.tiny_models import TINY
 

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from headstart.models.loader import load_model
-from headstart.models.packed import PackedLinear, can_pack, has_memory, map_pages
 from headstart.models.transformers_backend.pack import pack_linears
 from headstart.native import library
+from headstart.weights.packed import PackedLinear, can_pack, has_memory, map_pages
 from tests.models.paged import Paged
 from tests.tiny_models import TINY
 

@@ -16,9 +16,9 @@ from headstart.attention import (
     PagedKVMemory,
 )
 from headstart.attention.backend import RowShapes
-from headstart.models.packed import PackedWeight
 from headstart.native import library
 from headstart.native.bindings import Layer, LayerRun, Norm
+from headstart.weights.packed import PackedWeight
 from tests.attention.rows import BLOCK, TOLERANCE, plan_of, reference, spoil
 from tests.native.foreign_rows import among_nonfinite
 from tests.native.near import Near, exactly

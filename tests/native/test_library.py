@@ -20,7 +20,7 @@ from headstart import native
 from headstart.attention import LayerLayout, PagedKVMemory, make_backend
 from headstart.errors import ConfigError
 from headstart.machine import cpu_flags
-from headstart.models.packed import PackedWeight
+from headstart.weights.packed import PackedWeight
 
 FOLDER = Path(native.__file__).parent
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headstart.errors import EngineError, NoTokenError
-from headstart.models.greedy_head import every_token, mask_logits
+from headstart.weights.greedy_head import every_token, mask_logits
 
 __all__ = ["ALL_BANNED", "LogitsProcessor", "Rows", "TokenMask", "allowed_tokens", "change_logits"]
 

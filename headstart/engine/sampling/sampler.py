@@ -23,7 +23,7 @@ from headstart.engine.sampling.warpers import (
     penalise_repetition,
 )
 from headstart.errors import EngineError, NoTokenError
-from headstart.models.greedy_head import greedy_tokens
+from headstart.weights.greedy_head import greedy_tokens
 
 
 class SampledToken(NamedTuple):

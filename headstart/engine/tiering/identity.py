@@ -21,15 +21,15 @@ from headstart.engine.tiering.payload import BlockRows
 from headstart.machine import cpu_flags
 from headstart.models.decoder import DecoderModel
 from headstart.models.files import BUILT_IN, find_folder
-from headstart.models.linear import (
+from headstart.tiers import ModelRecord
+from headstart.tiers.safe_files import read_file, replace_file
+from headstart.version import __version__
+from headstart.weights.linear import (
     OWN_BITS_REVISION,
     REVISIONS,
     QuantizedEmbedding,
     QuantizedLinear,
 )
-from headstart.tiers import ModelRecord
-from headstart.tiers.safe_files import read_file, replace_file
-from headstart.version import __version__
 
 __all__ = ["identify"]
 
@@ -81,7 +81,7 @@ def _kept_weights(decoder: DecoderModel) -> list[str]:
     for name, module in sorted(decoder.module.named_modules()):
         layer = module.head if isinstance(module, QuantizedEmbedding) else module
         if isinstance(layer, QuantizedLinear):
-            own = f" as it was, {OWN_BITS_REVISION}" if layer.has_own_bits else ""
+            own = f" as it was, {OWN_BITS_REVISION}" if layer.is_prequantized else ""
             rounds = layer is module and layer.float_weight is not None
             rows = " of rows in 8 bits" if rounds else ""
             kept.append(f"{name} {layer.kind} {REVISIONS[layer.kind]}{own}{rows}")
@@ -92,7 +92,7 @@ def _kinds(decoder: DecoderModel, memory: PagedKVMemory, config: EngineConfig) -
     """What tells people a model's K/V from others of the same files."""
     found = [str(decoder.dtype).removeprefix("torch.")]
     layers = [one for one in decoder.module.modules() if isinstance(one, QuantizedLinear)]
-    rounded = [one.kind for one in layers if not one.has_own_bits]
+    rounded = [one.kind for one in layers if not one.is_prequantized]
     if 2 * len(rounded) > len(layers):  # int4 has layers of more bits
         found.append(f"{min(rounded, key=lambda kind: kind.removeprefix('int'))} weights")
     if memory.has_scales:

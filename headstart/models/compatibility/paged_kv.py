@@ -38,9 +38,9 @@ from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.compatibility.far_positions import check_far_positions
 from headstart.models.compatibility.substitute_attention import Attending
 from headstart.models.context_length import context_length
-from headstart.models.files import SAVED_SO
-from headstart.models.linear import QuantizedLinear
 from headstart.models.transformers_backend.decoder import forward_rows
+from headstart.weights.linear import QuantizedLinear
+from headstart.weights.reader import SAVED_SO
 
 __all__ = ["check_config", "probe_model"]
 

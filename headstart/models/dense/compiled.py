@@ -15,11 +15,11 @@ from headstart.attention.backend import AttentionBackend, RowShapes
 from headstart.models.dense.modules import DecoderLayer, RMSNorm
 from headstart.models.dense.rotary import Angles
 from headstart.models.dense.shape import DecoderShape
-from headstart.models.half_weight import MANY_ROWS, HalfLinear
-from headstart.models.linear import QuantizedLinear
-from headstart.models.packed import PackedLinear
 from headstart.native import avx2_library, library
 from headstart.native.bindings import Layer, LayerRun, Norm, Weight
+from headstart.weights.half_weight import MANY_ROWS, HalfLinear
+from headstart.weights.linear import QuantizedLinear
+from headstart.weights.packed import PackedLinear
 
 __all__ = ["CompiledLayers", "compile_layers"]
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from headstart.imports import load_module
-from headstart.models.dense.shape import OtherKind
 from headstart.models.families import Family
+from headstart.weights.scheme import UnsupportedLayerError
 
 __all__ = ["DenseConfig", "read_config"]
 
@@ -44,7 +44,7 @@ class DenseConfig(SimpleNamespace):
 
 
 def read_config(family: Family, content: Mapping[str, Any]) -> Any:
-    """The content of a config.json, with the family's defaults; raises `OtherKind`.
+    """The content of a config.json, with the family's defaults; raises `UnsupportedLayerError`.
 
     A `DenseConfig`, or transformers' own for keys that only transformers knows how to read. To
     import it takes a second, which most models need not wait for.
@@ -63,11 +63,11 @@ def read_config(family: Family, content: Mapping[str, Any]) -> Any:
         if plain is not None:
             return plain
         return load_module("headstart.models.dense.scaled_rotary").RotaryConfig(**merged)
-    except (OtherKind, MemoryError):
+    except (UnsupportedLayerError, MemoryError):
         raise
     # Wrong values raise KeyError, TypeError, ValueError and errors of huggingface_hub's own.
     except Exception as error:
-        raise OtherKind(f"its configuration is not as expected: {error}") from error
+        raise UnsupportedLayerError(f"its configuration is not as expected: {error}") from error
 
 
 def _read_plain(family: Family, merged: Mapping[str, Any]) -> DenseConfig | None:
@@ -98,9 +98,9 @@ def _read_plain(family: Family, merged: Mapping[str, Any]) -> DenseConfig | None
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:
-    """Raise `OtherKind` for a value of another type than its default."""
+    """Raise `UnsupportedLayerError` for a value of another type than its default."""
     if name == "eos_token_id" or (value is None and name in _MAY_BE_NULL) or default is None:
         return
     wanted = (int, float) if isinstance(default, float) else type(default)
     if not isinstance(value, wanted) or isinstance(value, bool) is not isinstance(default, bool):
-        raise OtherKind(f"its configuration has {name} {value!r}")
+        raise UnsupportedLayerError(f"its configuration has {name} {value!r}")

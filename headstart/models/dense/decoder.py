@@ -15,13 +15,13 @@ from headstart.models.dense.compiled import compile_layers
 from headstart.models.dense.modules import DecoderLayer, LayerStep, RMSNorm
 from headstart.models.dense.rotary import AngleTable, Frequencies
 from headstart.models.dense.shape import DecoderShape
-from headstart.models.dense.weights import Reader
 from headstart.models.files import fingerprint_files
-from headstart.models.greedy_head import MOST_INPUTS, GreedyHead
-from headstart.models.half_weight import HalfEmbedding, HalfLinear
-from headstart.models.linear import QuantizedEmbedding, QuantizedLinear
 from headstart.models.lora.files import Widths
-from headstart.models.packed import PackedEmbedding, PackedLinear
+from headstart.weights.greedy_head import MOST_INPUTS, GreedyHead
+from headstart.weights.half_weight import HalfEmbedding, HalfLinear
+from headstart.weights.linear import QuantizedEmbedding, QuantizedLinear
+from headstart.weights.packed import PackedEmbedding, PackedLinear
+from headstart.weights.reader import Reader
 
 __all__ = ["DenseDecoder", "DenseModules", "Description"]
 

@@ -13,10 +13,22 @@ from headstart.errors import DamagedModelError, HeadstartError, OutOfMemoryError
 from headstart.models.context_length import context_length
 from headstart.models.dense.config import read_config
 from headstart.models.dense.decoder import DenseDecoder, DenseModules, Description
-from headstart.models.dense.quantized import OwnBitsReader, QuantizedReader
 from headstart.models.dense.rotary import read_frequencies
-from headstart.models.dense.shape import OtherFamily, OtherKind
-from headstart.models.dense.weights import (
+from headstart.models.dense.shape import UnknownFamilyError
+from headstart.models.dtypes import own_dtype
+from headstart.models.families import FAMILIES, read_shape
+from headstart.models.files import is_gguf, read_json, stamp_files, weight_files
+from headstart.models.out_of_memory import is_out_of_memory
+from headstart.native import advise
+from headstart.native.pages import ReadyMemory
+from headstart.weights.gguf import GGUFCheckpoint
+from headstart.weights.half_weight import can_halve
+from headstart.weights.huge_pages import move_to_huge_pages
+from headstart.weights.linear import WeightKind
+from headstart.weights.prequantized import PrequantizedCheckpoint
+from headstart.weights.products import choose_product
+from headstart.weights.quantized import PrequantizedReader, QuantizedReader
+from headstart.weights.reader import (
     FLOATS,
     Checkpoint,
     FloatReader,
@@ -26,19 +38,7 @@ from headstart.models.dense.weights import (
     Reader,
     Tensors,
 )
-from headstart.models.dtypes import own_dtype
-from headstart.models.families import FAMILIES, read_shape
-from headstart.models.files import is_gguf, read_json, stamp_files
-from headstart.models.gguf.checkpoint import GGUFCheckpoint
-from headstart.models.half_weight import can_halve
-from headstart.models.huge_pages import move_to_huge_pages
-from headstart.models.linear import WeightKind
-from headstart.models.linear.products import choose_product
-from headstart.models.out_of_memory import is_out_of_memory
-from headstart.models.prefetch import ReadyMemory
-from headstart.models.prequantised.checkpoint import PrequantisedCheckpoint
-from headstart.models.prequantised.scheme import Scheme, read_scheme
-from headstart.native import advise
+from headstart.weights.scheme import Scheme, UnsupportedLayerError, read_scheme
 
 __all__ = ["check_tensors", "describe_decoder", "load_dense"]
 
@@ -56,9 +56,9 @@ def load_dense(
 ) -> DenseDecoder:
     """The decoder in `folder`; packed weights lie in `ready_memory` if it is large enough.
 
-    `dtype` "auto" and `weights` None are the checkpoint's own. Raises `OtherKind`, before weights
-    are read, for a model that is not of the families of `headstart.models.families`, or whose
-    tensors are not exactly theirs: transformers then loads it, or says what is wrong with it.
+    `dtype` "auto" and `weights` None are the checkpoint's own. Raises `UnsupportedLayerError`,
+    before weights are read, for a model that is not of the families of `headstart.models.families`,
+    or whose tensors are not exactly theirs: transformers then loads it, or reports what is wrong.
     Raises `UnsupportedModelError` for weights that are not finite, `DamagedModelError` for files
     that are written to meanwhile, and `OutOfMemoryError`.
     """
@@ -116,7 +116,8 @@ def _no_memory(folder: Path, error: Exception) -> OutOfMemoryError:
 def _open_checkpoint(folder: Path, scheme: Scheme | None) -> Checkpoint | GGUFCheckpoint:
     if is_gguf(folder):
         return GGUFCheckpoint(folder)
-    return Checkpoint(folder) if scheme is None else PrequantisedCheckpoint(folder, scheme)
+    files = weight_files(folder)
+    return Checkpoint(files) if scheme is None else PrequantizedCheckpoint(files, scheme)
 
 
 class _Floats(NamedTuple):
@@ -130,7 +131,7 @@ def _float_matrices(
     checkpoint: Tensors, outline: Outline, weights: WeightKind | None, tied: bool
 ) -> _Floats:
     found = _Floats([], {})
-    own = checkpoint if isinstance(checkpoint, GGUFCheckpoint | PrequantisedCheckpoint) else None
+    own = checkpoint if isinstance(checkpoint, GGUFCheckpoint | PrequantizedCheckpoint) else None
     for name, shape in outline.matrices.items():
         is_float = own is None or own.kind(name) is None
         if (weights is None and is_float) or (name == _EMBEDDING and not tied):
@@ -163,8 +164,8 @@ def _quantised_reader(
     """Makes layers of the wanted kind, or of the checkpoint's own; None if that is float."""
     if weights is not None:
         return QuantizedReader(floats, weights, tied)
-    if isinstance(checkpoint, GGUFCheckpoint | PrequantisedCheckpoint):
-        return OwnBitsReader(checkpoint, floats, tied)
+    if isinstance(checkpoint, GGUFCheckpoint | PrequantizedCheckpoint):
+        return PrequantizedReader(checkpoint, floats, tied)
     return None
 
 
@@ -174,7 +175,7 @@ def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
     kind = content.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise OtherFamily(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
+        raise UnknownFamilyError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
     config = read_config(family, content)
     try:
         shape = read_shape(family, config)
@@ -186,14 +187,14 @@ def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
             context_length(config),
             _eos_token_ids(folder, config),
         )
-    except (HeadstartError, OtherKind, MemoryError):
+    except (HeadstartError, UnsupportedLayerError, MemoryError):
         raise
     # Values of a wrong type, or that are missing, raise anything: transformers says which.
     except Exception as error:
-        raise OtherKind(f"its configuration is not as expected: {error}") from error
+        raise UnsupportedLayerError(f"its configuration is not as expected: {error}") from error
     kept = config.dtype
     if kept is not None and (not isinstance(kept, torch.dtype) or kept not in FLOATS):
-        raise OtherKind(f"its weights are {kept}")
+        raise UnsupportedLayerError(f"its weights are {kept}")
     return about, kept
 
 
@@ -207,14 +208,16 @@ def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
 
 
 def check_tensors(checkpoint: Tensors, outline: Outline, tied: bool) -> None:
-    """Raise `OtherKind` unless the checkpoint holds the tensors of the outline and no others."""
+    """Raise `UnsupportedLayerError` unless the checkpoint has exactly the outline's tensors."""
     held, needed = checkpoint.shapes, outline.shapes
     checkpoint.dtypes(held.keys() & needed.keys())
     for name, shape in needed.items():
         if name not in held:
-            raise OtherKind(f"it has no {name}, which its configuration says it has")
+            raise UnsupportedLayerError(f"it has no {name}, which its configuration says it has")
         if held[name] != shape:
-            raise OtherKind(f"{name} has the shape {held[name]}, and by its configuration {shape}")
+            raise UnsupportedLayerError(
+                f"{name} has the shape {held[name]}, and by its configuration {shape}"
+            )
     surplus = {
         name
         for name in held.keys() - needed.keys()
@@ -223,12 +226,14 @@ def check_tensors(checkpoint: Tensors, outline: Outline, tied: bool) -> None:
     if tied and _HEAD in surplus:
         checkpoint.dtypes([_HEAD])
         if not torch.equal(checkpoint.tensor(_HEAD), checkpoint.tensor(_EMBEDDING)):
-            raise OtherKind("its LM head is said to be its embedding, and is another")
+            raise UnsupportedLayerError("its LM head is said to be its embedding, and is another")
         surplus.discard(_HEAD)
         checkpoint.release()
     if surplus:
         more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
-        raise OtherKind(f"it holds {min(surplus)}{more}, which its family does not have")
+        raise UnsupportedLayerError(
+            f"it holds {min(surplus)}{more}, which its family does not have"
+        )
 
 
 def _adds_nothing(checkpoint: Tensors, name: str) -> bool:

@@ -6,7 +6,7 @@ are a flat batch, `[rows, hidden]`; every `Linear` is called as a module, so tha
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,10 @@ from torch.nn import functional
 from headstart.attention.backend import AttentionBackend, AttentionOptions
 from headstart.models.dense.rotary import Angles, rotate
 from headstart.models.dense.shape import Activation, DecoderShape, NormKind
-from headstart.models.linear import QuantizedLinear
+from headstart.weights.linear import QuantizedLinear
+from headstart.weights.reader import Reader
 
-__all__ = ["MLP", "Attention", "DecoderLayer", "LayerStep", "RMSNorm", "WeightReader"]
+__all__ = ["MLP", "Attention", "DecoderLayer", "LayerStep", "RMSNorm"]
 
 # Of a tensor that nobody else reads; they may write to it.
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -29,18 +30,6 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 # MiB go back to the system each time; fresh pages cost a twentieth of a long prefill in 8 bits.
 _PIECE = 1 << 22
 _BLOCK = 128  # rows of the largest block, which in deterministic mode are computed at once
-
-
-class WeightReader(Protocol):
-    """Makes modules and tensors of a checkpoint's tensors, by dotted name."""
-
-    def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        """A linear layer: rows `[..., inputs]` to `[..., outputs]`."""
-        ...
-
-    def vector(self, name: str, width: int) -> Tensor:
-        """A norm's weight `[width]`."""
-        ...
 
 
 class LayerStep(NamedTuple):
@@ -75,7 +64,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Queries, keys and values of rows, attention over paged K/V, and the output projection."""
 
-    def __init__(self, shape: DecoderShape, index: int, name: str, read: WeightReader) -> None:
+    def __init__(self, shape: DecoderShape, index: int, name: str, read: Reader) -> None:
         super().__init__()
         layer = shape.layers[index]
         self.layer_idx = index
@@ -126,7 +115,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """`down(activation(gate(x)) * up(x))`."""
 
-    def __init__(self, shape: DecoderShape, name: str, read: WeightReader) -> None:
+    def __init__(self, shape: DecoderShape, name: str, read: Reader) -> None:
         super().__init__()
         hidden, inner, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
         self._widest, self._fused = inner * (1 + shape.fused), shape.fused
@@ -168,7 +157,7 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each added to the rows, with norms where the family has them."""
 
-    def __init__(self, shape: DecoderShape, index: int, name: str, read: WeightReader) -> None:
+    def __init__(self, shape: DecoderShape, index: int, name: str, read: Reader) -> None:
         super().__init__()
 
         def norm(part: str) -> RMSNorm:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from headstart.imports import load_module
-from headstart.models.dense.shape import DecoderShape, OtherKind
+from headstart.models.dense.shape import DecoderShape
+from headstart.weights.scheme import UnsupportedLayerError
 
 __all__ = ["AngleTable", "Angles", "Frequencies", "read_frequencies", "rotate"]
 
@@ -29,15 +30,15 @@ class Frequencies(NamedTuple):
 def read_frequencies(config: Any, kind: str, shape: DecoderShape) -> Frequencies:
     """The frequencies of one kind of layer in `config.rope_parameters`; "" if all are alike.
 
-    Raises `OtherKind` for rotary positions of an unknown type, or that the family does not have.
+    Raises `UnsupportedLayerError` for rotary positions of a type that the family does not have.
     """
     parameters = config.rope_parameters[kind] if kind else config.rope_parameters
     if any(isinstance(value, dict) for value in parameters.values()):
-        raise OtherKind("its rotary positions differ from layer to layer")
+        raise UnsupportedLayerError("its rotary positions differ from layer to layer")
     rope, head_dim = parameters["rope_type"], shape.head_dim
     part = parameters.get("partial_rotary_factor", 1.0)
     if part != 1.0 and not shape.partial_rotary:
-        raise OtherKind(f"a part of a head is rotated ({part})")
+        raise UnsupportedLayerError(f"a part of a head is rotated ({part})")
     if rope == "default":
         width = int(head_dim * part)
         powers = torch.arange(0, width, 2, dtype=torch.float32) / width
@@ -46,15 +47,19 @@ def read_frequencies(config: Any, kind: str, shape: DecoderShape) -> Frequencies
         scaling = load_module("headstart.models.dense.scaled_rotary")
         scaled = scaling.scale_frequencies(rope, config, kind)
         if scaled is None:
-            raise OtherKind(f"its rotary positions are {rope}")
+            raise UnsupportedLayerError(f"its rotary positions are {rope}")
         found = Frequencies(*scaled)
         count, lengths = len(found.values), {len(parameters.get(n, found.values)) for n in _FACTORS}
         if lengths != {count}:
-            raise OtherKind(f"its rotary positions have factors for {lengths} of {count}")
+            raise UnsupportedLayerError(
+                f"its rotary positions have factors for {lengths} of {count}"
+            )
     if not torch.isfinite(found.values).all() or 2 * len(found.values) > head_dim:
-        raise OtherKind(f"its rotary positions have {len(found.values)} frequencies, or infinite")
+        raise UnsupportedLayerError(
+            f"its rotary positions have {len(found.values)} frequencies, or infinite"
+        )
     if not math.isfinite(found.scale):
-        raise OtherKind(f"its rotary positions are scaled by {found.scale}")
+        raise UnsupportedLayerError(f"its rotary positions are scaled by {found.scale}")
     return found
 
 

@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from headstart.weights.scheme import UnsupportedLayerError
+
 __all__ = [
     "Activation",
     "DecoderShape",
     "LayerShape",
     "NormKind",
-    "OtherFamily",
-    "OtherKind",
+    "UnknownFamilyError",
 ]
 
 NormKind = Literal["llama", "gemma", "olmo"]
@@ -25,11 +26,7 @@ HeadNorms = Literal["head", "row"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
-class OtherKind(Exception):
-    """Raised for a model that is not of these families; the text says what it has instead."""
-
-
-class OtherFamily(OtherKind):
+class UnknownFamilyError(UnsupportedLayerError):
     """Raised for a model whose `model_type` is none of them."""
 
 

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from headstart.models.dense.shape import OtherKind
-from headstart.models.gguf.library import ROPE_FACTORS
+from headstart.weights.gguf_library import ROPE_FACTORS
+from headstart.weights.scheme import UnsupportedLayerError
 
 __all__ = ["Metadata", "make_config"]
 
@@ -37,17 +37,19 @@ class Metadata:
         return default if field is None else field.contents()
 
     def count(self, name: str, default: int | None = None) -> int:
-        """Return a whole number; raises `OtherKind` where it is none, such as one per layer."""
+        """Return a whole number; raises `UnsupportedLayerError` for any other value."""
         value = self.get(name, default)
         if type(value) is not int:
-            raise OtherKind(f"its {self._prefix}.{name} is {value!r}, and not a whole number")
+            raise UnsupportedLayerError(
+                f"its {self._prefix}.{name} is {value!r}, and not a whole number"
+            )
         return value
 
 
 def make_config(reader: Any, architecture: str) -> dict[str, Any]:
     """Return the content of config.json, in transformers' names.
 
-    Raises `OtherKind` for what is not read, and `ValueError` for values that cannot be right.
+    Raises `UnsupportedLayerError` for what is not read, `ValueError` for impossible values.
     """
     known = Metadata(reader, architecture)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -214,11 +216,13 @@ def _phi3(known: Metadata, content: dict[str, Any]) -> dict[str, Any]:
 
 def _olmo2(known: Metadata, content: dict[str, Any]) -> dict[str, Any]:
     if known.get("attention.sliding_window"):
-        raise OtherKind("it has layers with a window, as OLMo 3")
+        raise UnsupportedLayerError("it has layers with a window, as OLMo 3")
     return {}
 
 
 def _mistral3(known: Metadata, content: dict[str, Any]) -> dict[str, Any]:
     if known.get("attention.temperature_scale"):
-        raise OtherKind("its queries are scaled by their position (attention.temperature_scale)")
+        raise UnsupportedLayerError(
+            "its queries are scaled by their position (attention.temperature_scale)"
+        )
     return {"sliding_window": None}

@@ -17,15 +17,15 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from headstart.errors import DamagedModelError, ModelError, OutOfMemoryError, UnsupportedModelError
-from headstart.models.dense.shape import OtherKind
 from headstart.models.files import read_json
-from headstart.models.gguf.checkpoint import read_architecture
 from headstart.models.gguf.config import Metadata, make_config
 from headstart.models.gguf.header import CUT_OFF, check_header
-from headstart.models.gguf.library import import_gguf
 from headstart.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from headstart.models.out_of_memory import is_out_of_memory
 from headstart.models.silence_transformers import silence_transformers
+from headstart.weights.gguf import read_architecture
+from headstart.weights.gguf_library import import_gguf
+from headstart.weights.scheme import UnsupportedLayerError
 
 __all__ = ["gguf_folder"]
 
@@ -94,7 +94,7 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
         content = make_config(reader, _check_keys(reader))
         with silence_transformers():
             tokenizer = _read_tokenizer(file, reader)
-    except OtherKind as error:
+    except UnsupportedLayerError as error:
         raise UnsupportedModelError(f"{file} cannot be read: {error}") from error
     except UnsupportedModelError:
         raise
@@ -126,7 +126,7 @@ def _open(gguf: Any, file: Path) -> Any:
 def _check_keys(reader: Any) -> str:
     """Return the architecture; raises `ValueError` for metadata without what llama.cpp needs, too.
 
-    Raises `OtherKind` for an architecture that is not read.
+    Raises `UnsupportedLayerError` for an architecture that is not read.
     """
     architecture = read_architecture(reader)
     needed = [f"{architecture}.{name}" for name in _NEEDED] + list(_OF_TOKENIZER)

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from headstart.models.linear.grouped import GROUP
-from headstart.models.prequantised.grouped import Grouped
+from headstart.weights.grouped import GROUP
+from headstart.weights.prequantized_values import Grouped
 
 __all__ = ["SCHEME", "CheckpointFolder", "pack"]
 

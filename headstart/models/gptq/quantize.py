@@ -19,17 +19,18 @@ from headstart.errors import ConfigError, ModelError, UnsupportedModelError
 from headstart.models.dense.decoder import DenseModules, Description
 from headstart.models.dense.loader import check_tensors, describe_decoder
 from headstart.models.dense.modules import DecoderLayer, LayerStep
-from headstart.models.dense.shape import DecoderShape, OtherKind
-from headstart.models.dense.weights import Checkpoint, FloatReader, Outline
+from headstart.models.dense.shape import DecoderShape
 from headstart.models.files import check_files, find_folder, is_gguf, read_json, weight_files
 from headstart.models.gptq.folder import CheckpointFolder, pack
 from headstart.models.gptq.inputs import linear_of, make_step, see_input, see_inputs, stages
 from headstart.models.gptq.rounding import Rows, round_weight
 from headstart.models.gptq.text import cut_windows, describe_text, read_text
 from headstart.models.gptq.units import apply_units
-from headstart.models.linear.grouped import GROUP
 from headstart.models.tokenizer import load_tokenizer
 from headstart.validation import describe
+from headstart.weights.grouped import GROUP
+from headstart.weights.reader import Checkpoint, FloatReader, Outline
+from headstart.weights.scheme import UnsupportedLayerError
 
 __all__ = ["Plan", "Written", "check_target", "plan_quantizing", "quantize"]
 
@@ -110,9 +111,9 @@ def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
     try:
         about, _ = describe_decoder(source)
         DenseModules(about.shape, outline)
-        with Checkpoint(source) as checkpoint:
+        with Checkpoint(weight_files(source)) as checkpoint:
             check_tensors(checkpoint, outline, about.shape.tied)
-    except OtherKind as error:
+    except UnsupportedLayerError as error:
         raise UnsupportedModelError(f"{source} cannot be quantised: {error}") from error
     shape = about.shape
     for width in (shape.hidden_size, shape.intermediate_size, shape.heads * shape.head_dim):
@@ -133,7 +134,7 @@ def quantize(plan: Plan, progress: Callable[[int], None] = lambda layers: None) 
     try:
         with (
             torch.no_grad(),
-            Checkpoint(plan.source) as checkpoint,
+            Checkpoint(weight_files(plan.source)) as checkpoint,
             CheckpointFolder(plan.target, plan.source) as folder,
         ):
             _write_layers(plan, checkpoint, folder, progress)

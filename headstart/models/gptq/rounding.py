@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.models.linear.grouped import GROUP
-from headstart.models.prequantised.grouped import Grouped
+from headstart.weights.grouped import GROUP
+from headstart.weights.prequantized_values import Grouped
 
 __all__ = ["Rows", "round_weight"]
 

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.models.linear.products import choose_product
 from headstart.models.lora.files import LoraPair, LoraWeights
-from headstart.models.packed import PackedWeight, can_pack
+from headstart.weights.packed import PackedWeight, can_pack
+from headstart.weights.products import choose_product
 
 __all__ = ["AdapterStack", "StackedLayer"]
 

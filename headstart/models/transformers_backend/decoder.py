@@ -17,9 +17,9 @@ from headstart.imports import load_module
 from headstart.models.context_length import context_length
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.files import fingerprint_files
-from headstart.models.linear import QuantizedEmbedding, QuantizedLinear
 from headstart.models.lora.files import Widths
-from headstart.models.packed import PackedEmbedding, PackedLinear
+from headstart.weights.linear import QuantizedEmbedding, QuantizedLinear
+from headstart.weights.packed import PackedEmbedding, PackedLinear
 
 __all__ = ["TransformersDecoder", "fingerprint_memory", "forward_rows", "text_part"]
 

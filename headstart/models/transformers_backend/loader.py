@@ -18,8 +18,6 @@ from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.compatibility.paged_kv import check_config
 from headstart.models.compatibility.proven import probe_once
 from headstart.models.files import OMNI_TYPES, stamp_files
-from headstart.models.linear import WeightKind
-from headstart.models.prefetch import ReadyMemory
 from headstart.models.silence_transformers import silence_transformers
 from headstart.models.transformers_backend.checkpoint import check_decoder
 from headstart.models.transformers_backend.decoder import TransformersDecoder
@@ -31,6 +29,8 @@ from headstart.models.transformers_backend.pretrained import (
     reading_config,
 )
 from headstart.models.transformers_backend.quantize import quantize_linears
+from headstart.native.pages import ReadyMemory
+from headstart.weights.linear import WeightKind
 
 __all__ = ["load_transformers"]
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headstart.models.linear.products import choose_product
-from headstart.models.packed import (
+from headstart.models.transformers_backend.decoder import forward_rows
+from headstart.native.pages import ReadyMemory
+from headstart.weights.packed import (
     Arena,
     PackedEmbedding,
     PackedLinear,
@@ -23,8 +24,7 @@ from headstart.models.packed import (
     has_memory,
     map_pages,
 )
-from headstart.models.prefetch import ReadyMemory
-from headstart.models.transformers_backend.decoder import forward_rows
+from headstart.weights.products import choose_product
 
 __all__ = ["leave_file", "pack_linears"]
 

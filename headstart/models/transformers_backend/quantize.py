@@ -3,13 +3,13 @@
 from torch import nn
 from transformers import PreTrainedModel
 
-from headstart.models.linear.base import WeightKind
-from headstart.models.linear.embedding import QuantizedEmbedding
-from headstart.models.linear.int8 import Int8Linear, quantize_int8
-from headstart.models.linear.make import kind_of_layer, make_linear
-from headstart.models.packed import has_memory
 from headstart.models.transformers_backend.decoder import text_part
 from headstart.models.transformers_backend.pack import leave_file
+from headstart.weights.base import WeightKind
+from headstart.weights.embedding import QuantizedEmbedding
+from headstart.weights.int8 import Int8Linear, quantize_int8
+from headstart.weights.make import kind_of_layer, make_linear
+from headstart.weights.packed import has_memory
 
 __all__ = ["quantize_linears"]
 

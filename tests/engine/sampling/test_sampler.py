@@ -12,7 +12,7 @@ from torch import Tensor
 from headstart import SamplingParams
 from headstart.engine.sampling.logprobs import TokenLogprob, token_logprobs
 from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingState
-from headstart.models.greedy_head import greedy_tokens
+from headstart.weights.greedy_head import greedy_tokens
 from tests.tiny_models import TINY
 from tests.tiny_models import VOCABULARY as MODEL_VOCABULARY
 

@@ -15,10 +15,10 @@ from headstart.engine.tiering import identity
 from headstart.engine.tiering.identity import _kept_weights, _kinds, _name
 from headstart.models.dense import decoder
 from headstart.models.files import BUILT_IN, find_folder
-from headstart.models.linear import QuantizedLinear
 from headstart.models.loader import load_model
 from headstart.native import avx2_library
 from headstart.tiers.contents import read_models
+from headstart.weights.linear import QuantizedLinear
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiny_models import TINY
 
@@ -77,7 +77,7 @@ def test_few_layers_that_were_rounded_are_no_kind_of_a_model(tmp_path: Path) -> 
     about = (model, PagedKVMemory(model.layouts, 1, 16, torch.float32, "cpu"), EngineConfig())
     assert _kinds(*about) == ["float32", "int8 weights"]
     for layer in layers[1:]:
-        layer.has_own_bits = True
+        layer.is_prequantized = True
     assert _kinds(*about) == ["float32"]
 
 
@@ -160,7 +160,7 @@ def test_blocks_are_those_of_the_same_way_to_round_and_to_read(
     monkeypatch.setitem(identity.REVISIONS, "int8", 1000)
     seen.append(_kept_weights(model))
     for layer in layers:
-        layer.has_own_bits = True
+        layer.is_prequantized = True
     seen.append(_kept_weights(model))
     monkeypatch.setattr(identity, "OWN_BITS_REVISION", 1000)
     seen.append(_kept_weights(model))

@@ -13,7 +13,7 @@ from transformers import MoshiConfig, MoshiForCausalLM
 
 from headstart import LLM, SamplingParams, StructuredOutputsParams
 from headstart.errors import EngineError
-from headstart.models.greedy_head import every_token, mask_logits
+from headstart.weights.greedy_head import every_token, mask_logits
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 

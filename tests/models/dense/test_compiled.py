@@ -16,9 +16,9 @@ from headstart.attention import LayerLayout, NativeAttention, PagedKVMemory, Spa
 from headstart.models.dense.compiled import FloatLayers, compile_layers
 from headstart.models.dense.modules import DecoderLayer, LayerStep, RMSNorm
 from headstart.models.dense.shape import DecoderShape, LayerShape
-from headstart.models.half_weight import MANY_ROWS, HalfLinear, HalfWeight
-from headstart.models.linear import make_linear
 from headstart.native import avx2_library
+from headstart.weights.half_weight import MANY_ROWS, Bf16Weight, HalfLinear
+from headstart.weights.linear import make_linear
 from tests.attention.rows import BLOCK, plan_of, reference, spoil
 from tests.native.foreign_rows import among_nonfinite
 
@@ -38,7 +38,7 @@ class RandomReader:
         weight = (self.draw(outputs, inputs) / inputs**0.5).bfloat16()
         own = self.draw(outputs) if bias else None
         if self._kind == "bfloat16":
-            return HalfLinear(HalfWeight(weight, own))
+            return HalfLinear(Bf16Weight(weight, own))
         return make_linear(weight, own, self._kind)  # type: ignore[arg-type]
 
     def vector(self, name: str, width: int) -> Tensor:

@@ -8,8 +8,9 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from headstart.models.context_length import context_length
 from headstart.models.dense.config import DenseConfig, read_config
 from headstart.models.dense.rotary import read_frequencies
-from headstart.models.dense.shape import DecoderShape, OtherKind
+from headstart.models.dense.shape import DecoderShape
 from headstart.models.families import FAMILIES, read_shape
+from headstart.weights.scheme import UnsupportedLayerError
 from tests.tiny_models import tiny_config
 
 # Keys that a family's configuration class does not have: they say that the family has no such part.
@@ -84,7 +85,7 @@ def shape_of(name: str, **changes: Any) -> DecoderShape:
     ],
 )
 def test_what_is_of_no_family(name: str, changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(OtherKind, match=reason):
+    with pytest.raises(UnsupportedLayerError, match=reason):
         shape_of(name, **changes)
 
 
@@ -122,7 +123,7 @@ def test_rotary_positions_that_a_family_does_not_have(
 ) -> None:
     content = tiny_config(name).to_dict() | {"rope_parameters": {"rope_theta": 1e4, **rope}}
     config = read_config(FAMILIES[name], content)
-    with pytest.raises(OtherKind, match=reason):
+    with pytest.raises(UnsupportedLayerError, match=reason):
         read_frequencies(config, "", read_shape(FAMILIES[name], config))
 
 
@@ -174,7 +175,7 @@ def test_what_is_not_plain_is_read_by_transformers(changes: dict[str, Any]) -> N
     content = {key: value for key, value in tiny_config("llama").to_dict().items() if key in KEPT}
     try:
         found = read_config(FAMILIES["llama"], content | changes)
-    except OtherKind:
+    except UnsupportedLayerError:
         return  # as transformers refuses it
     assert isinstance(found, PreTrainedConfig)
 

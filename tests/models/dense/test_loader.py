@@ -20,12 +20,12 @@ from headstart.models import dtypes
 from headstart.models.dense.config import read_config
 from headstart.models.dense.decoder import DenseDecoder
 from headstart.models.dense.rotary import read_frequencies
-from headstart.models.dense.shape import OtherKind
-from headstart.models.dense.weights import Checkpoint
 from headstart.models.families import FAMILIES, read_shape
-from headstart.models.half_weight import HalfLinear
 from headstart.models.loader import load_model
 from headstart.native import avx2_library
+from headstart.weights.half_weight import HalfLinear
+from headstart.weights.reader import Checkpoint
+from headstart.weights.scheme import UnsupportedLayerError
 from tests.forked import run_program
 from tests.tiny_models import TINY, save_tiny, tiny_config, tiny_model
 
@@ -157,7 +157,7 @@ def test_a_scale_of_angles_that_is_not_finite_is_of_no_family(factor: float) -> 
     yarn["original_max_position_embeddings"] = 64
     content = tiny_config("llama").to_dict() | {"rope_parameters": yarn}
     config = read_config(FAMILIES["llama"], content)
-    with pytest.raises(OtherKind, match="are scaled by"):
+    with pytest.raises(UnsupportedLayerError, match="are scaled by"):
         read_frequencies(config, "", read_shape(FAMILIES["llama"], config))
 
 
@@ -276,7 +276,7 @@ def test_weights_outlive_their_file(tmp_path: Path) -> None:
 
 MEASURE = """
 import sys
-from headstart.models.half_weight import HalfLinear
+from headstart.weights.half_weight import HalfLinear
 from headstart.models.loader import load_model
 from headstart.native import avx2_library
 def now(kind):

@@ -12,17 +12,19 @@ from transformers import Phi3Config
 from headstart import LLM, SamplingParams, native
 from headstart.errors import HeadstartError, ModelNotFoundError, UnsupportedModelError
 from headstart.models.dense.decoder import DenseDecoder
-from headstart.models.gguf import blocks, checkpoint, library
-from headstart.models.gguf.blocks import FORMATS, read_weight
-from headstart.models.gguf.checkpoint import _NARROW, GGUFCheckpoint
 from headstart.models.gguf.folder import gguf_folder
-from headstart.models.half_weight import HalfLinear
-from headstart.models.linear import QuantizedEmbedding, QuantizedLinear
-from headstart.models.linear.grouped import Int4Linear, Int5Linear, Int8GroupsLinear
 from headstart.models.loader import load_model
-from headstart.models.packed import PackedLinear
 from headstart.models.tokenizer import load_tokenizer
 from headstart.models.transformers_backend.decoder import forward_rows
+from headstart.weights import gguf as checkpoint
+from headstart.weights import gguf_blocks as blocks
+from headstart.weights import gguf_library as library
+from headstart.weights.gguf import _NARROW, GGUFCheckpoint
+from headstart.weights.gguf_blocks import FORMATS, read_weight
+from headstart.weights.grouped import Int4Linear, Int5Linear, Int8GroupsLinear
+from headstart.weights.half_weight import HalfLinear
+from headstart.weights.linear import QuantizedEmbedding, QuantizedLinear
+from headstart.weights.packed import PackedLinear
 from tests.models.gguf.files import BASE, CONFIGS, TOKENS, VOCABULARY, make_model, write_gguf
 from tests.models.paged import Paged
 

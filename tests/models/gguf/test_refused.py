@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from headstart.errors import DamagedModelError, ModelError, OutOfMemoryError, UnsupportedModelError
-from headstart.models.gguf import checkpoint
-from headstart.models.linear import QuantizedEmbedding, QuantizedLinear
 from headstart.models.loader import load_model
+from headstart.weights import gguf as checkpoint
+from headstart.weights.linear import QuantizedEmbedding, QuantizedLinear
 from tests.models.gguf.files import BASE, make_model, write_gguf
 
 
@@ -262,7 +262,7 @@ def test_what_becomes_of_a_file_is_logged(
     head = model.layer("lm_head")
     assert isinstance(head, QuantizedLinear)
     assert head.kind == ("int8" if "again" in said else "int4")
-    assert head.has_own_bits == ("again" not in said)
+    assert head.is_prequantized == ("again" not in said)
     table = model.layer("model.embed_tokens")
     assert isinstance(table, QuantizedEmbedding) == (architecture == "qwen2")
     if architecture == "qwen2":

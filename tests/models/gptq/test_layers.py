@@ -7,9 +7,10 @@ import torch
 
 from headstart.models.dense.loader import describe_decoder
 from headstart.models.dense.modules import DecoderLayer
-from headstart.models.dense.weights import Checkpoint, FloatReader
+from headstart.models.files import weight_files
 from headstart.models.gptq.inputs import make_step, see_input, see_inputs, stages
 from headstart.models.gptq.units import apply_units
+from headstart.weights.reader import Checkpoint, FloatReader
 from tests.models.gptq.small import FAMILY_NAMES, save_small
 
 WINDOWS, LENGTH = 3, 40
@@ -23,7 +24,7 @@ def test_layers_are_transformers_and_units_change_nothing(name: str, tmp_path: P
     states = original(tokens, output_hidden_states=True).hidden_states
     about, _ = describe_decoder(tmp_path)
     step = make_step(about, WINDOWS, LENGTH)
-    with Checkpoint(tmp_path) as checkpoint:
+    with Checkpoint(weight_files(tmp_path)) as checkpoint:
         read = FloatReader(checkpoint, torch.float32, torch.device("cpu"))
         layer = DecoderLayer(about.shape, 0, "model.layers.0", read)
         read.release()

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from headstart import LLM, SamplingParams
 from headstart.cli.main import main
 from headstart.errors import ConfigError, ModelError, ModelNotFoundError, UnsupportedModelError
-from headstart.models.dense import quantized
 from headstart.models.gptq import folder as folders
 from headstart.models.gptq import plan_quantizing, quantize
-from headstart.models.linear import QuantizedLinear
 from headstart.models.loader import load_model
+from headstart.weights import quantized
+from headstart.weights.linear import QuantizedLinear
 from tests.models.gptq.small import FAMILY_NAMES, TEXT, save_small
 from tests.models.paged import Paged
 from tests.tiny_tokenizers import TINY_TOKENIZERS

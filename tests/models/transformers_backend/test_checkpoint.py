@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart.errors import DamagedModelError, UnsupportedModelError
-from headstart.models.dense.weights import Checkpoint
 from headstart.models.files import check_files, tensor_shapes
 from headstart.models.loader import load_model
 from headstart.models.transformers_backend import loader, pretrained
 from headstart.omni.models.qwen2_5 import Qwen25Omni
 from headstart.omni.models.qwen3 import Qwen3Omni
+from headstart.weights.reader import Checkpoint
 from tests.omni.tiny_omni import save_qwen25
 from tests.omni.tiny_qwen3 import save_qwen3
 from tests.tiny_models import TINY, save_tiny, tiny_config

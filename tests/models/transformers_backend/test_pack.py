@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from headstart.models.linear import products
 from headstart.models.loader import load_model
-from headstart.models.packed import PackedEmbedding, PackedLinear, PackedWeight
 from headstart.models.transformers_backend.loader import load_transformers
 from headstart.models.transformers_backend.pack import pack_linears
 from headstart.native import library
+from headstart.weights import products
+from headstart.weights.packed import PackedEmbedding, PackedLinear, PackedWeight
 from tests.models.paged import Paged
 from tests.tiny_models import TINY, VOCABULARY, tiny_config
 

@@ -1,1 +1,0 @@
-"""Checkpoints whose weights were quantised before: AWQ, GPTQ, compressed-tensors, torchao."""

@@ -1,0 +1,1 @@
+"""How matrices are stored, read from files and multiplied."""

@@ -1,0 +1,246 @@
+"""The tensors of a GGUF file under transformers' names, one at a time."""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.errors import DamagedModelError, UnsupportedModelError
+from headstart.native.pages import drop_pages
+from headstart.weights.gguf_blocks import FORMATS, read_weight
+from headstart.weights.gguf_library import ROPE_FACTORS, import_gguf
+from headstart.weights.grouped import GroupedWeight
+from headstart.weights.linear import WeightKind
+from headstart.weights.scheme import UnsupportedLayerError
+
+__all__ = ["ARCHITECTURES", "GGUFCheckpoint", "read_architecture"]
+
+_log = logging.getLogger(__name__)
+_ROUNDED = "rounded again"
+
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GEMMA = _NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_PHI3 = _NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_OLMO2 = _NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+ARCHITECTURES = {
+    "llama": _NAMES,
+    "mistral3": _NAMES,
+    "qwen2": _NAMES,
+    "qwen3": _NAMES,
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "phi3": _PHI3,
+    "granite": _NAMES,
+    "olmo2": _OLMO2,
+    "smollm3": _NAMES,
+}
+"""The architectures whose tensors are known, and transformers' names for them."""
+
+# Those in whose files the two halves of a head of Q and K, which are rotated together, lie side by
+# side.
+_PERMUTED = frozenset({"llama", "mistral3", "granite", "smollm3"})
+_OWN_TENSORS = (ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Formats of few bits, which no kind holds: they are rounded to 4 bits, all others to 8.
+_NARROW = frozenset(
+    {
+        *("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS"),
+        *("IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M"),
+    }
+)
+_FACTORS = ("rope.scaling.factor", "rope.scale_linear")
+_QUERY = "model.layers.0.self_attn.q_proj.weight"
+_PLACE = re.compile(r"(?:blk\.(\d{1,9})\.)?([a-z_]+)\.(weight|bias)")
+
+
+def read_architecture(reader: Any) -> str:
+    """Return a file's architecture; raises `UnsupportedLayerError` unless it is supported."""
+    field = reader.fields.get("general.architecture")
+    if field is None:
+        raise UnsupportedLayerError("its metadata has no general.architecture")
+    found = str(field.contents())
+    if found not in ARCHITECTURES:
+        raise UnsupportedLayerError(
+            f"its architecture is {found}; read are {', '.join(ARCHITECTURES)}"
+        )
+    return found
+
+
+class GGUFCheckpoint:
+    """The tensors of `model.gguf` in a folder, as `Checkpoint` has those of safetensors files.
+
+    Raises `UnsupportedLayerError` for an architecture that is not in `ARCHITECTURES`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "model.gguf"
+        self._gguf: Any = import_gguf(self._file)
+        reader = self._gguf.GGUFReader(self._file)
+        self._mapped = reader.data
+        self._architecture = read_architecture(reader)
+        self._check_keys(reader)
+        heads = self._count(reader, "attention.head_count")
+        if heads is None:
+            raise UnsupportedLayerError("its file does not say how many heads it has")
+        self._heads = heads
+        self._kv_heads = self._count(reader, "attention.head_count_kv") or heads
+        self._tensors: dict[str, Any] = {}
+        for tensor in reader.tensors:
+            if tensor.name not in _OWN_TENSORS:
+                name = self._name(tensor.name)
+                if name in self._tensors:
+                    raise UnsupportedLayerError(f"it has two tensors for {name}")
+                self._tensors[name] = tensor
+        rotated, query = self._count(reader, "rope.dimension_count"), self.shapes.get(_QUERY)
+        if rotated is not None and query is not None and rotated * heads != query[0]:
+            raise UnsupportedLayerError(f"{rotated} elements of each head are rotated, and not all")
+
+    def _check_keys(self, reader: Any) -> None:
+        """Raise `UnsupportedLayerError` for what would change answers and is not read."""
+        scaling = reader.fields.get(f"{self._architecture}.rope.scaling.type")
+        is_read = self._architecture == "gemma3" and scaling and scaling.contents() == "linear"
+        if scaling is not None and scaling.contents() != "none" and not is_read:
+            raise UnsupportedLayerError(f"its rotary positions are scaled ({scaling.contents()})")
+        for name in _FACTORS if scaling is None else ():  # llama.cpp takes them as linear then
+            factor = reader.fields.get(f"{self._architecture}.{name}")
+            if factor is not None and factor.contents() not in (0, 1):
+                raise UnsupportedLayerError(
+                    f"its rotary positions are scaled ({name} {factor.contents()})"
+                )
+        causal = reader.fields.get(f"{self._architecture}.attention.causal")
+        if causal is not None and not causal.contents():
+            raise UnsupportedLayerError("its tokens see tokens after them")
+
+    def __enter__(self) -> "GGUFCheckpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's shape."""
+        return {
+            name: tuple(int(side) for side in reversed(tensor.shape))
+            for name, tensor in self._tensors.items()
+        }
+
+    def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
+        """The dtypes of floats; float32 of what is quantised."""
+        return [_FLOATS.get(self._type(name), torch.float32) for name in names]
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor in float32, in memory of its own; raises `UnsupportedModelError`."""
+        entry = self._tensors[name]
+        try:
+            data = self._gguf.quants.dequantize(self._rows(name), entry.tensor_type)
+        except NotImplementedError as error:
+            raise UnsupportedModelError(
+                f"{name} is of the format {self._type(name)}, which the package gguf does not read"
+            ) from error
+        found = torch.from_numpy(data.astype("float32")).view(self.shapes[name])
+        # llama.cpp keeps Gemma's norms with the 1 that the model adds to them.
+        return found - 1 if "norm" in name and self._architecture.startswith("gemma") else found
+
+    def kind(self, name: str) -> WeightKind | None:
+        """The nearest kind to the tensor's own bits; None for a float."""
+        own = self._type(name)
+        if own in _FLOATS:
+            return None
+        return FORMATS.get(own, "int4" if own in _NARROW else "int8")
+
+    def packed(self, name: str) -> GroupedWeight | None:
+        """The tensor in its own 4, 5 or 8 bits; None if it has others."""
+        own = self._type(name)
+        if own not in FORMATS:
+            return None
+        return read_weight(self._rows(name), own, self._gguf)
+
+    def tell(self, tied: bool) -> None:
+        """Log in one line what becomes of the file's formats; in a warning where numbers change."""
+        counts = Counter((self._type(n), self._becomes(n, tied)) for n in self._tensors)
+        said = [f"{count} {own} {becomes}" for (own, becomes), count in sorted(counts.items())]
+        changed = any(becomes.startswith(_ROUNDED) for _, becomes in counts)
+        level = logging.WARNING if changed else logging.INFO
+        _log.log(level, "tensors of the GGUF file: %s", ", ".join(said))
+
+    def _becomes(self, name: str, tied: bool) -> str:
+        own, kind = self._type(name), self.kind(name)
+        if kind is None:
+            return "stay float"
+        if name == "model.embed_tokens.weight" and not tied:
+            return "made float"
+        if own in FORMATS:
+            return f"kept as {kind}"
+        is_head = name in ("lm_head.weight", "model.embed_tokens.weight")
+        return f"{_ROUNDED} to {'int8' if is_head else kind}"
+
+    def release(self) -> None:
+        """Give the pages of the file back that were read: tensors are copied out of it."""
+        if isinstance(self._mapped, np.memmap) and self._mapped.mode == "r":
+            drop_pages(self._mapped.ctypes.data, self._mapped.nbytes)
+
+    def _count(self, reader: Any, name: str) -> int | None:
+        """Return a whole number of the metadata, or None if it is missing."""
+        field = reader.fields.get(f"{self._architecture}.{name}")
+        found = None if field is None else field.contents()
+        if found is not None and type(found) is not int:
+            raise UnsupportedLayerError(f"its {name} is {found!r}, and not a whole number")
+        return found
+
+    def _type(self, name: str) -> str:
+        return str(self._tensors[name].tensor_type.name)
+
+    def _name(self, name: str) -> str:
+        found = _PLACE.fullmatch(name)
+        ours = found and ARCHITECTURES[self._architecture].get(found[2])
+        if not found or not ours:
+            return name
+        layer = "" if found[1] is None else f"model.layers.{found[1]}."
+        return f"{layer}{ours}.{found[3]}"
+
+    def _rows(self, name: str) -> Any:
+        """Return rows of bytes or numbers, of Q and K in transformers' order.
+
+        Raises `DamagedModelError` for a file that was cut off since: to read beyond its end is a
+        SIGBUS.
+        """
+        if self._file.stat().st_size < self._mapped.nbytes:
+            raise DamagedModelError(f"{self._file} was written to while it was read")
+        data = self._tensors[name].data
+        part = name.split(".")[-2]
+        if self._architecture not in _PERMUTED or part not in ("q_proj", "k_proj"):
+            return data
+        heads = self._heads if part == "q_proj" else self._kv_heads
+        halves = data.reshape(heads, len(data) // heads // 2, 2, *data.shape[1:])
+        return halves.swapaxes(1, 2).reshape(data.shape)

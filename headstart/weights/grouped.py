@@ -1,0 +1,370 @@
+"""Weights in groups: of 4 or 5 bits, or 8 as files have them; a step and a start for 32 inputs.
+
+    weight[o, i]  ~  (value[o, i] * step[o, i // 32] + start[o, i // 32]) * scales[o] * columns[i]
+
+where 128 is taken off a value of 8 bits first.
+
+Steps and starts have 8 bits each, in units of their output's largest; so a weight has 4.5 or 5.5
+bits in all. Those of a file are float16, and have its values: 5, 6 or 9 bits.
+
+`scales` and `columns` are what is common to an output and to an input. They make all outputs and
+inputs equally large before they are rounded, so that a small input does not take the step of its
+large neighbours: half of what 4 bits lose. SINQ (arXiv 2509.22944) gives a weight two such scales.
+
+`native/narrow/integers.h` says how the bytes lie, and how rows are multiplied: each 32 inputs of a
+row become whole numbers of 8 bits. On a CPU with AMX, rows in bfloat16 stay as they are: the weight
+but for `scales` is rounded to bfloat16 as it is read (`native/linear.h`). Without compiled kernels,
+and on other devices, the weight is made float32 tile by tile in scratch memory.
+"""
+
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headstart.native.bindings import INT8_IN_GROUPS
+from headstart.weights.base import QuantizedLinear, WeightKind, scratch, tile_outputs
+from headstart.weights.float_weight import FloatParts, FloatWeight
+from headstart.weights.int8 import Int8Linear
+from headstart.weights.packed import NarrowPanels, PackedWeight, check_numbers
+from headstart.weights.products import WeightForm, choose_product
+
+__all__ = [
+    "GROUP",
+    "Common",
+    "Form",
+    "Grid",
+    "GroupedLinear",
+    "GroupedWeight",
+    "Int4Linear",
+    "Int5Linear",
+    "Int8GroupsLinear",
+    "pack_groups",
+    "quantize_groups",
+]
+
+GROUP = 32
+"""Inputs that share a step."""
+_TINY = 1e-30
+_SMALLEST_COLUMN = 1e-15  # no element is much larger: what it is divided by fits into float16
+_PANEL = 16  # outputs
+_ROUNDED = 1 << 18  # elements at a time: a few copies of them stay in the caches
+_MOST = 255  # of a step's or a start's byte
+
+
+class Form(NamedTuple):
+    """How a weight lies in memory: values of 4, 5 or 8 bits, steps and starts in bytes or float16.
+
+    Those of 8 bits are float16.
+    """
+
+    bits: Literal[4, 5, 8]
+    in_bytes: bool
+
+    @property
+    def number(self) -> int:
+        """Its number in the compiled kernels."""
+        return INT8_IN_GROUPS if self.bits == 8 else 2 * (self.bits == 5) + self.in_bytes
+
+    @property
+    def zero(self) -> int:
+        """The value whose weight is the start."""
+        return 128 if self.bits == 8 else 0
+
+    @property
+    def levels(self) -> int:
+        """The largest value."""
+        return (1 << self.bits) - 1
+
+    @property
+    def start_unit(self) -> float:
+        """What a start's number is multiplied by."""
+        return -float(1 << (self.bits - 1)) if self.in_bytes else 1.0
+
+    @property
+    def starts(self) -> int:
+        """Where the starts begin in a block, in bytes; the steps come before them."""
+        return _PANEL * (1 if self.in_bytes else 2)
+
+    def grid(self, blocks: Tensor) -> Tensor:
+        """Steps and starts of blocks `[..., bytes]`, as they are kept: `[..., 2, 16]`."""
+        grid = blocks[..., : 2 * self.starts]
+        return torch.unflatten(grid if self.in_bytes else grid.view(torch.float16), -1, (2, _PANEL))
+
+    def value_bytes(self, blocks: Tensor) -> Tensor:
+        """The bytes that hold the values of blocks `[..., bytes]`: `[..., parts, 64]`."""
+        return torch.unflatten(blocks[..., 2 * self.starts :], -1, (-1, 4 * _PANEL))
+
+    def values(self, parts: Tensor) -> Tensor:
+        """The values in `value_bytes` of some outputs, `[..., parts, some]`: `[..., 2, 4, some]`.
+
+        They are `[half][v][output][b]` of `native/narrow/integers.h`.
+        """
+        if self.bits == 8:
+            return torch.unflatten(parts.contiguous(), -2, (2, 4))
+        nibbles = parts[..., :4, :]
+        values = torch.stack((nibbles & 15, nibbles >> 4), -3)
+        if self.bits == 5:
+            for v in range(4):
+                for half in range(2):
+                    values[..., half, v, :] |= (parts[..., 4, :] >> (2 * v + half) & 1) << 4
+        return values
+
+
+class GroupedWeight(NamedTuple):
+    """A packed weight.
+
+    `panels` uint8 `[panels, groups, bytes]`, `scales` float32 `[outputs]`; `columns` float32
+    `[inputs]`, or None for ones.
+    """
+
+    panels: Tensor
+    scales: Tensor
+    columns: Tensor | None
+    inputs: int
+    form: Form
+
+    def is_finite(self) -> bool:
+        """Whether all steps and starts are; those that are bytes always are."""
+        if self.form.in_bytes:
+            return True
+        return bool(torch.isfinite(self.form.grid(self.panels)).all())
+
+    def tile(self, first: int, last: int) -> Tensor:
+        """The weight of some panels before `scales` and `columns`: float32 `[outputs, inputs]`.
+
+        It is scratch memory, and has whole groups.
+        """
+        form, blocks = self.form, self.panels[first:last]
+        panels, groups, _ = blocks.shape
+        steps, starts = form.grid(blocks).permute(2, 0, 3, 1).float().unsqueeze(-1).unbind(0)
+        tile = scratch(panels * _PANEL * groups * GROUP, blocks.device)
+        values = form.values(form.value_bytes(blocks))
+        # Four bytes are moved as one number: moved as floats, they took most of the time.
+        words = values.view(torch.int32).view(panels, groups, 8, _PANEL).permute(0, 3, 1, 2)
+        found = tile.view(panels, _PANEL, groups, GROUP)
+        found.copy_(words.contiguous().view(torch.uint8).view(found.shape))
+        if form.zero:
+            found.sub_(form.zero)
+        found.mul_(steps).add_(starts * form.start_unit)
+        return tile.view(panels * _PANEL, groups * GROUP)
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Outputs of the weight by number, integers of any shape: float32 `[..., inputs]`.
+
+        Raises `IndexError` for one that the weight does not have.
+        """
+        form, at = self.form, check_numbers(numbers, len(self.scales)).to(self.panels.device)
+        place = (at // _PANEL, slice(None), slice(None), at % _PANEL)
+        steps, starts = form.grid(self.panels)[place].float().unsqueeze(-1).unbind(-2)
+        parts = torch.unflatten(form.value_bytes(self.panels), -1, (_PANEL, 4))[place]
+        groups = form.values(parts).flatten(-3).float().sub_(form.zero).mul_(steps)
+        rows = groups.add_(starts * form.start_unit).flatten(-2)[..., : self.inputs]
+        rows *= self.scales[at].unsqueeze(-1)
+        return rows if self.columns is None else rows * self.columns
+
+
+class Grid(NamedTuple):
+    """Values uint8 `[outputs, whole groups]`; steps and starts `[outputs, groups]`, as kept."""
+
+    values: Tensor
+    steps: Tensor
+    starts: Tensor
+
+
+class Common(NamedTuple):
+    """What the weights of an output, and of an input, have in common: float32."""
+
+    scales: Tensor
+    columns: Tensor
+
+
+def quantize_groups(weight: Tensor, bits: Literal[4, 5]) -> GroupedWeight:
+    """A weight of 4 or 5 bits near a floating-point `[outputs, inputs]`."""
+    outputs, inputs = weight.shape
+    rows = max(1, _ROUNDED // max(1, inputs))
+    scales, columns = _common(weight, rows)
+    form, grids = Form(bits, True), []
+    for at in range(0, outputs, rows):
+        part = weight[at : at + rows].detach().float()
+        part = part.div(scales[at : at + rows].unsqueeze(1)).div_(columns)
+        groups = nn.functional.pad(part, (0, -inputs % GROUP)).view(len(part), -1, GROUP)
+        grid, units = _round(groups, form)
+        scales[at : at + rows] *= units
+        grids.append(grid)
+    grid = Grid(*(torch.cat(parts) for parts in zip(*grids, strict=True)))
+    return pack_groups(grid, form, Common(scales, columns))
+
+
+def _round(groups: Tensor, form: Form) -> tuple[Grid, Tensor]:
+    """Groups float32 `[outputs, groups, 32]` in units float32 `[outputs]`.
+
+    A group's first grid reaches from its smallest to its largest element; the one that is kept is
+    nearest to the elements at the values that they have there. Grids begin at zero or below.
+    """
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    step = ((high - low) / form.levels).clamp_min_(_TINY)
+    values = ((groups - low) / step).round_()
+    mean_value, mean = values.mean(dim=-1, keepdim=True), groups.mean(dim=-1, keepdim=True)
+    values -= mean_value
+    squares = values.square().sum(dim=-1, keepdim=True)
+    fitted = (values * groups).sum(dim=-1, keepdim=True) / squares
+    step = torch.where(squares > 0, fitted, step).squeeze(-1)
+    low = (mean - mean_value * step.unsqueeze(-1)).squeeze(-1).clamp_max_(0)
+    high = torch.maximum(low + step * form.levels, groups.new_zeros(()))
+    largest = torch.maximum((high - low) / form.levels, low / form.start_unit)
+    units = largest.amax(dim=1, keepdim=True).div_(_MOST).clamp_min_(_TINY)
+    starts = low.div_(units * form.start_unit).round_()
+    begin = starts * form.start_unit
+    steps = high.div_(units).sub_(begin).div_(form.levels).round_().clamp_(1, _MOST)
+    places = (groups / units.unsqueeze(-1)).sub_(begin.unsqueeze(-1)).div_(steps.unsqueeze(-1))
+    values = places.round_().clamp_(0, form.levels).flatten(1)
+    kept = Grid(values.to(torch.uint8), steps.to(torch.uint8), starts.to(torch.uint8))
+    return kept, units.squeeze(1)
+
+
+def _common(weight: Tensor, rows: int) -> Common:
+    """The largest of each output; the root mean square of each input in units of it."""
+    scales = weight.new_empty(len(weight), dtype=torch.float32)
+    squares = weight.new_zeros(weight.shape[1], dtype=torch.float32)
+    for at in range(0, len(weight), rows):
+        part = weight[at : at + rows].detach().float()
+        scale = part.abs().amax(dim=1).clamp_min_(_TINY)
+        scales[at : at + rows] = scale
+        squares += part.div(scale.unsqueeze(1)).square_().sum(dim=0)
+    return Common(scales, (squares / max(1, len(weight))).sqrt_().clamp_min_(_SMALLEST_COLUMN))
+
+
+def pack_groups(grid: Grid, form: Form, common: Common | None = None) -> GroupedWeight:
+    """A weight of these values; `common.columns` says how many inputs count."""
+    outputs, groups = grid.steps.shape
+    fill = (0, 0, 0, -outputs % _PANEL)
+    kept = torch.uint8 if form.in_bytes else torch.float16
+    parts = []
+    for numbers in (grid.steps, grid.starts):
+        panels = nn.functional.pad(numbers.to(kept), fill).view(-1, _PANEL, groups)
+        parts.append(panels.transpose(1, 2).contiguous().view(torch.uint8))
+    values = nn.functional.pad(grid.values, fill).view(-1, _PANEL, groups, 2, 4, 4)
+    values = values.permute(0, 2, 3, 4, 1, 5)  # [panel][group][half][v][output][b], see integers.h
+    if form.bits == 8:
+        parts.append(values.flatten(2))
+    else:
+        parts.append(((values[:, :, 0] & 15) | (values[:, :, 1] & 15) << 4).flatten(2))
+    if form.bits == 5:
+        fifths = torch.zeros_like(values[:, :, 0, 0])
+        for v in range(4):
+            for half in range(2):
+                fifths |= (values[:, :, half, v] >> 4) << (2 * v + half)
+        parts.append(fifths.flatten(2))
+    blocks = torch.cat(parts, dim=-1)
+    if common is None:
+        ones = torch.ones(outputs, dtype=torch.float32, device=blocks.device)
+        return GroupedWeight(blocks, ones, None, grid.values.shape[1], form)
+    return GroupedWeight(blocks, common.scales, common.columns, len(common.columns), form)
+
+
+class GroupedLinear(QuantizedLinear):
+    """A linear layer with a weight in groups."""
+
+    bits: ClassVar[Literal[4, 5, 8]]
+    rounding: ClassVar[float] = 1 / 127
+    panels: Tensor
+    columns: Tensor | None
+
+    def __init__(
+        self, weight: GroupedWeight, bias: Tensor | None = None, rows: torch.dtype = torch.float32
+    ) -> None:
+        assert weight.form.bits == self.bits
+        super().__init__(weight.inputs, len(weight.scales), bias)
+        self.form = weight.form
+        form: WeightForm = "fewer bits" if self.bits < 8 else "int8 in groups"
+        product = choose_product(form, rows, weight.panels.device)
+        if product == "bfloat16":
+            self.packed = PackedWeight.of_panels(_to_panels(weight), bias)
+        plain = weight.panels.contiguous() if self.packed is None else None
+        self.register_buffer("panels", plain, persistent=False)
+        self.register_buffer("scales", weight.scales, persistent=False)
+        self.register_buffer("columns", weight.columns, persistent=False)
+        if plain is not None and product == "integers":
+            parts = FloatParts(plain, weight.form.number, self.scales, self.columns)
+            size = (self.out_features, self.in_features)
+            self.float_weight = FloatWeight(parts, *size, self.bias)
+
+    @classmethod
+    def quantize(
+        cls, weight: Tensor, bias: Tensor | None, rows: torch.dtype = torch.float32
+    ) -> QuantizedLinear:
+        assert cls.bits != 8
+        return cls(quantize_groups(weight, cls.bits), bias, rows)
+
+    @property
+    def parts(self) -> GroupedWeight:
+        """The packed weight."""
+        narrow = None if self.packed is None else self.packed.narrow
+        panels = self.panels if narrow is None else _from_panels(narrow)
+        return GroupedWeight(panels, self.scales, self.columns, self.in_features, self.form)
+
+    def unpack(self) -> Tensor:
+        return self.rows(torch.arange(self.out_features))
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        return self.parts.rows(numbers)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        rows = rows if self.columns is None else rows * self.columns
+        rows = nn.functional.pad(rows, (0, -self.in_features % GROUP))
+        out = rows.new_empty((len(rows), len(self.panels) * _PANEL))
+        step = max(1, tile_outputs(rows.shape[1]) // _PANEL)
+        for first in range(0, len(self.panels), step):
+            last = min(len(self.panels), first + step)
+            tile = self.parts.tile(first, last)
+            torch.matmul(rows, tile.T, out=out[:, first * _PANEL : last * _PANEL])
+        return out[:, : self.out_features] * self.scales
+
+
+def _to_panels(weight: GroupedWeight) -> NarrowPanels:
+    """Two panels of 16 outputs, group by group, and columns of whole groups."""
+    count, groups, size = weight.panels.shape
+    panels = nn.functional.pad(weight.panels, (0, 0, 0, 0, 0, count % 2))
+    panels = panels.view(-1, 2, groups, size).transpose(1, 2).contiguous()
+    columns = torch.ones(weight.inputs) if weight.columns is None else weight.columns
+    columns = nn.functional.pad(columns.float(), (0, -weight.inputs % GROUP))
+    scales = weight.scales.float().contiguous()
+    return NarrowPanels(panels, weight.form.number, weight.inputs, scales, columns)
+
+
+def _from_panels(narrow: NarrowPanels) -> Tensor:
+    """The panels of `GroupedWeight`."""
+    panels = narrow.panels.transpose(1, 2).flatten(0, 1)
+    return panels[: -(-len(narrow.scales) // _PANEL)]
+
+
+class Int4Linear(GroupedLinear):
+    """A linear layer with a weight of 4 bits."""
+
+    kind: ClassVar[WeightKind] = "int4"
+    bits: ClassVar[Literal[4, 5, 8]] = 4
+
+
+class Int5Linear(GroupedLinear):
+    """A linear layer with a weight of 5 bits."""
+
+    kind: ClassVar[WeightKind] = "int5"
+    bits: ClassVar[Literal[4, 5, 8]] = 5
+
+
+class Int8GroupsLinear(GroupedLinear):
+    """A linear layer with a weight of 8 bits in groups, as a checkpoint has it.
+
+    Rows in bfloat16 are multiplied as those in float32 are, with AMX too.
+    """
+
+    kind: ClassVar[WeightKind] = "int8"
+    bits: ClassVar[Literal[4, 5, 8]] = 8
+
+    @classmethod
+    def quantize(
+        cls, weight: Tensor, bias: Tensor | None, rows: torch.dtype = torch.float32
+    ) -> QuantizedLinear:
+        """Without groups: a step for each output is enough for floats."""
+        return Int8Linear.quantize(weight, bias, rows)

@@ -1,0 +1,127 @@
+"""Copies of layers whose weights compiled code reads by address."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from torch import nn
+
+from headstart.errors import ModelError
+from headstart.models.loader import load_model
+from headstart.native import AMX, avx2_library, library
+from headstart.weights import products
+from headstart.weights.grouped import Form, Grid, Int4Linear, Int8GroupsLinear, pack_groups
+from headstart.weights.half_weight import HalfEmbedding, HalfLinear
+from headstart.weights.int8 import Int8Linear, quantize_int8
+from headstart.weights.linear import QuantizedEmbedding, QuantizedLinear, WeightKind
+from headstart.weights.packed import PackedEmbedding, PackedLinear
+from tests.tiny_models import TINY
+
+NUMBERS = torch.arange(0, 40, 3)
+
+
+def wipe(module: nn.Module) -> None:
+    """Overwrite all weights of a module."""
+    packed = getattr(module, "packed", None)
+    kept = [*module.parameters(), *module.buffers()]
+    kept += [module.matrix.weight] if isinstance(module, HalfLinear | HalfEmbedding) else []
+    kept += [packed.panels] if packed is not None else []
+    with torch.no_grad():
+        for tensor in kept:
+            tensor.zero_()
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch's, of FBGEMM's weights
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weights", ["auto", *get_args(WeightKind)])
+def test_a_copy_multiplies_by_weights_of_its_own(
+    weights: str,
+    dtype: str,
+    make: Callable[[nn.Module], nn.Module],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`ctypes objects containing pointers cannot be pickled` was all that one read."""
+    if library() is not None:
+        monkeypatch.setattr(products, "level", lambda: AMX)
+    TINY["qwen2"]().to(torch.bfloat16).save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype, weights=weights).module
+    copied, seen = make(model), set()
+    for name, layer in model.named_modules():
+        other = copied.get_submodule(name)
+        width = getattr(layer, "in_features", None)
+        if isinstance(layer, nn.Embedding | HalfEmbedding | PackedEmbedding):
+            given = NUMBERS
+        elif width is not None:
+            given = torch.randn(3, width).to(getattr(torch, dtype))
+        else:
+            continue
+        with torch.no_grad():
+            before = layer(given)
+            wipe(layer)
+            assert torch.equal(other(given), before)
+            seen.add(type(layer))
+    if weights == "auto" and dtype == "bfloat16" and library() is not None:
+        assert seen == {PackedLinear, PackedEmbedding}
+
+
+def _int8() -> QuantizedLinear:
+    return Int8Linear(quantize_int8(torch.randn(40, 70)), table=True)
+
+
+def _int4() -> QuantizedLinear:
+    return Int4Linear.quantize(torch.randn(40, 70), None)
+
+
+def _int8_in_groups() -> QuantizedLinear:
+    values = torch.randint(256, (40, 96), dtype=torch.uint8)
+    grid = Grid(values, torch.rand(40, 3), torch.rand(40, 3))
+    return Int8GroupsLinear(pack_groups(grid, Form(8, False)))
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch's, of FBGEMM's weights
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("kernels", ["1", "0"])
+@pytest.mark.parametrize("make", [_int8, _int4, _int8_in_groups])
+def test_an_embedding_and_the_head_that_it_reads_are_copied_as_one(
+    make: Callable[[], QuantizedLinear],
+    kernels: str,
+    copied: Callable[[nn.Module], nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HEADSTART_NATIVE", kernels)
+    head = make()
+    table = QuantizedEmbedding(head, torch.float32)
+    numbers, rows = NUMBERS % 40, torch.randn(3, head.in_features)
+    before, product = table(numbers), head(rows)
+    model = nn.ModuleList([table, head])
+    assert not model.state_dict() and [*dict(model.named_modules())] == ["", "0", "1"]
+    other = copied(model)
+    other_table, other_head = other.children()
+    assert isinstance(other_table, QuantizedEmbedding) and other_table.head is other_head
+    wipe(head)
+    assert not table(numbers).any()
+    assert torch.equal(other_table(numbers), before) and torch.equal(other_head(rows), product)
+
+
+@pytest.mark.skipif(avx2_library() is None, reason="no compiled kernels here")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weights", ["auto", *get_args(WeightKind)])
+def test_a_pickle_for_kernels_that_are_not_there_is_refused(
+    weights: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`AssertionError: the caller asks first` was all that one read."""
+    TINY["qwen2"]().to(torch.bfloat16).save_pretrained(tmp_path)
+    kept = pickle.dumps(load_model(tmp_path, dtype, weights=weights).module)
+    in_torch = (weights, dtype) == ("auto", "bfloat16") and library() is None
+    monkeypatch.setenv("HEADSTART_NATIVE", "0")
+    if in_torch:
+        pickle.loads(kept)
+        return
+    with pytest.raises(ModelError, match="load the model again on this machine"):
+        pickle.loads(kept)

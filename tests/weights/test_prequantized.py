@@ -1,0 +1,375 @@
+"""Checkpoints of AWQ, GPTQ and compressed-tensors, against the libraries that know them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig, Qwen2Config
+
+from headstart import LLM, SamplingParams
+from headstart.models.decoder import DecoderModel
+from headstart.models.loader import load_model
+from headstart.weights import prequantized as checkpoint
+from headstart.weights.grouped import (
+    GroupedLinear,
+    Int4Linear,
+    Int8GroupsLinear,
+)
+from headstart.weights.int8 import Int8Linear
+from headstart.weights.linear import QuantizedLinear
+from headstart.weights.prequantized_values import Grouped
+from headstart.weights.scheme import UnsupportedLayerError, read_scheme
+from tests.models.paged import Paged
+from tests.weights.written import (
+    AWQ,
+    BASE,
+    COMPRESSED,
+    GPTQ,
+    Quantise,
+    awq,
+    compressed,
+    compressed_config,
+    decompressed,
+    gptq,
+    gptq_weight,
+    pack,
+    read,
+    save,
+    scheme,
+    scheme_of,
+)
+
+compressed_tensors: Any = pytest.importorskip("compressed_tensors")
+from compressed_tensors.entrypoints.convert.converters.autoawq import (  # noqa: E402
+    AutoAWQConverter,
+)
+
+TOKENS = torch.arange(3, 23)
+GROUPED: dict[int, type[GroupedLinear]] = {4: Int4Linear, 8: Int8GroupsLinear}
+
+
+def logits(model: DecoderModel) -> Tensor:
+    paged = Paged(model)
+    sequence = paged.add(TOKENS.tolist())
+    paged.step([(sequence, len(TOKENS))])
+    return torch.stack(sequence.logits)
+
+
+@given(st.integers(0, 2**32), st.sampled_from([32, 64, 96]), st.sampled_from([16, 24, 40]))
+@example(seed=55, inputs=64, outputs=40)  # a step of 6e-6 beside one near 1
+def test_awq_is_what_the_library_makes_of_it(seed: int, inputs: int, outputs: int) -> None:
+    """Words of any bits, by the converter of compressed-tensors."""
+    torch.manual_seed(seed)
+    parts = {
+        "qweight": torch.randint(-(2**31), 2**31, (inputs, outputs // 8)).int(),
+        "qzeros": torch.randint(-(2**31), 2**31, (inputs // 32, outputs // 8)).int(),
+        "scales": torch.randn(inputs // 32, outputs).half(),
+    }
+    named = {f"a.{name}": part.clone() for name, part in parts.items()}
+    made = AutoAWQConverter(group_size=32).process(named)
+    theirs_are = scheme_of(strategy="group", group_size=32, symmetric=False)
+    theirs = {name.removeprefix("a."): part for name, part in made.items()}
+    theirs["weight_scale"] = theirs["weight_scale"].float()
+    expected = decompressed(theirs_are, "pack-quantized", theirs)
+    found = read(scheme("awq"), (outputs, inputs), parts)
+    torch.testing.assert_close(found.weight(), expected.float(), rtol=1e-6, atol=1e-6)
+    kept = Int4Linear(found.in_groups()).unpack()
+    # A start is a step times a zero point, which is rounded to 11 bits.
+    limit = 16 * parts["scales"].float().abs().T.repeat_interleave(32, dim=1) * 2**-11
+    assert ((kept - expected.float()).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("less", [0, 1])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_gptq_is_what_its_format_says(bits: int, less: int, shuffled: bool) -> None:
+    torch.manual_seed(bits)
+    parts = gptq(torch.randn(24, 96), bits, 32, less, shuffled)
+    expected = gptq_weight(parts, bits, less)
+    found = read(scheme("gptq", bits, zeros_less=less), (24, 96), parts)
+    torch.testing.assert_close(found.weight(), expected, rtol=1e-6, atol=1e-6)
+    kept = found.in_groups()
+    assert (kept is None) == shuffled and found.as_int8() is None
+    if kept is not None:
+        # A start is a step times a zero point, which is rounded to 11 bits.
+        limit = float(parts["scales"].float().abs().max()) * 2 ** (bits - 12)
+        assert (GROUPED[bits](kept).unpack() - expected).abs().max() <= limit
+
+
+def test_gptq_of_8_bits_for_an_output_is_int8() -> None:
+    parts = gptq(torch.randn(24, 96), 8, 96)
+    parts["qzeros"] = pack(torch.full((1, 24), 127), 8)
+    found = read(scheme("gptq", 8, 96, zeros_less=1), (24, 96), parts)
+    layer = Int8Linear(found.as_int8())
+    torch.testing.assert_close(layer.unpack(), gptq_weight(parts, 8, 1), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_compressed_tensors_are_what_the_library_makes_of_them(kind: str) -> None:
+    torch.manual_seed(1)
+    layout, theirs = COMPRESSED[kind]
+    parts = compressed(theirs, layout, torch.randn(40, 128))
+    in_float = parts | {"weight_scale": parts["weight_scale"].float()}
+    expected = decompressed(theirs, layout, in_float).float()
+    given = read_scheme({"quantization_config": compressed_config(kind)})
+    assert given is not None
+    found = read(given, (40, 128), parts)
+    torch.testing.assert_close(found.weight(), expected, rtol=1e-6, atol=1e-6)
+    packed = found.in_groups(), found.as_int8()
+    wanted = {"w4 in 16": (False, False), "w8 in 32": (True, False)}
+    assert tuple(one is not None for one in packed) == wanted.get(kind, (True, "w8" in kind))
+    if packed[0] is not None:
+        layer = GROUPED[found.bits](packed[0])
+        torch.testing.assert_close(layer.unpack(), expected, rtol=0, atol=2e-3)
+    if packed[1] is not None:
+        torch.testing.assert_close(Int8Linear(packed[1]).unpack(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("bits", "zero"), [(4, 16.0), (8, 0.0)])
+def test_a_last_group_may_be_short_and_starts_as_large_as_they_can_be(
+    bits: int, zero: float
+) -> None:
+    """Starts are near the largest float16."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(2**bits, (24, 70), generator=generator, dtype=torch.uint8)
+    steps, zeros = torch.rand(24, 3, generator=generator), torch.full((24, 3), zero)
+    steps[:, 1] = 0.99999
+    found = Grouped(values, steps, zeros, torch.arange(70) // 32, bits)
+    kept = found.in_groups()
+    assert kept is not None
+    apart = (GROUPED[bits](kept).unpack() - found.weight()).abs()
+    assert apart.max() <= 2 ** (bits - 11)  # steps and starts are rounded to 11 bits
+
+
+def test_eight_bits_with_a_zero_point_for_an_output_are_kept_in_groups() -> None:
+    """An int8 weight has none: the weight would be moved by steps."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(256, (24, 70), generator=generator, dtype=torch.uint8)
+    steps, groups = torch.rand(24, 1, generator=generator), torch.zeros(70, dtype=torch.int64)
+    zeros = torch.full((24, 1), 128.0)
+    assert Grouped(values, steps, zeros, groups, 8).as_int8() is not None
+    zeros[5] = 127
+    found = Grouped(values, steps, zeros, groups, 8)
+    kept = found.in_groups()
+    assert found.as_int8() is None and kept is not None
+    assert (Int8GroupsLinear(kept).unpack() - found.weight()).abs().max() <= 2**-3
+
+
+def test_neighbouring_outputs_may_share_a_step_in_torchao() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-128, 128, (8, 64), generator=generator, dtype=torch.int8)
+    steps = torch.rand(4, 2, generator=generator)
+    parts = {"_weight_qdata": values, "_weight_scale": steps}
+    found = read(scheme("torchao", 8), (8, 64), parts).weight()
+    wide = steps.repeat_interleave(2, dim=0).repeat_interleave(32, dim=1)
+    assert torch.equal(found, values * wide)
+
+
+FOLDERS: dict[str, tuple[dict[str, Any], Quantise, str]] = {
+    "awq": (AWQ, awq, "int4"),
+    "gptq": (GPTQ, gptq, "int4"),
+    "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, lambda w: gptq(w, less=0), "int4"),
+    "gptq, groups shuffled": (GPTQ | {"desc_act": True}, lambda w: gptq(w, shuffled=True), "int8"),
+    **{
+        kind: (
+            compressed_config(kind),
+            lambda w, kind=kind: compressed(COMPRESSED[kind][1], COMPRESSED[kind][0], w),  # type: ignore[misc]
+            "int4" if kind in ("w4 in 32", "w4 in 64, zeros", "w4 channel") else "int8",
+        )
+        for kind in COMPRESSED
+    },
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("make", [LlamaConfig, Qwen2Config])
+def test_a_checkpoint_answers_as_the_model_of_its_weights(
+    kind: str, make: Any, tmp_path: Path
+) -> None:
+    about, quantise, wanted = FOLDERS[kind]
+    config = make(**BASE, tie_word_embeddings=make is Qwen2Config)
+    original = save(tmp_path, config, about, quantise)
+    model = load_model(tmp_path, "float32")
+    assert model.fallback_reason is None
+    layers = {
+        name: one for name, one in model.module.named_modules() if isinstance(one, QuantizedLinear)
+    }
+    assert len(layers) == 14 and {layer.kind for layer in layers.values()} == {wanted}
+    for name, layer in layers.items():
+        weight = original.get_submodule(name).weight
+        with torch.no_grad():
+            assert float((layer.unpack() - weight).norm()) <= 0.2 * float(weight.norm())
+            weight.copy_(layer.unpack())
+    for name, parameter in original.named_parameters():
+        if "_proj.weight" not in name:
+            with torch.no_grad():
+                parameter.copy_(parameter.bfloat16())
+    with torch.no_grad():
+        expected = original(TOKENS[None]).logits[0]
+    found = logits(model)
+    assert float((found - expected).norm()) <= 0.03 * float(expected.norm())  # rows are rounded
+
+
+@pytest.mark.parametrize(
+    ("quantise", "about", "why"),
+    [
+        (
+            lambda w: gptq(w, 8, shuffled=True),
+            {"bits": 8, "desc_act": True},
+            "8 bits in groups of 32 with zero points, and its inputs are out of order",
+        ),
+        (
+            lambda w: gptq(w, 8, 16),
+            {"bits": 8, "group_size": 16},
+            "8 bits in groups of 16 with zero points",
+        ),
+    ],
+)
+def test_why_a_weight_is_rounded_again_is_told(
+    quantise: Quantise,
+    about: dict[str, Any],
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was "8 bits in 2 groups", which is also said of what is kept."""
+    lines: list[str] = []
+    monkeypatch.setattr(checkpoint._log, "info", lambda text, *told: lines.append(text % told))
+    save(tmp_path, LlamaConfig(**BASE), GPTQ | about, quantise)
+    load_model(tmp_path, "float32")
+    [told] = [line for line in lines if line.startswith("model.layers.1.mlp.down_proj")]
+    assert told.endswith(f"is rounded again, to int8: its values have {why}")
+
+
+def test_weights_that_are_rounded_again_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(checkpoint._log, "info", lambda text, *told: lines.append(text % told))
+    about, quantise, _ = FOLDERS["w4 in 16"]
+    save(tmp_path, LlamaConfig(**BASE), about, quantise)
+    load_model(tmp_path, "float32")
+    assert lines[0] == "14 weights of the compressed-tensors checkpoint have 4 bits"
+    named = "model.layers.1.mlp.up_proj.weight is rounded again, to int8: its values have 4 bits in"
+    assert len(lines) == 15 and any(line.startswith(named) for line in lines)
+
+
+@pytest.mark.parametrize("kind", ["w8a8", "w4 in 32"])
+def test_a_file_may_be_written_to_once_it_is_read(kind: str, tmp_path: Path) -> None:
+    """Scales of 8 bits that are float32 in the file stayed in it: answers changed with it."""
+    about, quantise, _ = FOLDERS[kind]
+
+    def in_float(weight: Tensor) -> dict[str, Tensor]:
+        parts = quantise(weight)
+        return parts | {"weight_scale": parts["weight_scale"].float()}
+
+    save(tmp_path, LlamaConfig(**BASE), about, in_float)
+    model = load_model(tmp_path, "float32")
+    expected = logits(model)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.write(bytes((tmp_path / "model.safetensors").stat().st_size))
+    assert torch.equal(logits(model), expected)
+
+
+def test_an_llm_answers_and_keeps_prefixes(tmp_path: Path) -> None:
+    save(tmp_path, LlamaConfig(**BASE), AWQ | {"bits": 4}, awq)
+    llm = LLM(tmp_path, num_blocks=24, block_size=8, num_threads=1)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    first, second = (
+        llm.generate({"prompt_token_ids": TOKENS.tolist()}, params)[0] for _ in range(2)
+    )
+    assert second.num_cached_tokens == len(TOKENS) - 1
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    llm.close()
+
+
+def test_rows_are_bfloat16_whoever_says_that_the_weights_are_float16(tmp_path: Path) -> None:
+    save(tmp_path, LlamaConfig(**BASE), AWQ, awq)
+    for dtype in ("float16", None):
+        content = json.loads((tmp_path / "config.json").read_text()) | {"dtype": dtype}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        assert load_model(tmp_path).dtype in (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_weights_may_be_asked_for_where_transformers_keeps_them_compressed(
+    weights: str, tmp_path: Path
+) -> None:
+    """`'Linear' object has no attribute 'weight'` was all that one read."""
+
+    def with_more(weight: Tensor) -> dict[str, Tensor]:
+        parts = compressed(COMPRESSED["w8 in 32"][1], "pack-quantized", weight)
+        return parts | {"weight_of_no_family": torch.zeros(1)}
+
+    save(tmp_path, LlamaConfig(**BASE), compressed_config("w8 in 32"), with_more)
+    expected = logits(load_model(tmp_path, "float32"))
+    model = load_model(tmp_path, "float32", weights=weights)
+    assert model.fallback_reason is not None
+    kinds = [one.kind for one in model.module.modules() if isinstance(one, QuantizedLinear)]
+    assert kinds == ["int8"]  # the head's
+    assert float((logits(model) - expected).norm()) <= 0.03 * float(expected.norm())
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_weights_may_be_asked_for_all_the_same(weights: str, tmp_path: Path) -> None:
+    save(tmp_path, LlamaConfig(**BASE), GPTQ, gptq)
+    model = load_model(tmp_path, "float32", weights=weights)
+    kinds = {one.kind for one in model.module.modules() if isinstance(one, QuantizedLinear)}
+    more = {"int5"} if weights == "int4" else set()
+    assert kinds == {weights, "int8", *more}  # the head's, and what int4 gives more bits
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes'"),
+        ({"version": "gemv"}, "version 'gemv'"),
+        ({"bits": 3}, "bits is 3, and not 4"),
+        ({"bits": True}, "bits is True, and not 4"),
+        ({"group_size": 0}, "group_size is 0"),
+        ({"quant_method": "gptq", "bits": 2}, "bits is 2, and not 4 or 8"),
+        ({"quant_method": "gptq", "dynamic": {"+:x": {}}}, "gptq's with dynamic"),
+        ({"quant_method": "gptq", "rotation": "hadamard"}, "gptq's with rotation"),
+        ({"quant_method": "gptq", "pack_dtype": "int8"}, "packed in 'int8'"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "format 'marlin'"),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "float-quantized"),
+    ],
+)
+def test_other_schemes_are_not_read(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedLayerError, match=reason):
+        read_scheme({"quantization_config": AWQ | changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_cache_scheme": {"num_bits": 8}},
+        {"transform_config": {"config_groups": {"a": 1}}},
+        {"config_groups": {}},
+        {"config_groups": {"a": {"weights": {"type": "float", "num_bits": 8}}}},
+        {"config_groups": {"a": {"weights": None}}},
+        {"config_groups": {"W4A16": ["Linear"]}},
+        {"config_groups": {"a": None}},
+        {
+            "config_groups": {
+                "a": {"weights": {"type": "int", "num_bits": 8}, "input_activations": "x"}
+            }
+        },
+        {
+            "config_groups": {
+                "a": {
+                    "weights": {"type": "int", "num_bits": 8},
+                    "input_activations": {"type": "int", "num_bits": 8, "dynamic": False},
+                }
+            }
+        },
+    ],
+)
+def test_other_compressed_tensors_are_not_read(changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedLayerError):
+        read_scheme({"quantization_config": compressed_config("w4 in 32") | changes})

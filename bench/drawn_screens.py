@@ -1,6 +1,6 @@
 """Screens and forms drawn in Pillow's own font, in pairs that differ in one small thing.
 
-The limits of `headstart.frontend.images.comparison` were chosen on these pictures.
+The limits of `headstart.frontend.images.similar` were chosen on these pictures.
 """
 
 from typing import NamedTuple

@@ -31,7 +31,7 @@ from drawn_scenes import draw_scenes
 from drawn_screens import Pair, draw_screens
 from PIL import Image, ImageChops
 
-from headstart.frontend.images.perceptual_hash import look_of
+from headstart.frontend.images.similar import are_same, look_of
 
 __all__ = ["COPIES", "GENERATORS", "OTHER_COPIES"]
 
@@ -114,7 +114,7 @@ def taken(one: Image.Image, other: Image.Image) -> bool:
     """Whether the second picture is answered as the first, as `SimilarImages` decides it."""
     look = look_of(other)
     known = look_of(one).packed()
-    return known.distance(look) is not None and look.is_same(known.unpacked())
+    return known.distance(look) is not None and are_same(known.unpacked(), other)
 
 
 class Counts:

@@ -10,7 +10,6 @@ import hashlib
 import struct
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headstart.engine.images.encoder_cache import EncoderKey
@@ -18,7 +17,7 @@ from headstart.engine.images.transfer import SentImage
 from headstart.errors import RequestError
 from headstart.frontend.images.decoding import decode_image
 from headstart.frontend.images.files import ImageSource
-from headstart.frontend.images.perceptual_hash import Look, look_of
+from headstart.frontend.images.similar import LoadedImage, look_of
 from headstart.models.image_encoder import ProcessedImage, VisionModel
 from headstart.validation import shorten
 
@@ -42,21 +41,6 @@ class Tenant(NamedTuple):
 
 NOBODY = Tenant(None)
 """Whose requests bring no salt."""
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedImage:
-    """An image that is ready to be placed, of the tenant with this salt.
-
-    `digest` names its embeddings. look: if the request takes images that look alike for the same.
-    is_similar: this is not the image that was handed over, but one that looks like it.
-    """
-
-    digest: bytes
-    image: ProcessedImage
-    salt: str | None = None
-    look: Look | None = None
-    is_similar: bool = False
 
 
 class ImageReader:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 from similar_images import COPIES, taken
 
-from headstart.frontend.images.comparison import are_same
-from headstart.frontend.images.perceptual_hash import look_of
+from headstart.frontend.images.similar import are_same, look_of
 
 SIZE = (224, 200)
 

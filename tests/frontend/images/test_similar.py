@@ -11,9 +11,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from headstart import LLM, RequestOutput, SamplingParams
 from headstart.engine.images.encoder_cache import EncoderKey
-from headstart.frontend.images.perceptual_hash import look_of
 from headstart.frontend.images.reading import LoadedImage
-from headstart.frontend.images.similar import ENTRY_BYTES, SimilarImages
+from headstart.frontend.images.similar import ENTRY_BYTES, SimilarImages, look_of
 from headstart.models.image_encoder import ProcessedImage
 from tests.tiny_vision import make_image, save_tiny_vision
 
@@ -254,7 +253,7 @@ def test_an_image_that_is_shown_again_waits_for_its_embeddings() -> None:
 
 def test_images_are_kept_within_a_number() -> None:
     cache = Some()
-    similar = SimilarImages(cache, max_known=3)  # type: ignore[arg-type]
+    similar = SimilarImages(cache, max_images=3)  # type: ignore[arg-type]
     for seed, salt in ((1, "a"), (2, "b"), (3, "a"), (1, "a"), (4, None)):
         similar.settle(loaded(spots(seed)), salt)
         cache.add(key_of(seed, salt))

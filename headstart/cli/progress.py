@@ -19,7 +19,7 @@ from headstart.cli.reply_metrics import duration
 from headstart.imports import load_module
 
 if TYPE_CHECKING:
-    from headstart.frontend.streams.stream import PromptProgress, RequestStream
+    from headstart.frontend.streams import PromptProgress, RequestStream
 
 _PATIENCE = 0.3  # seconds before a line appears: shorter waits need none
 _FEW = 0.02  # share of files that says nothing of how fast they are read: headers, some samples
@@ -138,7 +138,7 @@ def reading_line(progress: PromptProgress, elapsed: float, at: float) -> str:
     Before there is a rate, and after the last chunk, the time since the beginning stands instead.
     at: the seconds that the tokens read so far took.
 
-    >>> from headstart.frontend.streams.stream import PromptProgress
+    >>> from headstart.frontend.streams import PromptProgress
     >>> reading_line(PromptProgress(total=7644, read=6600, cached=5600), 2.5, 2.0)
     'read 6,600 of 7,644 tokens, 5,600 of them cached; about 2 s to go'
     >>> reading_line(PromptProgress(total=7644, read=0, cached=0), 2.0, 0.0)

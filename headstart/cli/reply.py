@@ -20,7 +20,7 @@ from headstart.imports import load_module
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
-    from headstart.frontend.streams.stream import RequestStream
+    from headstart.frontend.streams import RequestStream
 
 __all__ = ["Writer", "make_writer", "print_reply", "printable", "wait_for_first"]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.params import SamplingParams
     from headstart.frontend.llm import LLM
-    from headstart.frontend.streams.stream import RequestStream
+    from headstart.frontend.streams import RequestStream
 
 __all__ = ["Questions", "names_model", "read_questions"]
 

@@ -18,27 +18,70 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from headstart.engine.engine import Engine
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
-from headstart.engine.step import StepResult, Turns, explain, would_wait
+from headstart.engine.step import Turns, explain, would_wait
 from headstart.errors import EngineError, HeadstartError, RequestError
 from headstart.validation import describe
 
-__all__ = ["Driver", "Receiver", "Update"]
+__all__ = ["AnyOutput", "AnyRequest", "Core", "Driver", "Receiver", "Update"]
 
 Update = RequestOutput | BaseException
 """The output of a request so far, or the error that ended it."""
 
-Receiver = Callable[[Update], object]
-"""Takes a request's updates, in the engine's thread; what it raises ends its request."""
+Receiver = Callable[[Any], object]
+"""Takes a request's updates, in the engine's thread; an exception that it raises ends the request.
+
+They are outputs of the driver's core, or the error that ended the request.
+"""
 
 _PATIENCE = 1.0  # seconds between two looks at whether the engine's thread is alive
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
+
+
+class AnyOutput(Protocol):
+    """An output of a request, such as a `RequestOutput`."""
+
+    request_id: str
+    finished: bool
+
+
+class AnyRequest(Protocol):
+    """A prepared request, such as a `RequestGroup`."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+    def output(self) -> AnyOutput:
+        """Return all that it has so far."""
+        ...
+
+
+class Core(Protocol):
+    """The steps that a driver runs: those of an engine, or of a pipeline of engines."""
+
+    def submit(self, group: Any, /) -> None:
+        """Queue a prepared request. Raises RequestError when its id is in use."""
+        ...
+
+    def step(self) -> Sequence[tuple[Any, BaseException | None]]:
+        """Run one step; return the requests that it moved, with the errors that ended them."""
+        ...
+
+    def abort(self, request_id: str) -> object:
+        """Forget a request at any time between steps."""
+        ...
+
+    def close(self, reason: str) -> None:
+        """Release everything; later calls raise EngineError with this reason."""
+        ...
 
 
 class _Order(NamedTuple):
@@ -52,7 +95,7 @@ class _Order(NamedTuple):
 class _Followed:
     """A request under way and who wants its updates: after every step, or only the last."""
 
-    group: RequestGroup
+    group: AnyRequest
     receive: Receiver
     every_step: bool
 
@@ -63,7 +106,7 @@ class Driver:
     The first order starts the thread, so an engine that is used directly has none.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Core) -> None:
         self._engine = engine
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._followed: dict[str, _Followed] = {}
@@ -85,7 +128,7 @@ class Driver:
                 f"request is {describe(given)}; allowed: what `prepare` or `prepare_chat` returns"
             )
 
-    def submit(self, group: RequestGroup, receive: Receiver, *, every_step: bool = True) -> None:
+    def submit(self, group: AnyRequest, receive: Receiver, *, every_step: bool = True) -> None:
         """Queue a prepared request. Its last update is a finished output or an error.
 
         Raises EngineError when the engine is closed, or in the engine's own thread.
@@ -94,7 +137,7 @@ class Driver:
             followed = _Followed(group, receive, every_step)
             self._post(_Order(lambda: self._follow(followed), receive))
 
-    def cancel(self, groups: Sequence[RequestGroup], *, wait: bool = True) -> None:
+    def cancel(self, groups: Sequence[AnyRequest], *, wait: bool = True) -> None:
         """Forget those of these requests that are unfinished.
 
         wait: return when they hold nothing any more, which takes as long as the step under way.
@@ -156,7 +199,7 @@ class Driver:
                 told.cancel()  # what nobody waits for any more is not begun
 
     def wait(
-        self, items: "queue.SimpleQueue[Item]", groups: Sequence[RequestGroup] | None = None
+        self, items: "queue.SimpleQueue[Item]", groups: Sequence[AnyRequest] | None = None
     ) -> Item:
         """The next item that the engine's thread puts, for one of these requests if any are given.
 
@@ -172,7 +215,7 @@ class Driver:
                     if reason is not None and items.empty():
                         raise reason from None
 
-    def explain_silence(self, groups: Sequence[RequestGroup] | None = None) -> EngineError | None:
+    def explain_silence(self, groups: Sequence[AnyRequest] | None = None) -> EngineError | None:
         """Why nobody is told anything any more, or nothing of these requests; None if they may be.
 
         An update that was told before may still be on its way.
@@ -220,7 +263,7 @@ class Driver:
         with self._starting:
             self._engine.close(str(self._ended))  # again, if the thread broke before it could
 
-    def _is_followed(self, group: RequestGroup) -> bool:
+    def _is_followed(self, group: AnyRequest) -> bool:
         """Whether it is under way: it, and not another of its id."""
         followed = self._followed.get(group.request_id)
         return followed is not None and followed.group is group
@@ -300,12 +343,11 @@ class Driver:
 
     def _step(self) -> bool:
         if self._followed:
-            for result in self._turns.take(self._engine.step):
-                self._deliver(result)
+            for group, error in self._turns.take(self._engine.step):
+                self._deliver(group, error)
         return True
 
-    def _deliver(self, result: StepResult) -> None:
-        group, error = result
+    def _deliver(self, group: AnyRequest, error: BaseException | None) -> None:
         followed = self._followed.get(group.request_id)
         if followed is None or followed.group is not group:
             return
@@ -338,7 +380,7 @@ class Driver:
         except HeadstartError as error:
             self._end_one(followed, error)
 
-    def _forget(self, groups: Sequence[RequestGroup]) -> None:
+    def _forget(self, groups: Sequence[AnyRequest]) -> None:
         for group in filter(self._is_followed, groups):
             self._engine.abort(group.request_id)
             self._followed.pop(group.request_id, None)

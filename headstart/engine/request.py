@@ -15,7 +15,7 @@ from headstart.engine.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from headstart.engine.params import SamplingParams
+from headstart.engine.params import RequestOutputKind, SamplingParams
 from headstart.engine.prompt import PromptExtras
 from headstart.engine.sampling.logprobs import TokenLogprob
 from headstart.engine.sampling.sampler import SampledToken, SamplingState
@@ -175,6 +175,11 @@ class RequestGroup:
     start_time: float | None = None
     loaded: Sequence[tuple[str, range]] = ()
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def output_kind(self) -> RequestOutputKind:
+        """The kind of outputs that its stream gives."""
+        return self.params.output_kind
 
     @property
     def namespace(self) -> Namespace:

@@ -23,8 +23,7 @@ from headstart.engine.tenant_queue import TenantQueue
 from headstart.errors import ConfigError, EngineError, RequestError
 from headstart.frontend.engine_args import EngineArgs, require_engine_args
 from headstart.frontend.start import Started, start_engine
-from headstart.frontend.streams.async_driver import AsyncDriver
-from headstart.frontend.streams.async_stream import AsyncRequestStream
+from headstart.frontend.streams import AsyncDriver, AsyncRequestStream
 from headstart.frontend.vllm_api.call_options import (
     StreamChatOptions,
     StreamOptions,
@@ -198,7 +197,7 @@ class AsyncLLM(OfOneProcess):
     def _stream(
         self, prepare: Callable[[], Awaitable[RequestGroup]], *, paced: bool = False
     ) -> AsyncRequestStream:
-        return AsyncRequestStream(self._driver, self._chats, prepare, owner=self, paced=paced)
+        return AsyncRequestStream(self._driver, prepare, self._chats, owner=self, paced=paced)
 
     async def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function` in the engine's thread between two steps; for what reads the cache.

@@ -14,8 +14,7 @@ from headstart.engine.sampling.beam_search import BeamSearchOutput, BeamSearchPa
 from headstart.errors import ConfigError
 from headstart.frontend.engine_args import EngineArgs, require_engine_args
 from headstart.frontend.start import start_engine
-from headstart.frontend.streams.mailbox import Mailbox
-from headstart.frontend.streams.stream import RequestStream
+from headstart.frontend.streams import RequestStream, run_all
 from headstart.frontend.vllm_api.call_options import (
     CallOptions,
     StreamChatOptions,
@@ -269,21 +268,8 @@ class LLM(OfOneProcess):
         return [self.engine.adapters.require(choice, self._driver.call) for choice in adapters]
 
     def _run(self, groups: list[RequestGroup], *, show_progress: bool) -> list[RequestOutput]:
-        outputs: dict[str, RequestOutput] = {}
-        updates = Mailbox(self._driver, groups)
-        try:
-            for group in groups:
-                self._driver.submit(group, updates.receive, every_step=False)
-            with _progress(len(groups) if show_progress else 0) as tell:
-                while len(outputs) < len(groups):
-                    output = updates.get()
-                    outputs[output.request_id] = output
-                    if tell is not None:
-                        tell(output)
-        finally:
-            if len(outputs) < len(groups):
-                self._driver.cancel(groups)
-        return [outputs[group.request_id] for group in groups]
+        with _progress(len(groups) if show_progress else 0) as tell:
+            return run_all(self._driver, groups, tell)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -306,7 +292,7 @@ def _progress(prompts: int) -> AbstractContextManager[Callable[[RequestOutput], 
     """What to call for each prompt that is answered; None if nobody is to see it."""
     if prompts < 2:
         return nullcontext()
-    shown: AbstractContextManager[Any] = load_module(
-        "headstart.frontend.streams.progress"
-    ).show_progress(prompts)
+    shown: AbstractContextManager[Any] = load_module("headstart.frontend.progress").show_progress(
+        prompts
+    )
     return shown

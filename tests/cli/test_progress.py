@@ -19,7 +19,7 @@ from headstart.cli.run import Questions
 from headstart.cli.serving import server
 from headstart.engine.config import make_config
 from headstart.errors import RequestError
-from headstart.frontend.streams.stream import PromptProgress
+from headstart.frontend.streams import PromptProgress
 from tests.cli.test_main import call
 
 PAGES = 64

@@ -18,7 +18,7 @@ from headstart.attention.register import unregister
 from headstart.engine.batch import Batch
 from headstart.engine.outputs import RequestOutput
 from headstart.errors import EngineError, RequestError
-from headstart.frontend.streams.mailbox import Mailbox
+from headstart.frontend.streams import Mailbox
 from headstart.models.transformers_backend import decoder
 from headstart.sampling_params import BeamSearchParams
 from tests.engine.tiny_llm import make_llm, save_smallest

@@ -2,11 +2,9 @@
 
 import asyncio
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,10 +13,8 @@ from headstart import LLM, AsyncLLM, SamplingParams
 from headstart.engine import driver
 from headstart.engine.outputs import RequestOutput
 from headstart.errors import EngineError
-from headstart.frontend.streams import mailbox
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.forked import run_program
-from tests.interruptions import Interruption, Line, points
 
 SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
@@ -52,8 +48,7 @@ def expected(folder: Path) -> dict[int, list[int]]:
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (driver, mailbox):
-        monkeypatch.setattr(module, "_PATIENCE", 0.01)
+    monkeypatch.setattr(driver, "_PATIENCE", 0.01)
 
 
 def _tokens(output: RequestOutput) -> list[int]:
@@ -63,131 +58,6 @@ def _tokens(output: RequestOutput) -> list[int]:
 def _is_clean(llm: LLM | AsyncLLM) -> bool:
     llm.engine.manager.check()
     return not llm.engine.has_unfinished and llm.engine.manager.num_free_blocks == 24
-
-
-def _is_told(error: BaseException) -> bool:
-    """The error is the one that was raised, or says that there is no thread any more."""
-    return any(part in str(error) for part in ("on purpose", "thread is not there", "is closed"))
-
-
-@unhandled
-def test_an_exception_at_any_line_of_the_drivers_thread(
-    folder: Path, expected: dict[int, list[int]]
-) -> None:
-    """Callers get their answer or an error, and the next call, too."""
-
-    def ask(interruption: Interruption) -> LLM:
-        llm = make_llm(folder)
-        threading.settrace(interruption.trace)
-        try:
-            outputs = llm.generate([A, B], SHORT, use_tqdm=False)
-        except (EngineError, KeyboardInterrupt) as error:
-            assert _is_told(error)
-        else:
-            assert [_tokens(o) for o in outputs] == [expected[p[0]] for p in (A, B)]
-        finally:
-            threading.settrace(None)  # type: ignore[arg-type]
-        return llm
-
-    counted = Interruption()
-    ask(counted).close()
-    places = [at for at in points(counted.lines) if counted.lines[at][0] == driver.__file__]
-    assert len(places) > 50
-    for turn, at in enumerate(places):
-        kind = KeyboardInterrupt if turn % 3 == 0 else MemoryError
-        llm = ask(Interruption(at, kind("on purpose")))
-        try:
-            assert _tokens(llm.generate(B, SHORT)[0]) == expected[B[0]]
-            assert _is_clean(llm)
-        except (EngineError, KeyboardInterrupt) as error:  # it ended, or it was interrupted now
-            assert _is_told(error)
-        llm.close()
-        assert not llm._driver.is_alive
-        assert not llm.engine._runner._memory.keys, "the K/V memory is kept"
-
-
-class _AtLine:
-    """Raises MemoryError where a line of the driver runs in the engine's thread for the nth time.
-
-    Not before the line of a number, as `Interruption`: with an event loop beside the thread, no run
-    is like the one before. Without a line it only counts them all.
-    """
-
-    def __init__(self, line: Line | None = None, time: int = 1) -> None:
-        self.counts = Counter[Line]()
-        self._place = (line, time)
-
-    def trace(self, frame: FrameType, event: str, arg: object) -> Any:
-        if frame.f_code.co_filename not in (driver.__file__, mailbox.__file__):
-            return None
-        return self._line if threading.current_thread().name == "headstart-engine" else None
-
-    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line":
-            line = (frame.f_code.co_filename, frame.f_lineno)
-            self.counts[line] += 1
-            if (line, self.counts[line]) == self._place:
-                raise MemoryError("on purpose")
-        return self._line
-
-
-async def _cancel_abort_and_close(llm: AsyncLLM) -> list[object]:
-    """How three requests and a call end: one cancelled, one aborted, one under way at the close."""
-    begun = [asyncio.Event() for _ in range(3)]
-    step, steps = llm.engine.step, iter(range(20))
-    # Nobody's answer comes to its end by itself, however slow the event loop is.
-    llm.engine.step = lambda: [] if next(steps, None) is None else step()  # type: ignore[method-assign]
-
-    async def read(at: int) -> RequestOutput:
-        outputs = []
-        try:
-            async for output in llm.generate([*A, at], LONG, f"{at}"):
-                outputs.append(output)
-                begun[at].set()
-        finally:
-            begun[at].set()
-        return outputs[-1]
-
-    async with asyncio.timeout(LIMIT):
-        tasks = [asyncio.create_task(read(at)) for at in range(3)]
-        for event in begun:
-            await event.wait()
-        called = asyncio.create_task(llm.call(lambda: None))
-        tasks[0].cancel()
-        try:
-            await llm.abort("1")
-        except EngineError as error:
-            assert _is_told(error)
-        await asyncio.wait([tasks[1], called])
-        llm.close()
-        return list(await asyncio.gather(*tasks, called, return_exceptions=True))
-
-
-@unhandled
-def test_an_exception_at_any_line_of_the_thread_of_an_async_llm(folder: Path) -> None:
-    """Readers waited for ever when the driver's own end failed, and the K/V memory was kept."""
-
-    def run(at_line: _AtLine) -> list[object]:
-        llm = AsyncLLM(folder, dtype="float32", num_blocks=24, num_threads=1)
-        threading.settrace(at_line.trace)
-        try:
-            ends = asyncio.run(_cancel_abort_and_close(llm))
-        finally:
-            threading.settrace(None)  # type: ignore[arg-type]
-        assert not llm._driver.is_alive
-        assert not llm.engine._runner._memory.keys, "the K/V memory is kept"
-        return ends
-
-    counted = _AtLine()
-    cancelled, aborted, closed, called = run(counted)
-    assert isinstance(cancelled, asyncio.CancelledError) and called is None
-    assert isinstance(aborted, RequestOutput) and aborted.outputs[0].finish_reason == "abort"
-    assert isinstance(closed, EngineError)
-    assert len(counted.counts) > 75
-    for line, count in counted.counts.items():
-        for time in {1, min(count, 3)}:
-            ends = [end for end in run(_AtLine(line, time)) if isinstance(end, Exception)]
-            assert all(isinstance(end, EngineError) or _is_told(end) for end in ends)
 
 
 @unhandled
@@ -217,34 +87,6 @@ def test_a_call_that_is_never_refused_ends_with_the_thread(folder: Path) -> None
         assert isinstance(end, EngineError)
     llm.close()
     assert not llm.engine._runner._memory.keys
-
-
-@pytest.mark.parametrize("way", ["LLM", "AsyncLLM"])
-def test_an_end_that_cannot_be_told_is_noticed(folder: Path, way: str) -> None:
-    """The request was forgotten, its reader waited for ever, and the engine served the next."""
-
-    def broken(*_: object) -> Any:
-        raise MemoryError("on purpose")
-
-    def untold(self: object, update: object) -> None:
-        if isinstance(update, EngineError):
-            broken()
-
-    with pytest.MonkeyPatch.context() as patch:
-        for box in (mailbox.Mailbox, mailbox.AsyncMailbox):
-            patch.setattr(box, "receive", untold)
-        if way == "LLM":
-            llm: LLM | AsyncLLM = make_llm(folder)
-            patch.setattr(llm.engine.model, "forward", broken)
-            with pytest.raises(EngineError, match="could not be told"):
-                llm.generate(A, SHORT)
-        else:
-            llm = AsyncLLM(folder, dtype="float32", num_blocks=24, num_threads=1)
-            patch.setattr(llm.engine.model, "forward", broken)
-            with pytest.raises(EngineError, match="could not be told"):
-                asyncio.run(anext(llm.generate(A, SHORT)))
-    assert llm._driver.is_alive and _is_clean(llm)
-    llm.close()
 
 
 _SIGNALS = """

@@ -25,7 +25,7 @@ from headstart.validation import in_one_line
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.frontend.llm import LLM
-    from headstart.frontend.streams.stream import RequestStream
+    from headstart.frontend.streams import RequestStream
 
 __all__ = ["Chat"]
 

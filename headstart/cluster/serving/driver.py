@@ -101,10 +101,6 @@ class ReplicaDriver:
     awaited = staticmethod(nullcontext)  # no step runs in this process
     require_request = staticmethod(Driver.require_request)
 
-    def explain_silence(self, groups: Sequence[RequestGroup]) -> EngineError | None:
-        """Why nobody is told of these requests any more; None while they may be."""
-        return None if self._thread.is_alive() else self._closed()
-
     def submit(self, group: RequestGroup, receive: Receiver, *, every_step: bool = True) -> None:
         """Have a prepared request answered. Its last update is a finished output or an error.
 

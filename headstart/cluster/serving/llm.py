@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headstart.cluster.serving.driver import ReplicaDriver
     from headstart.cluster.serving.front import FrontEngine
     from headstart.engine.params import SamplingParams
-    from headstart.frontend.streams.async_driver import AsyncDriver
+    from headstart.frontend.streams import AsyncDriver
 
 __all__ = ["ReplicatedLLM"]
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headstart.frontend.streams.stream import PromptProgress, prompt_progress
+from headstart.frontend.streams import PromptProgress, prompt_progress
 from headstart.server.answers.parts import Call, CallBegin, Content, Part, Reasoning, gather
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from headstart.errors import ConfigError, EngineError
-from headstart.frontend.streams.mailbox import AsyncMailbox
+from headstart.frontend.streams import AsyncMailbox
 from headstart.server.monitoring.tracing import Tracer, open_tracer
 from headstart.server.options import ServerOptions
 from tests.server.running import Running

@@ -14,9 +14,8 @@ import pytest
 
 from headstart import AsyncLLM, RequestOutput, SamplingParams
 from headstart.engine.params import RequestOutputKind
-from headstart.frontend.streams import mailbox
-from headstart.frontend.streams.async_stream import AsyncRequestStream
-from headstart.frontend.streams.mailbox import AsyncMailbox
+from headstart.frontend import streams
+from headstart.frontend.streams import AsyncMailbox, AsyncOutputStream
 from tests.engine.tiny_llm import save_smallest
 
 PROMPT = {"prompt_token_ids": [5, 6, 7, 8, 9]}
@@ -30,9 +29,9 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
         yield llm
 
 
-def make_box(llm: AsyncLLM, *, paced: bool = False) -> tuple[AsyncMailbox, RequestOutput]:
+def make_box(llm: AsyncLLM, *, paced: bool = False) -> tuple[AsyncMailbox[Any], RequestOutput]:
     group = llm.engine.prepare(PROMPT, LONG)
-    return AsyncMailbox(llm._driver, group, paced=paced), group.output()
+    return AsyncMailbox(llm._driver, paced=paced), group.output()
 
 
 def count_calls(loop: asyncio.AbstractEventLoop, patch: pytest.MonkeyPatch) -> list[object]:
@@ -59,6 +58,7 @@ def test_one_call_wakes_the_loop_for_all_that_came(
         assert len(calls) == 1
         for box, output in boxes:
             assert [await box.get(), await box.get()] == [output, output]
+        await asyncio.sleep(0)  # the call is made
         boxes[0][0].receive(boxes[0][1])
         assert len(calls) == 2 and await boxes[0][0].get() == boxes[0][1]
 
@@ -82,6 +82,7 @@ def test_paced_updates_come_together_and_wake_nobody(
         box.receive(third)
         assert len(calls) == 1
         assert await box.get() is third
+        await asyncio.sleep(0)
         box.receive(second)
         box.receive(last)
         assert len(calls) == 2
@@ -90,38 +91,18 @@ def test_paced_updates_come_together_and_wake_nobody(
     asyncio.run(read())
 
 
-def test_a_loop_that_is_busy_keeps_one_note_for_each_reader(llm: AsyncLLM) -> None:
-    """There was one for each token of each, as long as the loop did not look."""
-
+def test_a_reader_behind_a_busy_loop_gets_the_newest(llm: AsyncLLM) -> None:
     async def read() -> None:
         boxes = [make_box(llm, paced=True) for _ in range(3)]
         for box, output in boxes:
             box.receive(output)
             assert await box.get() is output
-        for turn in range(2):
-            for at in range(1000):
+        for _ in range(2):
+            for at in range(200):
                 for box, output in boxes:
                     box.receive(dataclasses.replace(output, num_cached_tokens=at))
-            assert len(boxes[0][0]._post._late) == len(boxes), turn
             for box, _ in boxes:
-                assert (await box.get()).num_cached_tokens == 999, turn
-            assert not boxes[0][0]._post._late
-
-    asyncio.run(read())
-
-
-def test_what_was_not_posted_is_looked_for(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where memory ends between the note that it is posted, and the posting."""
-    monkeypatch.setattr(mailbox, "_PATIENCE", 0.01)
-
-    async def read() -> None:
-        box, output = make_box(llm, paced=True)
-        box.receive(output)
-        assert await box.get() is output
-        box.is_posted = True
-        late = dataclasses.replace(output, num_cached_tokens=1)
-        box.receive(late)
-        assert await box.get() is late
+                assert (await box.get()).num_cached_tokens == 199
 
     asyncio.run(read())
 
@@ -130,18 +111,20 @@ def test_what_may_wait_is_not_told_with_what_may_not(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first token of each of many requests had all others told theirs one by one."""
-    monkeypatch.setattr(mailbox, "PACE", 3600.0)
+    monkeypatch.setattr(streams, "PACE", 3600.0)
 
     async def read() -> None:
         early, late = make_box(llm, paced=True), make_box(llm, paced=True)
         early[0].receive(early[1])
         assert await early[0].get() is early[1]
+        waiting = asyncio.ensure_future(early[0].get())
+        await asyncio.sleep(0)
         early[0].receive(early[1])
         late[0].receive(late[1])
         assert await late[0].get() is late[1]
-        assert not early[0]._updates and early[0]._late
-        early[0].look()
-        assert await early[0].get() is early[1]
+        assert not waiting.done()
+        early[0].receive(last := dataclasses.replace(early[1], finished=True))
+        assert await waiting is last
 
     asyncio.run(read())
 
@@ -180,7 +163,7 @@ def test_what_ends_a_stream_is_told_though_an_update_comes_after_it(llm: AsyncLL
 def test_a_stream_of_new_tokens_has_all_of_them(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, paced: bool
 ) -> None:
-    monkeypatch.setattr(mailbox, "PACE", 0.02)  # some ten tokens
+    monkeypatch.setattr(streams, "PACE", 0.02)  # some ten tokens
 
     async def read(paced: bool) -> tuple[int, list[int]]:
         params = SamplingParams(
@@ -195,35 +178,13 @@ def test_a_stream_of_new_tokens_has_all_of_them(
     assert count == 40 or paced
 
 
-def test_a_call_that_was_lost_holds_nobody_up_for_ever(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where memory ends between the note that the loop is called, and the call."""
-    monkeypatch.setattr(mailbox, "_PATIENCE", 0.01)
-
-    async def read() -> None:
-        box, output = make_box(llm)
-        with monkeypatch.context() as patch:
-
-            def fail(*_: object) -> None:
-                raise MemoryError("on purpose")
-
-            patch.setattr(asyncio.get_running_loop(), "call_soon_threadsafe", fail)
-            with pytest.raises(MemoryError):
-                box.receive(output)
-        box.receive(output)  # calls nobody: it seems to be done
-        assert [await box.get(), await box.get()] == [output, output]
-
-    asyncio.run(read())
-
-
 def test_no_update_of_two_threads_is_lost(llm: AsyncLLM) -> None:
     """They and the loop race for the flag that says whether the loop is called."""
 
     async def read() -> None:
         boxes = [make_box(llm) for _ in range(2)]
 
-        def send(box: AsyncMailbox, output: RequestOutput) -> None:
+        def send(box: AsyncMailbox[Any], output: RequestOutput) -> None:
             for _ in range(100):
                 box.receive(output)
 
@@ -242,7 +203,7 @@ def test_no_update_of_two_threads_is_lost(llm: AsyncLLM) -> None:
 
 
 def test_a_loop_that_was_closed_is_told_each_time(llm: AsyncLLM) -> None:
-    async def make() -> tuple[AsyncMailbox, RequestOutput]:
+    async def make() -> tuple[AsyncMailbox[Any], RequestOutput]:
         box, output = make_box(llm)
         box.receive(output)  # stays on its way
         return box, output
@@ -263,7 +224,7 @@ def test_nothing_is_kept_of_a_loop(llm: AsyncLLM) -> None:
         async for one in llm.generate(PROMPT, LONG):
             finished = one.finished
             loop = asyncio.get_running_loop()
-            kept.extend([weakref.ref(loop), weakref.ref(mailbox._POSTS[loop])])
+            kept.extend([weakref.ref(loop), weakref.ref(streams._WAKERS[loop])])
         assert finished
 
     asyncio.run(read())
@@ -273,17 +234,14 @@ def test_nothing_is_kept_of_a_loop(llm: AsyncLLM) -> None:
     assert [one() for one in kept if one() is not None] == []
 
 
-def test_no_paced_update_of_two_threads_is_lost(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_paced_update_of_two_threads_is_lost(llm: AsyncLLM) -> None:
     """The last one sent is read, whatever the loop does when it comes."""
-    monkeypatch.setattr(mailbox, "_PATIENCE", 3600.0)  # or a lost one would be looked for
 
     async def read() -> None:
         for _ in range(20):
             boxes = [make_box(llm, paced=True) for _ in range(2)]
 
-            def send(box: AsyncMailbox, output: RequestOutput) -> None:
+            def send(box: AsyncMailbox[Any], output: RequestOutput) -> None:
                 for at in range(100):
                     box.receive(dataclasses.replace(output, num_cached_tokens=at))
 
@@ -304,7 +262,7 @@ def test_no_paced_update_of_two_threads_is_lost(
 def test_a_stream_that_fails_says_why_once(llm: AsyncLLM, when: str) -> None:
     async def read() -> None:
         stream = llm.outputs(llm.engine.prepare(PROMPT, LONG))
-        assert isinstance(stream, AsyncRequestStream)
+        assert isinstance(stream, AsyncOutputStream)
         if when != "before the first":
             assert not (await anext(stream)).finished
         if when == "while one is waited for":
@@ -351,35 +309,7 @@ def test_many_readers_are_told_less_often_up_to_a_bound(
             box.receive(output)
         for box, output in boxes:
             assert await box.get() is output
+        await asyncio.sleep(0)
         assert pause in delays
-
-    asyncio.run(read())
-
-
-def test_looks_do_not_multiply_where_readers_wait_long(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each second of each stream began a further series of looks, beside the one that went on."""
-
-    async def read() -> None:
-        loop = asyncio.get_running_loop()
-        timers: list[asyncio.TimerHandle] = []
-        call_later = loop.call_later
-
-        def kept(delay: float, function: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
-            timer = call_later(delay, function, *args)
-            if delay == mailbox.PACE:
-                timers.append(timer)
-            return timer
-
-        monkeypatch.setattr(loop, "call_later", kept)
-        boxes = [make_box(llm, paced=True) for _ in range(4)]
-        for box, output in boxes:
-            box.receive(output)
-            assert await box.get() is output
-        for box, output in boxes:  # before the look that is due
-            box.receive(output)
-            box.look()
-        assert sum(not timer.cancelled() for timer in timers) == 1
 
     asyncio.run(read())

@@ -16,8 +16,7 @@ from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
 from headstart.engine.step import StepResult
 from headstart.errors import RequestError
-from headstart.frontend.streams import mailbox
-from headstart.frontend.streams import stream as streams
+from headstart.frontend import streams
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
@@ -130,7 +129,7 @@ def test_threads_that_begin_a_stream_together_all_see_its_end(
 ) -> None:
     """Each submitted the request: one was refused as the other's twin, and closed the stream."""
     stream = llm.stream(A, LONG)
-    submit, made, pool = llm._driver.submit, mailbox.Mailbox, ThreadPoolExecutor(1)
+    submit, made, pool = llm._driver.submit, streams.Mailbox, ThreadPoolExecutor(1)
     others: list[Any] = []
     submitted = threading.Event()
 
@@ -237,7 +236,7 @@ def test_updates_for_a_loop_that_is_busy_are_bounded(async_llm: AsyncLLM) -> Non
     """Each has all the text so far: those beyond a few hundred are left out, but never the end."""
 
     async def stay_busy() -> list[RequestOutput]:
-        box = mailbox.AsyncMailbox(async_llm._driver, _group(async_llm))
+        box = streams.AsyncMailbox(async_llm._driver)
         output = _group(async_llm).output()
         for _ in range(5000):
             box.receive(output)
@@ -248,7 +247,7 @@ def test_updates_for_a_loop_that_is_busy_are_bounded(async_llm: AsyncLLM) -> Non
         return taken
 
     taken = asyncio.run(stay_busy())
-    assert len(taken) == mailbox._MOST_UPDATES + 1
+    assert len(taken) == streams._MOST_UPDATES + 1
 
 
 def _group(llm: AsyncLLM) -> RequestGroup:

@@ -1,0 +1,468 @@
+"""Streams of one request's outputs: `OutputStream` for threads, `AsyncOutputStream` for asyncio.
+
+    the engine's thread     update ──▶ Mailbox, AsyncMailbox     a queue; `_Waker` wakes the loop
+    the reader              output ◀── get
+
+A stream submits its request when its first output is read, and cancels it when it is closed or
+collected. Streams are no generator functions: the garbage collector closes those as a reader does,
+in any thread, or some turns of the event loop later. Only mailboxes are referred to by the driver,
+so a stream that no reader holds is collected while its request runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
+
+from headstart.engine.outputs import RequestOutput, ShownOutputs
+from headstart.errors import RequestError
+from headstart.frontend.vllm_api.signatures import OfOneProcess
+
+if TYPE_CHECKING:
+    from headstart.engine.driver import AnyOutput, AnyRequest, Driver, Receiver
+    from headstart.engine.request import RequestGroup
+    from headstart.frontend.chat.requests import ChatRequests
+
+__all__ = [
+    "AsyncDriver",
+    "AsyncMailbox",
+    "AsyncOutputStream",
+    "AsyncRequestStream",
+    "Mailbox",
+    "OutputStream",
+    "PromptProgress",
+    "RequestStream",
+    "prompt_progress",
+    "run_all",
+]
+
+Answer = TypeVar("Answer")
+Output = TypeVar("Output", bound="AnyOutput")
+
+PACE = 0.005
+"""Least seconds between two looks at the updates that may be late."""
+_PACE_OF_EACH, _LONGEST_PACE = 0.002, 0.064  # for each reader: it works a twentieth of that
+_MOST_UPDATES = 256  # unread ones; each has all the text so far, so one more can be left out
+
+
+class AsyncDriver(Protocol):
+    """The part of a driver that asyncio's callers need."""
+
+    def require_request(self, given: object) -> None: ...
+
+    def awaited(self) -> AbstractContextManager[None]: ...
+
+    def submit(self, group: Any, receive: Receiver, *, every_step: bool = True) -> None: ...
+
+    def cancel(self, groups: Sequence[Any], *, wait: bool = True) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def call(self, function: Callable[[], Answer]) -> Answer: ...
+
+    async def call_async(self, function: Callable[[], Answer]) -> Answer: ...
+
+    def close(self) -> None: ...
+
+
+class PromptProgress(NamedTuple):
+    """The number of a prompt's tokens that have their K/V, `cached` of them without computing.
+
+    Both are 0 while the request waits.
+    """
+
+    total: int
+    read: int
+    cached: int
+
+
+def prompt_progress(group: RequestGroup) -> PromptProgress:
+    """Return how much of a submitted request's prompt was read; may be called from any thread."""
+    request = group.requests[0]
+    total = len(group.prompt_token_ids)
+    cached = request.num_cached_tokens
+    return PromptProgress(total, min(max(request.num_read, cached), total), cached)
+
+
+class Mailbox(Generic[Output]):
+    """Updates of requests for a thread that waits for them."""
+
+    def __init__(self, driver: Driver, groups: Sequence[AnyRequest]) -> None:
+        self._driver = driver
+        self._groups = groups
+        self._updates: queue.SimpleQueue[Output | BaseException] = queue.SimpleQueue()
+
+    def receive(self, update: Output | BaseException) -> None:
+        """Add an update, unless the reader is far behind: each output has all the text so far."""
+        if _is_last(update) or self._updates.qsize() < _MOST_UPDATES:
+            self._updates.put(update)
+
+    def get(self) -> Output:
+        """Wait for the next output. Raises the error that ended a request."""
+        return _open(self._driver.wait(self._updates, self._groups))
+
+
+def run_all(
+    driver: Driver, groups: Sequence[AnyRequest], tell: Callable[[Any], None] | None = None
+) -> list[Any]:
+    """Run requests to their ends, and return their last outputs in the order of the requests.
+
+    tell: called with each of them as it comes. An error of one cancels all.
+    """
+    outputs: dict[str, Any] = {}
+    updates: Mailbox[Any] = Mailbox(driver, groups)
+    try:
+        for group in groups:
+            driver.submit(group, updates.receive, every_step=False)
+        while len(outputs) < len(groups):
+            output = updates.get()
+            outputs[output.request_id] = output
+            if tell is not None:
+                tell(output)
+    finally:
+        if len(outputs) < len(groups):
+            driver.cancel(groups)
+    return [outputs[group.request_id] for group in groups]
+
+
+class OutputStream(OfOneProcess, Generator[Output, None, None]):
+    """The outputs of one request; several threads may read it, and any may close it."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        group: Any,
+        chats: ChatRequests | None = None,
+        owner: object = None,
+    ) -> None:
+        """chats: remembers the answer. owner: lives as long as the stream, as the engine must."""
+        self._driver, self._group, self._chats, self._owner = driver, group, chats, owner
+        self._shown = ShownOutputs(group.output_kind)
+        self._updates: Mailbox[Any] = Mailbox(driver, [group])
+        self._unsubmitted = [group]  # until one thread takes it out: to submit it, or never to
+        self._ended = self._aborted = self._is_left = False
+
+    def send(self, value: None) -> Output:
+        """Return the next output; `value` is ignored."""
+        if self._ended:
+            raise StopIteration
+        try:
+            if self._unsubmitted:
+                self._submit()
+            shown = None
+            while shown is None:
+                output = self._updates.get()
+                if output.finished:
+                    self._end()
+                    if self._chats is not None:
+                        self._chats.remember(self._group, output)
+                shown = self._shown.next(output)
+        except BaseException:
+            self.close()
+            raise
+        return shown  # type: ignore[return-value]
+
+    def throw(self, *error: Any) -> Output:
+        """Close the stream, then raise the error."""
+        self.close()
+        return super().throw(*error)
+
+    def close(self) -> None:
+        """Forget the request if it is unfinished; on return it holds nothing any more."""
+        if not self._ended:
+            self._leave(wait=True)
+        self._end()
+
+    def __del__(self) -> None:
+        if not self._ended:
+            self._leave(wait=False)
+
+    def abort(self) -> None:
+        """End the request after the step under way.
+
+        Its last output, with finish reason "abort", has the text so far, and a chat remembers it.
+        Returns at once; may be called from any thread and from a signal handler. Raises EngineError
+        when the engine is closed.
+        """
+        self._aborted = True
+        if not self._unsubmitted:
+            self._driver.abort(self._group.request_id)
+
+    def progress(self) -> PromptProgress:
+        """Return how much of the prompt was read so far; may be called from any thread."""
+        return prompt_progress(self._group)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt, also before it is submitted."""
+        ids: list[int] = self._group.prompt_token_ids
+        return ids
+
+    def _submit(self) -> None:
+        try:
+            group = self._unsubmitted.pop()
+        except IndexError:  # another thread submits it
+            return
+        every_step = self._shown.wants_every_step
+        self._driver.submit(group, self._updates.receive, every_step=every_step)
+        if self._aborted:  # before there was anything to abort
+            self._driver.abort(group.request_id)
+        if self._is_left:  # by another thread, before there was anything to cancel
+            self._driver.cancel([group])
+
+    def _leave(self, *, wait: bool) -> None:
+        self._is_left = True  # first, for a thread that is submitting it
+        try:
+            self._unsubmitted.pop()
+        except IndexError:
+            if self._driver.is_alive:
+                self._driver.cancel([self._group], wait=wait)
+
+    def _end(self) -> None:
+        self._ended = True
+        self._owner = None
+        self._updates.receive(StopIteration())  # another thread may wait for an output
+
+
+class AsyncMailbox(Generic[Output]):
+    """Updates of one request for the tasks of the running event loop."""
+
+    def __init__(self, driver: AsyncDriver, *, paced: bool = False) -> None:
+        """paced: updates between the first and the last may come a little later, several as one.
+
+        At most by `PACE`, or with many readers `_PACE_OF_EACH` for each, up to `_LONGEST_PACE`.
+        """
+        self.paced = paced
+        self.is_listed = False  # among those whose updates may be late
+        self._driver = driver
+        self._loop = asyncio.get_running_loop()
+        self._waker = _WAKERS.get(self._loop) or _WAKERS.setdefault(self._loop, _Waker(self._loop))
+        self._updates: deque[Output | BaseException] = deque()
+        self._is_begun = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def receive(self, update: Output | BaseException) -> None:
+        """Add an update, from any thread. Raises RuntimeError when the loop was closed."""
+        is_last = _is_last(update)
+        if is_last or len(self._updates) < _MOST_UPDATES:
+            self._updates.append(update)
+            self._waker.add(self, may_wait=self.paced and self._is_begun and not is_last)
+            self._is_begun = True
+
+    def wake(self) -> None:
+        """Have the reader look at the updates; called by the loop."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def require_loop(self) -> None:
+        """Raise RequestError in the tasks of another loop."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise RequestError(
+                "the stream was begun in another event loop; allowed: read one stream in one loop, "
+                "or use `LLM.stream`, which needs none"
+            )
+
+    async def get(self) -> Output:
+        """Wait for the next output. Raises the error that ended the request."""
+        while not self._updates:
+            self._waiter = self._loop.create_future()
+            try:
+                with self._driver.awaited():
+                    await self._waiter
+            finally:
+                self._waiter = None
+        update = self._updates.popleft()
+        while self.paced and not _is_last(update) and self._updates:
+            if isinstance(self._updates[0], BaseException):
+                break
+            update = self._updates.popleft()  # it has all that the one before it has
+        return _open(update)
+
+
+class _Waker:
+    """Wakes the readers of one event loop, from the threads of engines.
+
+    One call wakes the loop for all updates since it last looked: a call for each token of each
+    request is a system call, which releases the interpreter's lock in the engine's thread. Updates
+    that may wait are looked for by the loop itself, as long as there are any; a call between two
+    looks wakes only the readers that it was made for.
+
+        idle ──add: a call──▶ woken ──after a pause, if something came──▶ woken
+          ▲                      └────after a pause, if nothing came────▶ idle
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._now: deque[AsyncMailbox[Any]] = deque()
+        self._later: deque[AsyncMailbox[Any]] = deque()
+        self._is_called = False  # the loop has not begun to run the last call
+        self._is_pausing = False  # the loop looks again when the pause is over
+
+    def add(self, mailbox: AsyncMailbox[Any], *, may_wait: bool) -> None:
+        """Wake a mailbox's reader. Raises RuntimeError when the loop was closed."""
+        # Mailboxes are listed before flags are read, and the loop resets flags before it reads.
+        if not may_wait:
+            self._now.append(mailbox)
+        elif not mailbox.is_listed:
+            mailbox.is_listed = True
+            self._later.append(mailbox)
+        will_look = self._is_called or (may_wait and self._is_pausing)
+        if not will_look or self._loop.is_closed():
+            self._is_called = True
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._is_called = False
+        paced = set()
+        while self._now or (self._later and not self._is_pausing):
+            mailbox = self._now.popleft() if self._now else self._later.popleft()
+            mailbox.is_listed = False
+            mailbox.wake()
+            if mailbox.paced:
+                paced.add(mailbox)
+        if paced and not self._is_pausing:
+            self._is_pausing = True
+            pause = max(PACE, min(_PACE_OF_EACH * len(paced), _LONGEST_PACE))
+            self._loop.call_later(pause, self._look_again)
+
+    def _look_again(self) -> None:
+        self._is_pausing = False
+        self._wake()
+
+
+# Each as long as it has a mailbox.
+_WAKERS: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Waker] = (
+    weakref.WeakValueDictionary()
+)
+
+
+class AsyncOutputStream(OfOneProcess, AsyncGenerator[Output, None]):
+    """The outputs of one request for asyncio, read by one task at a time.
+
+    By the time that a cancelled task, or a loop that was left, is over, the request's id is free.
+    """
+
+    def __init__(
+        self,
+        driver: AsyncDriver,
+        prepare: Callable[[], Awaitable[Any]],
+        chats: ChatRequests | None = None,
+        owner: object = None,
+        *,
+        paced: bool = False,
+    ) -> None:
+        """prepare: makes the request, when the first output is read. The others: as above."""
+        self._driver, self._chats, self._owner, self._paced = driver, chats, owner, paced
+        self._prepare: Callable[[], Awaitable[Any]] | None = prepare  # until it is called
+        self._group: Any = None
+        self._ended = self._is_read = False
+        self._failure: Exception | None = None  # see `fail`
+
+    # The method of `OfOneProcess` is for properties, of which there are none; two attributes are
+    # set for each output.
+    __setattr__ = object.__setattr__  # type: ignore[assignment]
+
+    def __anext__(self) -> Coroutine[Any, Any, Output]:
+        """Return the next output."""
+        return self.asend(None)
+
+    async def asend(self, value: None) -> Output:
+        """Return the next output; `value` is ignored. Raises the exceptions of `prepare`.
+
+        Raises RequestError in another event loop than that of the first output.
+        """
+        if self._ended:
+            self._stop()
+        if self._group is not None:
+            self._updates.require_loop()
+        if self._is_read:
+            raise RuntimeError("another task waits for this stream's next output")
+        self._is_read = True
+        try:
+            if self._group is None:
+                await self._begin()
+            while not self._ended:
+                output = await self._updates.get()
+                if output.finished:
+                    self._end()
+                    if self._chats is not None and self._group.chat is not None:
+                        await asyncio.to_thread(self._chats.remember, self._group, output)
+                shown = self._shown.next(output)
+                if shown is not None:
+                    return shown  # type: ignore[return-value]
+        except StopAsyncIteration:  # `_leave` sent it
+            pass
+        except BaseException:
+            self._leave()
+            raise
+        finally:
+            self._is_read = False
+        self._stop()
+
+    async def athrow(self, *error: Any) -> Output:
+        """Cancel the request, then raise the error."""
+        self._leave()
+        return await super().athrow(*error)
+
+    async def aclose(self) -> None:
+        """Cancel the request if it is unfinished."""
+        self._leave()
+
+    def __del__(self) -> None:
+        self._leave()
+
+    def fail(self, error: Exception) -> None:
+        """Cancel the request if it is unfinished, and raise `error` in place of the next output.
+
+        For the event loop that reads it, such as when its time is over.
+        """
+        if not self._ended:
+            self._failure = error
+            self._leave()
+
+    async def _begin(self) -> None:
+        """Prepare and submit the request, unless the stream is closed meanwhile."""
+        assert self._prepare is not None
+        group = await self._prepare()
+        if self._ended:
+            return
+        self._shown = ShownOutputs(group.output_kind)
+        self._updates: AsyncMailbox[Any] = AsyncMailbox(self._driver, paced=self._paced)
+        self._group = group
+        every_step = self._shown.wants_every_step
+        self._driver.submit(group, self._updates.receive, every_step=every_step)
+
+    def _stop(self) -> NoReturn:
+        failure, self._failure = self._failure, None
+        raise StopAsyncIteration if failure is None else failure
+
+    def _leave(self) -> None:
+        ended = self._ended
+        self._end()
+        if not ended and self._group is not None:
+            self._driver.cancel([self._group], wait=False)
+            with suppress(RuntimeError):  # the loop was closed
+                self._updates.receive(StopAsyncIteration())  # a task may wait for an output
+
+    def _end(self) -> None:
+        self._ended = True
+        self._owner = self._prepare = None  # it holds the owner, too
+
+
+RequestStream = OutputStream[RequestOutput]
+AsyncRequestStream = AsyncOutputStream[RequestOutput]
+
+
+def _is_last(update: AnyOutput | BaseException) -> bool:
+    return isinstance(update, BaseException) or update.finished
+
+
+def _open(update: Output | BaseException) -> Output:
+    if isinstance(update, BaseException):
+        raise update
+    return update

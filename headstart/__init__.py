@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from headstart.frontend.llm_engine import LLMEngine
     from headstart.frontend.prompt_types import PromptType, TextPrompt, TokensPrompt
     from headstart.frontend.structured.params import StructuredOutputsParams
-    from headstart.omni.async_omni import AsyncOmni
-    from headstart.omni.omni import Omni
+    from headstart.omni.omni import AsyncOmni, Omni
     from headstart.omni.params import OmniOutput, OmniParams
 
 __all__ = [
@@ -102,7 +101,7 @@ _HOMES = {
     "RequestOutput": "headstart.engine.outputs",
     "CompletionOutput": "headstart.engine.outputs",
     "Omni": "headstart.omni.omni",
-    "AsyncOmni": "headstart.omni.async_omni",
+    "AsyncOmni": "headstart.omni.omni",
     "OmniParams": "headstart.omni.params",
     "OmniOutput": "headstart.omni.params",
 }

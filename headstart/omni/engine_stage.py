@@ -30,17 +30,17 @@ from headstart.omni.output_cache import OutputCache
 from headstart.omni.rows import Chunk, Part, StageRows
 from headstart.omni.stage import (
     TOKENS,
-    Began,
-    Ended,
     Event,
-    Failed,
-    Given,
     OmniRequest,
+    OutputEvent,
+    StageFailed,
+    StageFinished,
     StageMetrics,
     StageSpec,
+    StageStarted,
 )
 
-__all__ = ["EngineStage", "Said"]
+__all__ = ["EngineStage", "TokenEvent"]
 
 _LOG = logging.getLogger("headstart.omni")
 
@@ -60,7 +60,7 @@ class _State:
         return self.group.requests[0].sequence if self.group is not None else None
 
 
-class Said(NamedTuple):
+class TokenEvent(NamedTuple):
     """A request's new token, and the request's inputs."""
 
     feed: Feed
@@ -110,8 +110,6 @@ class EngineStage:
         self._states: dict[str, _State] = {}
         self._unprompted: dict[str, _State] = {}
         self._events: list[Event] = []
-        self._torn: frozenset[str] = frozenset()
-        """Requests whose rows may be lost in part, since `computed` was interrupted."""
         self.engine = Engine.of_model(decoder, tokenizer, config, self)
         self._name_prefix = b"" if self.engine.tiers is not None else os.urandom(8)
         """Before names without a model's fingerprint: to other processes they mean nothing."""
@@ -136,7 +134,7 @@ class EngineStage:
         self._unprompted[request.request_id] = state
         self._tell(request.request_id, lambda: None)
 
-    def feed(self, source: str, event: Given | Began) -> None:
+    def feed(self, source: str, event: OutputEvent | StageStarted) -> None:
         state = self._states.get(event.request_id)
         if state is not None:
             self._tell(event.request_id, lambda: state.feed.take(source, event))
@@ -152,9 +150,7 @@ class EngineStage:
         if ran:
             results = self.engine.step()
             for group, error in results:
-                if group.request_id in self._states:  # not forgotten since an interrupted step
-                    self._deliver(group, error)
-            self._end_torn()
+                self._deliver(group, error)
             self._follow(results)
         self._decoder.take_passes()  # those of a step that failed
         seconds = time.perf_counter() - start
@@ -162,7 +158,7 @@ class EngineStage:
         for request_id in ran & self._states.keys():
             self._states[request_id].metrics.seconds += seconds
         for event in events:
-            if isinstance(event, Ended):
+            if isinstance(event, StageFinished):
                 event.metrics.seconds += seconds
         return events
 
@@ -175,20 +171,6 @@ class EngineStage:
     def peek(self, request_id: str) -> object:
         state = self._states.get(request_id)
         return state.group.output() if state is not None and state.group is not None else None
-
-    def recover(self) -> None:
-        try:
-            for request_id in list(self._states):
-                self.engine.abort(request_id)
-            self.engine.take_results()  # of an interrupted step; nobody waits for them
-        except Exception as error:
-            raise engine_error(f"stage {self.spec.name!r} cannot be made whole", error) from error
-        self.rows.recover()
-        self._decoder.take_passes()
-        self._unprompted.clear()
-        self._events.clear()
-        self._torn = frozenset()
-        self._states.clear()
 
     def reset_cache(self) -> None:
         self.engine.manager.reset_prefix_cache()
@@ -222,30 +204,28 @@ class EngineStage:
         parts = [Part(part.request.sequence, part.start, part.stop) for part in batch.scheduled]
         names = {part.request.sequence: part.request.group.request_id for part in batch.scheduled}
         outputs = self._join(parts, self._decoder.take_passes())
-        self._torn = frozenset(names.values())
         self.ran(batch, outputs)
         for sequence, chunk in self.rows.computed(parts, outputs):
-            self._events.append(Given(names[sequence], chunk))
-        self._torn = frozenset()
+            self._events.append(OutputEvent(names[sequence], chunk))
 
     # For stages that do more
 
     def ran(self, batch: Batch, outputs: Mapping[str, Tensor]) -> None:
         """Called with a step's outputs `[tokens of the step, ...]`, declared or not."""
 
-    def spoke(self, said: Mapping[str, Said]) -> None:
+    def spoke(self, said: Mapping[str, TokenEvent]) -> None:
         """Called with the requests that continue and their new tokens; an exception ends them."""
 
     def give(self, name: str, chunk: Chunk) -> None:
         """Hand on an output other than rows of the request's tokens."""
-        self._events.append(Given(name, chunk))
+        self._events.append(OutputEvent(name, chunk))
 
     # Inside
 
     def _follow(self, results: Sequence[StepResult]) -> None:
         """Process new tokens before the next step."""
         said = {
-            group.request_id: Said(
+            group.request_id: TokenEvent(
                 self._states[group.request_id].feed,
                 group.requests[0].sampling.output_token_ids[-1],
             )
@@ -261,13 +241,6 @@ class EngineStage:
                 reason = EngineError(f"{type(error).__name__}: {error}")
                 reason.__cause__ = error
                 self._fail(name, reason)
-
-    def _end_torn(self) -> None:
-        """End requests whose rows were lost in part, though the engine would continue them."""
-        for name in self._torn & self._states.keys():
-            self.engine.abort(name)
-            self._fail(name, EngineError("its rows were lost when a step failed"))
-        self._torn = frozenset()
 
     def _is_ready(self, state: _State) -> bool:
         sequence = state.sequence
@@ -303,7 +276,7 @@ class EngineStage:
         hashes = manager.block_hashes(sequence) if self._is_named else []
         names = [self._name_prefix + name for name in hashes]
         length = len(sequence.token_ids)
-        self._events.append(Began(request_id, length, manager.block_size, names))
+        self._events.append(StageStarted(request_id, length, manager.block_size, names))
 
     def _join(self, parts: list[Part], passes: list[HostCopy]) -> Mapping[str, Tensor]:
         """A step's outputs, concatenated to one tensor each, on the host.
@@ -335,7 +308,9 @@ class EngineStage:
         request = group.requests[0]
         tokens = request.sampling.output_token_ids[state.num_sent :]
         if tokens:
-            self._events.append(Given(name, Chunk(TOKENS, state.num_sent, torch.tensor(tokens))))
+            self._events.append(
+                OutputEvent(name, Chunk(TOKENS, state.num_sent, torch.tensor(tokens)))
+            )
             state.num_sent += len(tokens)
         if not group.finished:
             return
@@ -346,13 +321,13 @@ class EngineStage:
         metrics.cached_tokens = output.num_cached_tokens
         metrics.loaded_tokens = output.num_loaded_tokens
         metrics.hit_rows = self.rows.close(request.sequence)
-        self._events.append(Ended(name, metrics, output))
+        self._events.append(StageFinished(name, metrics, output))
         del self._states[name]
 
     def _fail(self, request_id: str, error: HeadstartError) -> None:
         self._unprompted.pop(request_id, None)
         self._forget(request_id)
-        self._events.append(Failed(request_id, error))
+        self._events.append(StageFailed(request_id, error))
 
     def _forget(self, request_id: str) -> None:
         state = self._states.pop(request_id)

@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart.cache import MultiModalItem, TokenSequence
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PlacedRows, PreparedPrompt
-from headstart.omni.stage import Began, Given, OmniRequest
+from headstart.omni.stage import OmniRequest, OutputEvent, StageStarted
 
 __all__ = ["Conditions", "Feed", "Feeder", "PromptFeed", "StagePrompt"]
 
@@ -35,7 +35,7 @@ class StagePrompt:
 class Feed(Protocol):
     """One request's inputs to one stage."""
 
-    def take(self, source: str, event: Given | Began) -> None:
+    def take(self, source: str, event: OutputEvent | StageStarted) -> None:
         """Take rows or block names from an earlier stage."""
         ...
 
@@ -66,7 +66,7 @@ class PromptFeed:
     def __init__(self, prompt: StagePrompt) -> None:
         self._prompt = prompt
 
-    def take(self, source: str, event: Given | Began) -> None:
+    def take(self, source: str, event: OutputEvent | StageStarted) -> None:
         """Does nothing: no stage comes before a first stage."""
 
     def end(self, source: str) -> None:

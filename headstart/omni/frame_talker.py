@@ -29,13 +29,13 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
 from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingState
 from headstart.errors import EngineError
-from headstart.omni.engine_stage import EngineStage, Said
+from headstart.omni.engine_stage import EngineStage, TokenEvent
 from headstart.omni.feeds import Conditions, StagePrompt
 from headstart.omni.models.code_predictor import Choose
 from headstart.omni.models.stage_decoder import StageDecoder
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.rows import Chunk
-from headstart.omni.stage import Began, Given, Input, OmniRequest, StageSpec
+from headstart.omni.stage import Input, OmniRequest, OutputEvent, StageSpec, StageStarted
 
 __all__ = ["CODES", "FrameModel", "FrameTalker", "FrameTalkerFeed", "FrameTalkerPlan"]
 
@@ -123,15 +123,15 @@ class FrameTalkerFeed:
     def _num_prompt(self) -> int:
         return self._plan.num_user + _NOW + len(self._plan.lead_ids)
 
-    def take(self, source: str, event: Given | Began) -> None:
+    def take(self, source: str, event: OutputEvent | StageStarted) -> None:
         if source != self._plan.rows.stage:
             return
-        if isinstance(event, Began):
+        if isinstance(event, StageStarted):
             self._begin_thinker(event)
         elif event.chunk.output == self._plan.rows.output:
             self._add(event.chunk.rows)
 
-    def _begin_thinker(self, event: Began) -> None:
+    def _begin_thinker(self, event: StageStarted) -> None:
         plan = self._plan
         self._prompt_tokens = event.prompt_tokens
         is_prefix = bool(plan.spoken_to[: plan.num_user].all())
@@ -256,7 +256,7 @@ class FrameTalker(EngineStage):
             for part, end in zip(batch.scheduled, ends, strict=True)
         }
 
-    def spoke(self, said: Mapping[str, Said]) -> None:
+    def spoke(self, said: Mapping[str, TokenEvent]) -> None:
         """Predict the other codes of new frames; the end code begins no frame."""
         feeds = {
             name: feed for name, (feed, _) in said.items() if isinstance(feed, FrameTalkerFeed)

@@ -24,15 +24,15 @@ from headstart.omni.output_cache import BlockPath, OutputCache
 from headstart.omni.outputs import Kind
 from headstart.omni.rows import Chunk
 from headstart.omni.stage import (
-    Began,
-    Ended,
     Event,
-    Failed,
-    Given,
     Input,
     OmniRequest,
+    OutputEvent,
+    StageFailed,
+    StageFinished,
     StageMetrics,
     StageSpec,
+    StageStarted,
 )
 
 __all__ = ["FramesPlan", "FramesStage", "Job", "WholeStage"]
@@ -84,9 +84,9 @@ class _FunctionStage:
         sources = {taken.stage for taken in self.spec.takes}
         self._states[request.request_id] = _State(request, rows, sources)
 
-    def feed(self, source: str, event: Given | Began) -> None:
+    def feed(self, source: str, event: OutputEvent | StageStarted) -> None:
         state = self._states.get(event.request_id)
-        if state is not None and isinstance(event, Given):
+        if state is not None and isinstance(event, OutputEvent):
             taken = Input(source, event.chunk.output)
             if taken in state.rows:
                 state.rows[taken].append(event.chunk.rows)
@@ -100,9 +100,6 @@ class _FunctionStage:
 
     def peek(self, request_id: str) -> object:
         return None
-
-    def recover(self) -> None:
-        self._states.clear()
 
     def reset_cache(self) -> None:
         """Does nothing: results are only in the pipeline's store."""
@@ -127,9 +124,9 @@ class _FunctionStage:
             except Exception as error:  # a function's exception ends only its request
                 reason = EngineError(f"stage {self.spec.name!r}: {type(error).__name__}: {error}")
                 reason.__cause__ = error
-                mine = [Failed(request_id, reason)]
+                mine = [StageFailed(request_id, reason)]
             state.metrics.seconds += time.perf_counter() - start
-            if any(isinstance(event, Ended | Failed) for event in mine):
+            if any(isinstance(event, StageFinished | StageFailed) for event in mine):
                 del self._states[request_id]
             events += mine
         return events
@@ -197,10 +194,10 @@ class WholeStage(_FunctionStage):
         state.metrics.tokens = state.metrics.prompt_tokens = num_tokens
         name = state.request.request_id
         given: list[Event] = [
-            Given(name, Chunk(output, 0, rows, max(1, len(rows) // max(1, num_tokens))))
+            OutputEvent(name, Chunk(output, 0, rows, max(1, len(rows) // max(1, num_tokens))))
             for output, rows in outputs.items()
         ]
-        return [*given, Ended(name, state.metrics)]
+        return [*given, StageFinished(name, state.metrics)]
 
 
 FramesFunction = Callable[[OmniRequest, Tensor, int], Tensor]
@@ -264,13 +261,13 @@ class FramesStage(_FunctionStage):
         if stop > state.done:
             rows = self._frames(state, codes, stop)
             ratio = self._output.alignment.ratio
-            events.append(Given(name, Chunk(self._output.name, state.done, rows, ratio)))
+            events.append(OutputEvent(name, Chunk(self._output.name, state.done, rows, ratio)))
             state.done = stop
             if self._cache is not None:
                 self._cache.touch(self._path(state))
         if stop == len(codes) and not state.open_sources:
             state.metrics.tokens = state.metrics.prompt_tokens = stop
-            events.append(Ended(name, state.metrics))
+            events.append(StageFinished(name, state.metrics))
         return events
 
     def _frames(self, state: _State, codes: Tensor, stop: int) -> Tensor:

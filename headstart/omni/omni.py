@@ -1,21 +1,27 @@
-"""`Omni`: the Python interface of models with text, audio and image input and spoken answers."""
+"""`Omni` and `AsyncOmni`: models with text, audio and image input and spoken answers.
+
+A driver's thread runs all steps of the pipeline, for both, as it does for `LLM` and `AsyncLLM`.
+"""
 
 import itertools
-from collections.abc import Callable, Generator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from headstart.engine.driver import Driver
 from headstart.engine.engine import Engine
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
-from headstart.errors import ConfigError, RequestError, UnsupportedModelError
+from headstart.errors import ConfigError, EngineError, RequestError, UnsupportedModelError
 from headstart.frontend.inputs import InputProcessor
-from headstart.frontend.streams.stream import OutputStream
+from headstart.frontend.streams import AsyncOutputStream, OutputStream, run_all
 from headstart.frontend.text.max_length import TextLimit
 from headstart.frontend.vllm_api.signatures import OfOneProcess, check_calls
 from headstart.models.files import OMNI_TYPES, find_folder, read_json
@@ -23,17 +29,18 @@ from headstart.omni.engine_stage import EngineStage
 from headstart.omni.families.qwen2_5 import Qwen25Stages
 from headstart.omni.families.qwen3 import Qwen3Stages
 from headstart.omni.graph import Factory, read_graph
-from headstart.omni.members import OMNI
 from headstart.omni.models.qwen2_5 import Qwen25Omni
 from headstart.omni.models.qwen3 import Qwen3Omni
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt, SpokenPrompt
-from headstart.omni.pipeline import Pipeline, Progress
+from headstart.omni.pipeline import Progress
 from headstart.omni.stage import TOKENS, Input, OmniRequest
 from headstart.omni.stage_options import check_graph, check_options
 from headstart.validation import check_fields, describe
 
-__all__ = ["DEFAULT_CACHE_BYTES", "Omni"]
+__all__ = ["DEFAULT_CACHE_BYTES", "AsyncOmni", "Omni"]
+
+Answer = TypeVar("Answer")
 
 DEFAULT_CACHE_BYTES = 1 << 30
 """Default bound of the stage-output store, in bytes of host memory."""
@@ -70,7 +77,8 @@ class _Stages(Protocol):
 class Omni(OfOneProcess):
     """A pipeline of a thinker, a talker and a vocoder that cache each stage's work.
 
-    Call it from one thread at a time.
+    May be called from several threads, and while streams are open: all requests share the steps of
+    one pipeline. After `close` every call raises EngineError.
 
     pipeline: a graph in TOML that replaces the model's own; a stage's `options` are the fields of
     `EngineConfig`. cache_bytes: bound of the stage-output store. options: defaults for all engines;
@@ -113,6 +121,8 @@ class Omni(OfOneProcess):
             TextLimit(self._stages.tokenizer, self.max_model_len),
         )
         self._names = itertools.count()
+        self._driver = Driver(self.pipeline)
+        weakref.finalize(self, self._driver.close)
 
     @property
     def voices(self) -> tuple[str, ...]:
@@ -172,24 +182,11 @@ class Omni(OfOneProcess):
         if any prompt is bad; EngineError if a stage failed, and after `close`.
         """
         self.pipeline.require_open()
-        requests = [self.prepare(prompt, params, cache_salt) for prompt in _as_list(prompts)]
-        try:
-            return self._answer(requests)
-        finally:
-            self._forget(requests)
-
-    def _answer(self, requests: Sequence[OmniRequest]) -> list[OmniOutput]:
-        running = [self.pipeline.submit(request) for request in requests]
-        while any(progress.finish_reason is None for progress in running):
-            self.pipeline.step()
-            for progress in running:
-                if progress.error is not None:
-                    raise progress.error
-        return [self.output(progress) for progress in running]
-
-    def _forget(self, requests: Sequence[OmniRequest]) -> None:
-        for request in requests:
-            self.pipeline.abort(request.request_id)
+        prompts = _as_list(prompts)
+        groups = self._driver.call(
+            lambda: [self.prepare(one, params, cache_salt) for one in prompts]
+        )
+        return run_all(self._driver, groups)
 
     def stream(
         self,
@@ -197,38 +194,39 @@ class Omni(OfOneProcess):
         params: OmniParams | None = None,
         *,
         cache_salt: str | None = None,
-    ) -> Generator[OmniOutput]:
+    ) -> OutputStream[OmniOutput]:
         """Stream the outputs of one prompt; each holds the whole answer so far.
 
-        Closing the iterator aborts the request. If the iterator is garbage-collected, the next call
-        aborts the request. Raises the same errors as `generate`.
+        Closing the iterator aborts the request, as does its garbage collection. Raises the same
+        errors as `generate`.
         """
         self.pipeline.require_open()
-        request = self.prepare(prompt, params, cache_salt)
-        return _Stream(self.pipeline, request, self.output)
+        progress = self._driver.call(lambda: self.prepare(prompt, params, cache_salt))
+        return OutputStream(self._driver, progress, owner=self)
 
     def reset_cache(self) -> bool:
         """Drop everything cached in memory; returns False and does nothing while a request runs.
 
         What `cache_dir` has stays, and is found again. Raises EngineError after `close`.
         """
-        self.pipeline.require_open()
-        self.pipeline.abort_left()
-        if self.pipeline.has_unfinished:
-            return False
-        self.cache.clear()
-        for stage in self.pipeline.stages.values():
-            stage.reset_cache()
-        return True
+
+        def reset() -> bool:
+            done = self.pipeline.reset_cache()
+            if done:
+                self.cache.clear()
+            return done
+
+        return self._driver.call(reset)
 
     def close(self) -> None:
-        """Free the memory; every later call raises EngineError."""
-        self.pipeline.close()
+        """End all requests with an EngineError and free the memory. Idempotent."""
+        self._driver.close()
 
-    def prepare(
-        self, prompt: OmniPrompt, params: OmniParams | None, salt: str | None
-    ) -> OmniRequest:
-        """A request for the pipeline, its sounds and images encoded. Raises RequestError."""
+    def prepare(self, prompt: OmniPrompt, params: OmniParams | None, salt: str | None) -> Progress:
+        """Make a request for the pipeline, its sounds and images encoded. Raises RequestError.
+
+        For the driver's thread.
+        """
         params = OmniParams() if params is None else params
         if not isinstance(params, OmniParams):
             raise RequestError(f"the parameters are {describe(params)}; allowed: an OmniParams")
@@ -243,7 +241,7 @@ class Omni(OfOneProcess):
         if any(chosen is not None and chosen.n != 1 for chosen in sampling.values()):
             raise RequestError("a spoken answer is one answer: n must be 1")
         voice = {} if params.voice is None else {"voice": params.voice}
-        return OmniRequest(
+        request = OmniRequest(
             request_id=f"omni-{next(self._names)}",
             prompt=spoken,
             params={name: chosen for name, chosen in sampling.items() if chosen is not None},
@@ -251,22 +249,17 @@ class Omni(OfOneProcess):
             stages=None if params.audio else frozenset(["thinker"]),
             salt=salt,
         )
+        return self.pipeline.prepare(request, self._output)
 
-    def output(self, progress: Progress) -> OmniOutput:
-        """What a request of the pipeline has by now. Raises RequestError."""
-        if not isinstance(progress, Progress):
-            raise RequestError(
-                f"progress is {describe(progress)}; allowed: what `pipeline.submit` returns"
-            )
+    def _output(self, progress: Progress) -> OmniOutput:
         text, reason = "", progress.finish_reason
-        request_id = progress.request.request_id
-        result = progress.results.get("thinker") or self._thinker.peek(request_id)
+        result = progress.results.get("thinker") or self._thinker.peek(progress.request_id)
         if isinstance(result, RequestOutput):
             text = result.outputs[0].text
             reason = reason and (result.outputs[0].finish_reason if reason == "done" else reason)
         chunks = progress.chunks
         return OmniOutput(
-            request_id=request_id,
+            request_id=progress.request_id,
             text=text,
             token_ids=_joined(chunks.get(Input("thinker", TOKENS), [])).tolist(),
             codes=_joined(chunks.get(self._stages.codes, [])),
@@ -278,39 +271,67 @@ class Omni(OfOneProcess):
             prompt_token_ids=progress.request.prompt.prepared.token_ids,
         )
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise OMNI.missing(name, dir(type(self)))
 
+@check_calls(ConfigError)
+class AsyncOmni(OfOneProcess):
+    """An `Omni` whose answers are awaited; any number of tasks of any event loop may ask."""
 
-class _Stream(OutputStream[OmniOutput]):
-    """One request's outputs; reading it runs steps of the shared pipeline."""
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        """Load a model; `options` are those of `Omni`. Raises ConfigError, ModelError."""
+        self.omni = Omni(model, **options)
+        self._driver = self.omni._driver
 
-    def __init__(
-        self, pipeline: Pipeline, request: OmniRequest, output: Callable[[Progress], OmniOutput]
-    ) -> None:
-        self._pipeline = pipeline
-        self._request = request
-        self._output = output
-        self._progress: Progress | None = None  # once the request is submitted
+    @property
+    def is_running(self) -> bool:
+        """True until `close`."""
+        return not self.omni.pipeline.is_closed
 
-    def _next(self) -> OmniOutput:
-        if self._progress is None:
-            self._progress = self._pipeline.submit(self._request)
-        progress = self._progress
-        while progress.finish_reason is None:
-            if progress in self._pipeline.step() and progress.finish_reason is None:
-                return self._output(progress)
-        if progress.error is not None:
-            raise progress.error
-        output = self._output(progress)  # also if another call's steps brought it to its end
-        self._end()
-        return output
+    async def start(
+        self,
+        prompt: OmniPrompt,
+        params: OmniParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> AsyncOutputStream[OmniOutput]:
+        """Prepare an answer, and return its outputs when it is known to be possible.
 
-    def _leave(self, *, collected: bool) -> None:
-        if collected:
-            self._pipeline.leave(self._request.request_id)
-        else:
-            self._pipeline.abort(self._request.request_id)
+        Each output holds the whole answer so far. The request begins when the first one is read;
+        closing the stream aborts it, as does its garbage collection. Raises the errors of
+        `Omni.generate`.
+        """
+        prepare = partial(self.omni.prepare, prompt, params, cache_salt)
+        progress = await self._driver.call_async(prepare)
+
+        async def prepared() -> Progress:
+            return progress
+
+        return AsyncOutputStream(self._driver, prepared, owner=self)
+
+    async def generate(
+        self,
+        prompt: OmniPrompt,
+        params: OmniParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> OmniOutput:
+        """Return the whole answer to one prompt. Raises the errors of `Omni.generate`."""
+        async for output in await self.start(prompt, params, cache_salt=cache_salt):
+            if output.finished:
+                return output
+        raise EngineError("the pipeline ended a request without an answer")
+
+    async def call(self, function: Callable[[], Answer]) -> Answer:
+        """Call `function` in the pipeline's thread; returns or raises what it does.
+
+        Raises EngineError after `close`, RequestError for an object that cannot be called.
+        """
+        if not callable(function):
+            raise RequestError(f"function is {describe(function)}; allowed: a function")
+        return await self._driver.call_async(function)
+
+    def close(self) -> None:
+        """End every request with an EngineError and free the memory. Idempotent."""
+        self._driver.close()
 
 
 def _joined(chunks: Sequence[Any]) -> Tensor:

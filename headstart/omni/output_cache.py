@@ -95,12 +95,10 @@ class OutputCache:
         self._bytes = 0
         self._written = self._evicted = self._refused = 0
         self._places: Counter[str] = Counter()
-        self._changing = False  # stays True after an interrupted change, which the next one repairs
 
     @property
     def stats(self) -> OutputCacheStats:
         """The current contents, and counts since the store was made."""
-        self._mend()
         return OutputCacheStats(
             len(self._order), self._bytes, self._written, self._evicted, self._refused
         )
@@ -134,7 +132,6 @@ class OutputCache:
         position 0.
         """
         on_path = list(self._walk(path))
-        self._mend()
         for node in reversed(on_path):
             for name in node.rows:
                 self._order.move_to_end((node, name))
@@ -153,8 +150,6 @@ class OutputCache:
         hit. An existing entry is not replaced; rows that are not finite are not kept, nor those for
         which the blocks before this one leave no room. Call `touch` when all of a prefix are there.
         """
-        self._mend()
-        self._changing = True
         node = self._make(path, index)
         node.needed = frozenset(rows if needed is None else needed)
         for name, tensor in rows.items():
@@ -171,29 +166,22 @@ class OutputCache:
             self._bytes += size
             self._written += 1
         self._prune(node)
-        self._changing = False
 
     def drop(self, stage: str, name: str) -> None:
         """Drop all rows of one output whose detected alignment was wrong; no block needs them."""
-        self._mend()
-        self._changing = True
         for node, entry in [key for key in self._order if key[1] == name]:
             if _stage_key(node) == stage.encode():
                 node.needed -= {name}
                 self._remove(node, entry)
-        self._changing = False
 
     def clear(self) -> None:
         """Drop all entries."""
-        self._changing = True
         self._tree = PrefixTree()
         self._order.clear()
         self._bytes = 0
-        self._changing = False
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
-        self._mend()
         assert self._bytes <= self.max_bytes, f"{self._bytes} of {self.max_bytes} bytes"
         found = {}
         for root in self._tree.roots():
@@ -208,32 +196,6 @@ class OutputCache:
         assert found == dict(self._order), "the order is not that of the rows"
         counted = sum(node.nbytes for node in self._nodes())
         assert self._bytes == counted, "the bytes are counted wrong"
-
-    def _mend(self) -> None:
-        """Repair an interrupted change: drop rows that are not in the order yet.
-
-        Lookups before the repair were correct, since a block's rows are added one whole output at a
-        time, and the block is no hit until all needed outputs are there.
-        """
-        if not self._changing:
-            return
-        nodes = self._nodes()
-        for node in nodes:
-            node.rows = {
-                name: rows for name, rows in node.rows.items() if (node, name) in self._order
-            }
-        here = {(node, name) for node in nodes for name in node.rows}
-        self._order = OrderedDict(item for item in self._order.items() if item[0] in here)
-        for leaf in [node for node in nodes if node.child is None]:
-            self._prune(leaf)
-        for root in [root for root in self._tree.roots() if root.child is None]:
-            self._tree.cut_off(root)
-        nodes = self._nodes()
-        for node in nodes:
-            sizes = [self._order[node, name] for name in node.rows]
-            node.nbytes = NODE_BYTES + len(node.key) + sum(sizes)
-        self._bytes = sum(node.nbytes for node in nodes)
-        self._changing = False
 
     def _nodes(self) -> list[_Node]:
         """All nodes but the roots."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from headstart.engine.prompt import PreparedPrompt
 from headstart.errors import RequestError
 from headstart.frontend.vllm_api.signatures import check_calls
 from headstart.omni.audio import pcm16, save_wav, wav_bytes
-from headstart.omni.members import OUTPUT, PARAMS
 from headstart.omni.stage import StageMetrics
 from headstart.validation import check_fields, option
 
@@ -43,9 +42,6 @@ class OmniParams:
 
     def __post_init__(self) -> None:
         check_fields(self, RequestError)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise PARAMS.missing(name, dir(type(self)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,6 +94,3 @@ class OmniOutput:
     def save_wav(self, path: str | Path) -> None:
         """Write the waveform to a WAV file."""
         save_wav(path, self.audio, self.sample_rate)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise OUTPUT.missing(name, dir(type(self)))

@@ -131,10 +131,6 @@ class StageRows:
             self._cache.touch(self._path(sequence, len(sequence.keys)))
         return request.hit_rows
 
-    def recover(self) -> None:
-        """Forget every request. Their cached rows stay: they were complete when cached."""
-        self._requests.clear()
-
     def watermark(self, sequence: TokenSequence) -> int:
         """Number of tokens whose rows were handed on."""
         return self._requests[sequence].watermark

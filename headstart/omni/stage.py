@@ -1,7 +1,9 @@
 """The interface of a pipeline's stages.
 
-    open ──▶ feed, end_input ──▶ step ──▶ Given ... Given ──▶ Ended
-                                   └────▶ Failed                    abort at any time between steps
+    open ──▶ feed, end_input ──▶ step ──▶ StageStarted, OutputEvent ... ──▶ StageFinished
+                                   └────▶ StageFailed
+
+`abort` may come at any time between steps.
 
 A stage declares its inputs, their source stages, and its outputs. The pipeline carries outputs to
 the stages that take them; stages know nothing of one another.
@@ -9,24 +11,23 @@ the stages that take them; stages know nothing of one another.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, NoReturn, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, HeadstartError
-from headstart.omni.members import METRICS
 from headstart.omni.outputs import Output
 from headstart.omni.rows import Chunk
 from headstart.validation import check_name
 
 __all__ = [
     "TOKENS",
-    "Began",
-    "Ended",
+    "StageStarted",
+    "StageFinished",
     "Event",
-    "Failed",
+    "StageFailed",
     "StageMetrics",
-    "Given",
+    "OutputEvent",
     "Input",
     "OmniRequest",
     "Stage",
@@ -111,18 +112,15 @@ class StageMetrics:
     loaded_tokens: int = 0
     hit_rows: Counter[str] = field(default_factory=Counter)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise METRICS.missing(name, [one.name for one in fields(self)])
 
-
-class Given(NamedTuple):
+class OutputEvent(NamedTuple):
     """The next rows of one output of a request."""
 
     request_id: str
     chunk: Chunk
 
 
-class Began(NamedTuple):
+class StageStarted(NamedTuple):
     """A request's prompt in the stage is complete; comes before any of the request's rows.
 
     prompt_tokens: its length. names: the identities of its whole blocks of `block_size` tokens;
@@ -135,7 +133,7 @@ class Began(NamedTuple):
     names: Sequence[bytes] = ()
 
 
-class Ended(NamedTuple):
+class StageFinished(NamedTuple):
     """The stage has given all of a request. `result`: its result for the user besides rows."""
 
     request_id: str
@@ -143,14 +141,14 @@ class Ended(NamedTuple):
     result: object = None
 
 
-class Failed(NamedTuple):
+class StageFailed(NamedTuple):
     """The request failed in the stage, which holds nothing of it any more."""
 
     request_id: str
     error: HeadstartError
 
 
-Event = Given | Began | Ended | Failed
+Event = OutputEvent | StageStarted | StageFinished | StageFailed
 
 
 class Stage(Protocol):
@@ -176,7 +174,7 @@ class Stage(Protocol):
         """Begin a request."""
         ...
 
-    def feed(self, source: str, event: Given | Began) -> None:
+    def feed(self, source: str, event: OutputEvent | StageStarted) -> None:
         """Take an event of stage `source`."""
         ...
 
@@ -185,7 +183,7 @@ class Stage(Protocol):
         ...
 
     def step(self) -> list[Event]:
-        """Do some work; a request that fails ends with `Failed`, the others continue."""
+        """Do some work; a request that fails ends with `StageFailed`, the others continue."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -194,13 +192,6 @@ class Stage(Protocol):
 
     def peek(self, request_id: str) -> object:
         """A running request's result so far besides rows, None if there is none."""
-        ...
-
-    def recover(self) -> None:
-        """Forget every request after an interrupted call. May be called again.
-
-        Raises EngineError, with the cause, if that fails.
-        """
         ...
 
     def reset_cache(self) -> None:

@@ -22,7 +22,7 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
 from headstart.errors import EngineError
 from headstart.omni.feeds import Conditions, StagePrompt
-from headstart.omni.stage import Began, Given, Input, OmniRequest
+from headstart.omni.stage import Input, OmniRequest, OutputEvent, StageStarted
 
 __all__ = ["TalkerFeed", "TalkerPlan"]
 
@@ -63,10 +63,10 @@ class TalkerFeed:
         self._num_rows = 0
         self._conditions = Conditions(plan.block_size, self._combine, anonymous=plan.anonymous)
 
-    def take(self, source: str, event: Given | Began) -> None:
+    def take(self, source: str, event: OutputEvent | StageStarted) -> None:
         if source != self._plan.rows.stage:
             return
-        if isinstance(event, Began):
+        if isinstance(event, StageStarted):
             self._prompt_tokens = event.prompt_tokens
             if event.block_size == self._plan.block_size:
                 self._conditions.name(event.names)

@@ -28,7 +28,7 @@ from headstart.version import __version__
 
 if TYPE_CHECKING:
     from headstart.frontend.async_llm import AsyncLLM
-    from headstart.omni.async_omni import AsyncOmni
+    from headstart.omni.omni import AsyncOmni
     from headstart.server.monitoring.tracing import Tracer
 
 __all__ = ["create_app", "create_speech_app"]

@@ -17,7 +17,6 @@ PUBLIC_API = {
     "headstart.frontend.async_llm",
     "headstart.frontend.llm",
     "headstart.engine.params",
-    "headstart.omni.async_omni",
     "headstart.omni.omni",
 }
 

@@ -171,7 +171,7 @@ class Speech:
 
     def run(self, *requests: OmniRequest) -> list[Progress]:
         """All of them at once, to their end; every invariant is checked at each step."""
-        progress = [self.pipeline.submit(request) for request in requests]
+        progress = [start(self.pipeline, request) for request in requests]
         while self.pipeline.has_unfinished:
             self.pipeline.step()
             self.cache.check()
@@ -194,6 +194,13 @@ class Speech:
     def __exit__(self, *_: object) -> None:
         self.check_idle()
         self.close()
+
+
+def start(pipeline: Pipeline, request: OmniRequest) -> Progress:
+    """Begin a request, as a driver does."""
+    progress = pipeline.prepare(request)
+    pipeline.submit(progress)
+    return progress
 
 
 def request(name: str, prompt: list[int], **more: Any) -> OmniRequest:

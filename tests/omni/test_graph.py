@@ -14,6 +14,7 @@ from headstart.omni.graph import StageNode, read_graph
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.outputs import Alignment, Kind, Output
 from headstart.omni.stage import Input, OmniRequest, Stage, StageSpec
+from tests.omni.pipelines import start
 
 TEXT = """
 collects = ["second.doubled"]
@@ -53,7 +54,7 @@ class Calls:
         )
 
     def run(self, prompt: list[float], salt: str | None = None) -> list[float]:
-        progress = self.pipeline.submit(OmniRequest(request_id="r", prompt=prompt, salt=salt))
+        progress = start(self.pipeline, OmniRequest(request_id="r", prompt=prompt, salt=salt))
         while self.pipeline.has_unfinished:
             self.pipeline.step()
         assert progress.error is None

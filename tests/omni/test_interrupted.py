@@ -14,8 +14,8 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request
 from headstart.errors import EngineError
 from headstart.omni.pipeline import Pipeline, Progress
-from headstart.omni.stage import TOKENS, Ended, Event, Given, Input
-from tests.omni.pipelines import Speech, collected, oracle, request, said
+from headstart.omni.stage import TOKENS, Event, Input, OutputEvent, StageFinished
+from tests.omni.pipelines import Speech, collected, oracle, request, said, start
 from tests.omni.test_pipeline import PROMPTS, wanted
 
 COLLECTS = (Input("thinker", TOKENS), Input("talker", TOKENS), Input("vocoder", "audio"))
@@ -62,11 +62,11 @@ def finish(speech: Speech, progress: Progress) -> None:
 
 def test_a_thinker_that_resumes_with_a_longer_hit() -> None:
     with Speech(max_num_batched_tokens=5) as speech, resumptions(speech) as seen:
-        slow = speech.pipeline.submit(request("slow", PROMPTS["first"]))
+        slow = start(speech.pipeline, request("slow", PROMPTS["first"]))
         speech.pipeline.step()
         preempt(speech, "thinker")
         with held_back(speech, "slow"):
-            quick = speech.pipeline.submit(request("quick", PROMPTS["first"]))
+            quick = start(speech.pipeline, request("quick", PROMPTS["first"]))
             finish(speech, quick)
         finish(speech, slow)
         assert seen == [(0, 0), (0, 4), (5, 12)]
@@ -81,12 +81,12 @@ def test_a_thinker_that_resumes_with_a_shorter_hit(steps: int, given: int) -> No
         Speech(**options, talker_options={"num_blocks": 64}) as speech,
         resumptions(speech) as seen,
     ):
-        slow = speech.pipeline.submit(request("slow", PROMPTS["first"]))
+        slow = start(speech.pipeline, request("slow", PROMPTS["first"]))
         for _ in range(steps):
             speech.pipeline.step()
         preempt(speech, "thinker")
         with held_back(speech, "slow"):
-            finish(speech, speech.pipeline.submit(request("greedy", [60] * 29)))
+            finish(speech, start(speech.pipeline, request("greedy", [60] * 29)))
         finish(speech, slow)
         assert seen == [(0, 0), (0, 0), (given, 0)]
         assert said(slow) == wanted("first")
@@ -95,7 +95,7 @@ def test_a_thinker_that_resumes_with_a_shorter_hit(steps: int, given: int) -> No
 @pytest.mark.parametrize("steps", [3, 5, 8])
 def test_a_talker_that_is_preempted_says_the_same(steps: int) -> None:
     with Speech() as speech:
-        progress = speech.pipeline.submit(request("r", PROMPTS["first"]))
+        progress = start(speech.pipeline, request("r", PROMPTS["first"]))
         for _ in range(steps):
             speech.pipeline.step()
         preempt(speech, "talker")
@@ -123,35 +123,6 @@ def test_rows_that_are_not_finite_are_gone_with_their_request(options: dict[str,
         assert progress.metrics["thinker"].hit_rows == {"hidden": 12, "feature": 12}
 
 
-@pytest.mark.parametrize("call", ["submit", "step", "abort"])
-@pytest.mark.parametrize(
-    ("cause", "text"),
-    [(KeyboardInterrupt(), "KeyboardInterrupt"), (MemoryError("none left"), "none left")],
-    ids=["Ctrl-C", "no memory"],
-)
-def test_requests_that_an_interruption_ends_are_told_of_it(
-    call: str, cause: BaseException, text: str
-) -> None:
-    """They were told that a call was interrupted, and not by what."""
-    with Speech() as speech:
-        calls: dict[str, tuple[str, Callable[[], object]]] = {
-            "submit": ("open", lambda: speech.pipeline.submit(request("late", [1, 2]))),
-            "step": ("step", speech.pipeline.step),
-            "abort": ("abort", lambda: speech.pipeline.abort("other")),
-        }
-        method, interrupted = calls[call]
-        progress = speech.pipeline.submit(request("open", PROMPTS["first"]))
-        speech.pipeline.submit(request("other", PROMPTS["first"]))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(speech.thinker, method, raising(cause))
-            with pytest.raises(type(cause)):
-                interrupted()
-        speech.pipeline.abort("nobody")
-        assert isinstance(progress.error, EngineError)
-        assert f"interrupted: {type(cause).__name__}" in str(progress.error)
-        assert str(progress.error).endswith(text) and progress.error.__cause__ is cause
-
-
 def raising(error: BaseException) -> Callable[..., Any]:
     def raises(*_: object) -> None:
         raise error
@@ -162,56 +133,20 @@ def raising(error: BaseException) -> Callable[..., Any]:
 def test_a_request_that_fails_as_it_begins_ends_alone() -> None:
     """Its rows were closed, which were not open yet: a KeyError ended all requests."""
     with Speech() as speech:
-        other = speech.pipeline.submit(request("other", PROMPTS["first"]))
+        other = start(speech.pipeline, request("other", PROMPTS["first"]))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(speech.thinker.rows, "open", raising(MemoryError("none left")))
-            progress = speech.pipeline.submit(request("r", PROMPTS["first"]))
+            progress = start(speech.pipeline, request("r", PROMPTS["first"]))
         finish(speech, progress)
         assert "none left" in str(progress.error)
         finish(speech, other)
         assert said(other) == wanted("first")
 
 
-def test_a_stage_whose_engine_makes_no_step_any_more_is_made_whole() -> None:
-    """It made steps until nothing was left to tell, and each of them could fail."""
-    with Speech() as speech:
-        engine = speech.thinker.engine
-        progress = speech.pipeline.submit(request("r", PROMPTS["first"]))
-        engine.advance()  # its results wait
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(speech.thinker, "step", raising(KeyboardInterrupt()))
-            with pytest.raises(KeyboardInterrupt):
-                speech.pipeline.step()
-            for method in ("step", "advance"):
-                patch.setattr(engine, method, raising(RuntimeError("no step")))
-            speech.pipeline.abort("nobody")
-        assert "KeyboardInterrupt" in str(progress.error) and not engine.has_unfinished
-        [again] = speech.run(request("again", PROMPTS["first"]))
-        assert said(again) == wanted("first")
-
-
-def test_a_stage_that_cannot_be_made_whole_says_why_and_is_closed() -> None:
-    speech = Speech()
-    progress = speech.pipeline.submit(request("r", PROMPTS["first"]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speech.thinker, "step", raising(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            speech.pipeline.step()
-        patch.setattr(speech.thinker.engine, "abort", raising(RuntimeError("broken for good")))
-        for call in (speech.pipeline.step, lambda: speech.pipeline.abort("nobody")):
-            with pytest.raises(EngineError, match=r"'thinker' .* RuntimeError: broken for good"):
-                call()
-        speech.pipeline.close()
-    assert str(progress.error) == "the pipeline is closed"
-    for stage in (speech.thinker, speech.talker):
-        with pytest.raises(EngineError, match="closed"):
-            stage.engine.require_open()
-
-
 def test_a_step_without_work_is_no_interruption() -> None:
     """The call after it ended every request."""
     with Speech() as speech:
-        progress = speech.pipeline.submit(request("r", PROMPTS["first"]))
+        progress = start(speech.pipeline, request("r", PROMPTS["first"]))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(speech.vocoder, "_can_run", lambda state: False)
             with pytest.raises(EngineError, match="1 requests wait, and no stage has work"):
@@ -271,10 +206,10 @@ def test_requests_of_several_users_are_in_several_stages_in_one_step() -> None:
             busy[name] = set()
             stage.step = noted(stage.step, busy[name])  # type: ignore[method-assign]
         talk = {"talker": SamplingParams(temperature=0, max_tokens=11)}
-        first = speech.pipeline.submit(request("first", PROMPTS["first"], params=talk))
+        first = start(speech.pipeline, request("first", PROMPTS["first"], params=talk))
         while not first.chunks[Input("vocoder", "audio")]:
             speech.pipeline.step()
-        second = speech.pipeline.submit(request("second", [*range(50, 74)]))
+        second = start(speech.pipeline, request("second", [*range(50, 74)]))
         seen = set()
         while speech.pipeline.has_unfinished:
             for names in busy.values():
@@ -294,7 +229,9 @@ def noted(step: Callable[[], list[Event]], names: set[str]) -> Callable[[], list
 
     def wrapper() -> list[Event]:
         events = step()
-        names.update(event.request_id for event in events if isinstance(event, Given | Ended))
+        names.update(
+            event.request_id for event in events if isinstance(event, OutputEvent | StageFinished)
+        )
         return events
 
     return wrapper

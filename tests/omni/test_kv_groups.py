@@ -26,6 +26,7 @@ from headstart.omni.output_cache import OutputCache
 from headstart.omni.outputs import Output
 from headstart.omni.pipeline import Pipeline, Progress
 from headstart.omni.stage import TOKENS, Input, OmniRequest, StageSpec
+from tests.omni.pipelines import start
 
 WINDOW, WORDS, BLOCK = 8, 5, 4
 SIZES: dict[str, Any] = {
@@ -106,7 +107,7 @@ class Writer:
         for prompt in prompts:
             self.asked += 1
             request = OmniRequest(request_id=f"{self.asked}", prompt=prompt)
-            running.append((prompt, self.pipeline.submit(request)))
+            running.append((prompt, start(self.pipeline, request)))
         while self.pipeline.has_unfinished:
             self.pipeline.step()
             self.cache.check()

@@ -1,20 +1,15 @@
 """The stage-output store: exact, bounded, and never wrong for a reader that comes late."""
 
-from contextlib import suppress
-from itertools import count
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headstart.cache import BlockKey, MultiModalItem, Namespace, TokenSequence, tree
+from headstart.cache import BlockKey, MultiModalItem, Namespace, TokenSequence
 from headstart.errors import ConfigError
-from headstart.omni import output_cache
 from headstart.omni.content_cache import ContentCache
 from headstart.omni.output_cache import ENTRY_BYTES, NODE_BYTES, BlockPath, OutputCache
-from tests.interruptions import Interrupted, Interruption
 
 HERE = Namespace(None, None)
 
@@ -240,26 +235,6 @@ def test_under_any_load_the_bound_holds_and_rows_are_their_own(
                 readers.append((tensor, wanted))
         cache.check()
         assert all(torch.equal(tensor, wanted) for tensor, wanted in readers)
-
-
-def test_an_interruption_at_any_line_leaves_no_node_without_rows() -> None:
-    """In the shared tree, too: an empty fork kept its ancestors for ever."""
-    for number in count():
-        cache = OutputCache(3 * ENTRY_BYTES + 8 * NODE_BYTES)
-        with suppress(Interrupted), Interruption(number, Interrupted(), output_cache, tree) as run:
-            for first in range(3):
-                for second in range(2):
-                    keys = [BlockKey(b"%d" % first), BlockKey(b"%d%d" % (first, second))]
-                    path = BlockPath("stage", Namespace(None, f"{first}"), keys)
-                    cache.put(path, 1, {"rows": torch.zeros(4)})
-            cache.drop("stage", "rows")
-        cache.check()
-        cache.drop("stage", "rows")
-        cache.check()
-        assert cache._tree.roots() == []
-        if not run.raised:
-            break
-    assert number > 300
 
 
 def test_rows_that_are_not_finite_are_not_kept() -> None:

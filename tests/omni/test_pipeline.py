@@ -13,9 +13,9 @@ from headstart.errors import ConfigError, EngineError, RequestError
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.pipeline import Pipeline
 from headstart.omni.rows import Chunk
-from headstart.omni.stage import TOKENS, Began, Given, Input
+from headstart.omni.stage import TOKENS, Input, OutputEvent, StageStarted
 from headstart.omni.talker import TalkerFeed
-from tests.omni.pipelines import WIDTH, Speech, collected, oracle, request, said, vocode
+from tests.omni.pipelines import WIDTH, Speech, collected, oracle, request, said, start, vocode
 
 CONTEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
 PROMPTS = {
@@ -205,8 +205,8 @@ def test_rows_evicted_while_kv_stays_and_kv_evicted_while_rows_stay() -> None:
 @pytest.mark.parametrize("steps", [1, 2, 4, 6, 9])
 def test_an_abort_reaches_every_stage_and_nobody_else(steps: int) -> None:
     with Speech() as speech:
-        gone = speech.pipeline.submit(request("gone", PROMPTS["first"]))
-        stays = speech.pipeline.submit(request("stays", PROMPTS["other question"]))
+        gone = start(speech.pipeline, request("gone", PROMPTS["first"]))
+        stays = start(speech.pipeline, request("stays", PROMPTS["other question"]))
         for _ in range(steps):
             speech.pipeline.step()
         assert speech.pipeline.abort("gone") is gone
@@ -260,12 +260,12 @@ def fail_once_of(function: Any) -> Any:
 def test_what_cannot_be_served_is_refused_before_any_work() -> None:
     with Speech() as speech:
         with pytest.raises(RequestError, match="at least one token"):
-            speech.pipeline.submit(request("r", []))
+            start(speech.pipeline, request("r", []))
         with pytest.raises(RequestError, match="no stage 'singer'"):
-            speech.pipeline.submit(request("r", [1], options={"singer": {}}))
-        speech.pipeline.submit(request("r", [1]))
+            start(speech.pipeline, request("r", [1], options={"singer": {}}))
+        start(speech.pipeline, request("r", [1]))
         with pytest.raises(RequestError, match="'r' is in use"):
-            speech.pipeline.submit(request("r", [1]))
+            start(speech.pipeline, request("r", [1]))
         speech.run()
 
 
@@ -324,8 +324,8 @@ def test_a_request_that_waits_for_its_rows_with_the_blocks_that_another_needs(
 def test_a_talker_never_speaks_of_rows_that_did_not_come() -> None:
     with Speech() as speech:
         feed = speech._talk(request("r", PROMPTS["first"]))
-        feed.take("thinker", Began("r", 14, 4, []))
-        feed.take("thinker", Given("r", Chunk("hidden", 0, torch.zeros(9, WIDTH))))
+        feed.take("thinker", StageStarted("r", 14, 4, []))
+        feed.take("thinker", OutputEvent("r", Chunk("hidden", 0, torch.zeros(9, WIDTH))))
         assert feed.prompt() is None
         with pytest.raises(EngineError, match="ended with 9 rows of 'hidden' for a prompt of 14"):
             feed.end("thinker")
@@ -339,7 +339,7 @@ def test_a_feed_that_raises_what_it_likes_ends_its_request_alone(
 
     with Speech() as speech:
         bad, good = (
-            speech.pipeline.submit(request(name, prompt))
+            start(speech.pipeline, request(name, prompt))
             for name, prompt in zip(("bad", "good"), PROMPTS.values(), strict=False)
         )
         monkeypatch.setattr(speech.talker._states["bad"].feed, "take", take)

@@ -28,6 +28,7 @@ from headstart.omni.output_cache import OutputCache
 from headstart.omni.outputs import Output, parse_alignment
 from headstart.omni.pipeline import Pipeline
 from headstart.omni.stage import TOKENS, Input, OmniRequest, StageSpec
+from tests.omni.pipelines import start
 
 ACCEPT, AUDIO, QUANTIZERS, BLOCK, CONTEXT = 2, 90, 4, 8, 40
 
@@ -97,7 +98,7 @@ def test_rows_from_a_middle_layer_cold_and_warm(
     )
     pipeline = Pipeline([stage], [Input("thinker", "handed"), Input("thinker", TOKENS)])
     for name, (seed, hit) in enumerate([(1, 0), (2, 0), (1, 12)]):
-        progress = pipeline.submit(OmniRequest(request_id=f"{name}", prompt=seed))
+        progress = start(pipeline, OmniRequest(request_id=f"{name}", prompt=seed))
         while pipeline.has_unfinished:
             pipeline.step()
         text, rows = expected[seed]
@@ -170,7 +171,7 @@ def test_a_wave_by_blocks_is_that_of_the_passes_that_transformers_makes(
     codes = torch.randint(
         0, 32, (count, QUANTIZERS), generator=torch.Generator().manual_seed(count)
     )
-    progress = pipeline.submit(OmniRequest(request_id="r", prompt=codes))
+    progress = start(pipeline, OmniRequest(request_id="r", prompt=codes))
     while pipeline.has_unfinished:
         pipeline.step()
     chunks = progress.chunks[Input("vocoder", "audio")]
@@ -236,7 +237,7 @@ def test_frames_by_blocks_are_the_whole_wave_and_known_by_their_codes(
 
     def speak(name: str, said: Tensor) -> tuple[Tensor, int]:
         calls.clear()
-        progress = pipeline.submit(OmniRequest(request_id=name, prompt=said))
+        progress = start(pipeline, OmniRequest(request_id=name, prompt=said))
         while pipeline.has_unfinished:
             pipeline.step()
         assert progress.error is None, progress.error

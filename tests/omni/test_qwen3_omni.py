@@ -27,7 +27,7 @@ from headstart.omni.frame_talker import FrameTalker, FrameTalkerFeed
 from headstart.omni.omni import Omni
 from headstart.omni.params import OmniOutput, OmniParams
 from headstart.omni.rows import Chunk
-from headstart.omni.stage import Began, Given
+from headstart.omni.stage import OutputEvent, StageStarted
 from tests.omni.tiny_qwen3 import IDS, QUANTIZERS, save_qwen3
 
 WORDS, CODES = 6, 10
@@ -282,10 +282,12 @@ def test_the_same_first_codes_with_others_behind_them_are_another_prefix(omni: O
         request = omni.prepare(PROMPTS["text"], LONG, None)
         feed = talker._feeder(request)
         length = len(PROMPTS["text"]["prompt_token_ids"])
-        feed.take("thinker", Began(request.request_id, length, 4, [b"one", b"two", b"three"]))
+        feed.take(
+            "thinker", StageStarted(request.request_id, length, 4, [b"one", b"two", b"three"])
+        )
         rows = noise(3, length + 6, 48)
         rows[:4] += len(items)  # whose block has a name
-        feed.take("thinker", Given(request.request_id, Chunk("handed", 0, rows)))
+        feed.take("thinker", OutputEvent(request.request_id, Chunk("handed", 0, rows)))
         prompt = feed.prompt()
         assert prompt is not None and isinstance(feed, FrameTalkerFeed)
         chosen = feed.sampling.params

@@ -130,7 +130,7 @@ def _open_omni(model: str, engine: Mapping[str, Any]) -> Iterator[Any]:
     of_model = {name: engine[name] for name in ("dtype", "device") if name in engine}
     of_stages = {name: value for name, value in engine.items() if name not in of_model}
     with waiting(announce(model, engine)):
-        async_omni = load_module("headstart.omni.async_omni").AsyncOmni
+        async_omni = load_module("headstart.omni.omni").AsyncOmni
         omni = async_omni(model, **of_model, options=of_stages)
     with closing(omni):
         yield omni

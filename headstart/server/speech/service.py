@@ -20,7 +20,8 @@ from headstart.server.service import Front
 from headstart.server.tenants import Tenants
 
 if TYPE_CHECKING:
-    from headstart.omni.async_omni import AsyncOmni, OmniStream
+    from headstart.frontend.streams import AsyncOutputStream
+    from headstart.omni.omni import AsyncOmni
     from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt
 
 __all__ = ["SpeechService", "Transcripts", "speech_service_of"]
@@ -49,13 +50,15 @@ class SpeechService(Front):
         """The text of `/metrics`."""
         return self.metrics.read(len(self._read))
 
-    async def start(self, prompt: OmniPrompt, params: OmniParams, salt: str | None) -> OmniStream:
+    async def start(
+        self, prompt: OmniPrompt, params: OmniParams, salt: str | None
+    ) -> AsyncOutputStream[OmniOutput]:
         """Begin an answer. Raises RequestError, and ApiError (504) when the time is over."""
         self.check_ready()
         self.calls.count_prompt()
         return await self.omni.start(prompt, params, cache_salt=salt)
 
-    async def run(self, stream: OmniStream) -> AsyncGenerator[OmniOutput]:
+    async def run(self, stream: AsyncOutputStream[OmniOutput]) -> AsyncGenerator[OmniOutput]:
         """The outputs of an answer. Raises ApiError (504) when its time is over."""
         end = "abort"
         try:

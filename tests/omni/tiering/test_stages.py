@@ -13,7 +13,7 @@ from headstart.engine.tiering.identity import identify
 from headstart.engine.tiering.tiers import Tiers
 from headstart.omni.pipeline import Progress
 from headstart.tiers import DiskStore, LoadedBlock
-from tests.omni.pipelines import Speech, request, said
+from tests.omni.pipelines import Speech, request, said, start
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
 
@@ -84,7 +84,7 @@ def test_a_talker_s_rows_may_come_while_its_prefix_is_loaded(
 
     monkeypatch.setattr(DiskStore, "load", load_late)
     with Speech(cache_dir=str(tmp_path)) as speech:
-        progress = speech.pipeline.submit(request("one", PROMPT))
+        progress = start(speech.pipeline, request("one", PROMPT))
         while "thinker" not in progress.metrics:
             speech.pipeline.step()
         thought.set()

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headstart.omni.async_omni import AsyncOmni
+from headstart.omni.omni import AsyncOmni
 from headstart.server.app import create_speech_app
 from headstart.server.options import ServerOptions
 from tests.omni.tiny_omni import save_qwen25

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -17,9 +18,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from headstart import Omni, OmniParams, SamplingParams
-from headstart.omni.async_omni import AsyncOmni
 from headstart.omni.families.qwen2_5 import Qwen25Stages
 from headstart.omni.families.qwen3 import Qwen3Stages
+from headstart.omni.omni import AsyncOmni
 from headstart.server.app import create_speech_app
 from headstart.server.options import ServerOptions
 from headstart.server.speech.service import SpeechService
@@ -77,7 +78,7 @@ def oracle(speaking: Speaking, prompt: Any, *, audio: bool = True) -> Any:
         text=SamplingParams(temperature=0, max_tokens=8, seed=3), speech=speech, audio=audio, seed=3
     )
     omni: Omni = speaking.omni.omni
-    [output] = speaking.omni._submit(lambda: omni.generate(prompt, params)).result(60)
+    [output] = omni.generate(prompt, params)
     return output
 
 
@@ -312,7 +313,7 @@ def test_a_client_that_goes_away_leaves_nothing(speaking: Speaking) -> None:
         lines = answer.iter_lines()
         assert json.loads(next(lines).removeprefix("data: "))["choices"]
     for _ in range(10_000):  # each call is a turn of the pipeline's thread
-        if not speaking.omni._submit(lambda: speaking.omni.omni.pipeline.has_unfinished).result():
+        if not asyncio.run(speaking.omni.call(lambda: speaking.omni.omni.pipeline.has_unfinished)):
             break
     else:
         pytest.fail("the request goes on")

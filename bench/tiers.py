@@ -56,7 +56,14 @@ from shapes import FOLDER, SHAPES, gguf_file, model_folder
 
 from headstart import LLM, SamplingParams
 from headstart.cache import BlockHash, TokenSequence
-from headstart.tiers import DiskStore, ModelRecord, Saver, StoredBlock
+from headstart.tiers import (
+    DiskStore,
+    GuardedStore,
+    ModelRecord,
+    Saver,
+    StoreChain,
+    StoredBlock,
+)
 from headstart.tiers.folder import described_models, slot_path
 
 LIMITS = {"disk": 1.3, "beside": 1.05, "cold_read": 0.8, "cold_load": 0.8}
@@ -250,7 +257,7 @@ def writing(kept: Path, nbytes: int) -> Iterator[Saver]:
     payload = random.Random(2).randbytes(nbytes)
     record = ModelRecord("bench", "bench", 16, nbytes)
     with closing(DiskStore(kept, record, 2 << 30)) as store:
-        saver = Saver(store, 64 * nbytes, store.faults)
+        saver = Saver(StoreChain([GuardedStore(store)]), 64 * nbytes, store.faults)
         saver.rest(True)  # as an engine that computes on the CPU has it
 
         def offer() -> None:

@@ -1,26 +1,23 @@
 """Tiers: where blocks are kept outside the pool, on disk and on other machines. No torch."""
 
-from headstart.tiers.chain import chain
-from headstart.tiers.deadline import DEADLINE, DeadlineStore
 from headstart.tiers.disk import DiskStore
-from headstart.tiers.faults import Faults
+from headstart.tiers.faults import Faults, Pause
 from headstart.tiers.folder import default_folder, make_folder
+from headstart.tiers.guard import GuardedStore, StoreChain
 from headstart.tiers.loader import Loader, LoadJob
 from headstart.tiers.objects import OBJECTS, ObjectStore
-from headstart.tiers.pause import Pause
 from headstart.tiers.remote import RemoteStore
 from headstart.tiers.saver import Saver
 from headstart.tiers.store import BlockStore, LoadedBlock, ModelRecord, StoredBlock
 from headstart.tiers.verify import Counts, ModelReport, VerifyReport, verify
 
 __all__ = [
-    "DEADLINE",
     "OBJECTS",
     "BlockStore",
     "Counts",
-    "DeadlineStore",
     "DiskStore",
     "Faults",
+    "GuardedStore",
     "LoadJob",
     "LoadedBlock",
     "Loader",
@@ -30,9 +27,9 @@ __all__ = [
     "Pause",
     "RemoteStore",
     "Saver",
+    "StoreChain",
     "StoredBlock",
     "VerifyReport",
-    "chain",
     "default_folder",
     "make_folder",
     "verify",

@@ -1,51 +1,41 @@
 """Loading off the engine's thread: blocks arrive in order, a few at a time, and never too many.
 
-    start ──▶ look up: does the store have it, and is it worth it ──▶ load ──▶ take
-                                                          parked ◀──┘  ▲
-                                                             └─────────┘
+    start ──▶ looked up: how many are there, and are they worth loading ──▶ loaded ──▶ done
+                                                                              │
+                                                              blocks wait ◀───┘ until `take`
 
-Looking up has a thread of its own, so that a prompt that is new waits for nobody's load. A job of
-which too much waits to be taken is parked, and the next one is loaded. The job that is taken now
-(`prefer`) always goes on: if others hold all room, the one that holds most gives blocks back from
-its end, and loads these again later.
-
-Neither a file nor a name server can be asked with a time limit, so a store may be silent for ever.
-Whoever waits calls `end_late` now and then: a job of which nothing came for `DEADLINE` seconds
-ends, and its thread is left to itself. Until that returns, and while `pause` is on, nothing is
-asked of the store. A job that is slow ends in the same way, once the store took as long as
-computing the blocks would, or `_LEAST_WAIT` if that is longer. The first load may take `_TRIAL`
-more, since nobody knew how fast the store is.
+Lookups have a thread of their own, so that a new prompt does not wait for the load of another.
+Loads run one after the other. Half of the bytes that may wait to be taken belong to the preferred
+job, whose blocks are taken as they come: jobs that nobody takes yet may fill the other half and
+never delay it. A load that takes longer than computing its blocks would ends early.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from headstart.cache import BlockHash
-from headstart.tiers.deadline import DEADLINE
-from headstart.tiers.faults import SILENT, SLOW
-from headstart.tiers.pause import Pause
-from headstart.tiers.store import BlockStore, LoadedBlock
+from headstart.tiers.faults import Faults
+from headstart.tiers.guard import StoreChain, start_thread
+from headstart.tiers.store import LoadedBlock
 
 __all__ = ["LoadJob", "Loader"]
 
-_CHUNK_BYTES = 8 << 20
-_TRIAL = 1.0  # seconds that the first load may be behind computing
+_TRIAL = 1.0  # seconds that the first load may take longer than computing
 _LEAST_WAIT = 0.25  # seconds that a later load may take, however fast computing is
 _WEIGHT = 0.3  # of the last measurement in the rate
 _LEAST_RATE = 1.0  # bytes a second of a store that gave nothing in time
 
 
 class LoadJob:
-    """Blocks that are looked for in a store and loaded. Its fields change under the loader's lock.
+    """Blocks to look up and load.
 
-    count: how many of the names are loaded, once that is known; of a job that ended early, those
-    that came. num_loaded: how many have come of these so far. arrived: blocks that nobody has taken
-    yet. done: nothing more arrives. is_parked: nothing more arrives before others are taken, or
-    this one is preferred. is_late: its thread was left to itself. asked: when the store was asked
-    for what it has not given yet, by `time.monotonic`. spent: seconds that the store took before
-    that. limit: seconds that it may take in all.
+    choose: returns how many to load of those that the stores have. count: how many are to be
+    loaded; 0 until that is known. num_loaded: how many of these have come. arrived: blocks that
+    wait to be taken. done: nothing more arrives. spent: seconds that the stores took. limit:
+    seconds that they may take.
     """
 
     def __init__(self, names: Sequence[BlockHash], choose: Callable[[int], int]) -> None:
@@ -55,305 +45,201 @@ class LoadJob:
         self.num_loaded = 0
         self.arrived: deque[LoadedBlock] = deque()
         self.done = False
-        self.cancelled = False
-        self.is_parked = False
-        self.is_late = False
-        self.asked: float | None = None
         self.spent = 0.0
-        self.limit = DEADLINE
+        self.limit = 0.0
 
-    def is_silent(self, now: float) -> bool:
-        """True if the store has given nothing for too long, and nobody has noted that yet."""
-        return not self.is_late and self.asked is not None and now - self.asked > DEADLINE
-
-    def is_slow(self, now: float) -> bool:
-        """True if computing would have been faster, and nobody has noted that yet."""
-        return (
-            not self.is_late
-            and self.asked is not None
-            and self.spent + now - self.asked > self.limit
-        )
-
-    def note_answer(self, now: float | None = None) -> None:
-        """Add the time since the store was asked; `now`: it is asked for more."""
-        if self.asked is not None:
-            self.spent += time.monotonic() - self.asked
-        self.asked = now
+    def time_left(self) -> float:
+        """Return the seconds that the stores may still take."""
+        return self.limit - self.spent
 
 
 class Loader:
-    """Loads for those who wait, in the order in which they asked.
+    """Loads jobs in the order in which they were started, the preferred one first.
 
-    max_bytes bounds what has arrived and was not taken; a job that needs more is parked. compute:
-    the seconds that computing so many blocks takes. rate: bytes a second that came of late; None
-    before the first load. is_guarded: no answer of the store takes longer than a deadline, since
-    each of its tiers has one and a pause of its own; so none is late here.
+    max_bytes bounds what has arrived and was not taken, up to a chunk. compute: returns the seconds
+    that computing so many blocks takes. rate: bytes a second of late; None before the first load.
     """
 
     def __init__(
         self,
-        store: BlockStore,
+        stores: StoreChain,
         max_bytes: int,
         compute: Callable[[int], float],
-        pause: Pause,
-        *,
-        is_guarded: bool = False,
+        faults: Faults,
     ) -> None:
         self.rate: float | None = None
-        self._store = store
+        self._stores = stores
         self._max_bytes = max_bytes
         self._compute = compute
-        self._pause = pause
-        self._block_bytes = 0  # of the last block that came
-        self._is_guarded = is_guarded
-        self._asked: deque[LoadJob] = deque()
-        self._found: deque[LoadJob] = deque()
-        self._current: set[LoadJob] = set()  # those that a thread works on
-        self._holding: set[LoadJob] = set()  # those of which blocks wait to be taken
+        self._faults = faults
+        self._started: deque[LoadJob] = deque()  # to be looked up
+        self._found: deque[LoadJob] = deque()  # to be loaded
         self._preferred: LoadJob | None = None
-        self._nbytes = 0
-        self._news = False
-        self._closed = False
-        self._lock = threading.RLock()  # not the condition: Ctrl-C in its `__exit__` would keep it
-        self._changed = threading.Condition(self._lock)
+        self._nbytes = 0  # of blocks that wait to be taken
+        self._has_news = False
+        self._is_closed = False
+        self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
 
     def start(self, names: Sequence[BlockHash], choose: Callable[[int], int]) -> LoadJob:
-        """Look for these blocks, and load as many as `choose` says when it is told how many are."""
+        """Look these blocks up, and load as many as `choose` returns for the number found."""
         job = LoadJob(names, choose)
-        self.end_late()
-        with self._lock:
-            if self._closed or self._pause.is_on or not self._has_threads():
-                job.done = self._news = True
-                return job
-            self._asked.append(job)
-            self._changed.notify_all()
+        with self._changed:
+            job.done = self._is_closed or not self._has_threads()
+            if not job.done:
+                self._started.append(job)
+                self._changed.notify_all()
         return job
 
     def _has_threads(self) -> bool:
         """Start the threads that do not run; False if the machine has no more threads."""
-        works = ((self._asked, self._look_up), (self._found, self._load))
-        for queue, work in works[len(self._threads) :]:
-            name = f"headstart{work.__name__}"
-            thread = threading.Thread(target=self._run, args=(queue, work), name=name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
+        for work in (self._look_up, self._load)[len(self._threads) :]:
+            thread = start_thread(partial(self._run, work), f"headstart{work.__name__}")
+            if thread is None:
                 return False
             self._threads.append(thread)
         return True
 
-    def end_late(self) -> None:
-        """End the jobs that wait for a store that is silent or slow, and those behind them."""
-        with self._lock:
-            now = time.monotonic()
-            silent = [job for job in self._current if job.is_silent(now) and not self._is_guarded]
-            slow = [job for job in self._current if job.is_slow(now) and job not in silent]
-            if not (silent or slow):
-                return
-            for job in (*silent, *slow):
-                job.is_late = True
-                self._pause.late(job)
-                job.note_answer()
-                if job.count:
-                    self._note_rate(job.count, self._block_bytes * job.count, job.spent)
-            for job in (*silent, *slow, *self._asked, *self._found):
-                job.cancelled = job.done = True
-            self._news = True
-            self._changed.notify_all()
-        if silent:
-            self._pause.failed(SILENT, f"not within {DEADLINE:g} s")
-        for job in slow:
-            self._note_slow(job)
-
-    def _note_slow(self, job: LoadJob, num_more: int = 0) -> None:
-        """Count a job that took too long; num_more: blocks that came and are not counted yet.
-
-        After a slow lookup the store is left alone for a while, since no rate prevents the next.
-        """
-        if job.count:
-            came = f"{job.num_loaded + num_more:,} of {job.count:,} blocks came"
-            self._pause.faults.note(SLOW, f"{came} within {job.limit:.2f} s")
-        else:
-            self._pause.failed(SLOW, f"no lookup within {job.limit:.2f} s")
-
     def take(self, job: LoadJob, most: int) -> list[LoadedBlock]:
-        """Up to `most` of the blocks that have arrived, in order."""
-        with self._lock:
+        """Return up to `most` of the blocks that have arrived, in order."""
+        with self._changed:
             taken = [job.arrived.popleft() for _ in range(min(most, len(job.arrived)))]
-            if not job.arrived:
-                self._holding.discard(job)
             self._release(taken)
         return taken
 
     def prefer(self, job: LoadJob | None) -> None:
-        """Load this job before all others: what arrives of it is taken at once. None: no job."""
+        """Load this job before all others, since its blocks are taken as they come."""
         if job is not self._preferred:
-            with self._lock:
-                self._preferred = None if job is None or job.cancelled else job
+            with self._changed:
+                self._preferred = job
                 self._changed.notify_all()
 
     def cancel(self, job: LoadJob) -> None:
-        """Nobody waits for the job any more."""
-        with self._lock:
-            job.cancelled = job.done = True
+        """End a job, and drop what has arrived of it."""
+        with self._changed:
+            job.done = True
             self._release(job.arrived)
             job.arrived.clear()
-            self._holding.discard(job)
-            if self._preferred is job:
-                self._preferred = None
 
-    def cancel_all(self) -> None:
-        """Nobody waits for any job; whatever an interruption left, no bytes are held."""
-        with self._lock:
-            for job in (*self._asked, *self._found, *self._current, *self._holding):
-                job.cancelled = job.done = True
-                job.arrived.clear()
-            self._holding.clear()
-            self._preferred = None
-            self._nbytes = 0
-            self._changed.notify_all()
-
-    def _release(self, blocks: Sequence[LoadedBlock] | deque[LoadedBlock]) -> None:
+    def _release(self, blocks: Iterable[LoadedBlock]) -> None:
         self._nbytes -= sum(block.payload.nbytes for block in blocks)
         self._changed.notify_all()
 
     def wait(self, timeout: float) -> None:
-        """Wait until something arrived, or a job is done, since the last call."""
-        with self._lock:
-            if not self._news:
-                self._changed.wait_for(lambda: self._news or self._closed, timeout)
-            self._news = False
+        """Wait until blocks arrived, or a job is done or lacks room, since the last call."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_news or self._is_closed, timeout)
+            self._has_news = False
 
     def close(self, timeout: float) -> None:
-        """End every job; one whose thread is in the store after that time is late. Idempotent."""
-        with self._lock:
-            self._closed = True
-            for job in (*self._asked, *self._found, *self._current):
-                job.cancelled = job.done = True
+        """End every job, and wait for the threads. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            for job in (*self._started, *self._found):
+                job.done = True
             self._changed.notify_all()
         until = time.monotonic() + timeout
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))
-        with self._lock:
-            for job in self._current:
-                self._pause.late(job)
+            thread.join(max(0.0, until - time.monotonic()))
 
-    # In the loader's threads
+    # In the threads of lookups and loads
 
-    def _run(self, queue: deque[LoadJob], work: Callable[[LoadJob], bool]) -> None:
-        """Do the work of one thread for each job of its queue; True says that it goes on."""
+    def _run(self, work: Callable[[LoadJob], bool]) -> None:
+        """Work on the jobs of one queue until the loader is closed."""
+        is_lookup = work == self._look_up
+        queue = self._started if is_lookup else self._found
         while True:
-            with self._lock:
-                while (job := self._pick(queue)) is None and not self._closed:
+            with self._changed:
+                while (job := self._pick(queue)) is None and not self._is_closed:
                     self._changed.wait()
-                if job is None:
+                if job is None or self._is_closed:
                     return
-                self._current.add(job)
-            goes_on = has_answered = False
+            has_more = False
             try:
-                goes_on = not job.cancelled and work(job)
-                has_answered = not (goes_on or job.cancelled)
-            except BaseException as error:  # or whoever asks next would wait for ever
-                self._pause.faults.note("a load failed", repr(error))
-            with self._lock:
-                self._current.discard(job)
-                self._pause.returned(job)
-                job.asked = None
-                if has_answered:
-                    self._pause.answered()
-                # One behind a late call would wait with it.
-                if goes_on and not self._closed and not self._pause.is_stuck:
+                has_more = not job.done and work(job)
+            except BaseException as error:  # the next job may succeed
+                self._faults.note("a load failed", repr(error))
+            with self._changed:
+                job.done |= not has_more
+                if is_lookup or job.done:
+                    queue.remove(job)
+                if is_lookup and not job.done:
                     self._found.append(job)
-                else:
-                    job.count = job.num_loaded  # if it gives some back, these alone come again
-                    job.done = self._news = True
+                self._has_news |= job.done or not self._has_room(job)  # it has to be preferred
                 self._changed.notify_all()
 
     def _pick(self, queue: deque[LoadJob]) -> LoadJob | None:
-        """Take the next job of a thread from its queue; None if none can go on."""
-        if queue is self._asked:
-            return queue.popleft() if queue else None
-        for job in sorted(queue, key=lambda one: one is not self._preferred):
-            if job.cancelled or self._make_room(job):
-                queue.remove(job)
-                job.is_parked = False
-                return job
-        if not all(job.is_parked for job in queue):
-            for job in queue:
-                job.is_parked = True
-            self._news = True
-            self._changed.notify_all()
-        return None
+        """Return the next job of a queue; None if there is none that has room for blocks."""
+        if not queue or queue is self._started:
+            return queue[0] if queue else None
+        preferred = self._preferred
+        job = preferred if preferred is not None and preferred in queue else queue[0]
+        return job if job.done or self._has_room(job) else None
 
-    def _make_room(self, job: LoadJob) -> bool:
-        """True if more of a job may arrive. Others give blocks back for the one preferred."""
-        is_preferred = job is self._preferred
-        while self._nbytes and self._nbytes + _CHUNK_BYTES > self._max_bytes:
-            others = self._holding - {job} if is_preferred else ()
-            largest = max(others, key=lambda one: len(one.arrived), default=None)
-            if largest is None or len(largest.arrived) == 1:  # it would look as if it had ended
-                return is_preferred and not job.arrived
-            self._give_back(largest)
-        return True
-
-    def _give_back(self, job: LoadJob) -> None:
-        """Have the last block that arrived of a job loaded again later."""
-        if job.done:
-            job.done = False
-            job.spent = 0.0
-            self._found.append(job)
-        self._nbytes -= job.arrived.pop().payload.nbytes
-        job.num_loaded -= 1
+    def _has_room(self, job: LoadJob) -> bool:
+        """True if more of a job may arrive now."""
+        if job is self._preferred:
+            return self._nbytes < self._max_bytes or not job.arrived
+        return self._nbytes < self._max_bytes // 2
 
     def _look_up(self, job: LoadJob) -> bool:
+        """Find out how many blocks of a job to load; True if there are any."""
         job.limit = self._limit(len(job.names))
-        job.asked = time.monotonic()
-        found = self._store.find(job.names)
-        job.note_answer()
+        began = time.monotonic()
+        found = self._stores.find(job.names, job.time_left)
+        job.spent = time.monotonic() - began
         job.count = job.choose(found)
         job.limit = self._limit(job.count)
         return job.count > 0
 
     def _limit(self, blocks: int) -> float:
-        """Seconds that the store may take for so many blocks."""
+        """Return the seconds that the stores may take for so many blocks."""
         seconds = self._compute(blocks)
         return _TRIAL + seconds if self.rate is None else max(_LEAST_WAIT, seconds)
 
     def _load(self, job: LoadJob) -> bool:
-        """Load a job as far as there is room; True if there is more of it."""
-        chunk: list[LoadedBlock] = []
-        nbytes, waiting = 0, 0
+        """Load a job; True if it gives way to the preferred one, and has more."""
         names = job.names[job.num_loaded : job.count]
         is_first, before = self.rate is None, job.spent
-        goes_on, at = True, 0
-        job.asked = time.monotonic()
-        for at, block in enumerate(self._store.load(names), start=1):
-            job.note_answer(time.monotonic())
-            if job.cancelled:
-                return False
-            chunk.append(block)
-            waiting += block.payload.nbytes
-            self._block_bytes = block.payload.nbytes
+        count, nbytes, goes_on = 0, 0, True
+        began = time.monotonic()
+        for chunk in self._stores.load(names, job.time_left):
+            job.spent += time.monotonic() - began
+            count += len(chunk)
+            nbytes += sum(block.payload.nbytes for block in chunk)
             if is_first:
-                job.limit = _TRIAL + self._compute(at)
-            if job.spent > job.limit and at < len(names):
-                self._note_slow(job, len(chunk))
+                job.limit = _TRIAL + self._compute(count)
+            goes_on = self._hand_on(job, chunk)
+            began = time.monotonic()
+            if not goes_on:
                 break
-            if waiting >= _CHUNK_BYTES and at < len(names):
-                job.note_answer()
-                goes_on = self._hand_on(job, chunk, waiting)
-                chunk, nbytes, waiting = [], nbytes + waiting, 0
-                job.asked = time.monotonic()
-                if not goes_on:
-                    break
-        job.note_answer()
-        if chunk:
-            self._hand_on(job, chunk, waiting)
-        if nbytes + waiting:
-            self._note_rate(at, nbytes + waiting, job.spent - before)
-        return not (goes_on or job.cancelled)
+        else:
+            job.spent += time.monotonic() - began
+        if nbytes:
+            self._note_rate(count, nbytes, job.spent - before)
+        elif job.time_left() <= 0:
+            self._note_rate(job.count, 0, job.spent)
+        return not goes_on and not job.done
+
+    def _hand_on(self, job: LoadJob, chunk: list[LoadedBlock]) -> bool:
+        """Have blocks wait to be taken, and wait for room for more; True if the job goes on."""
+        with self._changed:
+            if job.done:
+                return False
+            job.arrived.extend(chunk)
+            job.num_loaded += len(chunk)
+            self._nbytes += sum(block.payload.nbytes for block in chunk)
+            self._has_news = True
+            self._changed.notify_all()
+            if job.num_loaded == job.count:
+                return True
+            self._changed.wait_for(lambda: self._must_stop(job) or self._has_room(job))
+            return not self._must_stop(job)
+
+    def _must_stop(self, job: LoadJob) -> bool:
+        """True if a job is over, or another one is preferred."""
+        is_other_preferred = self._preferred is not job and self._preferred in self._found
+        return job.done or self._is_closed or is_other_preferred
 
     def _note_rate(self, blocks: int, nbytes: int, seconds: float) -> None:
         """Note what came in so many seconds: in part, but at once where computing was faster."""
@@ -362,17 +248,3 @@ class Loader:
             self.rate = rate
         else:
             self.rate += _WEIGHT * (rate - self.rate)
-
-    def _hand_on(self, job: LoadJob, chunk: list[LoadedBlock], nbytes: int) -> bool:
-        """Have blocks of so many bytes wait to be taken; True if the job may go on at once."""
-        with self._lock:
-            if job.cancelled:
-                return False
-            job.arrived.extend(chunk)
-            job.num_loaded += len(chunk)
-            self._holding.add(job)
-            self._nbytes += nbytes
-            self._news = True
-            self._changed.notify_all()
-            gives_way = self._preferred is not job and self._preferred in self._found
-            return not gives_way and self._make_room(job)

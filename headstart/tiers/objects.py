@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from headstart.cache import BlockHash
-from headstart.tiers.deadline import DeadlineStore
+from headstart.tiers.guard import GuardedStore
 from headstart.tiers.saver import Saver
 from headstart.tiers.store import BlockStore, ModelRecord, StoredBlock
 
@@ -30,14 +30,14 @@ class ObjectStore:
     stores: the tiers, nearest first. Loading waits for each up to its deadline; saving does not.
     """
 
-    def __init__(self, stores: Sequence[DeadlineStore], saver: Saver) -> None:
+    def __init__(self, stores: Sequence[GuardedStore], saver: Saver) -> None:
         self._stores = stores
         self._saver = saver
 
     def load(self, key: bytes) -> memoryview | None:
         """The object of this key, as it was saved. What a farther tier had is saved in all."""
         for at, store in enumerate(self._stores):
-            found = store.together(lambda inner: self._load(inner, key))
+            found = store.call(lambda inner: self._load(inner, key), None)
             if found is not None:
                 if at:
                     self.save(key, found, _count_blocks(len(found)) * store.block_seconds)

@@ -14,8 +14,7 @@ from typing import Any
 from headstart.cache import BlockHash
 from headstart.errors import ConfigError
 from headstart.imports import install
-from headstart.tiers.faults import Faults
-from headstart.tiers.pause import Pause
+from headstart.tiers.faults import Faults, Pause
 from headstart.tiers.records import VERSION, make_header, payload_of, read_header
 from headstart.tiers.store import LoadedBlock, ModelRecord, StoredBlock
 

@@ -1,71 +1,66 @@
 """Saving off the engine's thread: offers are queued up to a number of bytes, and dropped beyond."""
 
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from headstart.cache import BlockHash
 from headstart.tiers.faults import Faults
-from headstart.tiers.store import BlockStore, StoredBlock
+from headstart.tiers.guard import StoreChain, start_thread
+from headstart.tiers.store import StoredBlock
 
 __all__ = ["Saver"]
 
 _BATCH_BLOCKS = 64
 _BATCH_BYTES = 16 << 20
 _REST = 15
-_MUCH = 32 << 20  # bytes saved, after which an empty queue returns its memory
-_MOST_KEPT = 1 << 14  # names for whoever asks what the store has
+_DRAIN_BYTES = 32 << 20  # saved, after which an empty queue returns its memory
+_MOST_STORED = 1 << 14  # names that wait for `take_kept`
 
 
 class Saver:
-    """Saves what it is offered, in a thread of its own. Nothing here waits but `flush`.
+    """Saves what it is offered in a thread. Only `flush`, `drop` and `close` wait for it.
 
-    num_dropped: blocks that were offered while the queue was full. Whoever offers keeps count of
-    nothing: a block that is dropped may be offered again. faults: where what a store raises is
-    noted, though none is to.
-
-    While an engine computes on the cores that saving needs, `rest` has it rest for `_REST` times as
-    long as it worked. drained: called when the queue is empty after many bytes, whose memory is
-    free now.
+    num_dropped: blocks that were offered while the queue was full; they may be offered again.
+    faults: counts what a store raises. drained: called when the queue is empty after many bytes,
+    whose memory is free now. While an engine computes on the cores that saving needs, `rest` makes
+    the thread rest `_REST` times as long as it worked.
     """
 
     def __init__(
         self,
-        store: BlockStore,
+        stores: StoreChain,
         max_bytes: int,
         faults: Faults,
         drained: Callable[[], object] = lambda: None,
     ) -> None:
         self.num_saved = 0
         self.num_dropped = 0
-        self._store = store
+        self.max_bytes = max_bytes
+        self._stores = stores
         self._faults = faults
         self._drained = drained
-        self.max_bytes = max_bytes
         self._blocks: deque[StoredBlock] = deque()
         self._touched: dict[BlockHash, None] = {}
-        self._kept: deque[BlockHash] = deque(maxlen=_MOST_KEPT)
+        self._stored: deque[BlockHash] = deque(maxlen=_MOST_STORED)
         self._nbytes = 0
-        self._busy = False
-        self._closed = False
+        self._is_busy = False
+        self._is_closed = False
         self._rests = False
-        self._hurried = 0  # callers that wait for all to be saved
-        self._lock = threading.RLock()  # not the condition: Ctrl-C in its `__exit__` would keep it
-        self._changed = threading.Condition(self._lock)
+        self._num_waiting = 0  # callers that wait for all to be saved
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._process = 0  # that the thread is of
-        self._has_gone = False
 
     def has_room(self, nbytes: int) -> bool:
-        """True if an offer of so many bytes would be taken."""
-        return not self._closed and (not self._blocks or self._nbytes + nbytes <= self.max_bytes)
+        """True if an offer of so many bytes would be accepted."""
+        fits = not self._blocks or self._nbytes + nbytes <= self.max_bytes
+        return fits and not self._is_closed
 
     def offer(self, blocks: Sequence[StoredBlock]) -> bool:
-        """Queue blocks to be saved; False, and all are dropped, if there is no room."""
-        nbytes = sum(memoryview(block.payload).nbytes for block in blocks)
-        with self._lock:
+        """Queue blocks to be saved; return False, and drop all, if there is no room."""
+        nbytes = _count_bytes(blocks)
+        with self._changed:
             if not self.has_room(nbytes):
                 self.num_dropped += len(blocks)
                 return False
@@ -76,106 +71,71 @@ class Saver:
 
     def touch(self, names: Sequence[BlockHash]) -> None:
         """Note that blocks of the store were of use."""
-        with self._lock:
-            if not self._closed:
+        with self._changed:
+            if not self._is_closed:
                 self._touched.update(dict.fromkeys(names))
                 self._wake()
 
     @property
     def is_saving(self) -> bool:
         """True while something waits to be saved, or is being saved."""
-        with self._lock:
-            return self._runs and bool(self._blocks or self._touched or self._busy)
+        return bool(self._blocks or self._touched or self._is_busy)
 
     def take_kept(self) -> list[BlockHash]:
-        """Blocks that the store was seen to have since the last call: saved, or of use.
+        """Return the blocks that the store was seen to have since the last call.
 
-        The oldest are left out if it is long ago.
+        They were saved, or were of use. The oldest are left out after a long time.
         """
-        with self._lock:
-            kept = list(self._kept)
-            self._kept.clear()
-        return kept
+        with self._changed:
+            names = list(self._stored)
+            self._stored.clear()
+        return names
 
     def rest(self, on: bool) -> None:
         """Leave the cores to others for most of the time from now on, or no longer."""
         if on is not self._rests:
-            with self._lock:
+            with self._changed:
                 self._rests = on
                 self._changed.notify_all()
 
     def _wake(self) -> None:
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name="headstart-saver", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the machine has no more threads: the next offer tries again
-                return
-            self._thread, self._process = thread, os.getpid()
+            self._thread = start_thread(self._run, "headstart-saver")
         self._changed.notify_all()
 
-    @property
-    def _runs(self) -> bool:
-        """True while the thread runs; it does not in a process that was forked.
-
-        After a Ctrl-C within `Thread.is_alive` Python 3.11 says False of a thread that runs.
-        """
-        return not self._has_gone and self._process == os.getpid()
-
     def _run(self) -> None:
-        try:
-            self._work()
-        finally:
-            self._has_gone = True
-
-    def _work(self) -> None:
-        nbytes = 0  # saved since memory was returned
+        """Save batches until the saver is closed and its queue is empty."""
+        unreturned = 0  # bytes saved since memory was returned
         while True:
-            with self._lock:
-                while not (self._blocks or self._touched or self._closed):
-                    self._changed.wait()
+            with self._changed:
+                self._changed.wait_for(lambda: self._blocks or self._touched or self._is_closed)
                 if not (self._blocks or self._touched):
                     return
                 batch, touched = self._take_batch()
-                self._busy = True
+                self._is_busy = True
             began = time.monotonic()
-            kept = touched  # they were loaded from there
+            stored = touched
             try:
-                if batch:
-                    kept = self._save(batch) + touched
+                stored = self._save(batch) + touched
                 if touched:
-                    self._store.touch(touched)
-            except BaseException as error:  # or nothing would be saved from now on
+                    self._stores.touch(touched)
+            except BaseException as error:  # the next batch may succeed
                 self._faults.note("blocks could not be saved", repr(error))
-            size = sum(memoryview(block.payload).nbytes for block in batch)
-            nbytes += size
+            nbytes = _count_bytes(batch)
+            unreturned += nbytes
             del batch
-            if nbytes >= _MUCH and not self._blocks:
+            if unreturned >= _DRAIN_BYTES and not self._blocks:
                 self._drained()
-                nbytes = 0
-            with self._lock:
-                self._nbytes -= size
-                self._busy = False
-                self._kept.extend(kept)
+                unreturned = 0
+            with self._changed:
+                self._nbytes -= nbytes
+                self._is_busy = False
+                self._stored.extend(stored)
                 self._changed.notify_all()
                 self._changed.wait_for(
-                    lambda: not self._rests or self._hurried or self._closed,
+                    lambda: not self._rests or self._num_waiting or self._is_closed,
                     _REST * (time.monotonic() - began) if self._rests else 0,
                 )
-
-    def _save(self, batch: Sequence[StoredBlock]) -> list[BlockHash]:
-        """Save blocks; the names of those that the store has then."""
-        count = self._store.save(batch)
-        self.num_saved += count
-        names = [block.name for block in batch]
-        if count == len(names):
-            return names
-        kept: list[BlockHash] = []
-        while names:  # it may have had some, or have no room
-            found = self._store.find(names)
-            kept += names[:found]
-            names = names[found + 1 :]
-        return kept
 
     def _take_batch(self) -> tuple[list[StoredBlock], list[BlockHash]]:
         batch: list[StoredBlock] = []
@@ -187,43 +147,61 @@ class Saver:
         self._touched.clear()
         return batch, touched
 
+    def _save(self, batch: Sequence[StoredBlock]) -> list[BlockHash]:
+        """Save blocks; return the names of those that the store has then."""
+        names = [block.name for block in batch]
+        count = self._stores.save(batch) if batch else 0
+        self.num_saved += count
+        if count == len(names):
+            return names
+        stored: list[BlockHash] = []
+        while names:  # the store may have had some, or have no room
+            found = self._stores.find(names)
+            stored += names[:found]
+            names = names[found + 1 :]
+        return stored
+
     def flush(self, timeout: float) -> bool:
-        """Wait until all is saved; False if that takes longer than so many seconds."""
-        until = time.monotonic() + timeout
-        with self._lock:
-            self._hurried += 1
+        """Wait until all is saved; return False if that takes longer than so many seconds."""
+        with self._changed:
+            self._num_waiting += 1
             self._changed.notify_all()
-            try:
-                while self._blocks or self._touched or self._busy:
-                    left = until - time.monotonic()
-                    if left <= 0 or not self._runs:
-                        return False
-                    self._changed.wait(left)
-            finally:
-                self._hurried -= 1
-        return True
+            until = time.monotonic() + timeout
+            while self.is_saving and self._is_alive and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+            self._num_waiting -= 1
+            return not self.is_saving
+
+    @property
+    def _is_alive(self) -> bool:
+        """True if the thread runs; False in a process that was forked."""
+        return self._thread is not None and self._thread.is_alive()
 
     def drop(self, timeout: float) -> bool:
         """Forget what is queued, and wait for what is being saved; False if that takes longer."""
-        with self._lock:
+        with self._changed:
             self._forget_queued()
-            is_idle = self._changed.wait_for(lambda: not self._busy, timeout)
-            self._kept.clear()
+            is_idle = self._changed.wait_for(lambda: not self._is_busy, timeout)
+            self._stored.clear()
             return is_idle
 
     def _forget_queued(self) -> None:
-        self._nbytes -= sum(memoryview(block.payload).nbytes for block in self._blocks)
+        self._nbytes -= _count_bytes(self._blocks)
         self._blocks.clear()
         self._touched.clear()
 
     def close(self, timeout: float) -> None:
-        """Save what is queued, for so many seconds at the most; then take no more. Idempotent."""
+        """Save what is queued, for so many seconds at most; then accept no more. Idempotent."""
         until = time.monotonic() + timeout
         self.flush(timeout)
-        with self._lock:
-            self._closed = True
+        with self._changed:
+            self._is_closed = True
             self.num_dropped += len(self._blocks)
             self._forget_queued()
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None:
             self._thread.join(max(0.0, until - time.monotonic()))
+
+
+def _count_bytes(blocks: Iterable[StoredBlock]) -> int:
+    return sum(memoryview(block.payload).nbytes for block in blocks)

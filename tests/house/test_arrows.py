@@ -85,7 +85,6 @@ UPWARD = {
         "params",
         "request",
         "sampling.beam_search",
-        "tiering.words",
     )
 }
 

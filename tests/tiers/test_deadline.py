@@ -2,7 +2,8 @@
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,36 +13,34 @@ import pytest
 
 from headstart import SamplingParams
 from headstart.cache import BlockHash
-from headstart.engine.tiering.rates import is_worth_loading
+from headstart.engine.tiering.tiers import is_worth_loading
 from headstart.errors import EngineError
 from headstart.tiers import (
-    DeadlineStore,
     DiskStore,
     Faults,
-    Loader,
+    GuardedStore,
     ObjectStore,
     Pause,
     RemoteStore,
     Saver,
+    StoreChain,
 )
-from headstart.tiers.deadline import _Call
 from headstart.tiers.records import make_header
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, block, blocks, name, names, payload
-from tests.tiers.test_threads import FOREVER, Gate, Store, arrived, everything
+from tests.tiers.test_threads import FOREVER, Gate, Store, arrived, everything, loading
 
 PROMPT = {"prompt_token_ids": list(range(3, 103))}
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
 class Clock:
-    """The time of pauses and of loads, which stands still unless it is set."""
+    """The time of pauses, which stands still unless it is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        for module in ("pause", "loader"):  # not everybody's: event loops would never wake up
-            clock = SimpleNamespace(monotonic=lambda: self.now)
-            monkeypatch.setattr(f"headstart.tiers.{module}.time", clock)
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr("headstart.tiers.faults.time", clock)
 
 
 @pytest.fixture
@@ -50,88 +49,83 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def pause() -> Pause:
-    return Pause(Faults("a test"))
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores are late after a moment."""
+    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.05)
+    monkeypatch.setattr("headstart.tiers.guard.CLEARING", 0.05)
 
 
-def patient(store: DeadlineStore, ask: Callable[[DeadlineStore], object]) -> object:
-    """The answer of a call that began after the one that was late has returned."""
-    while store.pause.is_stuck:
-        threading.Event().wait(0.001)
-    return ask(store)
+def wait_until(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + FOREVER
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def count_loaded(store: GuardedStore, count: int = 9) -> int:
+    return sum(map(len, store.load(names(range(count)))))
 
 
 @pytest.mark.parametrize(
     ("method", "ask", "miss", "hit"),
     [
         ("find", lambda store: store.find(names(range(9))), 0, 9),
-        ("load", lambda store: len(list(store.load(names(range(9))))), 0, 9),
+        ("load", count_loaded, 0, 9),
         ("clear", lambda store: store.clear(), False, True),
     ],
 )
 def test_a_call_that_is_never_answered_is_a_miss(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, pause: Pause, method: str, ask: Any, miss: Any,
-    hit: Any,
-) -> None:  # fmt: skip
+    short: None, clock: Clock, method: str, ask: Any, miss: Any, hit: Any
+) -> None:
     gate = Gate(method)
-    store = DeadlineStore(Store(gate), pause)
-    with monkeypatch.context() as patch:
-        for limit in ("DEADLINE", "_CLEARING"):
-            patch.setattr(f"headstart.tiers.deadline.{limit}", 0.01)
-        assert ask(store) == miss
-    assert pause.faults.counts == {"it does not answer": 1}
+    store = GuardedStore(Store(gate))
+    assert ask(store) == miss
+    assert store.faults.counts == {"it does not answer": 1}
     gate.reached.clear()
     clock.now += 1000.0
-    for other in (store.find, lambda some: len(list(store.load(some)))):
-        assert other(names(range(9))) == 0, "its thread is still there"
+    assert store.find(names(range(9))) == count_loaded(store) == 0, "its thread is still there"
     assert store.save(blocks(range(3))) == 0
     store.touch(names(range(3)))
     assert not store.clear()
     assert not gate.reached.is_set()
-    assert pause.faults.counts == {"it does not answer": 1}
+    assert store.faults.counts == {"it does not answer": 1}
     gate.opened.set()
-    assert patient(store, ask) == hit
+    wait_until(lambda: not store.is_stuck)
+    assert ask(store) == hit
     assert store.save(blocks(range(3))) == 3
 
 
-def test_a_call_that_is_interrupted_has_the_store_left_alone_until_it_returns(
-    monkeypatch: pytest.MonkeyPatch, pause: Pause
-) -> None:
+def test_a_call_that_is_interrupted_has_the_store_left_alone_until_it_returns() -> None:
     gate = Gate("find")
-    store = DeadlineStore(Store(gate), pause)
+    store = GuardedStore(Store(gate))
 
-    def interrupt(call: object, seconds: float) -> list[object]:
+    def interrupt() -> float:
         assert gate.reached.wait(FOREVER)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr("headstart.tiers.deadline._Call.take", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            store.find(names(range(9)))
-    assert len(list(store.load(names(range(9))))) == 0
+    with pytest.raises(KeyboardInterrupt):
+        store.find(names(range(9)), interrupt)
+    assert count_loaded(store) == 0
     gate.opened.set()
-    assert patient(store, lambda store: store.find(names(range(9)))) == 9
-    assert not pause.faults.counts, "the store did nothing wrong"
+    wait_until(lambda: not store.is_stuck)
+    assert store.find(names(range(9))) == 9
+    assert not store.faults.counts, "the store did nothing wrong"
 
 
-def test_what_came_before_a_store_fell_silent_is_there(
-    monkeypatch: pytest.MonkeyPatch, pause: Pause
-) -> None:
+def test_what_came_before_a_store_fell_silent_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
     gate, begun = Gate("fourth"), iter(["first", "second", "third", "fourth"])
-    inner = Store(lambda method: gate(next(begun)) if method == "block" else None)
-    found = DeadlineStore(inner, pause).load(names(range(9)))
-    next(found)
+    store = GuardedStore(Store(lambda method: gate(next(begun)) if method == "block" else None))
+    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.5)
+    chunks = store.load(names(range(9)))
+    assert len(next(chunks)) == 1
     assert gate.reached.wait(FOREVER)
-    take = _Call.take
-    monkeypatch.setattr(_Call, "take", lambda call, seconds: take(call, 0.01))
-    assert len(list(found)) == 2
-    with pytest.raises(StopIteration):
-        next(found)
+    assert sum(map(len, chunks)) == 2
     gate.opened.set()
 
 
-def test_a_pause_is_longer_after_each_failure(clock: Clock, pause: Pause) -> None:
-    lengths = []
+def test_a_pause_is_longer_after_each_failure(clock: Clock) -> None:
+    pause, lengths = Pause(Faults("a test")), []
     for _ in range(9):
         pause.failed("it does not answer", "on purpose")
         pause.failed("it does not answer", "with the one before")
@@ -147,112 +141,73 @@ def test_a_pause_is_longer_after_each_failure(clock: Clock, pause: Pause) -> Non
     assert not pause.is_on
 
 
-@pytest.fixture
-def gated(pause: Pause) -> Iterator[Callable[[str], tuple[Gate, Loader]]]:
-    opened: list[tuple[Gate, Loader]] = []
-
-    def make(method: str) -> tuple[Gate, Loader]:
-        gate = Gate(method)
-        opened.append((gate, Loader(Store(gate), 1 << 20, lambda count: FOREVER, pause)))
-        return opened[-1]
-
-    yield make
-    for gate, loader in opened:
-        gate.opened.set()
-        loader.close(FOREVER)
-        assert not any(thread.is_alive() for thread in loader._threads)
-
-
 @pytest.mark.parametrize("method", ["find", "load", "block"])
 def test_whoever_waits_for_a_load_that_never_comes_goes_on(
-    gated: Callable[[str], tuple[Gate, Loader]], clock: Clock, pause: Pause, method: str
+    short: None, clock: Clock, method: str
 ) -> None:
-    gate, loader = gated(method)
-    jobs = [loader.start(names(range(20)), everything) for _ in range(3)]
-    assert gate.reached.wait(FOREVER)
-    loader.end_late()
-    assert not jobs[0].done, "it is not late yet"
-    clock.now += 5.5
-    loader.end_late()
-    for _ in range(100):  # one may be looked up just now
-        if not all(job.done for job in jobs):
-            loader.wait(FOREVER / 100)
-    assert all(job.done for job in jobs), "those behind it would be late too"
-    assert pause.faults.counts == {"it does not answer": 1}
-    clock.now += 1000.0
-    assert loader.start(names(range(20)), everything).done, "its thread is still there"
-    gate.opened.set()
-    while loader._pause.is_stuck:
-        loader.wait(0.001)
-    assert arrived(loader, loader.start(names(range(20)), everything)) == 20
+    gate = Gate(method)
+    store = GuardedStore(Store(gate))
+    with loading(store) as loader:
+        jobs = [loader.start(names(range(20)), everything) for _ in range(3)]
+        assert gate.reached.wait(FOREVER)
+        assert [arrived(loader, job) for job in jobs] == [0, 0, 0]
+        assert store.faults.counts == {"it does not answer": 1}, "those behind it did not wait"
+        clock.now += 1000.0
+        gate.reached.clear()
+        assert arrived(loader, loader.start(names(range(20)), everything)) == 0
+        assert store.find(names(range(9))) == store.save(blocks(range(3))) == 0
+        assert not gate.reached.is_set(), "nothing is asked while its thread is still there"
+        gate.opened.set()
+        wait_until(lambda: not store.is_stuck)
+        assert arrived(loader, loader.start(names(range(20)), everything)) == 20
 
 
-def test_nobody_else_is_sent_after_a_load_that_never_comes(
-    gated: Callable[[str], tuple[Gate, Loader]], clock: Clock, pause: Pause
-) -> None:
-    """Not the saver either, nor a lookup for people, once the pause is over."""
-    gate, loader = gated("load")
-    store = DeadlineStore(loader._store, pause)
-    loader.start(names(range(20)), everything)
-    assert gate.reached.wait(FOREVER)
-    clock.now += 6.0
-    loader.end_late()
-    clock.now += 1000.0
-    assert store.find(names(range(9))) == store.save(blocks(range(3))) == 0
-    assert not store.clear()
-    gate.opened.set()
-    assert patient(store, lambda store: store.find(names(range(9)))) == 9
+def test_a_store_that_was_late_is_left_alone_for_a_while(short: None, clock: Clock) -> None:
+    gate = Gate("find")
+    store = GuardedStore(Store(gate))
+    with loading(store) as loader:
+        assert arrived(loader, loader.start(names(range(20)), everything)) == 0
+        gate.opened.set()
+        wait_until(lambda: not store.is_stuck)
+        assert arrived(loader, loader.start(names(range(20)), everything)) == 0
+        clock.now += 5.0
+        assert arrived(loader, loader.start(names(range(20)), everything)) == 20
 
 
-def test_a_store_that_was_late_is_left_alone_for_a_while(
-    gated: Callable[[str], tuple[Gate, Loader]], clock: Clock
-) -> None:
-    gate, loader = gated("find")
-    loader.start(names(range(20)), everything)
-    assert gate.reached.wait(FOREVER)
-    clock.now += 6.0
-    loader.end_late()
-    gate.opened.set()
-    while loader._pause.is_stuck:
-        loader.wait(0.001)
-    assert loader.start(names(range(20)), everything).done
-    clock.now += 5.0
-    assert arrived(loader, loader.start(names(range(20)), everything)) == 20
-
-
-@pytest.mark.parametrize(("rate", "come"), [(None, 1), (1e9, 4)])
+@pytest.mark.parametrize("rate", [None, 1e9])
 def test_a_load_that_takes_longer_than_computing_ends(
-    clock: Clock, pause: Pause, rate: float | None, come: int
+    monkeypatch: pytest.MonkeyPatch, rate: float | None
 ) -> None:
     """The first one soon, and others when computing all of it would have taken as long."""
+    monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
+    monkeypatch.setattr("headstart.tiers.loader._TRIAL", 0.06)
+    monkeypatch.setattr("headstart.tiers.loader._LEAST_WAIT", 0.01)
 
     def tick(method: str) -> None:
-        clock.now += 2.0  # the store is slow, and never silent
+        time.sleep(0.05 if method == "block" else 0)  # the store is slow, and never silent
 
-    with closing_loader(Loader(Store(tick), 1 << 20, lambda count: count / 2, pause)) as loader:
+    store = GuardedStore(Store(tick))
+    with loading(store, compute=lambda count: count / 100) as loader:
         loader.rate = rate
         job = loader.start(names(range(20)), everything)
-        assert arrived(loader, job) == come, "what has come is of use"
-        assert pause.faults.counts == {"loading is slower than computing": 1}
-        assert not pause.is_on and loader.rate is not None
+        assert 0 < arrived(loader, job) < (3 if rate is None else 6), "what has come is of use"
+        assert store.faults.counts == {"loading is slower than computing": 1}
+        assert not store.pause.is_on and loader.rate is not None
         if rate is None:
-            assert loader.rate < MODEL.block_bytes, "so that the next load is not begun"
+            assert loader.rate < 25 * MODEL.block_bytes, "so that the next load is not begun"
 
 
 class SlowServer:
     """A Redis whose link is fast until it is slowed: an answer comes when it is let through."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self) -> None:
         self.values = {name(n): make_header(block(n)) + payload(n) for n in range(200)}
         self.num_answers = 0
-        self.asked, self.let_through = threading.Event(), threading.Event()
+        self.let_through = threading.Event()
         self.let_through.set()
-        self._clock = clock
 
     def mget(self, keys: list[bytes]) -> list[bytes]:
-        self.asked.set()
         assert self.let_through.wait(FOREVER)
-        self._clock.now += 0.001
         self.num_answers += 1
         return [self.values[BlockHash(key[-32:])] for key in keys]
 
@@ -264,43 +219,36 @@ class SlowServer:
         """Nothing to close."""
 
 
-@pytest.mark.parametrize("is_guarded", [False, True])
-@pytest.mark.parametrize("seconds", [0.01, 0.1, 2.0])
+@pytest.mark.parametrize("seconds", [0.01, 0.1])
 def test_a_link_that_becomes_slow_costs_a_load_what_computing_takes(
-    clock: Clock, pause: Pause, seconds: float, is_guarded: bool
+    monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     """Requests in a row waited for 14 times as long as computing took, since the rate was an
     average over the fast loads before."""
     pytest.importorskip("redis")
-    server = SlowServer(clock)
-    store = RemoteStore("redis://127.0.0.1:1", MODEL)
-    store._client = server
-    loader = Loader(store, 1 << 20, lambda n: seconds * n / 20, pause, is_guarded=is_guarded)
+    monkeypatch.setattr("headstart.tiers.loader._LEAST_WAIT", 0.05)
+    server, remote = SlowServer(), RemoteStore("redis://127.0.0.1:1", MODEL)
+    remote._client = server
+    store = GuardedStore(remote)
 
-    def choose(found: int) -> int:
-        tokens = found * MODEL.block_size
-        nbytes = found * MODEL.block_bytes
-        return found * is_worth_loading(tokens, nbytes, 320 / seconds, loader.rate)
+    with loading(store, compute=lambda n: seconds * n / 20) as loader:
 
-    with closing_loader(loader):
+        def choose(found: int) -> int:
+            tokens = found * MODEL.block_size
+            nbytes = found * MODEL.block_bytes
+            return found * is_worth_loading(tokens, nbytes, 320 / seconds, loader.rate)
+
         for first in (0, 20, 40):
             job = loader.start(names(range(first, first + 20)), everything)
             assert arrived(loader, job) == 20
         server.let_through.clear()
-        server.asked.clear()
-        slow = loader.start(names(range(60, 80)), everything)
-        assert server.asked.wait(FOREVER)
-        limit = max(0.25, seconds)
-        clock.now += 0.9 * limit
-        loader.end_late()
-        assert not slow.done
-        clock.now += 0.1 * limit + 0.001
-        loader.end_late()
-        assert slow.done and pause.faults.counts == {"loading is slower than computing": 1}
-        assert loader.start(names(range(80, 100)), choose).done, "the answer is not there yet"
+        began = time.monotonic()
+        assert arrived(loader, loader.start(names(range(60, 80)), everything)) == 0
+        assert time.monotonic() - began >= max(0.05, seconds) - 0.005
+        assert store.faults.counts == {"loading is slower than computing": 1}
+        assert arrived(loader, loader.start(names(range(80, 100)), choose)) == 0, "it is stuck"
         server.let_through.set()
-        while pause.is_stuck:
-            loader.wait(0.001)
+        wait_until(lambda: not store.is_stuck)
         answers = server.num_answers
         for first in range(100, 200, 20):
             job = loader.start(names(range(first, first + 20)), choose)
@@ -311,31 +259,23 @@ def test_a_link_that_becomes_slow_costs_a_load_what_computing_takes(
 
 
 def test_a_lookup_that_is_slower_than_computing_has_the_store_left_alone(
-    clock: Clock, pause: Pause
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("headstart.tiers.loader._LEAST_WAIT", 0.02)
     gate = Gate("find")
-    with closing_loader(Loader(Store(gate), 1 << 20, lambda count: 0.01, pause)) as loader:
+    store = GuardedStore(Store(gate))
+    with loading(store, compute=lambda count: 0.01) as loader:
         loader.rate = 1e9
-        job = loader.start(names(range(2)), everything)
-        assert gate.reached.wait(FOREVER)
-        clock.now += 0.3
-        loader.end_late()
-        assert job.done and pause.is_on
+        assert arrived(loader, loader.start(names(range(2)), everything)) == 0
+        assert store.pause.is_on and store.is_stuck
         gate.opened.set()
 
 
-class closing_loader(closing[Loader]):
-    def __exit__(self, *error: object) -> None:
-        self.thing.close(FOREVER)
-
-
-def test_an_object_that_never_comes_is_a_miss(
-    monkeypatch: pytest.MonkeyPatch, pause: Pause
-) -> None:
+def test_an_object_that_never_comes_is_a_miss(short: None) -> None:
     gate = Gate("load")
-    store = DeadlineStore(Store(gate), pause)
-    monkeypatch.setattr("headstart.tiers.deadline.DEADLINE", 0.01)
-    assert ObjectStore([store], Saver(store, 1 << 20, Faults("a test"))).load(b"an image") is None
+    store = GuardedStore(Store(gate))
+    saver = Saver(StoreChain([store]), 1 << 20, Faults("a test"))
+    assert ObjectStore([store], saver).load(b"an image") is None
     gate.opened.set()
 
 
@@ -408,9 +348,8 @@ def test_a_server_that_never_replies_costs_no_answer(
     pytest.importorskip("redis")
     monkeypatch.setattr("headstart.tiers.remote._PATIENCE", 0.2)
     monkeypatch.setattr("headstart.engine.tiering.tiers._LAST_SAVES", 0.1)
-    for module in ("loader", "deadline"):
-        monkeypatch.setattr(f"headstart.tiers.{module}.DEADLINE", 0.5)
-    monkeypatch.setattr("headstart.tiers.deadline._CLEARING", 0.5)
+    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.3)
+    monkeypatch.setattr("headstart.tiers.guard.CLEARING", 0.3)
     with closing(Listener(server)) as listener:
         llm = make_llm(model, remote_cache=listener.url)
         assert [ask(llm) for _ in range(3)] == [alone] * 3
@@ -430,9 +369,9 @@ def test_images_are_forgotten_though_the_store_of_prefixes_does_not_answer(
         tiers = llm.engine.tiers
         assert tiers is not None
         with monkeypatch.context() as patch:
-            patch.setattr("headstart.tiers.deadline._CLEARING", 0.05)
-            patch.setattr(tiers._tiers[0]._store, "clear", lambda: unblocked.wait(FOREVER))
-            patch.setattr(tiers._object_tiers[0]._store, "clear", lambda: asked.set() or True)
+            patch.setattr("headstart.tiers.guard.CLEARING", 0.05)
+            patch.setattr(tiers._tiers[0].store, "clear", lambda: unblocked.wait(FOREVER))
+            patch.setattr(tiers._object_tiers[0].store, "clear", lambda: asked.set() or True)
             with pytest.raises(EngineError, match="what is kept elsewhere may not be"):
                 llm.reset_prefix_cache(reset_connector=True)
         assert asked.is_set()
@@ -482,8 +421,7 @@ def test_a_disk_that_blocks_costs_no_answer(
         return real(store, *arguments)
 
     monkeypatch.setattr(DiskStore, method, block)
-    for module in ("loader", "deadline"):
-        monkeypatch.setattr(f"headstart.tiers.{module}.DEADLINE", 0.2)
+    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.2)
     llm = make_llm(model, cache_dir=str(tmp_path))
     assert [ask(llm) for _ in range(3)] == [alone] * 3
     assert llm.engine.tiers is not None

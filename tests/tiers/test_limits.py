@@ -1,70 +1,61 @@
 """Limits of what is more than one answer: an image, forgetting all, and closing."""
 
 import threading
-from collections.abc import Callable
+import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from headstart.engine.images.encoder_cache import EncoderKey
-from headstart.tiers import DeadlineStore, Faults, Loader, Pause, RemoteStore
+from headstart.tiers import (
+    OBJECTS,
+    DiskStore,
+    Faults,
+    GuardedStore,
+    Loader,
+    ObjectStore,
+    RemoteStore,
+    Saver,
+    StoreChain,
+)
 from headstart.tiers.objects import OBJECT_BLOCK
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, blocks, disk, held, name, names
 from tests.tiers.test_threads import FOREVER, Gate, Store, everything
 
 
-@pytest.fixture
-def pause() -> Pause:
-    return Pause(Faults("a test"))
-
-
 def test_an_image_has_one_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its parts are found and loaded by three calls, each of which waited for a deadline."""
-    times, real = 0, DeadlineStore.together
-
-    def together(store: DeadlineStore, work: Callable[[object], object]) -> object:
-        nonlocal times
-        times += 1
-        return real(store, work)
-
-    key, rows = EncoderKey(None, b"digest"), torch.arange(3.0 * OBJECT_BLOCK).view(3, -1)
-    monkeypatch.setattr(DeadlineStore, "together", together)
-    with closing(make_llm(save_smallest(tmp_path / "m"), cache_dir=str(tmp_path / "k"))) as llm:
-        tiers = llm.engine.tiers
-        assert tiers is not None
-        tiers.image_rows.save(key, rows, 0.5)
-        assert tiers.flush(FOREVER)
-        with monkeypatch.context() as patch:
-            for method in ("find", "load"):
-                patch.setattr(DeadlineStore, method, lambda *_: pytest.fail("a deadline more"))
-            found = tiers.image_rows.load(key)
-        assert found is not None and torch.equal(found, rows)
-    assert times == 1
+    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.3)
+    with closing(DiskStore(tmp_path, OBJECTS, 1 << 30)) as disk:
+        store = GuardedStore(disk)
+        saver = Saver(StoreChain([store]), 1 << 30, Faults("a test"))
+        objects = ObjectStore([store], saver)
+        objects.save(b"image", bytes(3 * OBJECT_BLOCK), 0.5)
+        assert saver.flush(FOREVER) and objects.load(b"image") is not None
+        find, load = disk.find, disk.load
+        monkeypatch.setattr(disk, "find", lambda names: time.sleep(0.2) or find(names))
+        monkeypatch.setattr(disk, "load", lambda names: time.sleep(0.2) or load(names))
+        assert objects.load(b"image") is None
+        assert store.faults.counts == {"it does not answer": 1}
+        saver.close(FOREVER)
 
 
-def test_calls_that_are_late_together_are_a_miss(
-    monkeypatch: pytest.MonkeyPatch, pause: Pause
-) -> None:
-    gate, inner = Gate("load"), Store()
-    monkeypatch.setattr("headstart.tiers.deadline.DEADLINE", 0.01)
-    store = DeadlineStore(inner, pause)
-    inner.before = gate
-    found = store.together(lambda asked: asked.find(names(range(9))) + len(list(asked.load([]))))
+def test_calls_that_are_late_together_are_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate("load")
+    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.01)
+    store = GuardedStore(Store(gate))
+    found = store.call(lambda inner: inner.find(names(range(9))) + len(list(inner.load([]))), None)
     assert found is None
-    assert pause.faults.counts == {"it does not answer": 1} and pause.is_stuck
+    assert store.faults.counts == {"it does not answer": 1} and store.is_stuck
     gate.opened.set()
 
 
-def test_forgetting_all_may_take_longer_than_a_lookup(
-    monkeypatch: pytest.MonkeyPatch, pause: Pause
-) -> None:
-    monkeypatch.setattr("headstart.tiers.deadline.DEADLINE", 0.01)
+def test_forgetting_all_may_take_longer_than_a_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.01)
     gate = Gate("clear")
-    store = DeadlineStore(Store(gate), pause)
+    store = GuardedStore(Store(gate))
     threading.Timer(0.2, gate.opened.set).start()
     assert store.clear()
 
@@ -98,14 +89,12 @@ def test_a_late_call_opens_nothing_of_a_closed_folder(tmp_path: Path) -> None:
 
 
 def test_a_store_with_a_late_call_is_closed_once_that_returns(
-    monkeypatch: pytest.MonkeyPatch, pause: Pause
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate, closed = Gate("find"), threading.Event()
-    store = DeadlineStore(
-        Store(lambda method: closed.set() if method == "close" else gate(method)), pause
-    )
+    store = GuardedStore(Store(lambda method: closed.set() if method == "close" else gate(method)))
     with monkeypatch.context() as patch:
-        patch.setattr("headstart.tiers.deadline.DEADLINE", 0.01)
+        patch.setattr("headstart.tiers.guard.DEADLINE", 0.01)
         assert store.find(names(range(9))) == 0
     store.close(0.0)
     assert not closed.wait(0.05), "a call is in it"
@@ -113,14 +102,12 @@ def test_a_store_with_a_late_call_is_closed_once_that_returns(
     assert closed.wait(FOREVER)
 
 
-def test_a_store_is_not_closed_under_a_load(pause: Pause) -> None:
+def test_a_store_is_not_closed_under_a_load() -> None:
     """A file would be closed that a thread reads."""
     gate, closed = Gate("block"), threading.Event()
     inner = Store(lambda method: closed.set() if method == "close" else gate(method))
-    loader, store = (
-        Loader(inner, 1 << 20, lambda count: FOREVER, pause),
-        DeadlineStore(inner, pause),
-    )
+    store = GuardedStore(inner)
+    loader = Loader(StoreChain([store]), 1 << 20, lambda count: FOREVER, Faults("a test"))
     loader.start(names(range(3)), everything)
     assert gate.reached.wait(FOREVER)
     loader.close(0.0)

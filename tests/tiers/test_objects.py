@@ -7,21 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.tiers import DeadlineStore, DiskStore, Faults, Pause, Saver
+from headstart.tiers import DiskStore, Faults, GuardedStore, Saver, StoreChain
 from headstart.tiers.objects import OBJECT_BLOCK, OBJECTS, ObjectStore, _name
 from tests.tiers.stores import payload
 
 SIZES = [0, 1, 1000, OBJECT_BLOCK - 9, OBJECT_BLOCK - 8, OBJECT_BLOCK, 300_000]
 
 
-def guarded(store: DiskStore) -> DeadlineStore:
-    return DeadlineStore(store, Pause(Faults("a test")))
-
-
 def save_all(folder: Path) -> None:
     with closing(DiskStore(folder, OBJECTS, 1 << 30)) as store:
-        saver = Saver(store, 1 << 30, Faults("a test"))
-        objects = ObjectStore([guarded(store)], saver)
+        saver = Saver(StoreChain([GuardedStore(store)]), 1 << 30, Faults("a test"))
+        objects = ObjectStore([GuardedStore(store)], saver)
         for size in SIZES:
             assert objects.load(b"%d" % size) is None
             objects.save(b"%d" % size, payload(size, size), 0.5)
@@ -32,9 +28,9 @@ def loaded(folder: Path) -> list[int]:
     """The sizes of objects that are there, each as it was saved."""
     found = []
     with closing(DiskStore(folder, OBJECTS, 1 << 30)) as store:
-        saver = Saver(store, 1 << 30, Faults("a test"))
+        saver = Saver(StoreChain([GuardedStore(store)]), 1 << 30, Faults("a test"))
         for size in SIZES:
-            data = ObjectStore([guarded(store)], saver).load(b"%d" % size)
+            data = ObjectStore([GuardedStore(store)], saver).load(b"%d" % size)
             if data is not None:
                 assert bytes(data) == payload(size, size)
                 found.append(size)
@@ -64,8 +60,8 @@ def test_what_a_farther_tier_had_is_kept_in_the_nearer_one(tmp_path: Path) -> No
         closing(DiskStore(near, OBJECTS, 1 << 30)) as disk,
         closing(DiskStore(far, OBJECTS, 1 << 30)) as server,
     ):
-        saver = Saver(disk, 1 << 30, Faults("a test"))
-        both = ObjectStore([guarded(disk), guarded(server)], saver)
+        saver = Saver(StoreChain([GuardedStore(disk)]), 1 << 30, Faults("a test"))
+        both = ObjectStore([GuardedStore(disk), GuardedStore(server)], saver)
         for size in SIZES:
             found = both.load(b"%d" % size)
             assert found is not None and bytes(found) == payload(size, size)

@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 from contextlib import closing
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from headstart.engine.request import RequestGroup
 from headstart.tiers import Loader, LoadJob
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, names, payload
-from tests.tiers.test_deadline import Clock
 from tests.tiers.test_threads import FOREVER, Store, arrived, everything, loading
 
 SIZE = MODEL.block_bytes
@@ -23,13 +21,18 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.tiers.loader._CHUNK_BYTES", SIZE)
+    monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", SIZE)
 
 
-def wait_for_rest(loader: Loader, *jobs: LoadJob) -> None:
+def settle(loader: Loader, *jobs: LoadJob) -> None:
     """Wait until nothing more arrives before anything is taken."""
-    while not all(job.done or job.is_parked for job in jobs):
-        loader.wait(FOREVER / 1000)
+    before = -1
+    while (now := sum(job.num_loaded for job in jobs)) != before or not any(
+        job.count or job.done for job in jobs
+    ):
+        before = now
+        for _ in range(3):
+            loader.wait(FOREVER / 10_000)
 
 
 def taken(loader: Loader, job: LoadJob, most: int = 99) -> list[bytes]:
@@ -40,57 +43,27 @@ def test_a_load_that_nobody_takes_keeps_no_other_from_coming() -> None:
     with loading(Store(), BOUND) as loader:
         first = loader.start(names(range(20)), everything)
         second = loader.start(names(range(20, 60)), everything)
-        wait_for_rest(loader, first, second)
-        assert len(first.arrived) == 4 and not second.arrived and second.is_parked
-        assert arrived(loader, second) == 40, "whoever has room for it waits for nobody else"
+        settle(loader, first, second)
+        assert len(first.arrived) == 2 and not second.arrived, "half is for the preferred one"
+        assert arrived(loader, second) == 40, "the preferred one waits for no other"
         assert loader._nbytes == SIZE * len(first.arrived) <= BOUND
         assert arrived(loader, first) == 20
         assert loader._nbytes == 0
 
 
-def test_what_was_given_back_comes_again_also_of_a_load_that_was_over() -> None:
+def test_a_load_that_is_preferred_no_more_continues_where_it_was() -> None:
     with loading(Store(), BOUND) as loader:
-        first = loader.start(names(range(4)), everything)
+        first = loader.start(names(range(12)), everything)
         second = loader.start(names(range(20, 26)), everything)
-        wait_for_rest(loader, first, second)
-        assert first.done and len(first.arrived) == 4
-        loader.prefer(second)
-        got: list[bytes] = []
-        while len(got) < 6:
-            loader.wait(FOREVER)
-            got += taken(loader, second)
-            assert first.arrived, "the last block stays, or it would look as if that were all"
-        assert got == [payload(number) for number in range(20, 26)]
+        loader.prefer(first)
+        settle(loader, first)
         got = taken(loader, first, 1)
-        assert not first.done
+        assert arrived(loader, second) == 6
         loader.prefer(first)
         while not (first.done and not first.arrived):
             got += taken(loader, first)
             loader.wait(FOREVER / 1000)
-        assert got == [payload(number) for number in range(4)]
-
-
-def test_what_a_slow_load_gives_back_is_all_that_comes_of_it_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It went on from where it had ended, since it was slower than computing."""
-    clock, asked = Clock(monkeypatch), count(1)
-
-    def tick(method: str) -> None:
-        if method == "block" and next(asked) == 3:
-            clock.now += 100.0
-
-    with loading(Store(tick), BOUND) as loader:
-        slow = loader.start(names(range(9)), everything)
-        wait_for_rest(loader, slow)
-        assert slow.done and len(slow.arrived) == 3
-        other = loader.start(names(range(20, 24)), everything)
-        wait_for_rest(loader, other)
-        loader.prefer(other)
-        while slow.done:
-            loader.wait(FOREVER / 1000)
-        assert arrived(loader, other) == 4
-        assert arrived(loader, slow) == 3
+        assert got == [payload(number) for number in range(12)]
 
 
 def test_loads_by_the_hundred_in_any_order_get_each_its_blocks() -> None:
@@ -118,7 +91,7 @@ def test_loads_by_the_hundred_in_any_order_get_each_its_blocks() -> None:
                 got[job] += taken(loader, job, chance.randint(1, 5))
                 if done and not job.arrived:
                     break
-            assert loader._nbytes <= BOUND + 8 * SIZE, "one block of each at the most beyond it"
+            assert loader._nbytes <= BOUND + 8 * SIZE, "a chunk of each at most beyond it"
             assert got[job] == [payload(number) for number in jobs[job]][: len(got[job])]
             if done and not job.arrived:
                 assert len(got[job]) == len(jobs[job])
@@ -149,8 +122,8 @@ def run_until(llm: LLM, *groups: RequestGroup) -> None:
     for _ in range(3000):
         if all(group.finished for group in groups):
             return
-        jobs = [load.job for load in tiers.loads._waiting.values()]
-        wait_for_rest(tiers._loader, *jobs)
+        if tiers.loads.are_under_way:
+            settle(tiers._loader, *(load.job for load in tiers.loads._waiting.values()))
         llm.engine.step()
         llm.engine.manager.check()
     raise AssertionError("requests wait for ever")
@@ -164,9 +137,9 @@ def answer(group: RequestGroup) -> list[int]:
 def kept(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Path, list[list[int]]]:
-    """A folder that has the three prompts, their answers; and room for four blocks of a load."""
+    """A folder that has the three prompts, their answers; and room for four blocks of loads."""
     monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
-    monkeypatch.setattr("headstart.tiers.loader._CHUNK_BYTES", 1)
+    monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
     with closing(make_llm(model, cache_dir=str(tmp_path), num_blocks=60)) as llm:
         groups = [submit(llm, tokens) for tokens in (*LARGE, SMALL)]
         run_until(llm, *groups)

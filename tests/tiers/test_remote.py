@@ -119,7 +119,7 @@ def test_a_server_that_is_down_costs_a_miss_and_is_asked_again(
     now = 0.0
     # Not the clock of everybody: event loops of servers in other threads would never wake up.
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("headstart.tiers.pause.time", clock)
+    monkeypatch.setattr("headstart.tiers.faults.time", clock)
     with closing(RemoteStore(server.url, MODEL)) as store:
         store.save(blocks(range(4)))
         loading = store.load(names(range(4)))
@@ -142,7 +142,7 @@ def test_a_server_that_takes_no_blocks_still_gives_what_it_has(
 ) -> None:
     """Each save that it refused had it left alone by those who load, too."""
     now = 0.0
-    monkeypatch.setattr("headstart.tiers.pause.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("headstart.tiers.faults.time", SimpleNamespace(monotonic=lambda: now))
     orders = {
         "full": [("CONFIG SET maxmemory-policy", "noeviction"), ("CONFIG SET maxmemory", "1")],
         "replica": [("REPLICAOF", "127.0.0.1", "1")],

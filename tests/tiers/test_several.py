@@ -9,7 +9,7 @@ import pytest
 
 from headstart.cache import BlockHash
 from headstart.engine.outputs import RequestOutput
-from headstart.tiers import DeadlineStore, Faults, Pause, RemoteStore, chain
+from headstart.tiers import GuardedStore, RemoteStore, StoreChain
 from headstart.tiers.records import make_header
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, block, blocks, name, names
@@ -17,15 +17,11 @@ from tests.tiers.test_deadline import GREEDY, Listener, drip
 from tests.tiers.test_threads import FOREVER, Gate, Store
 
 
-def guarded(store: Store) -> DeadlineStore:
-    return DeadlineStore(store, Pause(Faults("a test")))
-
-
 def test_a_tier_that_does_not_answer_turns_no_other_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.tiers.deadline.DEADLINE", 0.01)
+    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.01)
     gate, far = Gate("find"), Store()
-    first = guarded(Store(gate))
-    both = chain([first, guarded(far)])
+    first = GuardedStore(Store(gate))
+    both = StoreChain([first, GuardedStore(far)])
     for _ in range(2):
         assert both.find(names(range(9))) == 9, "the second tier has them"
         assert first.pause.is_on
@@ -50,8 +46,7 @@ def test_a_prompt_on_disk_is_loaded_beside_a_server_that_never_replies(
     with closing(make_llm(model, cache_dir=kept)) as llm:
         ask(llm, 3)
         assert llm.engine.tiers is not None and llm.engine.tiers.flush(FOREVER)
-    for module in ("loader", "deadline"):
-        monkeypatch.setattr(f"headstart.tiers.{module}.DEADLINE", 0.5)
+    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.3)
     with (
         closing(Listener(drip)) as listener,
         closing(make_llm(model, cache_dir=kept, remote_cache=listener.url)) as llm,

@@ -3,12 +3,13 @@ somebody closes or cancels."""
 
 import gc
 import logging
+import os
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from itertools import count
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,14 @@ from headstart.cache import BlockHash
 from headstart.tiers import (
     BlockStore,
     Faults,
+    GuardedStore,
     LoadedBlock,
     Loader,
     LoadJob,
-    Pause,
     Saver,
+    StoreChain,
     StoredBlock,
 )
-from tests.interruptions import Interrupted, Interruption
 from tests.tiers.stores import MODEL, block, blocks, name, names, payload
 
 FOREVER = 20.0  # seconds that nothing here takes
@@ -36,8 +37,12 @@ ERRORS = [RuntimeError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExi
 class Store(BlockStore):
     """Has every block. before: called with a method's name when it begins, and with each block."""
 
+    tier = "test"
+    block_seconds = 0.0
+
     def __init__(self, before: Callable[[str], None] = lambda method: None) -> None:
         self.before = before
+        self.faults = Faults("a test's store")
         self.saved: list[BlockHash] = []
         self.touched: list[BlockHash] = []
         self.numbers = {name(number): number for number in range(200)}
@@ -110,29 +115,42 @@ def arrived(loader: Loader, job: LoadJob) -> int:
             loader.wait(FOREVER)
 
 
+def guarded(*stores: BlockStore | GuardedStore) -> StoreChain:
+    return StoreChain(
+        [one if isinstance(one, GuardedStore) else GuardedStore(one) for one in stores]
+    )
+
+
 @contextmanager
-def loading(store: BlockStore, max_bytes: int = 1 << 20) -> Iterator[Loader]:
-    loader = Loader(store, max_bytes, lambda blocks: FOREVER, Pause(Faults("a test")))
+def loading(
+    store: BlockStore | GuardedStore,
+    max_bytes: int = 1 << 20,
+    compute: Callable[[int], float] = lambda blocks: FOREVER,
+    faults: Faults | None = None,
+) -> Iterator[Loader]:
+    loader = Loader(guarded(store), max_bytes, compute, faults or Faults("a test"))
     try:
         yield loader
     finally:
         loader.close(FOREVER)
-        assert not any(thread.is_alive() for thread in loader._threads)
+        assert not any(thread.name == "headstart_load" for thread in threading.enumerate())
 
 
 @contextmanager
-def saving(store: BlockStore, max_bytes: int = 1 << 20) -> Iterator[Saver]:
-    saver = Saver(store, max_bytes, Faults("a test"))
+def saving(
+    store: BlockStore, max_bytes: int = 1 << 20, faults: Faults | None = None
+) -> Iterator[Saver]:
+    saver = Saver(guarded(store), max_bytes, faults or Faults("a test"))
     try:
         yield saver
     finally:
         saver.close(FOREVER)
-        assert saver._thread is None or not saver._thread.is_alive()
+        assert not any(thread.name == "headstart-saver" for thread in threading.enumerate())
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.tiers.loader._CHUNK_BYTES", 2 * SIZE)
+    monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 2 * SIZE)
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -159,13 +177,13 @@ def fail(method: str) -> None:
 
 def test_what_a_store_raises_is_told_once_a_minute(logged: list[logging.LogRecord]) -> None:
     """It had a line, with all that led to it, for every load and every save."""
-    with loading(Store(fail)) as loader, saving(Store(fail)) as saver:
+    faults = Faults("a test")
+    with loading(Store(fail), faults=faults) as loader, saving(Store(fail), faults=faults) as saver:
         for number in range(20):
             assert arrived(loader, loader.start(names(range(9)), everything)) == 0
             saver.offer([block(number)])
             assert saver.flush(FOREVER)
-        assert loader._pause.faults.counts == {"a load failed": 20}
-        assert saver._faults.counts == {"blocks could not be saved": 20}
+        assert faults.counts == {"a load failed": 20, "blocks could not be saved": 20}
     lines = [record.getMessage() for record in logged]
     assert len(lines) == 2 and all("on purpose" in line for line in lines)
 
@@ -177,7 +195,7 @@ def test_a_loader_is_closed_while_a_store_blocks(method: str) -> None:
         jobs = [loader.start(names(range(20)), everything) for _ in range(3)]
         assert gate.reached.wait(FOREVER)
         loader.close(0.0)
-        assert all(job.done for job in jobs), "nobody waits for them any more"
+        assert all(job.done for job in jobs), "they are over"
         assert loader.start(names(range(3)), everything).done
         loader.wait(FOREVER)
         gate.opened.set()
@@ -317,70 +335,22 @@ def test_offers_from_many_threads_while_one_closes() -> None:
     assert len(store.saved) + saver.num_dropped == 200
 
 
-def test_what_python_says_of_the_saver_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a Ctrl-C within `Thread.is_alive` Python 3.11 says False of a thread that runs."""
+def test_a_process_that_was_forked_waits_for_no_saver() -> None:
     gate = Gate("save")
     with saving(Store(gate)) as saver:
         saver.offer(blocks(range(3)))
         assert gate.reached.wait(FOREVER)
-        with monkeypatch.context() as patch:
-            patch.setattr(saver._thread, "is_alive", lambda: False)
-            threading.Timer(0.05, gate.opened.set).start()
-            assert saver.flush(FOREVER) and saver.num_saved == 3
-
-
-def test_a_process_that_was_forked_waits_for_no_saver(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate("save")
-    with saving(Store(gate)) as saver:
-        saver.offer(blocks(range(3)))
-        assert gate.reached.wait(FOREVER)
-        with monkeypatch.context() as patch:
-            patch.setattr("headstart.tiers.saver.os.getpid", lambda: 0)
-            assert not saver.flush(10 * FOREVER)
+        if (child := os.fork()) == 0:
+            began = time.monotonic()
+            saver.flush(10 * FOREVER)
+            os._exit(int(time.monotonic() - began > FOREVER / 2))
+        assert os.waitpid(child, 0)[1] == 0
         gate.opened.set()
-
-
-def test_an_interruption_within_python_s_conditions_leaves_no_lock_held() -> None:
-    """Their `__exit__` is Python, where Ctrl-C may come before the lock is given back. The threads
-    of stores then waited for whoever was interrupted, and closing waited for them in vain.
-    """
-    for at in count():
-        saver = Saver(store := Store(), 1 << 20, Faults("a test"))
-        loader = Loader(store, 1 << 20, lambda blocks: FOREVER, Pause(Faults("a test")))
-        saver.offer(blocks(range(3)))  # their threads run: starting one has locks of its own
-        loader.start(names(range(9)), everything)
-        with suppress(Interrupted), Interruption(at, Interrupted(), threading) as interruption:
-            saver.offer(blocks(range(3)))
-            saver.touch(names(range(2)))
-            saver.rest(False)
-            job = loader.start(names(range(9)), everything)
-            loader.take(job, 9)
-            loader.cancel(job)
-        for part in (saver, loader):
-            assert _is_free(part._changed), at
-            part.close(FOREVER)
-        if not interruption.raised:
-            break
-
-
-def _is_free(lock: threading.Condition) -> bool:
-    """True if another thread can have the lock."""
-    found = []
-
-    def take() -> None:
-        found.append(lock.acquire(timeout=FOREVER))
-        if found[0]:
-            lock.release()
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join()
-    return found[0]
 
 
 def test_a_queue_that_is_empty_again_returns_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 400 MB stayed resident after all was saved."""
-    monkeypatch.setattr("headstart.tiers.saver._MUCH", 6 * SIZE)
+    monkeypatch.setattr("headstart.tiers.saver._DRAIN_BYTES", 6 * SIZE)
     alive: list[weakref.ref[np.ndarray[Any, Any]]] = []
     drained: list[int] = []
 
@@ -395,7 +365,7 @@ def test_a_queue_that_is_empty_again_returns_its_memory(monkeypatch: pytest.Monk
         drained.append(sum(reference() is not None for reference in alive))
 
     gate = Gate("save")
-    saver = Saver(Store(gate), 1 << 20, Faults("a test"), look)
+    saver = Saver(guarded(Store(gate)), 1 << 20, Faults("a test"), look)
     offer(saver, range(10))
     gate.opened.set()
     assert saver.flush(FOREVER)

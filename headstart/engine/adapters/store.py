@@ -18,7 +18,7 @@ holder collects garbage, closes a stream and waits for the engine.
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from headstart.engine.adapters.names import AdapterNames, InEngine, adapter_fold
 from headstart.engine.adapters.request import Adapter
 from headstart.engine.config import EngineConfig
 from headstart.engine.request import Request, RequestGroup
+from headstart.engine.tenant_queue import TenantQueue
 from headstart.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -63,7 +64,7 @@ class AdapterStore(AdapterNames):
         self._resident: OrderedDict[str, ResidentAdapter] = OrderedDict()
         self._failed: Mapping[str, AdapterError] = {}  # by digest: the last one, for one scheduling
         self._refused: dict[str, AdapterError] = {}  # by group's id
-        self._reader = ThreadPoolExecutor(1, "headstart-adapters")
+        self._reader = TenantQueue("headstart-adapters", 1)
         self._reading: _Reading | None = None
         self._running: dict[Request, str] = {}  # that have an adapter, to its digest
         self.has_unnamed = False
@@ -248,8 +249,8 @@ class AdapterStore(AdapterNames):
         self._layers.reset()
 
     def close(self) -> None:
-        """End the thread that reads adapters, and let go of those in memory. Again is no error."""
-        self._reader.shutdown(cancel_futures=True)
+        """End the thread that reads adapters, and let go of those in memory. Idempotent."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
         self._layers.reset()
         for digest in list(self._resident):
             self._forget(digest)

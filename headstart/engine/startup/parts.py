@@ -13,9 +13,9 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.startup.observed import ObservedManager
 from headstart.engine.startup.sizing import count_blocks, kv_dtype, longest_sequence
 from headstart.engine.tiering.identity import identify
+from headstart.engine.tiering.offers import block_text
 from headstart.engine.tiering.payload import BlockPayload, BlockRows
 from headstart.engine.tiering.tiers import Stores
-from headstart.engine.tiering.words import make_spell
 from headstart.imports import load_module
 from headstart.models.decoder import DecoderModel
 from headstart.models.image_encoder import VisionModel
@@ -88,7 +88,7 @@ def make_parts(
             open_stores(OBJECTS, config),
             BlockPayload(memory, rows),
             memory.device.type == "cpu",
-            make_spell(tokenizer, config),
+            block_text(tokenizer, config.cache_words),
         )
         # What loading the longest prompt would write, and what the step after that reads.
         kept = max(store.num_kept for store in stores.kv)

@@ -49,8 +49,8 @@ class Load:
         """True while somebody waits for it."""
         return any(request.finish_reason is None for request in self.requests)
 
-    def stretches(self, block_size: int) -> list[tuple[str, range]]:
-        """The tokens that it has put into the pool, and the tier of each stretch of them."""
+    def segments(self, block_size: int) -> list[tuple[str, range]]:
+        """Return the tokens that it has put into the pool, by tier."""
         found, start = [], self.next - len(self.written)
         for tier, blocks in itertools.groupby(self.written):
             stop = start + len(list(blocks))
@@ -224,7 +224,7 @@ class Loads:
         """
         if load.sequence is not None:
             return True
-        if not (load.job.arrived or load.job.is_parked):
+        if not (load.job.arrived or load.job.count):
             return False
         if any(other.sequence is not None for other in self._waiting.values()):
             return False
@@ -273,12 +273,7 @@ class Loads:
                 del self._waiting[request]
 
     def end_all(self) -> None:
-        """End every load; what is in the pool stays. For when a step was rolled back, or all is
-        to be forgotten.
-
-        Also a job of the loader that an interruption kept from being noted here.
-        """
-        self._loader.cancel_all()
+        """End every load; what is in the pool stays."""
         self._tried.clear()
         for load in {*self._loads.values(), *self._waiting.values()}:
             self._end(load)

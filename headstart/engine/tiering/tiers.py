@@ -1,4 +1,4 @@
-"""The tiers of an engine: what it offers to a store, what it loads from it, and what came of it."""
+"""The tiers of an engine: what it offers to stores, what it loads from them, and the counts."""
 
 import time
 from collections import Counter
@@ -10,25 +10,21 @@ from typing import NamedTuple
 from headstart.cache import BlockHash, KVCacheManager
 from headstart.engine.batch import Batch
 from headstart.engine.request import Request
-from headstart.engine.tiering.image_loads import ImageLoads
-from headstart.engine.tiering.image_rows import KeptRows
+from headstart.engine.tiering.images import ImageLoads, KeptRows
 from headstart.engine.tiering.loads import Loads
-from headstart.engine.tiering.offers import Offers
+from headstart.engine.tiering.offers import BlockText, ComputeRate, Offers
 from headstart.engine.tiering.payload import BlockPayload
-from headstart.engine.tiering.rates import ComputeRate, is_worth_loading
-from headstart.engine.tiering.words import Spell
 from headstart.errors import TierError
 from headstart.machine import return_freed_memory
 from headstart.tiers import (
     BlockStore,
-    DeadlineStore,
     Faults,
+    GuardedStore,
     LoadedBlock,
     Loader,
     ObjectStore,
-    Pause,
     Saver,
-    chain,
+    StoreChain,
 )
 from headstart.tiers.faults import SILENT, SLOW
 
@@ -38,34 +34,34 @@ _QUEUED_BYTES = 256 << 20  # at most, that wait to be saved, and as many that wa
 _LEAST_QUEUED_BYTES = 16 << 20
 _QUEUE_SHARE = 4  # a queue has this part of the pool's bytes, between those two
 _PATIENCE = 0.05  # seconds that a step waits for a load when nothing else can run
-_LAST_SAVES = 10.0  # seconds that closing takes at the most, and for what is being saved
+_LAST_SAVES = 10.0  # seconds that closing takes at most, and clearing for what is being saved
 _TRY_AGAIN = 16  # loads that were not worth it, after which one is tried
 _LATE = {SILENT, SLOW}  # faults that count as late answers
-_SLOWEST = 16.0  # tokens a second: a prompt is computed, before that was measured
+_SLOWEST = 16.0  # tokens a second: the assumed speed of computing before it was measured
+_OVERHEAD = 0.002  # seconds that a load takes besides its bytes
 
 
 class Stores(NamedTuple):
-    """Where K/V of one model, and objects such as image embeddings, outlive the process.
+    """The stores in which K/V of one model, and objects such as image embeddings, are kept.
 
-    kv and objects: one store for each tier, nearest first. payload: what is kept of a block.
-    on_cpu: blocks lie where steps are computed. spell: the text that is kept with K/V; None for
-    none.
+    kv and objects: one store for each tier, nearest first. payload: the bytes of a block. on_cpu:
+    blocks lie where steps are computed. text: formats the text stored with K/V; None for none.
     """
 
     kv: Sequence[BlockStore]
     objects: Sequence[BlockStore]
     payload: BlockPayload
     on_cpu: bool
-    spell: Spell | None
+    text: BlockText | None
 
 
 @dataclass(slots=True)
 class TierStats:
-    """Counts since the start. loaded_tokens: put into the pool, by the tier that had them, whether
-    or not the request that they were for came to use them: it may have been aborted meanwhile.
+    """Counts since the start.
 
-    declined_tokens: they were in the store, and computing them was faster. late_answers: times that
-    a store was silent for too long, or turned out slower than computing. unsaved_blocks: by the
+    loaded_tokens: put into the pool, by the tier that had them, also if their request was aborted
+    meanwhile. declined_tokens: they were in the store, and computing them was faster. late_answers:
+    times that a store was silent for too long, or slower than computing. unsaved_blocks: by the
     tier, blocks (of K/V and of objects) that it was not given, since it failed or was left alone.
     faults: by tier and kind; those of no single tier under "all".
     """
@@ -87,61 +83,47 @@ class Tiers:
 
     def __init__(self, stores: Stores, manager: KVCacheManager) -> None:
         self._faults = Faults("kept prefixes")
-        self._tiers = self._guard(stores.kv)
-        self._object_tiers = self._guard(stores.objects)
-        self._store = chain(self._tiers)
+        self._tiers = [GuardedStore(store) for store in stores.kv]
+        self._object_tiers = [GuardedStore(store) for store in stores.objects]
+        self._chain = StoreChain(self._tiers)
         self._manager = manager
         self._payload, self._on_cpu = stores.payload, stores.on_cpu
         self._stats = TierStats()
         self._rate = ComputeRate()
         self.queue_bytes = self.bound_queue(manager.config.num_blocks * stores.payload.nbytes)
-        self._saver = self._make_saver(self._store)
-        self._loader = self._make_loader(stores.kv)
-        self._object_saver = self._make_saver(chain(self._object_tiers))
+        self._saver, self._object_saver = (
+            Saver(chain, self.queue_bytes, self._faults, return_freed_memory)
+            for chain in (self._chain, StoreChain(self._object_tiers))
+        )
+        self._loader = Loader(self._chain, self.queue_bytes, self._compute_seconds, self._faults)
         self.image_rows = KeptRows(ObjectStore(self._object_tiers, self._object_saver))
         self.image_loads = ImageLoads(self.image_rows)
-        self._offers = Offers(manager, stores.payload, self._saver, self._rate, stores.spell)
+        self._offers = Offers(manager, stores.payload, self._saver, self._rate, stores.text)
         self.loads = Loads(manager, stores.payload, self._loader, self._choose, self._take_slots)
         self._began = 0.0  # when the step under way had its blocks
         self._times_declined = 0
         self._until: float | None = None  # when closing it is over, by `time.monotonic`
 
     @staticmethod
-    def _guard(stores: Sequence[BlockStore]) -> list[DeadlineStore]:
-        """Have each tier left alone for itself."""
-        return [DeadlineStore(store, Pause(store.faults)) for store in stores]
-
-    @staticmethod
     def bound_queue(pool_bytes: int) -> int:
         """Return how many bytes a queue may hold beside a pool of this size."""
         return min(max(pool_bytes // _QUEUE_SHARE, _LEAST_QUEUED_BYTES), _QUEUED_BYTES)
 
-    def _make_saver(self, store: BlockStore) -> Saver:
-        return Saver(store, self.queue_bytes, self._faults, return_freed_memory)
-
-    def _make_loader(self, stores: Sequence[BlockStore]) -> Loader:
-        """The loader. It asks a single tier itself, which spares a change of threads a block."""
-        if len(stores) == 1:
-            pause = self._tiers[0].pause
-            return Loader(stores[0], self.queue_bytes, self._compute_seconds, pause)
-        pause = Pause(self._faults)
-        return Loader(self._store, self.queue_bytes, self._compute_seconds, pause, is_guarded=True)
-
     @property
     def stats(self) -> TierStats:
         """The counts as they are now."""
-        self._stats.saved_blocks = self._saver.num_saved
-        self._stats.dropped_blocks = self._offers.num_dropped
+        stats = self._stats
+        stats.saved_blocks = self._saver.num_saved
+        stats.dropped_blocks = self._offers.num_dropped
+        stats.unsaved_blocks, stats.faults = Counter(), Counter()
         every = [(store.tier, store.faults) for store in (*self._tiers, *self._object_tiers)]
-        unsaved, faults = Counter[str](), Counter[tuple[str, str]]()
-        for tier, found in every:
-            unsaved[tier] += found.num_unsaved
-        for tier, found in (*every, ("all", self._faults)):
-            for kind, count in found.counts.copy().items():  # of whichever thread's
-                faults[tier, kind] += count
-        self._stats.unsaved_blocks, self._stats.faults = unsaved, faults
-        self._stats.late_answers = sum(n for (_, kind), n in faults.items() if kind in _LATE)
-        return self._stats
+        for tier, faults in (*every, ("all", self._faults)):
+            if faults is not self._faults:
+                stats.unsaved_blocks[tier] += faults.num_unsaved
+            for kind, count in faults.counts.copy().items():  # other threads add to them
+                stats.faults[tier, kind] += count
+        stats.late_answers = sum(n for (_, kind), n in stats.faults.items() if kind in _LATE)
+        return stats
 
     @property
     def is_loading(self) -> bool:
@@ -149,7 +131,7 @@ class Tiers:
         return self.loads.are_under_way or self.image_loads.are_under_way
 
     def _choose(self, found: int) -> int:
-        """Number of the blocks found to load: all, or none if computing them is faster."""
+        """Return how many of the blocks found to load: all, or none if computing is faster."""
         tokens = found * self._manager.block_size
         nbytes = found * self._payload.nbytes
         if is_worth_loading(tokens, nbytes, self._compute_rate, self._loader.rate):
@@ -162,19 +144,19 @@ class Tiers:
 
     @property
     def _compute_rate(self) -> float | None:
-        """Tokens a second that are computed: as measured here, or by those who saved blocks."""
-        if self._rate.value is None and (seconds := self._store.block_seconds):
+        """Tokens a second that are computed: measured here, or by those who saved blocks."""
+        if self._rate.value is None and (seconds := self._chain.block_seconds):
             return self._manager.block_size / seconds
         return self._rate.value
 
     def _compute_seconds(self, blocks: int) -> float:
-        """Seconds that computing so many blocks takes."""
+        """Return the seconds that computing so many blocks takes."""
         return blocks * self._manager.block_size / (self._compute_rate or _SLOWEST)
 
     def count_stored(self, names: Sequence[BlockHash]) -> dict[str, int]:
-        """Tokens of a prompt that each tier would give, from the first of these blocks on.
+        """Return the tokens of a prompt that each tier would give, from the first block on.
 
-        A tier goes on where the one before it ends. For any thread.
+        A tier continues where the one before it ends. For any thread.
         """
         counts: dict[str, int] = {}
         for store in self._tiers:
@@ -189,14 +171,13 @@ class Tiers:
         return self._saver.is_saving
 
     def take_kept(self) -> list[BlockHash]:
-        """Blocks that the stores were seen to have since the last call."""
+        """Return the blocks that the stores were seen to have since the last call."""
         return self._saver.take_kept()
 
     def take_in(self) -> None:
         """Put what was loaded into the pool, before a step is scheduled."""
         if not self.loads.are_under_way:
             return
-        self._loader.end_late()
         if written := self.loads.take_in():
             self._manager.commit_step()
             self._offers.commit()
@@ -205,22 +186,21 @@ class Tiers:
         self._end_loads()
 
     def _end_loads(self) -> None:
-        """Let go of loads that have all, or that nobody wants any more."""
+        """End the loads that have all, or that no request waits for."""
         for load in self.loads.end_those_done():
-            names = load.job.names[: load.next - load.first]
-            self._saver.touch(names)
-            loaded = load.stretches(self._manager.block_size)
+            self._saver.touch(load.job.names[: load.next - load.first])
+            segments = load.segments(self._manager.block_size)
             for request in load.requests:
-                if not request.num_preemptions:  # what counts is the first admission
-                    request.group.loaded = loaded
+                if not request.num_preemptions:  # the first admission counts
+                    request.group.loaded = segments
 
     def _take_slots(self, request: Request, blocks: list[LoadedBlock]) -> None:
-        """A load took blocks. What comes from a tier farther off is offered to the nearest."""
-        is_saved = all(block.tier == self._store.tier for block in blocks)
+        """Note the blocks that a load took; those of a farther tier are offered to the nearest."""
+        is_saved = all(block.tier == self._tiers[0].tier for block in blocks)
         self._offers.note(_wall_time(request.group.arrival_time), is_saved=is_saved)
 
     def wait(self) -> bool:
-        """Wait a moment for a load, if there is one; nothing else can run."""
+        """Wait a moment for a load; False if there is none. For when nothing else can run."""
         if not self.is_loading:
             return False
         if self.loads.are_under_way:
@@ -230,39 +210,39 @@ class Tiers:
         return True
 
     def scheduled(self, batch: Batch) -> None:
-        """The step has its blocks, and writes nothing yet."""
+        """Note that the step has its blocks, and writes nothing yet."""
         arrivals = [part.request.group.arrival_time for part in batch.scheduled]
         self._began = time.perf_counter()
         self._rest(self._on_cpu)
         self._offers.note(_wall_time(min(arrivals)))
 
     def committed(self, batch: Batch, *, is_last: bool) -> None:
-        """The step is written; is_last: no request is left."""
+        """Note that the step is written; is_last: no request is left."""
         self._rate.add(batch.num_tokens, time.perf_counter() - self._began)
         self._offers.commit()
         if is_last:
             self.idle()
 
     def idle(self) -> None:
-        """No request is left: nothing is loaded, and all that is written is saved now."""
+        """Save all that is written, since no request is left."""
         self._end_loads()
         with suppress(MemoryError, RuntimeError):  # torch's: what has no room is offered again
             self._offers.flush()
         self._rest(False)
 
     def _rest(self, on: bool) -> None:
-        """Have saving leave the cores to the steps, or no longer."""
+        """Make saving leave the cores to the steps, or no longer."""
         self._saver.rest(on)
         self._object_saver.rest(on)
 
     def roll_back(self) -> None:
-        """The step did not come about."""
+        """Forget the step under way and all loads; it did not come about."""
         self.loads.end_all()
         self._offers.roll_back()
         self._rest(False)
 
     def clear(self) -> None:
-        """Forget what the stores have. Raises TierError if some may be left; all are asked."""
+        """Forget what the stores have. Raises TierError if some may be left; all are called."""
         self.loads.end_all()
         self._offers.roll_back()
         done = [self.image_loads.forget_all(_LAST_SAVES)]
@@ -280,25 +260,32 @@ class Tiers:
         return self._saver.flush(timeout) and self._object_saver.flush(timeout)
 
     def close(self) -> None:
-        """Save what is not saved yet, and let go of the store. Idempotent.
-
-        A call that comes again, or after an interruption, has what the first one left of its time.
-        """
+        """Save what is not saved yet, and close the stores. Repeated calls share one deadline."""
         if self._until is None:
             self._until = time.monotonic() + _LAST_SAVES
         self.loads.end_all()
         self._offers.flush()
-        for part in (self._saver, self._object_saver, self._loader, self.image_loads):
-            part.close(max(0.0, self._until - time.monotonic()))
-        for tier in (*self._tiers, *self._object_tiers):
-            tier.close(max(0.0, self._until - time.monotonic()))
+        workers = (self._saver, self._object_saver, self._loader, self.image_loads)
+        stores = (*self._tiers, *self._object_tiers)
+        for close in [part.close for part in workers] + [store.close for store in stores]:
+            close(max(0.0, self._until - time.monotonic()))
 
 
 def make_tiers(stores: Stores | None, manager: KVCacheManager) -> Tiers | None:
-    """The tiers of an engine; None for one without stores."""
+    """Return the tiers of an engine; None for one without stores."""
     return None if stores is None else Tiers(stores, manager)
 
 
+def is_worth_loading(tokens: int, nbytes: int, compute: float | None, load: float | None) -> bool:
+    """True if so many bytes come sooner than so many tokens are computed.
+
+    compute: tokens a second, load: bytes a second. A rate that was never measured is tried.
+    """
+    if compute is None or load is None:
+        return True
+    return _OVERHEAD + nbytes / load < tokens / compute
+
+
 def _wall_time(arrival: float) -> float:
-    """A time of `time.perf_counter` in seconds since 1970."""
+    """Return a time of `time.perf_counter` in seconds since 1970."""
     return time.time() - (time.perf_counter() - arrival)

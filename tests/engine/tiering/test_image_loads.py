@@ -91,7 +91,7 @@ def test_others_run_while_an_image_is_looked_for(
         gate.set()
         assert run(llm, seeing) == [kept[1]]
         assert counts(llm) == (0, 2)
-        assert llm.engine.tiers is not None and not llm.engine.tiers.image_loads._found
+        assert llm.engine.tiers is not None and not llm.engine.tiers.image_loads._asked
 
 
 def test_what_an_aborted_request_asked_for_is_forgotten(
@@ -107,17 +107,17 @@ def test_what_an_aborted_request_asked_for_is_forgotten(
         assert not loads.are_under_way
         gate.set()
         run(llm, submit(llm, "Only text"))
-        assert not loads._found and counts(llm) == (0, 0)
+        assert not loads._asked and counts(llm) == (0, 0)
         assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [kept[1]]
 
 
-def test_a_thread_that_cannot_be_started_costs_no_answer(
-    model: Path, kept: tuple[Path, list[int]], gate: Event, monkeypatch: pytest.MonkeyPatch
+def test_images_are_loaded_within_a_step_where_no_thread_looks_them_up(
+    model: Path, kept: tuple[Path, list[int]], gate: Event
 ) -> None:
     gate.set()
     with closing(open_llm(model, kept[0])) as llm:
         assert llm.engine.tiers is not None
-        monkeypatch.setattr(llm.engine.tiers.image_loads, "_has_thread", lambda: False)
+        llm.engine.tiers.image_loads.close(0)
         assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [kept[1]]
         assert counts(llm) == (0, 2), "it is loaded within the step"
 
@@ -136,15 +136,15 @@ def test_what_was_found_before_all_is_forgotten_is_encoded_anew(
             shown.cache.is_coming((group.requests[0], at), image)
         while loads.are_under_way:
             loads.wait(4)
-        assert len(loads._found) == 2
+        assert len(loads._asked) == 2
         llm.engine.abort(group.request_id)
-        assert not loads._found, "it left, and nobody else asked for them"
+        assert not loads._asked, "it left, and nobody else asked for them"
         for image in shown.images:
             loads.is_coming(image.key)
         while loads.are_under_way:
             loads.wait(4)
         assert llm.reset_prefix_cache(reset_connector=True)
-        assert not loads._found
+        assert not loads._asked
         assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [kept[1]]
         assert counts(llm) == (2, 0)
 
@@ -194,7 +194,7 @@ def test_all_is_forgotten_once_nothing_is_loaded_any_more(
         assert in_store.wait(4)
         llm.engine.abort(group.request_id)
         with monkeypatch.context() as patch:
-            patch.setattr("headstart.engine.tiering.tiers._LAST_SAVES", 0)
+            patch.setattr("headstart.engine.tiering.tiers._LAST_SAVES", 0.01)
             with pytest.raises(TierError, match="may not be"):
                 llm.engine.tiers.clear()
         gate.set()

@@ -1,25 +1,19 @@
-"""An exception at any line of a step that loads blocks, or offers them, leaves nothing wrong."""
+"""A step that fails while blocks are loaded leaves nothing wrong."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 
-import headstart.attention.memory
-import headstart.engine.engine
-import headstart.engine.tiering
 from headstart import LLM, SamplingParams
 from headstart.engine.engine import Engine
 from headstart.engine.request import RequestGroup
-from headstart.errors import EngineError
 from tests.engine.tiny_llm import make_llm, save_smallest
-from tests.interruptions import Interrupted, Interruption, points
 
 NUM_BLOCKS = 20
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 SHARED = list(range(3, 67))
 PROMPTS = [SHARED + list(range(70, 90)), SHARED + list(range(90, 100)), list(range(20, 140))]
-WITHIN = (headstart.engine.tiering, headstart.engine.engine, headstart.attention.memory)
-ERRORS = (KeyboardInterrupt, MemoryError, RuntimeError)
 
 
 @pytest.fixture(scope="module")
@@ -75,74 +69,35 @@ def check(engine: Engine) -> None:
     living = {request.sequence for group in engine._groups.values() for request in group.requests}
     loads = {load.sequence for load in engine.tiers.loads._waiting.values()}
     assert set(engine.manager.sequences) <= living | loads, "blocks are held for nobody"
-    loader = engine.tiers._loader
-    with loader._changed:
-        jobs = {*loader._asked, *loader._found, *loader._current, *loader._holding}
-        held = sum(block.payload.nbytes for job in jobs for block in job.arrived)
-        assert loader._nbytes == held
-    awaited = {load.job for load in engine.tiers.loads._waiting.values()}
-    assert {job for job in jobs if not job.cancelled} <= awaited, "a job loads for nobody"
+    assert engine.tiers.loads.are_under_way or engine.tiers._loader._nbytes == 0
 
 
 @pytest.mark.parametrize("begin", [begin, begin_again])
-def test_an_exception_at_any_line_of_a_step_that_loads(
+def test_a_model_that_fails_in_a_step_that_loads_leaves_nothing_wrong(
     monkeypatch: pytest.MonkeyPatch, llm: LLM, begin: Callable[[Engine], list[RequestGroup]]
 ) -> None:
     monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
     engine = llm.engine
-    assert engine.tiers is not None
-    groups = begin(engine)
-    with Interruption(-1, None, *WITHIN) as counted:
-        engine.step()
-    expected = answers(engine, groups)
-    loaded = engine.tiers.stats.loaded_tokens["disk"]
-    assert loaded, "nothing was loaded"
-    places = points(counted.lines)
-    assert len(places) > 100
-    for turn, at in enumerate(places):
-        kind = ERRORS[turn % len(ERRORS)]
-        groups = begin(engine)
-        errors: dict[str, EngineError] = {}
-        try:
-            with Interruption(at, kind("on purpose"), *WITHIN):
-                results = engine.step()
-        except kind as error:
-            assert "on purpose" in str(error)
-            results = []
-        check(engine)
-        while True:
-            errors |= {group.request_id: error for group, error in results if error is not None}
-            if not engine.has_unfinished:
-                break
-            results = engine.step()
-            check(engine)
-        for group, answer in zip(groups, expected, strict=True):
-            assert group.finished
-            if group.request_id not in errors:
-                assert group.output().outputs[0].token_ids == answer
-        assert not engine.tiers.loads.are_under_way
-        assert engine.manager.num_free_blocks == NUM_BLOCKS
-    assert answers(engine, begin(engine)) == expected
-
-
-def test_an_interrupted_submission_leaves_no_bytes_that_nobody_takes(llm: LLM) -> None:
-    """They counted for ever among those that wait to be taken, and later loads waited for room."""
-    engine = llm.engine
     expected = answers(engine, begin(engine))
-    assert engine.reset_prefix_cache()
-    with Interruption(-1, None, headstart.engine.tiering) as counted:
-        submit(engine, PROMPTS[:1])
-    answers(engine, [])
-    for at in points(counted.lines):
-        assert engine.tiers is not None and engine.tiers.flush(30)
-        assert engine.reset_prefix_cache()
-        with pytest.raises(Interrupted), Interruption(at, Interrupted(), headstart.engine.tiering):
-            submit(engine, PROMPTS[:1])
-        engine.step()
-        check(engine)
-        answers(engine, [])
-        check(engine)
-    assert answers(engine, begin(engine)) == expected
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("on purpose")
+
+    for steps in range(4):
+        groups = begin(engine)
+        for _ in range(steps):
+            engine.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.model.module, "forward", fail)
+            with suppress(RuntimeError):
+                engine.step()
+        while engine.has_unfinished:
+            engine.step()
+            check(engine)
+        assert all(group.finished for group in groups)
+        assert engine.tiers is not None and not engine.tiers.loads.are_under_way
+        assert engine.manager.num_free_blocks == NUM_BLOCKS
+        assert answers(engine, begin(engine)) == expected
 
 
 def test_requests_that_are_aborted_while_their_prefix_is_loaded(llm: LLM) -> None:

@@ -34,7 +34,7 @@ class GatedDisk:
         self.opened = Event()
         self._load, self._at_once = DiskStore.load, at_once
         monkeypatch.setattr(DiskStore, "load", lambda store, names: self.load(store, names))
-        monkeypatch.setattr("headstart.tiers.loader._CHUNK_BYTES", 1)
+        monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
 
     def load(self, store: DiskStore, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
         for at, block in enumerate(self._load(store, names)):

@@ -8,6 +8,7 @@ import pytest
 
 from headstart import LLM, SamplingParams
 from headstart.engine.request import RequestGroup
+from headstart.tiers import DiskStore
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 NUM_BLOCKS = 20
@@ -86,7 +87,7 @@ def test_what_the_store_does_not_have_is_computed(
     oracle = [finish(alone, submit(alone, [prompt]))[0] for prompt in PROMPTS]
     llm = make_llm(model, num_blocks=NUM_BLOCKS, cache_dir=str(tmp_path), debug=True)
     assert llm.engine.tiers is not None
-    monkeypatch.setattr(llm.engine.tiers._loader._store, "load", lambda names: iter(()))
+    monkeypatch.setattr(DiskStore, "load", lambda store, names: iter(()))
     assert finish(llm, submit(llm, PROMPTS)) == oracle
     assert llm.engine.num_preemptions > 0 and loaded(llm) == 0
     llm.close()

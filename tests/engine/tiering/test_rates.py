@@ -1,17 +1,16 @@
 """Load or compute: what is slower is not done, and the first decision is not a blind one either."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from headstart import LLM, SamplingParams
 from headstart.cache import BlockHash
 from headstart.engine.outputs import RequestOutput
-from headstart.engine.tiering.rates import is_worth_loading
-from headstart.engine.tiering.tiers import Tiers
+from headstart.engine.tiering.tiers import Tiers, is_worth_loading
 from headstart.tiers import DiskStore, LoadedBlock
 from tests.engine.tiny_llm import make_llm, save_smallest
 
@@ -44,40 +43,40 @@ def tiers_of(llm: LLM) -> Tiers:
 
 
 class SlowDisk:
-    """Has a disk take so many seconds for a block, by the loader's clock, which stands still
-    otherwise. blocks: what it was asked for.
-    """
+    """Takes so many seconds for each block of a load after the first."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-        self.num_blocks = 0
-        self._now, self._seconds = 1000.0, seconds
+        self.num_blocks = 0  # that it was asked for
+        self._seconds = seconds
         self._load = DiskStore.load
-        clock = SimpleNamespace(monotonic=lambda: self._now)
-        monkeypatch.setattr("headstart.tiers.loader.time", clock)
         monkeypatch.setattr(DiskStore, "load", lambda store, names: self.load(store, names))
+        monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
+        monkeypatch.setattr("headstart.tiers.loader._TRIAL", 0.02)
 
     def load(self, store: DiskStore, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
-        for block in self._load(store, names):
-            self._now += self._seconds
+        for at, block in enumerate(self._load(store, names)):
             self.num_blocks += 1
+            time.sleep(self._seconds if at else 0)
             yield block
 
 
 def test_a_hit_that_is_slower_than_computing_is_not_taken(
     model: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each took a block's K/V from a disk that needs four seconds for it, as the first one did."""
+    """Each took a block's K/V from a disk that is slower than computing, as the first one did."""
     with closing(make_llm(model)) as llm:
         alone = [ask(llm, tokens).outputs[0].token_ids for tokens in PROMPTS]
-    disk = SlowDisk(monkeypatch, 4.0)
+    disk = SlowDisk(monkeypatch, 0.5)
     with closing(make_llm(model, cache_dir=str(kept), debug=True)) as llm:
-        stats = tiers_of(llm).stats
         outputs = [ask(llm, PROMPTS[0])]
-        assert outputs[0].num_loaded_tokens == 16 and disk.num_blocks == 1, "it was tried"
-        assert stats.declined_tokens == 0 and tiers_of(llm).stats.late_answers == 1
+        assert outputs[0].num_loaded_tokens == 16 and disk.num_blocks == 2, "it was tried"
+        stats = tiers_of(llm).stats
+        assert stats.declined_tokens == 0 and stats.late_answers == 1
+        while tiers_of(llm)._tiers[0].is_stuck:
+            time.sleep(0.01)
         outputs += [ask(llm, tokens) for tokens in PROMPTS[1:]]
         assert [output.num_loaded_tokens for output in outputs[1:]] == [0, 0, 0]
-        assert disk.num_blocks == 1 and stats.declined_tokens == 3 * 96
+        assert disk.num_blocks == 2 and stats.declined_tokens == 3 * 96
         assert stats.loaded_tokens == {"disk": 16}
     assert [output.outputs[0].token_ids for output in outputs] == alone
 
@@ -97,8 +96,8 @@ def test_a_new_process_knows_what_computing_took_the_one_before(model: Path, kep
     """It had no rate before its first prompt, and loaded whatever was there."""
     with closing(make_llm(model, cache_dir=str(kept))) as llm:
         tiers = tiers_of(llm)
-        assert tiers._rate.value is None and 0 < tiers._store.block_seconds < 10
-        assert tiers._compute_rate == 16 / tiers._store.block_seconds
+        assert tiers._rate.value is None and 0 < tiers._chain.block_seconds < 10
+        assert tiers._compute_rate == 16 / tiers._chain.block_seconds
         tiers._loader.rate = tiers._payload.nbytes / 60  # a minute for a block
         assert ask(llm, PROMPTS[0]).num_loaded_tokens == 0
         assert tiers.stats.declined_tokens == 96

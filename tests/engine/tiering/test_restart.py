@@ -175,7 +175,7 @@ def test_a_request_waits_for_the_rest_of_its_prefix(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part of it has come and the rest has not; that a prompt is cold keeps nobody waiting."""
-    monkeypatch.setattr("headstart.tiers.loader._CHUNK_BYTES", 1)
+    monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
     with opened(model, tmp_path) as llm:
         alone = [ask(llm, tokens) for tokens in PROMPTS]
     with opened(model, None) as llm:
@@ -216,7 +216,7 @@ def test_after_the_last_request_was_aborted_all_is_saved_and_no_block_is_held(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both waited for the next request: what was computed, and the blocks of a load for nobody."""
-    monkeypatch.setattr("headstart.tiers.loader._CHUNK_BYTES", 1)
+    monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
     with opened(model, tmp_path) as llm:
         engine = llm.engine
         engine.submit(group := engine.prepare({"prompt_token_ids": TEXT}, GREEDY))
@@ -352,7 +352,7 @@ def test_a_load_under_way_keeps_nobody_from_forgetting_all(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_aborted: bool
 ) -> None:
     """The blocks that it had taken were held until the next step, by nobody's request."""
-    monkeypatch.setattr("headstart.tiers.loader._CHUNK_BYTES", 1)
+    monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
     with opened(model, tmp_path) as llm:
         alone = ask(llm, PROMPTS[0])
     rest = Event()

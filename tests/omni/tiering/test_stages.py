@@ -148,7 +148,7 @@ def test_a_store_that_is_silent_is_a_miss(tmp_path: Path, monkeypatch: pytest.Mo
     with Speech(cache_dir=str(tmp_path)) as speech:
         first = run(speech)
     late = Event()
-    monkeypatch.setattr("headstart.tiers.loader.DEADLINE", 0.05)
+    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.05)
     monkeypatch.setattr(DiskStore, "find", lambda store, names: late.wait(60) and 0)
     with Speech(cache_dir=str(tmp_path)) as speech:
         progress = run(speech)

@@ -23,19 +23,19 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from headstart.cli.help import GroupedCommand, GroupedOption
+from headstart.cli.opening import note_on, open_model
 from headstart.cli.options import (
-    DEFAULT_MODEL,
+    GroupedCommand,
+    GroupedOption,
     engine_options,
     model_option,
-    note_on,
-    open_model,
     sort_options,
 )
 from headstart.cli.pool_picture import PoolPicture, colour_of
-from headstart.cli.reply_metrics import cached_share, duration
+from headstart.cli.progress import cached_share, duration
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError
+from headstart.models.files import BUILT_IN
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
@@ -114,7 +114,7 @@ class Ask:
 
     def is_answered_by(self, text: str, model: str) -> bool:
         """Return True if `text` is right; other models may choose their own words."""
-        if model == DEFAULT_MODEL:
+        if model == BUILT_IN:
             return text == f"{self.sentence} {self.right}"
         return re.search(rf"\b{re.escape(self.right)}\b", text) is not None
 

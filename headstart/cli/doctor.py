@@ -11,7 +11,7 @@ from typing import NamedTuple
 import click
 
 from headstart import native
-from headstart.cli.help import GroupedCommand
+from headstart.cli.options import GroupedCommand
 from headstart.cli.progress import show_bytes
 from headstart.cli.streams import show_field
 from headstart.imports import install, load_module

@@ -6,24 +6,20 @@ stderr, so that a reply can be piped.
 """
 
 import os
-import re
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from click.shell_completion import get_completion_class
 
-from headstart.cli.cache.commands import cache
-from headstart.cli.cache.keeping import keep_prefixes
-from headstart.cli.chat.conversation import Conversation
+from headstart.cli.cache import cache, keep_prefixes
+from headstart.cli.conversation import Conversation
 from headstart.cli.demo import demo
 from headstart.cli.doctor import doctor
-from headstart.cli.help import SAMPLING, GroupedCommand, GroupedOption, with_slips_alone
 from headstart.cli.keys import keys
 from headstart.cli.models import models
 from headstart.cli.opening import (
@@ -38,6 +34,9 @@ from headstart.cli.opening import (
 from headstart.cli.options import (
     CHAT_SAMPLING,
     RUN_SAMPLING,
+    SAMPLING,
+    GroupedCommand,
+    GroupedOption,
     chat_sampling,
     check_engine,
     engine_options,
@@ -49,31 +48,39 @@ from headstart.cli.options import (
 from headstart.cli.replay import replay
 from headstart.cli.reply import print_reply
 from headstart.cli.run import names_model, read_questions
-from headstart.cli.serving.flags import ServeCommand
-from headstart.cli.serving.server import run_server, take_options
+from headstart.cli.serve_flags import ServeCommand
+from headstart.cli.server import run_server, take_options
 from headstart.cli.streams import as_typed, note, prepare_streams, tell_error
 from headstart.cluster.options import ReplicaConfig
 from headstart.engine.config import make_config
 from headstart.errors import HeadstartError
+from headstart.frontend.vllm_api.rows import nearest
 from headstart.imports import load_module
 from headstart.server.options import ServerOptions
 from headstart.version import __version__
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+_ELSEWHERE = {"pull": "models pull", "list": "models", "ls": "models", "rm": "models rm"}
+"""Commands of other programs, and their names here."""
 
 
 class _Commands(click.Group):
     """A group whose commands end in one clear line where headstart raises an error."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command; names of other programs' commands fail with the name here."""
+        if cmd_name in _ELSEWHERE:
+            ctx.fail(f"no such command {cmd_name!r}; it is: headstart {_ELSEWHERE[cmd_name]}")
+        return super().get_command(ctx, cmd_name)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         prepare_streams()
         try:
             return super().main(*args, **kwargs)
         except OSError as error:
-            if error.filename is not None:  # of a file: told where it arises
+            if error.filename is not None:  # not of the output
                 raise
             tell_error(f"cannot write the output: {error.strerror}")
-            with suppress(OSError):  # Python would write the rest at its end, and fail again
+            with suppress(OSError):  # Python would write the rest when it exits, and fail again
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
 
@@ -84,7 +91,7 @@ class _Commands(click.Group):
             tell_error(error)
             ctx.exit(2)
         except click.exceptions.NoArgsIsHelpError:
-            raise  # which click tells as --help does
+            raise  # click shows the help
         except click.UsageError as error:
             tell_error(_in_one_line(error, ctx))
             ctx.exit(2)
@@ -93,40 +100,31 @@ class _Commands(click.Group):
             ctx.exit(128 + signal.SIGINT)
 
 
-_ELSEWHERE = {"pull": "models pull", "list": "models", "ls": "models", "rm": "models rm"}
-"""Commands of other programs, and what they are here."""
-
-
 def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:
-    """A wrong call as headstart's own errors are told; click takes four lines."""
-    if isinstance(error, click.NoSuchOption):
-        error = with_slips_alone(error)
-    said = error.format_message().rstrip(".")
+    """Return the error of a wrong call as one line; click shows four."""
+    text = error.format_message().rstrip(".")
+    if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+        flags = [flag for parameter in error.ctx.command.params for flag in parameter.opts]
+        near = nearest(error.option_name, flags)  # click's own hints are often far off
+        text = f"No such option {error.option_name!r}"
+        text += "" if near is None else f". Did you mean {near!r}?"
+    command = f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()
     if error.ctx is not None:
         command = error.ctx.command_path
-        names = {one.name for one in error.ctx.command.params}
-        if "model" in names and "model_tag" not in names and "unexpected extra argument" in said:
-            said += "; a model is named by --model"
-    else:
-        command = f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()
-    unknown = re.match(r"No such command '(\w+)'", said)
-    is_of_models = error.ctx is None or error.ctx.command.name in ("main", "models")
-    if unknown and unknown[1] in _ELSEWHERE and is_of_models:
-        return f"no such command {unknown[1]!r}; it is: headstart {_ELSEWHERE[unknown[1]]}"
-    said = said.replace(". Did you", "; did you")
-    see = " See" if said.endswith("?") else "; see"
-    return f"{said[:1].lower()}{said[1:]}{see} {command} --help"
+        names = {parameter.name for parameter in error.ctx.command.params}
+        takes_none = "model" in names and "model_tag" not in names
+        if takes_none and "unexpected extra argument" in text:
+            text += "; a model is named by --model"
+    text = text if text.endswith("?") else f"{text}."
+    return f"{text[:1].lower()}{text[1:]} See {command} --help"
 
 
 _option = partial(click.option, cls=GroupedOption)
-
-
+_path: dict[str, Any] = {"metavar": "PATH", "type": click.Path()}
 _adapter_option = _option(
-    "--adapter",
-    metavar="PATH",
-    type=click.Path(),
-    help="Answer with the LoRA adapter in this folder, in PEFT's format.",
+    "--adapter", **_path, help="Answer with the LoRA adapter in this folder, in PEFT's format."
 )
+_plain_option = _option("--plain", is_flag=True, help="Show replies as they are, not as Markdown.")
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -135,36 +133,20 @@ def main() -> None:
     """An LLM inference engine whose KV cache never computes the same prefix twice."""
 
 
-main.add_command(demo)
-
-
 @main.command(cls=GroupedCommand)
 @click.argument("prompts", nargs=-1)
 @_option(
     "--file",
     "files",
     multiple=True,
-    metavar="PATH",
-    type=click.Path(),
+    **_path,
     help="Text that every prompt begins with; may be given several times.",
 )
-@_option(
-    "--image",
-    "images",
-    multiple=True,
-    metavar="PATH",
-    type=click.Path(),
-    help="An image to ask about.",
-)
+@_option("--image", "images", multiple=True, **_path, help="An image to ask about.")
 @_option("--system", metavar="TEXT", help="The system message.")
 @_option("--raw", is_flag=True, help="Complete the prompts as they are, without a chat template.")
-@_option(
-    "--json",
-    metavar="PATH",
-    type=click.Path(),
-    help="Answer in JSON that is valid by the schema in this file.",
-)
-@_option("--plain", is_flag=True, help="Show replies as they are, not as Markdown.")
+@_option("--json", **_path, help="Answer in JSON that is valid by the schema in this file.")
+@_plain_option
 @model_option
 @_adapter_option
 @sampling_options(RUN_SAMPLING)
@@ -185,10 +167,10 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
     questions.check_images(folder)
     questions.check_length(folder, make_config(chosen.engine))
     check_adapter(adapter, folder)
-    kept = keep_prefixes(chosen.engine)
-    with closing(announce_and_open(model, kept.options)) as llm:
+    prefixes = keep_prefixes(chosen.engine)
+    with closing(announce_and_open(model, prefixes.options)) as llm:
         streams = questions.streams(llm, chosen.sampling, load_adapter(llm, adapter))
-        kept.tell()
+        prefixes.tell()
         is_text = questions.form is None
         answers = [print_reply(stream, plain=plain, is_text=is_text) for stream in streams]
     questions.check(answers)
@@ -200,9 +182,9 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
     "--resume",
     metavar="FILE",
     type=click.Path(),
-    help="Go on with a conversation that /save wrote.",
+    help="Continue a conversation that /save wrote.",
 )
-@_option("--plain", is_flag=True, help="Show replies as they are, not as Markdown.")
+@_plain_option
 @model_option
 @_adapter_option
 @sampling_options(CHAT_SAMPLING)
@@ -221,18 +203,18 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
     folder = folder_of(model)
     check_tokenizer(folder)
     check_adapter(adapter, folder)
-    kept = keep_prefixes(chosen.engine)
-    with closing(announce_and_open(model, kept.options)) as llm:
-        params = chat_sampling(chosen.said, folder)
-        # Editing lines takes prompt_toolkit, half a second of imports.
-        session = load_module("headstart.cli.chat.session")
-        talk = load_module("headstart.cli.chat.talk").talk
+    prefixes = keep_prefixes(chosen.engine)
+    with closing(announce_and_open(model, prefixes.options)) as llm:
+        params = chat_sampling(chosen.given, folder)
+        # Line editing takes prompt_toolkit, half a second of imports.
+        session = load_module("headstart.cli.chat_session")
+        talk = load_module("headstart.cli.chat_commands").talk
         name = load_adapter(llm, adapter)
-        kept.tell()
-        made = session.Chat(llm, model, params, conversation, plain=plain, adapter=name)
+        prefixes.tell()
+        terminal_chat = session.Chat(llm, model, params, conversation, plain=plain, adapter=name)
         if resume is not None:
-            made.tell_taken_up(as_typed(resume))
-        talk(made)
+            terminal_chat.tell_taken_up(as_typed(resume))
+        talk(terminal_chat)
 
 
 @main.command(cls=ServeCommand, short_help="Answer clients of APIs over HTTP.")
@@ -256,8 +238,7 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
 )
 @_option(
     "--generation-config",
-    metavar="PATH",
-    type=click.Path(),
+    **_path,
     group=SAMPLING,
     help="Sampling of requests that say nothing of it: auto (the model's own), vllm (none), or a "
     "folder with a generation_config.json.",
@@ -274,11 +255,8 @@ def serve(model: str, **options: Any) -> None:
     run_server(model, check_engine(options), server, replicas, adapters)
 
 
-main.add_command(models)
-main.add_command(keys)
-main.add_command(cache)
-main.add_command(replay)
-main.add_command(doctor)
+for _command in (demo, models, keys, cache, replay, doctor):
+    main.add_command(_command)
 
 
 @main.command()

@@ -1,22 +1,27 @@
-"""`headstart models`: what was downloaded from the Hugging Face hub, in the hub's own cache."""
+"""`headstart models`: the models in the Hugging Face hub's cache, and quantizing a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import click
 import huggingface_hub as hub  # its names are imported when they are used, which takes 0.3 s
 from rich.cells import cell_len
 
-from headstart.cli.opening import ending_at_once
-from headstart.cli.options import NOTES
-from headstart.cli.progress import show_bytes
-from headstart.cli.quantize import quantize
-from headstart.cli.streams import as_typed, note
+from headstart.cli.opening import NOTES, ending_at_once, folder_of
+from headstart.cli.progress import describe_wait, duration, quantizing_line, show_bytes, waiting
+from headstart.cli.streams import as_typed, columns_of, hiding_typed, note
 from headstart.errors import ModelError, ModelNotFoundError
+from headstart.imports import load_module
 from headstart.models.files import (
     BUILT_IN,
     check_files,
@@ -26,11 +31,9 @@ from headstart.models.files import (
 )
 from headstart.models.gguf.hub import label_files, parse_name
 
-__all__ = ["models"]
-
 
 class _Row(NamedTuple):
-    """A model in the list; repo and files: in the hub's cache, files of GGUF alone."""
+    """A model in the list, with its place in the hub's cache; files: of GGUF only."""
 
     name: str
     size: int
@@ -46,19 +49,22 @@ class _Row(NamedTuple):
 def models(context: click.Context) -> None:
     """List the models that are on this machine; pull, remove and quantise them."""
     if context.invoked_subcommand is None:
-        _print_rows(_rows())
+        context.invoke(list_models)
 
 
 @models.command("list", short_help="List the models that are on this machine.")
 def list_models() -> None:
     """List the models that are on this machine, as `headstart models` does."""
-    _print_rows(_rows())
+    rows = list(_rows())
+    width = max(cell_len(row.name) for row in rows)
+    for row in rows:
+        click.echo(f"{row.name:<{width}}  {show_bytes(row.size):>9}  {row.remark}".rstrip())
 
 
 @models.command(short_help="Download a model from the hub.")
 @click.argument("name")
 def pull(name: str) -> None:
-    """Download a model from the Hugging Face hub; what is whole already is kept.
+    """Download a model from the Hugging Face hub; complete files are not downloaded again.
 
     NAME is OWNER/NAME, or OWNER/NAME:Q4_K_M for a GGUF file in this quantization. Of a
     repository of GGUF files without one it is the file in Q4_K_M, or the only file.
@@ -67,36 +73,26 @@ def pull(name: str) -> None:
     if name in NOTES:
         note(f"{name} needs no download")
         return
-    if (named := parse_name(name)) is not None:
-        with ending_at_once():
-            file = download_gguf(named)
-        note(f"{name}: {show_bytes(file.stat().st_size)} in {file}")
-        return
+    named = parse_name(name)
     with ending_at_once():
-        folder = download_model(name)
-    check_files(folder)
-    note(f"{name}: {show_bytes(_weigh(folder))} in {folder}")
+        place = download_model(name) if named is None else download_gguf(named)
+    if named is None:
+        check_files(place)
+    size = _weigh(place) if named is None else place.stat().st_size
+    note(f"{name}: {show_bytes(size)} in {place}")
 
 
-class _Recommended(NamedTuple):
-    """A small model that chats: its size in bytes on the hub, and its licence."""
-
-    name: str
-    size: int
-    licence: str
-
-
-_MEGABYTE = 10**6
-_BESIDE = 1000 * _MEGABYTE  # of RAM: torch, the tokenizer, buffers of a step
+# Small models that chat: the size in MB on the hub, and the licence.
 _RECOMMENDED = (
-    _Recommended("Qwen/Qwen3-0.6B-GGUF:Q8_0", 640 * _MEGABYTE, "Apache 2.0"),
-    _Recommended("bartowski/google_gemma-3-1b-it-GGUF:Q4_0", 722 * _MEGABYTE, "Gemma"),
-    _Recommended("bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M", 810 * _MEGABYTE, "Llama 3.2"),
-    _Recommended("bartowski/HuggingFaceTB_SmolLM3-3B-GGUF:Q4_K_M", 1920 * _MEGABYTE, "Apache 2.0"),
-    _Recommended("bartowski/Llama-3.2-3B-Instruct-GGUF:Q4_K_M", 2020 * _MEGABYTE, "Llama 3.2"),
-    _Recommended("bartowski/Qwen_Qwen3-1.7B-GGUF:Q8_0", 2170 * _MEGABYTE, "Apache 2.0"),
-    _Recommended("bartowski/Qwen_Qwen3-4B-GGUF:Q4_K_M", 2500 * _MEGABYTE, "Apache 2.0"),
+    ("Qwen/Qwen3-0.6B-GGUF:Q8_0", 640, "Apache 2.0"),
+    ("bartowski/google_gemma-3-1b-it-GGUF:Q4_0", 722, "Gemma"),
+    ("bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M", 810, "Llama 3.2"),
+    ("bartowski/HuggingFaceTB_SmolLM3-3B-GGUF:Q4_K_M", 1920, "Apache 2.0"),
+    ("bartowski/Llama-3.2-3B-Instruct-GGUF:Q4_K_M", 2020, "Llama 3.2"),
+    ("bartowski/Qwen_Qwen3-1.7B-GGUF:Q8_0", 2170, "Apache 2.0"),
+    ("bartowski/Qwen_Qwen3-4B-GGUF:Q4_K_M", 2500, "Apache 2.0"),
 )
+_MORE_RAM = 1000  # MB: torch, the tokenizer, buffers of a step
 
 
 @models.command(short_help="List small models that chat.")
@@ -107,11 +103,8 @@ def recommend() -> None:
     """
     click.echo(f"{'download':>8}  {'RAM':>7}  {'licence':<10}  command")
     for name, size, licence in _RECOMMENDED:
-        sizes = f"{show_bytes(size):>8}  {show_bytes(size + _BESIDE):>7}"
-        click.echo(f"{sizes}  {licence:<10}  headstart chat --model {name}")
-
-
-models.add_command(quantize)
+        download, memory = (show_bytes(10**6 * mb) for mb in (size, size + _MORE_RAM))
+        click.echo(f"{download:>8}  {memory:>7}  {licence:<10}  headstart chat --model {name}")
 
 
 @models.command()
@@ -123,11 +116,11 @@ def rm(name: str) -> None:
     chosen = [row for row in rows if name in (row.name, row.repo.repo_id)]
     if not chosen:
         names = ", ".join(row.name for row in rows)
-        known = f"allowed: {names}" if names else "no model was"
-        raise ModelNotFoundError(f"{name!r} was not downloaded; {known}")
+        allowed = f"allowed: {names}" if names else "no model was"
+        raise ModelNotFoundError(f"{name!r} was not downloaded; {allowed}")
     repo = chosen[0].repo
     if len(chosen) == sum(row.repo == repo for row in rows):
-        # Of this model alone: a copy of it under another name has the same commits.
+        # Only in this repository: a copy of the model under another name has the same commits.
         cached = replace(hub.scan_cache_dir(hub.constants.HF_HUB_CACHE), repos=frozenset([repo]))
         cached.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute()
     else:
@@ -140,7 +133,13 @@ def rm(name: str) -> None:
 def _rows() -> Iterator[_Row]:
     """Yield the model of the package first, then what was downloaded: GGUF files one by one."""
     yield _Row(BUILT_IN, _weigh(find_folder(BUILT_IN)), "comes with the package")
-    for repo in _downloaded():
+    try:
+        repos = hub.scan_cache_dir(hub.constants.HF_HUB_CACHE).repos
+    except hub.errors.CacheNotFound:
+        return
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        if repo.repo_type != "model":
+            continue
         files = {file.file_path: file for one in repo.revisions for file in one.files}
         labels = label_files(map(str, files))
         for label in sorted(set(labels.values())):
@@ -152,32 +151,102 @@ def _rows() -> Iterator[_Row]:
 
 
 def _remark(repo: hub.CachedRepoInfo) -> str:
-    """Why a downloaded model does not load as it is; empty where nothing is known against it."""
+    """Return the reason why a downloaded model does not load; empty if none is known."""
     newest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
+    if newest is None:
+        return "nothing of it is there yet"
     try:
-        if newest is None:
-            return "nothing of it is there yet"
         check_files(newest.snapshot_path)
     except ModelError:
         return "not whole, or of another format"
     return ""
 
 
-def _downloaded() -> list[hub.CachedRepoInfo]:
-    """The models of the hub's cache, by name."""
-    try:
-        repos = hub.scan_cache_dir(hub.constants.HF_HUB_CACHE).repos
-    except hub.errors.CacheNotFound:
-        return []
-    return sorted((r for r in repos if r.repo_type == "model"), key=lambda repo: repo.repo_id)
-
-
 def _weigh(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def _print_rows(rows: Iterable[_Row]) -> None:
-    found = list(rows)
-    width = max(cell_len(row.name) for row in found)
-    for row in found:
-        click.echo(f"{row.name:<{width}}  {show_bytes(row.size):>9}  {row.remark}".rstrip())
+@models.command(short_help="Write a model in 4 bits, calibrated on a text.")
+@click.argument("model")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option(
+    "--weights",
+    type=click.Choice(["int4"]),
+    default="int4",
+    show_default=True,
+    help="The kind of weights that are written.",
+)
+@click.option(
+    "--text",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Text like what the model will read; default: the topics of Python's help().",
+)
+def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
+    """Write MODEL's weights in 4 bits into the new FOLDER, so that they lose little.
+
+    The inputs of its layers for a text decide how each weight is rounded (GPTQ, AWQ). The folder
+    is a checkpoint of compressed-tensors, a format that vLLM and transformers read. It takes
+    minutes, once.
+    """
+    target = Path(as_typed(str(folder)))
+    file = None if text is None else Path(as_typed(str(text))).expanduser()
+    with hiding_typed(), waiting(describe_wait("importing torch")):
+        gptq = load_module("headstart.models.gptq")
+    gptq.check_target(target)  # before anything is downloaded
+    source = as_typed(model)
+    if Path(source).suffix != ".gguf":  # refused below; finding its folder would take minutes
+        source = str(folder_of(source))
+    with hiding_typed(), waiting(describe_wait("reading the model's tokenizer and the text")):
+        plan = gptq.plan_quantizing(source, target, file)
+    with _raising_on_signals(), _showing(plan.layers) as progress:
+        written = gptq.quantize(plan, progress)
+    sizes = f"{show_bytes(written.after)} of weights, {show_bytes(written.before)} before"
+    note(
+        f"{plan.target}: {sizes}, in {duration(written.seconds)}, calibrated on "
+        f"{plan.tokens.numel():,} tokens of {plan.text}"
+    )
+    note(f'headstart run --model {target} "..."')
+
+
+@contextmanager
+def _showing(layers: int) -> Iterator[Callable[[int], None]]:
+    """Yield a callback for the number of finished layers.
+
+    They are shown on one line that changes; where stderr is no terminal, on a line for each tenth.
+    """
+    done, last, start, is_log = 0, 0.0, time.perf_counter(), columns_of(sys.stderr) is None
+
+    def progress(now: int) -> None:
+        nonlocal done, last
+        before, done, last = done, now, time.perf_counter() - start
+        if is_log and now < layers and before * 10 // layers < now * 10 // layers:
+            note(quantizing_line(now, layers, last, last))
+
+    if is_log:
+        note(quantizing_line(0, layers, 0, 0))
+    with waiting(lambda elapsed: quantizing_line(done, layers, elapsed, last)):
+        yield progress
+
+
+@contextmanager
+def _raising_on_signals() -> Iterator[None]:
+    """Turn SIGTERM and a closed terminal into an exception, so that the folder is removed.
+
+    A signal that is ignored, as under `nohup`, stays ignored.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one would end the cleaning up
+        sys.exit(128 + number)
+
+    names = ("SIGTERM", "SIGHUP") if threading.current_thread() is threading.main_thread() else ()
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    numbers = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)

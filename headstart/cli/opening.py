@@ -1,4 +1,4 @@
-"""From `--model` to a model that answers, with a line that says what is waited for."""
+"""From `--model` to a model that answers, with a line that says what the user waits for."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from headstart.cli.options import note_on, open_model, resolve_model
-from headstart.cli.progress import converting_line, describe_loading, waiting
+import headstart
+from headstart.cli.progress import describe_loading, describe_wait, waiting
 from headstart.cli.streams import as_typed, hiding_typed, note
 from headstart.engine.config import EngineConfig
 from headstart.errors import ConfigError, ModelError, RequestError, UnsupportedAdapterError
+from headstart.imports import load_module
 from headstart.models.files import (
+    BUILT_IN,
     file_shapes,
     find_folder,
     find_gguf,
@@ -33,17 +34,48 @@ from headstart.validation import describe
 if TYPE_CHECKING:
     from headstart.frontend.llm import LLM
 
-__all__ = [
-    "announce",
-    "announce_and_open",
-    "check_adapter",
-    "check_tokenizer",
-    "ending_at_once",
-    "folder_of",
-    "load_adapter",
-    "read_adapter",
-    "read_adapters",
-]
+RANDOM_MODEL = "demo"
+NOTES: Mapping[str, str] = {
+    BUILT_IN: (
+        "headstart-tiny, 8 million parameters, looks things up in a document and can do little "
+        "else. For a model that chats, add --model Qwen/Qwen3-0.6B-GGUF:Q8_0 (a download of "
+        "0.6 GB); headstart models recommend lists others."
+    ),
+    RANDOM_MODEL: (
+        "The demo model is a small Llama with random weights, made on the spot: "
+        "its answers are noise, its times are real."
+    ),
+}
+# Headstart-tiny's weights are set by formulas, which few bits do not hold.
+_TOO_FEW_BITS = {"weights": ("int5", "int4"), "kv_cache_dtype": ("int8",)}
+
+
+def note_on(model: str, engine: Mapping[str, Any]) -> str:
+    """Return what a user must know of the model's answers before reading them; mostly nothing.
+
+    engine: the engine's options that were given.
+    """
+    text = NOTES.get(model, "")
+    few = [
+        f"{name} {engine[name]}"
+        for name, kinds in sorted(_TOO_FEW_BITS.items())
+        if engine.get(name) in kinds
+    ]
+    if model != BUILT_IN or not few:
+        return text
+    return f"{text} With {' and '.join(few)} most of its answers are wrong."
+
+
+def resolve_model(model: str) -> str:
+    """Return the folder or hub name to load for `--model`."""
+    if model != RANDOM_MODEL:
+        return model
+    return str(load_module("headstart.models.demo").demo_model_path())
+
+
+def open_model(model: str, options: Mapping[str, Any]) -> LLM:
+    """Load a model. Raises ModelError, ConfigError or OutOfMemoryError."""
+    return headstart.LLM(resolve_model(model), **options)
 
 
 def announce_and_open(model: str, options: Mapping[str, Any]) -> LLM:
@@ -57,66 +89,64 @@ def announce_and_open(model: str, options: Mapping[str, Any]) -> LLM:
 
 
 def announce(model: str, engine: Mapping[str, Any]) -> Callable[[float], str]:
-    """Say what the model's answers are worth; returns what to show while it loads.
+    """Say what the model's answers are worth; returns the line to show while it loads.
 
-    engine: the engine's options that were given.
-
-    Downloading, if need be, shows bars of its own. Raises ModelError.
+    engine: the engine's options that were given. Raises ModelError.
     """
     if text := note_on(model, engine):
         note(text)
-    return describe_loading(model, _weights_of(folder_of(model)))
+    folder = folder_of(model)
+    try:
+        files = [file for file in weight_files(folder) if file.stat().st_size]
+    except (OSError, ModelError):  # the loader will say what is wrong with them
+        files = []
+    return describe_loading(model, files)
 
 
 def folder_of(model: str) -> Path:
-    """Where a model's files are; downloaded or made first if they are not there yet.
+    """Return the folder of a model's files, which are downloaded or made first if needed.
 
     Raises ModelError.
     """
-    found = resolve_model(model)
+    name = resolve_model(model)
     with ending_at_once():
-        found = str(find_gguf(found) or found)
-    if Path(found).suffix == ".gguf":
-        with hiding_typed(), waiting(partial(converting_line, model)):
-            return find_folder(found)
+        name = str(find_gguf(name) or name)
+    if Path(name).suffix == ".gguf":
+        reading = describe_wait(f"reading configuration and tokenizer of {model}")
+        with hiding_typed(), waiting(reading):
+            return find_folder(name)
     with ending_at_once():
-        return find_folder(found)
+        return find_folder(name)
 
 
 def read_adapter(options: dict[str, Any]) -> Path | None:
-    """The folder of the adapter that the options name; its option is taken out of them.
-
-    Raises AdapterError for what is no adapter, before the model is loaded.
-    """
-    named = options.pop("adapter")
-    return None if named is None else _adapter_folder(named, options)
+    """Take `--adapter` out of the options; returns its folder. Raises AdapterError."""
+    folder = options.pop("adapter")
+    return None if folder is None else _adapter_folder(folder, options)
 
 
 def read_adapters(options: dict[str, Any]) -> dict[str, Path]:
-    """The folders of the adapters that the options name as NAME=PATH, by name; taken out of them.
+    """Take the adapters out of the options, each NAME=PATH; returns their folders by name.
 
-    Raises AdapterError as `read_adapter` does, and ConfigError for what is written otherwise.
+    Raises AdapterError or ConfigError.
     """
-    found: dict[str, Path] = {}
-    for given in options.pop("adapters"):
-        name, _, folder = given.partition("=")
-        if not name or not folder or name in found:
-            raise ConfigError(f"adapter is {describe(given)}; allowed: NAME=PATH, each name once")
-        found[name] = _adapter_folder(folder, options)
-    return found
+    folders: dict[str, Path] = {}
+    for adapter in options.pop("adapters"):
+        name, _, folder = adapter.partition("=")
+        if not name or not folder or name in folders:
+            raise ConfigError(f"adapter is {describe(adapter)}; allowed: NAME=PATH, each name once")
+        folders[name] = _adapter_folder(folder, options)
+    return folders
 
 
-def _adapter_folder(named: str, options: Mapping[str, Any]) -> Path:
-    folder = Path(as_typed(named)).expanduser().absolute()
+def _adapter_folder(name: str, options: Mapping[str, Any]) -> Path:
+    folder = Path(as_typed(name)).expanduser().absolute()
     read_settings(folder, options["max_lora_rank"] or EngineConfig.max_lora_rank)
     return folder
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raise RequestError for a model that takes no text, DamagedModelError for half a tokenizer.
-
-    Before the model is loaded; a folder that is no model is left to the loader.
-    """
+    """Raise RequestError for a model that takes no text, before it is loaded."""
     if not (folder / "config.json").is_file() or has_vocabulary(folder):
         return
     if load_tokenizer(folder) is None:
@@ -129,8 +159,7 @@ def check_tokenizer(folder: Path) -> None:
 def check_adapter(adapter: Path | None, model: Path) -> None:
     """Raise UnsupportedAdapterError if a layer's inputs are not those of the model's layer.
 
-    Both are read from the headers of files, before the model is loaded. What these do not tell
-    (weights in another format, layers of other names) is checked when the adapter is loaded.
+    Only the headers of files are read, before the model is loaded. Loading checks the rest.
     """
     if adapter is None:
         return
@@ -151,24 +180,27 @@ def check_adapter(adapter: Path | None, model: Path) -> None:
 
 
 def load_adapter(llm: LLM, folder: Path | None) -> str | None:
-    """Load an adapter under the name of its folder; returns the name, None for none.
+    """Load an adapter under the name of its folder; returns the name.
 
-    Raises AdapterError, and ConfigError if the engine takes none.
+    Raises AdapterError or ConfigError.
     """
     return None if folder is None else llm.load_adapter(folder.name or "adapter", folder).name
 
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Ctrl-C ends the process while something is downloaded.
+    """Let Ctrl-C end the process while something is downloaded.
 
-    As an exception it would first wait for the files under way, which may be gigabytes: the hub's
-    library downloads in threads, and Python waits for these. It gives each part of a file a new
-    name, and cannot go on with one that an ended process left: these are removed.
+    As an exception it would wait for the hub's threads, which may have gigabytes to go. The hub's
+    library cannot continue with the partial files of an ended process: these are removed.
     """
 
     def end(number: int, frame: object) -> None:
-        parts = _parts_of_files()
+        parts = []
+        for handle in Path("/proc/self/fd").glob("*"):
+            with suppress(OSError):  # closed meanwhile
+                parts.append(handle.readlink())
+        parts = [path for path in parts if path.suffix == ".incomplete"]
         for part in parts:
             part.unlink(missing_ok=True)
         kept = "; the files that are whole are kept" if parts else ""
@@ -183,20 +215,3 @@ def ending_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _parts_of_files() -> list[Path]:
-    """The files that this process is downloading; none where the system does not tell."""
-    found = []
-    for handle in Path("/proc/self/fd").glob("*"):
-        with suppress(OSError):  # closed meanwhile
-            found.append(handle.readlink())
-    return [path for path in found if path.suffix == ".incomplete"]
-
-
-def _weights_of(folder: Path) -> list[Path]:
-    """The files of a model's weights; none where the loader will say what is wrong with them."""
-    try:
-        return [file for file in weight_files(folder) if file.stat().st_size]
-    except (OSError, ModelError):
-        return []

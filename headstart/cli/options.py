@@ -1,23 +1,22 @@
-"""Flags made of the fields of `EngineConfig` and `SamplingParams`, and the model they are for.
+"""Flags of commands, made of the fields of dataclasses of options, and their `--help`.
 
 A field `max_num_seqs: int = 64` becomes `--max-num-seqs INTEGER`, a bool field a pair of flags
-`--deterministic / --no-deterministic`. Only what a user typed is handed on, so every default
-stands in one place. Each flag is in one of the groups that `--help` shows.
+`--deterministic / --no-deterministic`. Only given flags are passed on, so that each default is
+stated once. `--help` shows the flags in groups: first those that most people need.
 """
 
 import json
+import os
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
-from importlib import import_module
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import click
 
-import headstart
-from headstart.cli.help import GroupedOption, group_of
-from headstart.cli.streams import tell_error
+from headstart.cli.streams import note, tell_error
 from headstart.cluster.options import ReplicaConfig
 from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.params import SamplingParams
@@ -25,67 +24,131 @@ from headstart.engine.startup.threads import count_cores
 from headstart.errors import RequestError
 from headstart.frontend.vllm_api.command_line import read_value
 from headstart.frontend.vllm_api.options import read_config
-from headstart.frontend.vllm_api.rows import nearest
+from headstart.models.files import BUILT_IN
 from headstart.server.options import ServerOptions
 from headstart.validation import OneOf, describe, shorten
 
-if TYPE_CHECKING:
-    from headstart.frontend.llm import LLM
-
-DEFAULT_MODEL = "headstart-tiny"
-RANDOM_MODEL = "demo"
-NOTES: Mapping[str, str] = {
-    DEFAULT_MODEL: (
-        "headstart-tiny, 8 million parameters, looks things up in a document and can do little "
-        "else. For a model that chats, add --model Qwen/Qwen3-0.6B-GGUF:Q8_0 (a download of "
-        "0.6 GB); headstart models recommend lists others."
-    ),
-    RANDOM_MODEL: (
-        "The demo model is a small Llama with random weights, made on the spot: "
-        "its answers are noise, its times are real."
-    ),
-}
-
-# What few bits do not hold: headstart-tiny's weights are set by formulas.
-_TOO_FEW_BITS = {"weights": ("int5", "int4"), "kv_cache_dtype": ("int8",)}
-
 # A command line wants longer and repeatable replies where the library keeps vLLM's defaults.
 RUN_SAMPLING: Mapping[str, Any] = {"max_tokens": 256, "temperature": 0.0}
-# A chat is for people, whom the likeliest words bore; a model's own values go before these.
+# The values for a chat, unless the model's generation_config.json has its own.
 CHAT_SAMPLING: Mapping[str, Any] = {"max_tokens": 1024, "temperature": 0.7, "top_p": 0.95}
-# Of generation_config.json: what says how tokens are drawn. One of them replaces all of ours.
+# Fields of generation_config.json that say how tokens are drawn. One of them replaces all of ours.
 _MODEL_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 SAMPLING_FLAGS = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "ignore_eos",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
+    *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
+    *("ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 
-# What may be typed for a field whose annotation says all.
+MAIN, SAMPLING, SPEED, INTERNALS, OTHER = (
+    *("Options", "How answers are chosen", "Speed of a replica", "Engine internals", "Other"),
+)
+_GROUPS: Mapping[str, Iterable[str]] = {
+    MAIN: ("max_tokens", "temperature", "max_model_len", "device", "dtype", "weights"),
+    "How the server is reached": [field.name for field in fields(ServerOptions)],
+    "Replicas": [field.name for field in fields(ReplicaConfig)],
+    SAMPLING: SAMPLING_FLAGS,
+    "Memory and speed": (
+        *("kv_cache_fraction", "kv_cache_memory", "num_threads", "enable_prefix_caching"),
+        *("kv_cache_dtype", "deterministic", "cache_dir", "cache_dir_bytes", "cache_words"),
+    ),
+    "Images and adapters": (
+        *("max_images", "max_image_pixels", "encoder_cache_rows"),
+        *("enable_lora", "max_loras", "max_lora_rank"),
+    ),
+    SPEED: (),
+    INTERNALS: (),
+    OTHER: (),
+}
+_PREFIX = "HEADSTART_"  # of variables in the environment
+# Variables that stand for no flag of a GroupedCommand.
+_OF_NO_FLAG = {
+    "HEADSTART_COMPILED_CACHE",
+    "HEADSTART_CPU",
+    "HEADSTART_DEMO_DIR",
+    "HEADSTART_GGUF_DIR",
+    "HEADSTART_KEYS_FOLDER",
+    "HEADSTART_NATIVE",
+}
+# Types whose values need no range in an error.
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+class GroupedOption(click.Option):
+    """An option that `--help` shows in a group; --max-tokens is also HEADSTART_MAX_TOKENS."""
+
+    def __init__(self, *args: Any, group: str = MAIN, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+        self.flag = max(self.opts, key=len)
+        self.envvar = _PREFIX + self.flag.removeprefix("--").replace("-", "_").upper()
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        """Return the name for an error: the flag, and the variable that may hold the value."""
+        return f"'{self.flag}' ({self.envvar})"
+
+
+class GroupedCommand(click.Command):
+    """A command whose options are shown in groups, and may stand in the environment."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        options = [option for option in self.params if isinstance(option, GroupedOption)]
+        numbers = [one for one in options if one.group == MAIN and one.type.name == click.INT.name]
+        if numbers:
+            self.epilog = (
+                f"Every flag may stand in the environment instead: {numbers[0].flag} N is "
+                f"{numbers[0].envvar}=N."
+            )
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Warn of variables whose names look like misspelled ones, and run the command."""
+        root = ctx.find_root().command
+        commands = root.commands.values() if isinstance(root, click.Group) else [self]
+        known = {
+            str(option.envvar)
+            for command in commands
+            for option in command.params
+            if isinstance(option, GroupedOption)
+        } | _OF_NO_FLAG
+        for name in sorted(os.environ.keys() - known):
+            near = get_close_matches(name, known, n=1, cutoff=0.87)
+            if near and name.startswith(_PREFIX):
+                note(f"{name} in the environment is not read; the nearest is {near[0]}")
+        return super().invoke(ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write a list of options for each group that has some."""
+        groups: dict[str, list[tuple[str, str]]] = {name: [] for name in _GROUPS}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and isinstance(parameter, click.Option):
+                groups[getattr(parameter, "group", OTHER)].append(record)
+        for name, records in groups.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records, col_max=34)
+
+
+class OrderedGroup(click.Group):
+    """A group whose commands are shown in the order in which they were added."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands."""
+        return list(self.commands)
+
+
 @dataclass(frozen=True)
 class Options:
-    """What the flags of one call said: for the engine, and for sampling (`said`).
+    """Options for the engine, and those for sampling.
 
-    sampling: what was said, and the command's defaults for the rest.
+    given: sampling values from the command line; sampling: these, with defaults for the rest.
     """
 
     engine: dict[str, Any]
     sampling: SamplingParams
-    said: dict[str, Any]
+    given: dict[str, Any]
 
 
 def model_option(command: Command) -> Command:
@@ -93,7 +156,7 @@ def model_option(command: Command) -> Command:
     return click.option(
         "--model",
         cls=GroupedOption,
-        default=DEFAULT_MODEL,
+        default=BUILT_IN,
         show_default=True,
         help="Folder of a Hugging Face model, its name on the hub, or a GGUF file (there too: "
         "OWNER/NAME:Q4_K_M); demo is a larger one with random weights, for times alone.",
@@ -101,15 +164,15 @@ def model_option(command: Command) -> Command:
 
 
 def engine_options(command: Command) -> Command:
-    """Give a command one flag for each field of EngineConfig; `--seed` is a request's own."""
+    """Give a command a flag for each field of EngineConfig; `--seed` is a request's own."""
     chosen = [field for field in fields(EngineConfig) if field.name not in SAMPLING_FLAGS]
     return _add_flags(command, EngineConfig, chosen, {})
 
 
 def server_options(command: Command) -> Command:
-    """Give a command one flag for each field of ServerOptions and ReplicaConfig."""
-    command = _add_flags(command, ReplicaConfig, list(fields(ReplicaConfig)), {})
-    return _add_flags(command, ServerOptions, list(fields(ServerOptions)), {})
+    """Give a command a flag for each field of ServerOptions and ReplicaConfig."""
+    command = _add_flags(command, ReplicaConfig, fields(ReplicaConfig), {})
+    return _add_flags(command, ServerOptions, fields(ServerOptions), {})
 
 
 def sampling_options(defaults: Mapping[str, Any]) -> Callable[[Command], Command]:
@@ -119,23 +182,19 @@ def sampling_options(defaults: Mapping[str, Any]) -> Callable[[Command], Command
 
 
 def sort_options(given: Mapping[str, Any], defaults: Mapping[str, Any] = RUN_SAMPLING) -> Options:
-    """Tell the engine's options from those for sampling; see `check_engine`.
+    """Separate the engine's options from those for sampling, and check them.
 
     Raises ConfigError or RequestError.
     """
-    said = {name: value for name, value in given.items() if value not in (None, ())}
-    sampling = {name: value for name, value in said.items() if name in SAMPLING_FLAGS}
-    engine = {name: value for name, value in said.items() if name not in SAMPLING_FLAGS}
+    values = {name: value for name, value in given.items() if value not in (None, ())}
+    sampling = {name: values.pop(name) for name in SAMPLING_FLAGS if name in values}
     if "stop" in sampling:
         sampling["stop"] = list(sampling["stop"])
-    return Options(check_engine(engine), SamplingParams(**{**defaults, **sampling}), sampling)
+    return Options(check_engine(values), SamplingParams(**{**defaults, **sampling}), sampling)
 
 
 def check_engine(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's options that were given; warns of more threads than cores.
-
-    Raises ConfigError.
-    """
+    """Return the engine's options that were given. Raises ConfigError."""
     engine = {name: value for name, value in given.items() if value not in (None, ())}
     cores, threads = count_cores(), make_config(read_config(engine)).num_threads or 0
     if threads > cores:
@@ -146,43 +205,43 @@ def check_engine(given: Mapping[str, Any]) -> dict[str, Any]:
     return engine
 
 
-def chat_sampling(said: Mapping[str, Any], folder: Path) -> SamplingParams:
-    """Sampling for a chat: what the user said, then the model's own values, then ours.
+def chat_sampling(given: Mapping[str, Any], folder: Path) -> SamplingParams:
+    """Return sampling for a chat: given values, then the model's own, then ours.
 
-    The model's are those of generation_config.json that are in range. Raises RequestError.
+    The model's values are those of generation_config.json that are in range. Raises RequestError.
     """
-    return SamplingParams(**{**CHAT_SAMPLING, **_sampling_of_model(folder), **said})
+    return SamplingParams(**{**CHAT_SAMPLING, **_model_sampling(folder), **given})
 
 
-def _sampling_of_model(folder: Path) -> dict[str, Any]:
+def _model_sampling(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return {}  # a model without one, or one that the loader refuses with a better reason
+        return {}  # the loader reports what is wrong with the model
     if not isinstance(content, dict):
         return {}
     if content.get("do_sample") is False:
         return {"temperature": 0.0}
-    allowed = {
-        field.name: field.metadata["allowed"]
-        for field in fields(SamplingParams)
-        if field.name in _MODEL_SAMPLING
-    }
-    found = {name: content[name] for name in _MODEL_SAMPLING if content.get(name) in allowed[name]}
-    if {"temperature", "top_p", "top_k", "min_p"} & found.keys():
-        return {"temperature": 1.0, "top_p": 1.0, **found}
-    return found
+    allowed = {field.name: field.metadata.get("allowed", ()) for field in fields(SamplingParams)}
+    values = {name: content[name] for name in _MODEL_SAMPLING if content.get(name) in allowed[name]}
+    if {"temperature", "top_p", "top_k", "min_p"} & values.keys():
+        return {"temperature": 1.0, "top_p": 1.0, **values}
+    return values
 
 
 def parse_sampling(name: str, text: str) -> dict[str, Any]:
-    """A sampling value as it is typed in a chat. Raises RequestError.
+    """Parse a sampling value that is typed in a chat. Raises RequestError.
 
     >>> parse_sampling("top-p", "0.9")
     {'top_p': 0.9}
     """
     name = check_sampling_name(name)
     if name == "stop":
-        return {name: _read_stop(text)}
+        try:
+            texts = json.loads(text)
+        except (ValueError, RecursionError):
+            texts = text
+        return {name: texts if isinstance(texts, list) else [text]}
     kind = _click_type(get_type_hints(SamplingParams)[name])
     try:
         return {name: click.types.convert_type(kind).convert(text, None, None)}
@@ -194,54 +253,20 @@ def parse_sampling(name: str, text: str) -> dict[str, Any]:
 
 
 def check_sampling_name(name: str) -> str:
-    """The field of SamplingParams that is meant. Raises RequestError."""
-    known = name.replace("-", "_").lower()
-    if known not in SAMPLING_FLAGS:
-        near = nearest(known, SAMPLING_FLAGS)
-        hint = f"did you mean {near}?" if near else f"allowed: {', '.join(SAMPLING_FLAGS)}"
+    """Return the field of SamplingParams of this name. Raises RequestError."""
+    field = name.replace("-", "_").lower()
+    if field not in SAMPLING_FLAGS:
+        near = get_close_matches(field, SAMPLING_FLAGS, n=1, cutoff=0.7)
+        hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(SAMPLING_FLAGS)}"
         raise RequestError(f"{describe(name)} cannot be set; {hint}")
-    return known
-
-
-def _read_stop(text: str) -> list[Any]:
-    """A list of JSON, or one text; the texts of a list are checked with the other parameters."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return [text]
-    return found if isinstance(found, list) else [text]
-
-
-def open_model(model: str, options: Mapping[str, Any]) -> "LLM":
-    """Load a model. Raises ModelError, ConfigError or OutOfMemoryError."""
-    return headstart.LLM(resolve_model(model), **options)
-
-
-def note_on(model: str, engine: Mapping[str, Any]) -> str:
-    """What a user must know of the model's answers before reading them; mostly nothing.
-
-    engine: the engine's options that were given.
-    """
-    told = NOTES.get(model, "")
-    few = {name: engine[name] for name in _TOO_FEW_BITS.keys() & engine.keys()}
-    lost = [f"{name} {kind}" for name, kind in sorted(few.items()) if kind in _TOO_FEW_BITS[name]]
-    if model != DEFAULT_MODEL or not lost:
-        return told
-    return f"{told} With {' and '.join(lost)} most of its answers are wrong."
-
-
-def resolve_model(model: str) -> str:
-    """The folder or hub name to load for `--model`. Imports torch only for the demo model."""
-    if model != RANDOM_MODEL:
-        return model
-    return str(import_module("headstart.models.demo").demo_model_path())
+    return field
 
 
 def _add_flags(
-    command: Command, owner: type, chosen: list[Field[Any]], defaults: Mapping[str, Any]
+    command: Command, owner: type, chosen: Iterable[Field[Any]], defaults: Mapping[str, Any]
 ) -> Command:
     hints = get_type_hints(owner)
-    for field in reversed(chosen):
+    for field in reversed(list(chosen)):
         default = defaults.get(field.name, field.default)
         command = _flag(field, hints[field.name], default)(command)
     return command
@@ -249,24 +274,25 @@ def _add_flags(
 
 def _flag(field: Field[Any], hint: object, default: Any) -> Callable[[Command], Command]:
     name = field.name.replace("_", "-")
-    help_text = field.metadata.get("help", "")
     kind = _click_type(hint)
+    help_text = field.metadata.get("help", "")
     if default not in (MISSING, None, ()):
         shown = ("off", "on")[default] if kind is bool else default
         help_text = f"{help_text}  [default: {shown}]".strip()
-    told: dict[str, Any] = {"help": help_text, "default": None, "group": group_of(field.name)}
+    group = next((group for group, names in _GROUPS.items() if field.name in names), INTERNALS)
+    settings: dict[str, Any] = {"cls": GroupedOption, "help": help_text, "group": group}
     if kind is bool:
-        return click.option(f"--{name}/--no-{name}", cls=GroupedOption, **told)
-    is_list = field.name == "stop" or get_origin(hint) is tuple
+        return click.option(f"--{name}/--no-{name}", default=None, **settings)
     allowed = field.metadata.get("allowed")
     if isinstance(allowed, OneOf):
         values = [str(value) for value in allowed.values]
-        told["metavar"] = f"[{'|'.join(values)}]"
-        told["shell_complete"] = lambda context, parameter, typed: [
+        settings["metavar"] = f"[{'|'.join(values)}]"
+        settings["shell_complete"] = lambda context, parameter, typed: [
             value for value in values if value.startswith(typed)
         ]
-    kind = _COUNT if kind is int else kind
-    return click.option(f"--{name}", cls=GroupedOption, type=kind, multiple=is_list, **told)
+    is_list = field.name == "stop" or get_origin(hint) is tuple
+    kind = _Count() if kind is int else kind
+    return click.option(f"--{name}", default=None, type=kind, multiple=is_list, **settings)
 
 
 class _Count(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no such arguments
@@ -275,22 +301,14 @@ class _Count(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no suc
     name = "integer"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = read_value(value) if isinstance(value, str) else value
-        if isinstance(found, str):
-            value = shorten(found)  # which the error tells
-        if type(found) is int:
-            return found
-        try:
-            return click.INT.convert(value, param, ctx)
-        except click.BadParameter:
-            self.fail(f"{value!r}; allowed: a whole number, as 4096, 4k or 4K", param, ctx)
-
-
-_COUNT = _Count()
+        number = read_value(value) if isinstance(value, str) else value
+        if type(number) is not int:
+            self.fail(f"{shorten(repr(value))}; allowed: a whole number, as 4096, 4k or 4K")
+        return number
 
 
 def _click_type(hint: object) -> Any:
-    """What click makes of a field's annotation; the first of a union that is not None counts."""
+    """Return click's type for a field's annotation; of a union the first that is not None."""
     if get_origin(hint) is Literal:
         return click.Choice([str(choice) for choice in get_args(hint)])
     if get_origin(hint) in (Union, types.UnionType):

@@ -1,33 +1,104 @@
-"""One line on stderr that says what a user waits for: a model, or a long prompt.
+"""Figures of replies, and lines on stderr that say how far a wait is: for a model, or a prompt.
 
-It is drawn in terminals alone, and gone when the wait is over.
+Such a line is drawn in terminals only, and removed when the wait is over.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from headstart.cli.reply_metrics import duration
 from headstart.imports import load_module
 
 if TYPE_CHECKING:
+    from headstart.engine.outputs import RequestOutput
     from headstart.frontend.streams import PromptProgress, RequestStream
 
-_PATIENCE = 0.3  # seconds before a line appears: shorter waits need none
-_FEW = 0.02  # share of files that says nothing of how fast they are read: headers, some samples
+_PATIENCE = 0.3  # seconds before a line appears
+_FEW = 0.02  # share of files, such as headers, whose reading says nothing of the rest's speed
+_SAMPLES = 256  # pages of each file
+
+
+def duration(seconds: float | None) -> str:
+    """Return about three digits and a unit; a dash for None.
+
+    >>> duration(2.314), duration(0.3141), duration(0.03141), duration(None), duration(1593.84)
+    ('2.31 s', '314 ms', '31.4 ms', '–', '26.6 min')
+    """
+    if seconds is None:
+        return "–"
+    if seconds >= 120:
+        return f"{seconds / 60:.1f} min"
+    if seconds >= 0.9995:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1000:.0f} ms" if seconds >= 0.09995 else f"{seconds * 1000:.1f} ms"
+
+
+def _roughly(seconds: float) -> str:
+    """Return an estimated time.
+
+    >>> _roughly(0.2), _roughly(59.8), _roughly(100)
+    ('1 s', '60 s', '2 min')
+    """
+    return f"{max(1, round(seconds))} s" if seconds < 90 else f"{round(seconds / 60)} min"
+
+
+def show_bytes(size: float) -> str:
+    """Return a size in the unit that leaves one to three digits before the point.
+
+    >>> show_bytes(999), show_bytes(3_087_467_144)
+    ('999 B', '3.1 GB')
+    """
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def count(number: int, what: str) -> str:
+    """Return a number of things.
+
+    >>> count(1, "turn"), count(1200, "turn")
+    ('1 turn', '1,200 turns')
+    """
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def cached_share(output: RequestOutput) -> str:
+    """Return the cached prompt tokens and their share of the prompt, rounded down."""
+    percent = 100 * output.num_cached_tokens // len(output.prompt_token_ids)
+    return f"{output.num_cached_tokens:,} ({percent}%)"
+
+
+def figures(output: RequestOutput) -> str:
+    """Return the line below a reply: its tokens, cached tokens, and times."""
+    metrics, reason = output.metrics, output.outputs[0].finish_reason
+    end = "interrupted" if reason == "abort" else reason
+    if not output.outputs[0].text.strip():
+        end = f"empty reply, {end}"
+    loaded = "".join(f", {number:,} from {tier}" for tier, number in output.loaded_tokens.items())
+    each = metrics.time_per_token  # None for a reply of one token
+    rest = "" if each is None else f", then {duration(each)} each"
+    return (
+        f"[prompt {len(output.prompt_token_ids):,} tokens, cached {cached_share(output)}{loaded} · "
+        f"first token {duration(metrics.time_to_first_token)}{rest} · {end}]"
+    )
 
 
 @contextmanager
 def waiting(describe: Callable[[float], str]) -> Iterator[None]:
-    """Show what `describe` makes of the seconds since now, until the block is left."""
+    """Show the text of `describe`, called with the seconds since now, until the block ends."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield
@@ -36,107 +107,112 @@ def waiting(describe: Callable[[float], str]) -> Iterator[None]:
 
     def line() -> Text:
         elapsed = time.perf_counter() - start
-        text = describe(elapsed) if elapsed >= _PATIENCE else ""
-        return Text(text, style="dim")
+        return Text(describe(elapsed) if elapsed >= _PATIENCE else "", style="dim")
 
     with Live(get_renderable=line, console=console, transient=True, redirect_stdout=False):
         yield
 
 
-def describe_loading(name: str, files: Sequence[Path]) -> Callable[[float], str]:
-    """For `waiting`: a model is loaded from the files of its weights; none where they are wrong."""
-    size = sum(file.stat().st_size for file in files)
-    try:
-        # It takes numpy, 0.1 s of imports that `headstart --help` does without.
-        cached = load_module("headstart.cli.page_cache").CachedShare(files) if size else None
-        first = cached.read() if cached else 1.0
-    except (OSError, ValueError):  # a system that does not tell, or an empty file
-        cached, first = None, 1.0
-
-    began, at = 0.0, first  # when reading did, and what was in memory then
-
-    def describe(elapsed: float) -> str:
-        nonlocal began, at
-        share = 1.0
-        if cached and first < 1:
-            with suppress(OSError):
-                share = cached.read()
-        if share <= first + _FEW:  # modules are imported
-            began, at = elapsed, share
-        return loading_line(name, size, (at, share), elapsed, began)
-
-    return describe
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on stderr, in terminals only; yields a function for what is done, of how many."""
+    console = Console(stderr=True, highlight=False)
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    disable = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=disable) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def loading_line(
-    name: str, size: int, cached: tuple[float, float], elapsed: float, began: float = 0.0
-) -> str:
-    """What is loaded; while its files are read from the disk, how far and how long still.
+def describe_wait(doing: str) -> Callable[[float], str]:
+    """Return a function for `waiting` that shows the time since the start.
 
-    cached: the shares that were in memory when reading began, and are now. began: when it did.
-
-    >>> loading_line("a/model", 3_000_000_000, (0.0, 0.25), 2.0)
-    'loading a/model: read 750.0 MB of 3.0 GB of weights; about 6 s to go'
-    >>> loading_line("a/model", 3_000_000_000, (0.0, 1.0), 8.0)
-    'loading a/model, 3.0 GB of weights: 8.00 s'
-    """
-    first, now = cached
-    if not size:
-        return f"loading {name}: {duration(elapsed)}"
-    if now >= 1 or now <= first:
-        return f"loading {name}, {show_bytes(size)} of weights: {duration(elapsed)}"
-    left = _roughly((elapsed - began) * (1 - now) / (now - first))
-    read = f"read {show_bytes(now * size)} of {show_bytes(size)} of weights"
-    return f"loading {name}: {read}; about {left} to go"
-
-
-def converting_line(name: str, elapsed: float) -> str:
-    """A GGUF file's metadata become a configuration and a tokenizer.
-
-    >>> converting_line("some.gguf", 12.0)
-    'reading configuration and tokenizer of some.gguf: 12.00 s'
-    """
-    return f"reading configuration and tokenizer of {name}: {duration(elapsed)}"
-
-
-def describe_check(doing: str) -> Callable[[float], str]:
-    """For `waiting`: what is checked before the model is loaded.
-
-    >>> describe_check("counting the tokens of the prompt")(2.0)
+    >>> describe_wait("counting the tokens of the prompt")(2.0)
     'counting the tokens of the prompt: 2.00 s'
     """
     return lambda elapsed: f"{doing}: {duration(elapsed)}"
 
 
-def starting_line(name: str, replicas: int, elapsed: float) -> str:
-    """Ray and then replicas of a model start, in processes of their own.
+class CachedShare:
+    """The share of files that is in the system's page cache, from a sample of their pages."""
 
-    >>> starting_line("a/model", 1, 2.0), starting_line("a/model", 2, 12.0)
-    ('starting 1 replica of a/model: 2.00 s', 'starting 2 replicas of a/model: 12.00 s')
+    def __init__(self, files: Sequence[Path]) -> None:
+        """Raises OSError where the system has no `mincore`."""
+        try:
+            self._mincore = ctypes.CDLL(None, use_errno=True).mincore
+        except (AttributeError, TypeError) as error:  # Windows
+            raise OSError("the system has no mincore") from error
+        numpy = load_module("numpy")  # which `headstart --help` does without
+        self._maps = [numpy.memmap(file, numpy.uint8, mode="r") for file in files]
+
+    def read(self) -> float:
+        """Return a number from 0 to 1. Raises OSError."""
+        held = sum(self._share(content) * content.size for content in self._maps)
+        return float(held / sum(content.size for content in self._maps))
+
+    def _share(self, content: Any) -> float:
+        pages = -(-content.size // mmap.PAGESIZE)
+        sample = range(0, pages, max(1, pages // _SAMPLES))
+        state, held = (ctypes.c_ubyte * 1)(), 0
+        for page in sample:
+            address = ctypes.c_void_p(content.ctypes.data + page * mmap.PAGESIZE)
+            if self._mincore(address, ctypes.c_size_t(1), state):
+                raise OSError(ctypes.get_errno(), "mincore failed")
+            held += state[0] & 1
+        return held / len(sample)
+
+
+def describe_loading(name: str, files: Sequence[Path]) -> Callable[[float], str]:
+    """Return a function for `waiting` while a model is loaded from the files of its weights.
+
+    While they are read from the disk it shows how far, and how long the rest will take.
     """
-    count = "1 replica" if replicas == 1 else f"{replicas} replicas"
-    return f"starting {count} of {name}: {duration(elapsed)}"
-
-
-def describe_reading(stream: RequestStream) -> Callable[[float], str]:
-    """For `waiting`: the prompt of a request is read."""
-    read, at = 0, 0.0
+    size = sum(file.stat().st_size for file in files)
+    try:
+        cached = CachedShare(files) if size else None
+        first = cached.read() if cached else 1.0
+    except (OSError, ValueError):  # no mincore, or an empty file
+        cached, first = None, 1.0
+    began, share_then = 0.0, first  # when reading began, and the share that was cached then
 
     def describe(elapsed: float) -> str:
-        nonlocal read, at
-        progress = stream.progress()
-        if progress.read != read:
-            read, at = progress.read, elapsed
-        return reading_line(progress, elapsed, at)
+        nonlocal began, share_then
+        share = 1.0
+        if cached and first < 1:
+            with suppress(OSError):
+                share = cached.read()
+        if share <= first + _FEW:  # modules are still imported
+            began, share_then = elapsed, share
+        if not size:
+            return f"loading {name}: {duration(elapsed)}"
+        if share >= 1 or share <= share_then:
+            return f"loading {name}, {show_bytes(size)} of weights: {duration(elapsed)}"
+        left = _roughly((elapsed - began) * (1 - share) / (share - share_then))
+        read = f"read {show_bytes(share * size)} of {show_bytes(size)} of weights"
+        return f"loading {name}: {read}; about {left} to go"
 
     return describe
 
 
-def reading_line(progress: PromptProgress, elapsed: float, at: float) -> str:
+def describe_reading(stream: RequestStream) -> Callable[[float], str]:
+    """Return a function for `waiting` while the prompt of a request is read."""
+    read, last = 0, 0.0  # tokens, and when the last of them were read
+
+    def describe(elapsed: float) -> str:
+        nonlocal read, last
+        progress = stream.progress()
+        if progress.read != read:
+            read, last = progress.read, elapsed
+        return reading_line(progress, elapsed, last)
+
+    return describe
+
+
+def reading_line(progress: PromptProgress, elapsed: float, last: float) -> str:
     """Return how far a prompt is read, and the time that the rest takes at the rate so far.
 
-    Before there is a rate, and after the last chunk, the time since the beginning stands instead.
-    at: the seconds that the tokens read so far took.
+    Before there is a rate, and after the last chunk, it has the time since the beginning instead.
+    last: the seconds that the tokens read so far took.
 
     >>> from headstart.frontend.streams import PromptProgress
     >>> reading_line(PromptProgress(total=7644, read=6600, cached=5600), 2.5, 2.0)
@@ -152,45 +228,18 @@ def reading_line(progress: PromptProgress, elapsed: float, at: float) -> str:
     line = f"read {read:,} of {total:,} tokens, {cached:,} of them cached"
     if read in (cached, total):
         return f"{line}: {duration(elapsed)}"
-    return f"{line}; about {_roughly(at / (read - cached) * (total - cached) - elapsed)} to go"
+    return f"{line}; about {_roughly(last / (read - cached) * (total - cached) - elapsed)} to go"
 
 
-def quantizing_line(done: int, layers: int, elapsed: float, at: float) -> str:
-    """How far a model is quantised, and how long the rest takes at the rate so far.
+def quantizing_line(done: int, layers: int, elapsed: float, last: float) -> str:
+    """Return how many layers are quantized, and the time that the rest takes at the rate so far.
 
-    at: the seconds that the layers which are done took.
+    last: the seconds that the finished layers took.
 
     >>> quantizing_line(0, 30, 1.0, 0.0), quantizing_line(10, 30, 21.0, 20.0)
     ('quantising 30 layers', 'quantised 10 of 30 layers; about 39 s to go')
     """
     if not done:
         return f"quantising {layers} layers"
-    left = _roughly(at / done * layers - elapsed)
+    left = _roughly(last / done * layers - elapsed)
     return f"quantised {done} of {layers} layers; about {left} to go"
-
-
-def describe_blank(elapsed: float) -> str:
-    """For `waiting`: a reply begins with spaces and empty lines."""
-    return f"the reply is empty so far: {duration(elapsed)}"
-
-
-def _roughly(seconds: float) -> str:
-    """How long something takes that is only estimated.
-
-    >>> _roughly(0.2), _roughly(59.8), _roughly(100)
-    ('1 s', '60 s', '2 min')
-    """
-    return f"{max(1, round(seconds))} s" if seconds < 90 else f"{round(seconds / 60)} min"
-
-
-def show_bytes(size: float) -> str:
-    """A size in the unit that leaves one to three digits before the point.
-
-    >>> show_bytes(999), show_bytes(3_087_467_144)
-    ('999 B', '3.1 GB')
-    """
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

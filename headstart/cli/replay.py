@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from difflib import get_close_matches
 from functools import partial
@@ -14,11 +13,10 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from headstart.cli.help import SPEED, GroupedCommand, GroupedOption
-from headstart.cli.reply_metrics import count
+from headstart.cli.options import SPEED, GroupedCommand, GroupedOption
+from headstart.cli.progress import count, progress_bar
 from headstart.cli.streams import as_typed
 from headstart.cluster.policies import DEFAULT_POLICY, POLICIES
 from headstart.errors import ConfigError
@@ -112,9 +110,9 @@ def replay(trace: str, **options: Any) -> None:
         routers = list(POLICIES)
     results = []
     for router in routers:
-        with _progress(router, len(found.requests)) as advance:
+        with progress_bar(router) as advance:
             results.append(run_replay(found, fleet, router, speed, advance))
-    with _progress("one engine", len(found.requests)) as advance:
+    with progress_bar("one engine") as advance:
         optimum = best_hit_rate(found, fleet, advance)
     if options["as_json"]:
         click.echo(json.dumps(_as_json(found, fleet, results, optimum)))
@@ -149,18 +147,6 @@ def _open(name: str, options: Mapping[str, Any]) -> Trace:
     if options["speed"] != 1:
         trace = trace.faster(options["speed"])
     return trace if requests is None else trace.head(requests)
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr while a replay runs, in terminals alone."""
-    console = Console(stderr=True, highlight=False)
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.advance(task, done)
 
 
 def _as_json(

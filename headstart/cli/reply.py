@@ -6,15 +6,13 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, cast
 
 import click
 from rich.cells import cell_len
 from rich.console import Console
 
-from headstart.cli.progress import describe_blank, describe_reading, waiting
-from headstart.cli.reply_metrics import figures
+from headstart.cli.progress import describe_reading, describe_wait, figures, waiting
 from headstart.cli.streams import hiding_typed, note
 from headstart.imports import load_module
 
@@ -22,26 +20,15 @@ if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.frontend.streams import RequestStream
 
-__all__ = ["Writer", "make_writer", "print_reply", "printable", "wait_for_first"]
-
-# What moves a terminal's cursor or changes its state, which a model must not do.
+# Characters that move a terminal's cursor or change its state, which a model must not do.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Writer(Protocol):
     """Shows a text that grows."""
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
-
     def write(self, text: str) -> None:
-        """Show the text so far; the text of the call before is its beginning."""
+        """Show the text so far, which begins with the text of the last call."""
 
 
 def print_reply(
@@ -49,10 +36,14 @@ def print_reply(
 ) -> RequestOutput:
     """Print a reply as it grows, then its figures on stderr; returns its last output.
 
-    is_text: it is a text for people, in which lines may be broken.
+    is_text: the reply is a text for people, in which lines may be broken.
     """
     with hiding_typed():
-        output = _wait_for_words(stream, wait_for_first(stream))
+        with waiting(describe_reading(stream)):
+            output = next(stream)
+        with waiting(describe_wait("the reply is empty so far")):
+            while not output.outputs[0].text.strip() and not output.finished:
+                output = next(stream)
         with make_writer(plain, is_text=is_text) as writer:
             writer.write(output.outputs[0].text)
             for output in stream:
@@ -61,25 +52,8 @@ def print_reply(
     return output
 
 
-def wait_for_first(stream: RequestStream) -> RequestOutput:
-    """The first output; meanwhile stderr shows how far the prompt is read."""
-    with waiting(describe_reading(stream)):
-        return next(stream)
-
-
-def _wait_for_words(stream: RequestStream, output: RequestOutput) -> RequestOutput:
-    """The first output whose text can be seen, or the last; stderr shows what is waited for."""
-    with waiting(describe_blank):
-        while not output.outputs[0].text.strip() and not output.finished:
-            output = next(stream)
-    return output
-
-
 def make_writer(plain: bool, *, is_text: bool = True) -> AbstractContextManager[Writer]:
-    """What shows a reply on stdout: Markdown in a terminal, unless `plain` asks for the text.
-
-    What is no text for people is shown as it is in any case.
-    """
+    """Return the writer for stdout: Markdown in a terminal, unless `plain` or not `is_text`."""
     console = Console(highlight=False)
     if not console.is_terminal:
         return RawWriter()
@@ -87,13 +61,13 @@ def make_writer(plain: bool, *, is_text: bool = True) -> AbstractContextManager[
         return UnbrokenWriter()
     if plain or console.is_dumb_terminal:
         return WrappingWriter(console.width)
-    # rich's Markdown takes half a second to import, for terminals alone.
+    # rich's Markdown takes half a second to import, for terminals only.
     markdown = load_module("headstart.cli.markdown")
     return cast("AbstractContextManager[Writer]", markdown.MarkdownWriter(console))
 
 
 def printable(text: str) -> str:
-    r"""The text with a mark for each control character but tabs and line ends.
+    r"""Return the text with a mark for each control character but tabs and line ends.
 
     >>> printable("a\tb\x1b[2Jc\r\n")
     'a\tb\ufffd[2Jc\n'
@@ -119,7 +93,7 @@ class RawWriter:
 
 
 class UnbrokenWriter(RawWriter):
-    """The text with marks for control characters, and lines as long as they are."""
+    """The text with marks for control characters, in unbroken lines."""
 
     def write(self, text: str) -> None:
         click.echo(printable(text[self._printed :]), nl=False)
@@ -127,7 +101,7 @@ class UnbrokenWriter(RawWriter):
 
 
 class WrappingWriter(RawWriter):
-    """The text with lines broken between words; a word is shown when it is whole."""
+    """The text with lines broken between words; a word is shown when it is complete."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -152,7 +126,7 @@ class WrappingWriter(RawWriter):
         click.echo("".join(self._wrap(printable(text))), nl=False)
 
     def _wrap(self, text: str) -> Iterator[str]:
-        """Words and the spaces before them; spaces where a line ends are left out."""
+        """Yield words and the spaces before them, without spaces where a line ends."""
         for piece in re.findall(r"\n| +|[^ \n]+", text):
             if piece == "\n":
                 self._column, self._spaces = 0, ""

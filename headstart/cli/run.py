@@ -1,4 +1,4 @@
-"""What `headstart run` asks: prompts, files, images and standard input, put together."""
+"""The questions of `headstart run`: prompts, files, images and standard input, put together."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.cli.contents import join_content, read_document, read_image, read_text
-from headstart.cli.progress import describe_check, waiting
+from headstart.cli.conversation import join_content, read_document, read_image, read_text
+from headstart.cli.progress import describe_wait, waiting
 from headstart.cli.streams import as_typed, hiding_typed, reading_stdin
 from headstart.engine.config import EngineConfig
 from headstart.errors import RequestError
@@ -26,26 +26,23 @@ if TYPE_CHECKING:
     from headstart.frontend.llm import LLM
     from headstart.frontend.streams import RequestStream
 
-__all__ = ["Questions", "names_model", "read_questions"]
-
 STDIN = "-"
+_MODEL_NAME = re.compile(
+    r"[\w.-]+/[\w.-]+(?::[\w.-]+)?|[a-z][\w.-]*:(?:latest|\d[\w.-]*)|.*\.gguf|" + BUILT_IN
+)
 
 
 def names_model(prompt: str) -> bool:
-    """Whether a prompt looks like the name of a model, as others' command lines have it there."""
-    is_name = (
-        re.fullmatch(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?|[a-z][\w.-]*:(?:latest|\d[\w.-]*)", prompt)
-        is not None
-    )
-    return prompt == BUILT_IN or is_name or prompt.endswith(".gguf")
+    """Return True if a prompt looks like the name of a model, which other programs take there."""
+    return _MODEL_NAME.fullmatch(prompt) is not None
 
 
 @dataclass(frozen=True)
 class Questions:
     """Texts to answer one after another, all about the same documents and images.
 
-    raw: the texts are completed as they are, without the model's chat template. form: what the
-    answers must be, None for any text.
+    raw: complete the texts without the model's chat template. form: of the answers, None for any
+    text.
     """
 
     texts: tuple[str, ...]
@@ -58,18 +55,20 @@ class Questions:
     def streams(
         self, llm: LLM, params: SamplingParams, adapter: str | None
     ) -> Iterator[RequestStream]:
-        """A request for each text, for the adapter of a name if one is given.
-
-        Raises RequestError.
-        """
+        """Yield a request for each text. Raises RequestError."""
         params = replace(params, structured_outputs=self.form)
         tokenizer = llm.get_tokenizer()
         is_chat = not self.raw and tokenizer is not None and bool(tokenizer.chat_template)
         if not is_chat and (self.system is not None or self.images):
             raise RequestError("--system and --image need a model with a chat template")
+        system: list[dict[str, Any]] = []
+        if self.system is not None:
+            system.append({"role": "system", "content": self.system})
         for text in self.texts:
             if is_chat:
-                yield llm.stream_chat(self._messages(text), params, adapter=adapter)
+                content = join_content(self.documents, self.images, text)
+                messages = [*system, {"role": "user", "content": content}]
+                yield llm.stream_chat(messages, params, adapter=adapter)
             else:
                 yield llm.stream("".join([*self.documents, text]), params, adapter=adapter)
 
@@ -78,55 +77,47 @@ class Questions:
         settings = folder / "config.json"
         if not self.images or not settings.is_file():
             return
-        if (
-            not {"vision_config", "image_token_id", "image_token_index"}
-            & read_json(settings).keys()
-        ):
+        names = {"vision_config", "image_token_id", "image_token_index"}
+        if not names & read_json(settings).keys():
             raise RequestError("the model takes text alone: --image needs a model that sees")
 
     def check_length(self, folder: Path, config: EngineConfig) -> None:
-        """Raise RequestError for what no context of the model in a folder has room for.
+        """Raise RequestError for a text that is longer than the context, before loading the model.
 
-        Before the model is loaded: its tokenizer and its configuration are enough. What is only a
-        little too long, with what a chat template adds, is told by the engine.
+        The engine reports a prompt that only its chat template makes too long.
         """
         settings = folder / "config.json"
-        told = context_bound(read_json(settings)) if settings.is_file() else None
-        limits = [told, config.max_model_len]
+        limits = [config.max_model_len]
+        if settings.is_file():
+            limits.append(context_bound(read_json(settings)))
         if config.num_blocks is not None:
             limits.append(config.num_blocks * config.block_size)
-        limit = min((one for one in limits if one is not None), default=None)
+        limit = min((limit for limit in limits if limit is not None), default=None)
         longest = "".join([*self.documents, max(self.texts, key=len)])
         if limit is None or len(longest.encode()) < limit:
             return  # a token has a byte at least
-        with hiding_typed(), waiting(describe_check("counting the tokens of the prompt")):
-            # What reads a tokenizer takes a second of imports, which the model needs in any case.
-            load_module("headstart.frontend.text.max_length").check_text_fits(
-                folder, longest, limit
-            )
+        with hiding_typed(), waiting(describe_wait("counting the tokens of the prompt")):
+            # Reading a tokenizer takes a second of imports, which the model needs in any case.
+            max_length = load_module("headstart.frontend.text.max_length")
+            max_length.check_text_fits(folder, longest, limit)
 
     def check(self, answers: Sequence[RequestOutput]) -> None:
         """Raise RequestError for an answer that was cut before it had its form."""
         if self.form is None:
             return
         for number, answer in enumerate(answers, start=1):
-            text = answer.outputs[0].text
             try:
-                json.loads(text, parse_int=str)  # int() refuses more than 4,300 digits
+                # Python's int() refuses more than 4,300 digits.
+                json.loads(answer.outputs[0].text, parse_int=str)
             except ValueError as error:
                 raise RequestError(
                     f"answer {number} was cut and is no whole JSON; allowed: a higher --max-tokens "
                     f"than {len(answer.outputs[0].token_ids)}, no --stop"
                 ) from error
 
-    def _messages(self, text: str) -> list[dict[str, Any]]:
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        content = join_content(self.documents, self.images, text)
-        return [*system, {"role": "user", "content": content}]
-
 
 def read_questions(prompts: Sequence[str], options: dict[str, Any]) -> Questions:
-    """What the arguments of `run` ask; the options for it are taken out of `options`.
+    """Take the options about questions out of `options`, and read what they name.
 
     Raises RequestError.
     """
@@ -147,11 +138,10 @@ def read_questions(prompts: Sequence[str], options: dict[str, Any]) -> Questions
     if not all(text.strip() for text in texts):
         raise RequestError("a prompt is empty; allowed: a text")
     limit = options["max_image_pixels"] or EngineConfig.max_image_pixels
-    shown = tuple(read_image(Path(as_typed(image)), limit) for image in images)
     return Questions(
         texts or ("",),
         documents,
-        shown,
+        tuple(read_image(Path(as_typed(image)), limit) for image in images),
         None if system is None else as_typed(system),
         raw,
         None if schema is None else _read_schema(Path(as_typed(schema))),
@@ -159,19 +149,19 @@ def read_questions(prompts: Sequence[str], options: dict[str, Any]) -> Questions
 
 
 def _read_schema(path: Path) -> StructuredOutputsParams:
-    """The form of answers that are JSON by a file's schema. Raises RequestError.
+    """Return the form of answers that are JSON by a file's schema. Raises RequestError.
 
-    White space between JSON's tokens is left out: small models like to write nothing else.
+    White space between JSON's tokens is excluded: small models write little else.
     """
     text = read_text(path)
     try:
         form = StructuredOutputsParams(json=text, disable_any_whitespace=True)
-        with hiding_typed(), waiting(describe_check(f"compiling the schema in {path}")):
-            # What compiles it brings torch with it, which is loaded for the model in any case.
+        with hiding_typed(), waiting(describe_wait(f"compiling the schema in {path}")):
+            # The compiler brings torch with it, which the model needs in any case.
             load_module("headstart.frontend.structured.grammar").check_form(form.form)
     except RequestError as error:
-        told = str(error).replace("structured_outputs.json", str(path))
-        raise RequestError(f"--json: {told}") from error
+        text = str(error).replace("structured_outputs.json", str(path))
+        raise RequestError(f"--json: {text}") from error
     return form
 
 

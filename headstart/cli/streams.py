@@ -1,7 +1,7 @@
-"""The terminal's streams, whatever the locale: what cannot be shown or read is no traceback.
+"""The terminal's streams in any locale: text that cannot be shown or read is no traceback.
 
-Under the C locale, or with PYTHONIOENCODING=latin-1, Python cannot write most characters and
-reads bytes that it does not understand as half surrogates.
+Under the C locale, or with PYTHONIOENCODING=latin-1, Python cannot write most characters, and reads
+bytes that it cannot decode as lone surrogates.
 """
 
 import io
@@ -12,7 +12,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import TextIO
 
 import click
@@ -22,28 +21,15 @@ from headstart.errors import RequestError
 if sys.platform != "win32":
     import termios
 
-# Spaces that stand neither behind a comma nor behind a middle dot, and what keeps words together.
+# Spaces behind neither a comma nor a middle dot, and the space that keeps words together.
 _BETWEEN_WORDS = re.compile(r"(?<![,\N{MIDDLE DOT}]) ")
 _GLUE = "\N{NO-BREAK SPACE}"
 
-__all__ = [
-    "as_typed",
-    "columns_of",
-    "hiding_typed",
-    "keeping_typed",
-    "note",
-    "prepare_streams",
-    "reading_stdin",
-    "show_field",
-    "tell_error",
-]
-
 
 def prepare_streams() -> None:
-    """Have stdout and stderr show ? for what they cannot encode; stdin refuses what is no text.
+    """Make stdout and stderr show ? for what they cannot encode, and stdin refuse what is no text.
 
-    An ASCII stdin is read as UTF-8, as files are. One that was closed is empty, and what goes to
-    closed ones is lost.
+    An ASCII stdin is read as UTF-8. Closed streams become empty ones.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -68,7 +54,7 @@ def reading_stdin() -> Iterator[None]:
 
 
 def as_typed(argument: str) -> str:
-    """An argument of the command line as UTF-8, whatever the locale took it for.
+    """Return an argument of the command line decoded as UTF-8 in any locale.
 
     Raises RequestError.
 
@@ -86,7 +72,7 @@ def as_typed(argument: str) -> str:
 def note(text: str, indent: str = "", *, in_parts: bool = False) -> None:
     """Write a dim line to stderr; in a terminal it is broken between words.
 
-    indent: what further lines begin with. in_parts: it is broken behind commas and dots alone.
+    indent: begins further lines. in_parts: break behind commas and middle dots only.
     """
     if in_parts:
         text = _BETWEEN_WORDS.sub(_GLUE, text)
@@ -94,17 +80,17 @@ def note(text: str, indent: str = "", *, in_parts: bool = False) -> None:
 
 
 def tell_error(text: object) -> None:
-    """Write what is wrong to stderr; in a terminal it is broken between words."""
+    """Write an error to stderr; in a terminal it is broken between words."""
     click.echo(_fit(f"headstart: {text}", sys.stderr), err=True)
 
 
 def show_field(name: str, text: str, indent: int) -> None:
-    """Write a name and what it is to stdout; what goes on in further lines is indented, too."""
+    """Write a name and its text to stdout; further lines are indented, too."""
     click.echo(_fit(f"{name:{indent}}{text}", sys.stdout, " " * indent))
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """Columns of the terminal that a stream is, None if it is none; the other may be a pipe."""
+    """Return the columns of a stream's terminal, None if it has none."""
     if not stream.isatty():
         return None
     with suppress(OSError):
@@ -114,40 +100,36 @@ def columns_of(stream: TextIO) -> int | None:
 
 
 def _fit(text: str, stream: TextIO, indent: str = "") -> str:
-    """The text in lines of the terminal's width; names and flags, which are copied, stay whole."""
+    """Break lines at the terminal's width; names and flags, which are copied, stay whole."""
     columns = columns_of(stream)
     if columns is None:
         return text
-    wrap = partial(
-        textwrap.wrap,
+    wrapper = textwrap.TextWrapper(
         width=max(columns, 20),
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return "\n".join("\n".join(wrap(line)) for line in text.splitlines())
+    return "\n".join(map(wrapper.fill, text.splitlines()))
 
 
 @contextmanager
 def hiding_typed() -> Iterator[None]:
-    """Have the terminal not show what is typed meanwhile; whoever reads the line next has it all.
-
-    Shown, it would stand within what is printed, and move the lines that are drawn anew.
-    """
+    """Stop the terminal's echo, which would disturb lines that are redrawn; input is not lost."""
     with _changed_terminal(lambda flags: flags & ~termios.ECHO):
         yield
 
 
 @contextmanager
 def keeping_typed() -> Iterator[None]:
-    """Have the terminal keep what is typed before Ctrl-C; else Ctrl-C throws it away."""
+    """Keep what is typed before Ctrl-C, which would discard it."""
     with _changed_terminal(lambda flags: flags | termios.NOFLSH):
         yield
 
 
 @contextmanager
 def _changed_terminal(change: Callable[[int], int]) -> Iterator[None]:
-    """Other local flags for the terminal that is the keyboard, if there is one, meanwhile."""
+    """Change the local flags of the keyboard's terminal, if there is one, for a while."""
     if not _has_keyboard():
         yield
         return
@@ -161,13 +143,13 @@ def _changed_terminal(change: Callable[[int], int]) -> Iterator[None]:
 
 
 def _has_keyboard() -> bool:
-    """Whether stdin is the terminal that stdout shows, and this process is the one that reads it.
+    """Return True if stdin and stdout are a terminal, and this process is in its foreground.
 
-    Any other that changed a terminal's settings would be stopped.
+    A process in the background that changes a terminal's settings is stopped.
     """
     if sys.platform == "win32" or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
     try:
         return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-    except OSError:  # a terminal, and not that of this session
+    except OSError:  # the terminal of another session
         return False

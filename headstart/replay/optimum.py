@@ -19,15 +19,15 @@ class Optimum:
 
 
 def best_hit_rate(
-    trace: Trace, fleet: Fleet, progress: Callable[[int], None] | None = None
+    trace: Trace, fleet: Fleet, progress: Callable[[int, int], None] | None = None
 ) -> Optimum:
     """Both hit rates. Raises ConfigError for a request that memory does not hold."""
     return Optimum(
-        _with_memory(trace, fleet, progress or (lambda _: None)), _unlimited(trace, fleet)
+        _with_memory(trace, fleet, progress or (lambda done, total: None)), _unlimited(trace, fleet)
     )
 
 
-def _with_memory(trace: Trace, fleet: Fleet, progress: Callable[[int], None]) -> float:
+def _with_memory(trace: Trace, fleet: Fleet, progress: Callable[[int, int], None]) -> float:
     """The real manager: each prompt is looked up, computed with its reply, and freed."""
     manager = KVCacheManager(fleet.cache_config(trace.grain, fleet.replicas))
     fresh, hit, grain = private_units(), 0, trace.grain
@@ -47,7 +47,7 @@ def _with_memory(trace: Trace, fleet: Fleet, progress: Callable[[int], None]) ->
         manager.commit_step()
         manager.free(sequence)
         hit += min(found.num_tokens * grain, request.num_tokens)
-        progress(1)
+        progress(number + 1, len(trace.requests))
     return hit / trace.num_tokens
 
 

@@ -32,7 +32,7 @@ from headstart.replay.speed import SpeedModel
 from headstart.replay.trace import Trace, TraceRequest, private_units
 from headstart.replay.transfers import Transfers
 
-Progress = Callable[[int], None]
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ class _Simulation:
         whole = [job for job in result.finished if not self._send_on(job, now)]
         self.jobs += whole
         if progress is not None and whole:
-            progress(len(whole))
+            progress(len(self.jobs), len(self.trace.requests))
         self._schedule(at, replica.begin(now))
         return now
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from headstart import SamplingParams
 from headstart.cache import BlockHash
-from headstart.cli.cache.keeping import size_of
+from headstart.cli.cache import size_of
 from headstart.cli.main import main
 from headstart.tiers import DiskStore, ModelRecord, StoredBlock, transfer
 from headstart.tiers.index import DiskIndex

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import click
 import pytest
 
-from headstart.cli.help import GroupedCommand, GroupedOption
 from headstart.cli.main import main
+from headstart.cli.options import GroupedCommand, GroupedOption
 from tests.cli.test_main import call
 
 

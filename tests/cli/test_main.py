@@ -255,7 +255,7 @@ def test_flags_keep_the_types_of_their_fields(monkeypatch: pytest.MonkeyPatch) -
     assert options.engine == {"deduplicate": False, "kv_cache_fraction": 0.5, "num_blocks": 7}
     assert options.sampling.stop == ["x"]
     assert (options.sampling.max_tokens, options.sampling.temperature) == (256, 0.0)
-    assert options.said == {"stop": ["x"]}
+    assert options.given == {"stop": ["x"]}
 
 
 def test_a_wrong_value_in_the_environment_is_told_by_its_variable(
@@ -264,10 +264,10 @@ def test_a_wrong_value_in_the_environment_is_told_by_its_variable(
     monkeypatch.setenv("HEADSTART_NUM_BLOCKS", "abc")
     said = call("run", "hi")
     assert said.exit_code == 2
-    assert "headstart: invalid value for HEADSTART_NUM_BLOCKS: 'abc'" in said.stderr
+    assert "headstart: invalid value for '--num-blocks' (HEADSTART_NUM_BLOCKS): 'abc'" in said.stderr
     assert said.stderr.count("\n") == 1
     said = call("run", "--num-blocks", "xyz", "hi")
-    assert "headstart: invalid value for '--num-blocks': 'xyz'; allowed: a whole" in said.stderr
+    assert "'xyz'; allowed: a whole number" in said.stderr
 
 
 def test_flags_stand_in_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:

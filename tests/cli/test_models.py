@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from huggingface_hub.constants import DOWNLOAD_CHUNK_SIZE as CHUNK
 
 from headstart.cli.main import main
-from headstart.cli.options import NOTES
+from headstart.cli.opening import NOTES
 from headstart.errors import ModelNotFoundError
 from headstart.imports import load_module
 from headstart.models.files import BUILT_IN, find_folder

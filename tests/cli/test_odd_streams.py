@@ -52,23 +52,23 @@ def test_a_model_that_is_named_without_its_flag_is_told_of_it() -> None:
     done = run_headstart("chat", "headstart-tiny")
     assert done.returncode == 2
     assert done.stderr == (
-        "headstart: got unexpected extra argument (headstart-tiny); a model is named by --model; "
-        "see headstart chat --help\n"
+        "headstart: got unexpected extra argument (headstart-tiny); a model is named by --model. "
+        "See headstart chat --help\n"
     )
 
 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        ("pull a/b", "no such command 'pull'; it is: headstart models pull"),
-        ("ls", "no such command 'ls'; it is: headstart models"),
-        ("models lst", "no such command 'lst'; did you mean 'list'? See headstart models --help"),
-        ("cache list", "no such command 'list'; did you mean 'ls'? See headstart cache --help"),
-        ("keys ls", "no such command 'ls'; did you mean 'list'? See headstart keys --help"),
-        ("chta", "no such command 'chta'; did you mean 'chat'? See headstart --help"),
+        ("pull a/b", "no such command 'pull'; it is: headstart models pull. See headstart --help"),
+        ("ls", "no such command 'ls'; it is: headstart models. See headstart --help"),
+        ("models lst", "no such command 'lst'. Did you mean 'list'? See headstart models --help"),
+        ("cache list", "no such command 'list'. Did you mean 'ls'? See headstart cache --help"),
+        ("keys ls", "no such command 'ls'. Did you mean 'list'? See headstart keys --help"),
+        ("chta", "no such command 'chta'. Did you mean 'chat'? See headstart --help"),
         (
             "run --temprature 1 Hello",
-            "no such option '--temprature'; did you mean '--temperature'? See headstart run --help",
+            "no such option '--temprature'. Did you mean '--temperature'? See headstart run --help",
         ),
     ],
 )

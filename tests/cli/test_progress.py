@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 
-from headstart.cli import opening, quantize, run
-from headstart.cli.options import note_on
-from headstart.cli.page_cache import CachedShare
-from headstart.cli.progress import describe_loading, describe_reading, quantizing_line
+from headstart.cli import models, opening, run, server
+from headstart.cli.opening import note_on
+from headstart.cli.progress import (
+    CachedShare,
+    describe_loading,
+    describe_reading,
+    quantizing_line,
+)
 from headstart.cli.run import Questions
-from headstart.cli.serving import server
 from headstart.engine.config import make_config
 from headstart.errors import RequestError
 from headstart.frontend.streams import PromptProgress
@@ -109,7 +112,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         lines.append(describe(12.0))
         return nullcontext()
 
-    for module in (opening, quantize, run, server):
+    for module in (opening, models, run, server):
         monkeypatch.setattr(module, "waiting", waiting)
     return lines
 
@@ -173,7 +176,7 @@ def test_that_a_server_is_imported_is_shown(shown: list[str], tmp_path: Path) ->
 
 def test_the_time_that_quantising_still_takes_falls_while_a_layer_is_rounded() -> None:
     """It grew from 16 to 32 minutes during the second layer, whose time was not yet done."""
-    lines = [quantizing_line(2, 10, elapsed, at=6.0) for elapsed in (6.0, 7.5, 8.9)]
+    lines = [quantizing_line(2, 10, elapsed, last=6.0) for elapsed in (6.0, 7.5, 8.9)]
     assert [line.rpartition("about ")[2] for line in lines] == [
         "24 s to go",
         "22 s to go",

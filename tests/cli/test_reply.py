@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from rich.console import Console
 
-from headstart.cli.chat.commands import COMMANDS, find_command
-from headstart.cli.chat.conversation import Conversation, Turn
+from headstart.cli.chat_commands import COMMANDS, find_command
+from headstart.cli.conversation import Conversation, Turn
 from headstart.cli.markdown import MarkdownWriter, split_finished
 from headstart.cli.options import CHAT_SAMPLING, chat_sampling, parse_sampling
+from headstart.cli.progress import figures
 from headstart.cli.reply import WrappingWriter
-from headstart.cli.reply_metrics import figures
 from headstart.engine.params import SamplingParams
 from headstart.errors import RequestError
 from headstart.models.files import BUILT_IN, find_folder
 
 if TYPE_CHECKING:
-    from headstart.cli.chat.session import Chat
+    from headstart.cli.chat_session import Chat
 
 REPLY = "A *word*, and more words.\n\n- one\n\n  more\n\n```\ncode\n\ncode\n```\n\nThe end"
 

@@ -179,9 +179,9 @@ def test_the_environment_goes_behind_the_command_line(
         ("--prot 2", "headstart serve knows no '--prot'; the nearest is --port; see headstart "
          "serve --help"),
         ("--flurb", "headstart serve knows no '--flurb'; see headstart serve --help"),
-        ("--max-model-len", "argument --max-model-len: expected one argument; see headstart serve "
+        ("--max-model-len", "argument --max-model-len: expected one argument. See headstart serve "
          "--help"),
-        ("a b", "got unexpected extra argument (b); see headstart serve --help"),
+        ("a b", "got unexpected extra argument (b). See headstart serve --help"),
         ("a --model b", "the model is 'a' and --model 'b'; allowed: one"),
         ("--config /no/such.yaml", "--config is '/no/such.yaml'; [Errno 2] No such file or "
          "directory: '/no/such.yaml'"),
@@ -214,7 +214,7 @@ def test_the_environment_goes_behind_the_command_line(
         ("--api-key k --no-api-keys", "api_key is given and api_keys is off; allowed: keys that "
          "are on"),
         ("--default-chat-template-kwargs.enable_thinking --port 9", "argument "
-         "--default-chat-template-kwargs.enable_thinking: expected one argument; see headstart "
+         "--default-chat-template-kwargs.enable_thinking: expected one argument. See headstart "
          "serve --help"),
     ],
 )  # fmt: skip
@@ -229,11 +229,11 @@ def test_what_cannot_be_followed_is_told_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("run --tensor-parallel-size 2 x", "no such option '--tensor-parallel-size'; see"),
-        ("chat --partial-hitz", "no such option '--partial-hitz'; did you mean '--partial-hits'?"),
-        ("keys add a --flurb", "no such option '--flurb'; see main keys add --help"),
+        ("run --tensor-parallel-size 2 x", "no such option '--tensor-parallel-size'. See"),
+        ("chat --partial-hitz", "no such option '--partial-hitz'. Did you mean '--partial-hits'?"),
+        ("keys add a --flurb", "no such option '--flurb'. See main keys add --help"),
         ("serve -z", "headstart serve knows no '-z'; see"),
-        ("run --ctx-size 9 x", "no such option '--ctx-size'; did you mean '--max-model-len'?"),
+        ("run --ctx-size 9 x", "no such option '--ctx-size'. Did you mean '--max-model-len'?"),
         ("serve --threads 2", "headstart serve knows no '--threads'; the nearest is --num-threads"),
     ],
 )

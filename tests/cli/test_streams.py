@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from headstart.cli.main import main
-from headstart.cli.serving.server import _Address
+from headstart.cli.server import _Address
 from headstart.cli.streams import as_typed, note, prepare_streams, tell_error
 from headstart.errors import RequestError
 from headstart.server.options import ServerOptions

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from headstart import LLM, SamplingParams
-from headstart.cli.serving.server import FIRST_QUESTION
+from headstart.cli.server import FIRST_QUESTION
 from tests.clients import openai
 from tests.server.running import Running, running
 

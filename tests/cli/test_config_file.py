@@ -78,15 +78,15 @@ def test_a_value_of_a_file_stays_with_its_flag(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("port: 9000\napi-key: SECRET : bad", "line 2: mapping values are not allowed here"),
-        ("api-key: *SECRET", "line 1: it cannot be read as YAML"),
-        ("api-key: !SECRET x", "line 1: it cannot be read as YAML"),
-        ("api-key: [SECRET", "line 1: expected ',' or ']', but got '<stream end>'"),
-        ("api-key: 'SECRET", "line 1: found unexpected end of stream"),
-        ("api-key: @SECRET", "line 1: found character '@' that cannot start any token"),
-        ("SECRET: 2026-13-13", "it cannot be read as YAML"),
-        ("limit: &a {SECRET: *a}", "line 1: found unconstructable recursive node"),
-        ("a: \0", "it cannot be read as YAML"),
+        ("port: 9000\napi-key: SECRET : bad", "line 2 is not valid YAML"),
+        ("api-key: *SECRET", "line 1 is not valid YAML"),
+        ("api-key: !SECRET x", "line 1 is not valid YAML"),
+        ("api-key: [SECRET", "line 1 is not valid YAML"),
+        ("api-key: 'SECRET", "line 1 is not valid YAML"),
+        ("api-key: @SECRET", "line 1 is not valid YAML"),
+        ("SECRET: 2026-13-13", "it is not valid YAML"),
+        ("limit: &a {SECRET: *a}", "line 1 is not valid YAML"),
+        ("a: \0", "it is not valid YAML"),
         ("", "it is no mapping of flags"),
         ("- a", "it is no mapping of flags"),
         ("port: 1\n--api-key=SECRET: 1", "entry 2 in it has no name of a flag, such as "
@@ -95,10 +95,6 @@ def test_a_value_of_a_file_stays_with_its_flag(
         ("9: 9", "entry 1 in it has no name of a flag, such as max-model-len"),
         ("api-key: [SECRET, null]", "an item of api-key in it has no value"),
         ("config: SECRET", "it names another file; allowed: one"),
-        ("a: &a [SECRET]\n" + "".join(
-            f"{one}: &{one} [{', '.join(9 * [f'*{before}'])}]\n"
-            for before, one in zip("abcdefgh", "bcdefghi", strict=True)
-        ), "it has more than 10,000 values, its aliases written out"),
     ],
 )  # fmt: skip
 def test_a_file_s_fault_is_told_without_its_text(tmp_path: Path, text: str, says: str) -> None:
@@ -116,7 +112,7 @@ def test_a_file_s_fault_is_told_without_its_text(tmp_path: Path, text: str, says
         ("adapter: [a=b, c=d]", "b is not an adapter: it is not a folder"),
         ("api-keys: SECRET", "option '--api-keys' does not take a value"),
         ("port: true", "port is True; allowed: a whole number"),
-        ("num-threads: [1, 2]", "invalid value for '--num-threads': '[1, 2]'; allowed: a whole"),
+        ("num-threads: [1, 2]", "invalid value for '--num-threads' (HEADSTART_NUM_THREADS): '[1, 2]'; "),
         ("shutdown-timeout: 5\ndrain-seconds: 9", "--drain-seconds is 9.0, and 5 by --shut"),
         ("enable-lorra: true", "headstart serve knows no '--enable-lorra'; the nearest is "),
     ],

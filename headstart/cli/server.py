@@ -1,4 +1,4 @@
-"""From the flags of `headstart serve` to a server that listens, and what a user reads meanwhile."""
+"""From the flags of `headstart serve` to a server that listens, and what it prints meanwhile."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from headstart.cli.opening import announce, check_adapter, folder_of
-from headstart.cli.options import RANDOM_MODEL, resolve_model
-from headstart.cli.progress import describe_check, show_bytes, starting_line, waiting
+from headstart.cli.opening import RANDOM_MODEL, announce, check_adapter, folder_of, resolve_model
+from headstart.cli.progress import count, describe_wait, show_bytes, waiting
 from headstart.cli.streams import note
 from headstart.cluster.options import ReplicaConfig
 from headstart.errors import ConfigError, ModelError
@@ -28,19 +26,17 @@ from headstart.server.options import ServerOptions
 if TYPE_CHECKING:
     import socket
 
-__all__ = ["FIRST_QUESTION", "run_server", "take_options"]
-
 FIRST_QUESTION = "Anna Smith is 31. Ben Jones is 45. How old is Ben Jones?"
-"""What a user may ask the embedded model, which answers it right in every dtype."""
+"""A question that the embedded model answers right in every dtype."""
+_PATHS = ("tokenizer", "chat_template", "generation_config")
 
 Options = TypeVar("Options", ServerOptions, ReplicaConfig)
 
 
 def take_options(given: dict[str, Any], kind: type[Options]) -> Options:
-    """The options of one kind, taken out of all that were given. Raises ConfigError."""
-    names = {field.name for field in fields(kind)}
-    said = {name: given.pop(name) for name in list(given) if name in names}
-    return kind(**{name: value for name, value in said.items() if value is not None})
+    """Take the options of one kind out of all that were given. Raises ConfigError."""
+    values = {field.name: given.pop(field.name, None) for field in fields(kind)}
+    return kind(**{name: value for name, value in values.items() if value is not None})
 
 
 def run_server(
@@ -50,49 +46,51 @@ def run_server(
     replicas: ReplicaConfig,
     adapters: Mapping[str, Path],
 ) -> None:
-    """Load a model, or start replicas of it, and serve it until a signal comes.
+    """Load a model, or start replicas of it, and serve it until a signal arrives.
 
     adapters: folders by the names that requests may give. Raises AdapterError, ConfigError,
     ModelError, OutOfMemoryError or EngineError.
     """
-    extra = "cluster" if replicas.is_wanted else "serve"  # which has that of serve, too
-    with waiting(describe_check("importing the server")):
+    extra = "cluster" if replicas.is_wanted else "serve"  # cluster includes serve
+    with waiting(describe_wait("importing the server")):
         launch = _import_optional("headstart.server.launch", extra)
     for name in adapters.keys() & {options.served_model_name or model, *options.model_alias}:
         raise ConfigError(f"adapter is {name!r}, as the model is; allowed: another name")
     prefixes = launch.read_prefixes(options.public_prefix)
     tracer = launch.open_tracer(options.otlp_traces_endpoint, options.served_model_name or model)
-    with closing(launch.listen(options)) as at:  # a port in use is told before seconds of loading
+    with closing(launch.listen(options)) as at:  # a port in use is found before loading
         tenants = launch.open_tenants(options, at.getsockname()[0])
-        speaks = _speaks(model)
-        said = _Address(at, options, model, with_key=tenants.ask_for_keys, speaks=speaks)
-        said = replace(said, shows_pool=not (speaks or replicas.is_wanted))
-        if speaks:
-            _check_speech(options, replicas, adapters)
-            engine = _of_stages(engine)
-            with _open_omni(model, engine) as omni:
-                launch.serve(launch.create_speech_app(omni, model, options, tenants), at, said.tell)
+        address = _Address(at, options, model, with_key=tenants.ask_for_keys)
+        if _speaks(model):
+            address.speaks, address.shows_pool = True, False
+            _check_speech(options, replicas, adapters, engine)
+            with _open_omni(model, read_config(engine)) as omni:
+                app = launch.create_speech_app(omni, model, options, tenants)
+                launch.serve(app, at, address.tell)
         else:
-            shared = {"eviction": "fair-lru"} if tenants.ask_for_keys else {}
-            engine = {**shared, **engine}
-            opened = _open_replicas if replicas.is_wanted else _open_engine
+            if tenants.ask_for_keys:
+                engine = {"eviction": "fair-lru", **engine}
             for folder in adapters.values():
                 check_adapter(folder, folder_of(model))
-            with (
-                closing(tracer) if tracer is not None else nullcontext(),
-                opened(model, engine, options, replicas) as (llm, cache_api),
-            ):
+            opened = _open_engine(model, engine)
+            if replicas.is_wanted:
+                address.shows_pool = False
+                opened = _open_replicas(model, engine, replicas, options.drain_seconds)
+            with closing(tracer) if tracer is not None else nullcontext(), opened as llm:
                 asyncio.run(_load_adapters(llm, adapters))
                 launch.publish(llm, prefixes)
-                app = launch.create_app(llm, model, options, tenants, tracer=tracer, **cache_api)
-                if not replicas.is_wanted:
-                    said = replace(said, bounds=_describe_bounds(llm))
-                launch.serve(app, at, said.tell)
+                more = {}
+                if replicas.is_wanted:
+                    more["cache_api"] = load_module("headstart.cluster.serving.cache_api").router
+                else:
+                    address.bounds = _describe_bounds(llm)
+                app = launch.create_app(llm, model, options, tenants, tracer=tracer, **more)
+                launch.serve(app, at, address.tell)
     note("Stopped.")
 
 
 def _speaks(model: str) -> bool:
-    """Whether this is a model of several stages; whatever else is wrong with it is told later."""
+    """Return True for a model of several stages; loading reports whatever else is wrong with it."""
     if model in (RANDOM_MODEL, BUILT_IN):
         return False
     with waiting(announce(model, {})), suppress(ModelError):
@@ -101,9 +99,12 @@ def _speaks(model: str) -> bool:
 
 
 def _check_speech(
-    options: ServerOptions, replicas: ReplicaConfig, adapters: Mapping[str, Path]
+    options: ServerOptions,
+    replicas: ReplicaConfig,
+    adapters: Mapping[str, Path],
+    engine: Mapping[str, Any],
 ) -> None:
-    """Raise ConfigError for what a model that speaks does not do."""
+    """Raise ConfigError for options that a model that speaks does not have."""
     given = {
         "replicas": replicas.is_wanted,
         "adapter": bool(adapters),
@@ -111,22 +112,15 @@ def _check_speech(
         "otlp_traces_endpoint": options.otlp_traces_endpoint is not None,
         "trust_request_chat_template": options.trust_request_chat_template,
         "default_chat_template_kwargs": options.default_chat_template_kwargs is not None,
+        **{name: name in engine for name in (*_PATHS, "override_generation_config")},
     }
     for name in (name for name, is_given in given.items() if is_given):
         raise ConfigError(f"{name} is given; allowed with a model that speaks: none")
 
 
-def _of_stages(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `EngineConfig` that are given. Raises ConfigError for what is of one model."""
-    for name in ("tokenizer", "chat_template", "generation_config", "override_generation_config"):
-        if name in engine:
-            raise ConfigError(f"{name} is given; allowed with a model that speaks: none")
-    return read_config(engine)
-
-
 @contextmanager
 def _open_omni(model: str, engine: Mapping[str, Any]) -> Iterator[Any]:
-    """The stages' engines have the options; dtype and device are of the whole model."""
+    """Open a pipeline; dtype and device are of the whole model, other options of its stages."""
     of_model = {name: engine[name] for name in ("dtype", "device") if name in engine}
     of_stages = {name: value for name, value in engine.items() if name not in of_model}
     with waiting(announce(model, engine)):
@@ -137,14 +131,12 @@ def _open_omni(model: str, engine: Mapping[str, Any]) -> Iterator[Any]:
 
 
 @contextmanager
-def _open_engine(
-    model: str, engine: Mapping[str, Any], options: ServerOptions, replicas: ReplicaConfig
-) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+def _open_engine(model: str, engine: Mapping[str, Any]) -> Iterator[Any]:
     with waiting(announce(model, engine)):
         async_llm = load_module("headstart.frontend.async_llm").AsyncLLM
         llm = async_llm(resolve_model(model), **engine)
     with closing(llm):
-        yield llm, {}
+        yield llm
 
 
 async def _load_adapters(llm: Any, adapters: Mapping[str, Path]) -> None:
@@ -154,17 +146,22 @@ async def _load_adapters(llm: Any, adapters: Mapping[str, Path]) -> None:
 
 @contextmanager
 def _open_replicas(
-    model: str, engine: Mapping[str, Any], options: ServerOptions, replicas: ReplicaConfig
-) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    model: str, engine: Mapping[str, Any], replicas: ReplicaConfig, drain_seconds: float
+) -> Iterator[Any]:
     name = _absolute(resolve_model(model))
     engine = {key: _absolute(value) if key in _PATHS else value for key, value in engine.items()}
     announce(model, engine)
-    with waiting(partial(starting_line, model, replicas.least)):
+    starting = f"starting {count(replicas.least, 'replica')} of {model}"
+    with waiting(describe_wait(starting)):
         make = _import_optional("headstart.cluster.serving.cluster", "cluster").ReplicaCluster
-        cluster = make(name, engine, replicas, options.drain_seconds)
+        cluster = make(name, engine, replicas, drain_seconds)
     with closing(cluster):
-        cache_api = load_module("headstart.cluster.serving.cache_api").router
-        yield cluster.llm, {"cache_api": cache_api}
+        yield cluster.llm
+
+
+def _absolute(path: str) -> str:
+    """Return the absolute path of a file that exists: replicas run in another folder."""
+    return os.path.abspath(path) if os.path.exists(path) else path
 
 
 def _describe_bounds(llm: Any) -> str:
@@ -177,25 +174,17 @@ def _describe_bounds(llm: Any) -> str:
     return ", ".join(bounds)
 
 
-_PATHS = ("tokenizer", "chat_template", "generation_config")
-
-
-def _absolute(path: str) -> str:
-    """The path of what is there, for replicas, which run in another folder."""
-    return os.path.abspath(path) if os.path.exists(path) else path
-
-
 def _import_optional(module: str, extra: str) -> Any:
-    """A module of ours that needs what `pip install .` leaves out. Raises ConfigError."""
+    """Import a module that needs an extra of the package. Raises ConfigError."""
     try:
         return load_module(module)
     except ModuleNotFoundError as error:
         raise ConfigError(f"the server needs {error.name}: {install(extra)}") from error
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Address:
-    """Where a server is reached, and how it is asked."""
+    """The address of a server, and a first request for it."""
 
     at: socket.socket
     options: ServerOptions
@@ -229,4 +218,4 @@ class _Address:
             *([f"Memory bounds: {self.bounds}"] if self.bounds else []),
             "Ctrl-C stops the server.\n",
         ]
-        click.secho("\n".join(lines), dim=True, err=True)  # never broken: they are to be pasted
+        click.secho("\n".join(lines), dim=True, err=True)  # not broken: it is to be pasted

@@ -1,46 +1,46 @@
-"""What a chat does besides talking: messages that begin with a command's name."""
+"""`headstart chat`: messages in, replies out, and the commands that begin with a slash."""
 
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from headstart.cli.chat.conversation import Conversation
-from headstart.cli.chat.explanation import explain_turn
-from headstart.cli.chat.session import Chat
-from headstart.cli.contents import read_document, read_image
+from headstart.cache import MissReason
+from headstart.cli.chat_input import piped_messages, terminal_messages
+from headstart.cli.chat_session import Chat
+from headstart.cli.conversation import Conversation, read_document, read_image
 from headstart.cli.options import SAMPLING_FLAGS, check_sampling_name, parse_sampling
-from headstart.cli.reply_metrics import count
-from headstart.cli.streams import note
+from headstart.cli.progress import count
+from headstart.cli.streams import note, tell_error
 from headstart.errors import RequestError
 
-__all__ = ["COMMANDS", "PATH_COMMANDS", "Command", "find_command"]
-
+if TYPE_CHECKING:
+    from headstart.engine.outputs import RequestOutput
 
 _KEYS = (
     "Ctrl-C ends a reply, clears a line, and twice ends the chat, as Ctrl-D does. "
     '""" begins and ends a message of several lines; Alt-Enter begins a line, too.'
 )
-
-
 _SLASHES = "a message that begins with a slash is sent with two"
 
 
 class QuitChat(Exception):
-    """The user wants to leave."""
+    """Raised by the command that ends the chat."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command: what it does to a chat with the text behind its name.
+    """A command, which changes a chat by the text behind its name.
 
-    argument: what that text is, in brackets if it may be left out; empty for a command that takes
-    none. help: empty for another name of a command.
+    argument: the name of that text, in brackets if it is optional; empty for a command without.
+    help: empty for another name of a command.
     """
 
     run: Callable[[Chat, str], None]
@@ -48,11 +48,31 @@ class Command:
     argument: str = ""
 
 
-def find_command(message: str) -> tuple[Command, str] | None:
-    """Return the command that a message is, and its argument; None for a message to the model.
+def talk(chat: Chat) -> None:
+    """Answer messages and run commands until the end of input, or /quit."""
+    note("/help shows the commands; /quit or the end of input ends the chat")
+    is_typed = sys.stdin.isatty()
+    messages = terminal_messages(list(COMMANDS), PATH_COMMANDS) if is_typed else piped_messages()
+    for message in messages:
+        try:
+            if (found := find_command(message)) is not None:
+                command, argument = found
+                command.run(chat, argument)
+            elif message:
+                chat.say(message.removeprefix("/"))
+        except (RequestError, OSError, ValueError, RuntimeError) as error:  # odd paths raise many
+            tell_error(error)
+        except KeyboardInterrupt:  # before the reply began
+            note("[interrupted: the conversation is as it was before]")
+        except QuitChat:
+            return
 
-    A message to the model begins with no slash, or with two. Raises RequestError for what begins
-    with a slash and is no command.
+
+def find_command(message: str) -> tuple[Command, str] | None:
+    """Return a message's command and its argument; None for a message to the model.
+
+    A message to the model begins with no slash, or with two. Raises RequestError for an unknown
+    command.
     """
     if not message.startswith("/") or message.startswith("//"):
         return None
@@ -103,10 +123,6 @@ def _system(chat: Chat, argument: str) -> None:
     chat.changed = "/system"
     turns = len(chat.conversation.turns)
     note("all turns are read again behind the new system message" if turns else "set")
-
-
-def _retry(chat: Chat, argument: str) -> None:
-    chat.retry()
 
 
 def _undo(chat: Chat, argument: str) -> None:
@@ -180,7 +196,6 @@ def _show(chat: Chat, argument: str) -> None:
 
 
 def _parameters(chat: Chat) -> str:
-    """Return the sampling parameters with their values."""
     return ", ".join(f"{name} {getattr(chat.params, name)}" for name in SAMPLING_FLAGS)
 
 
@@ -201,7 +216,7 @@ COMMANDS: Mapping[str, Command] = {
     "/file": Command(_file, "puts a document before your next message", "PATH"),
     "/image": Command(_image, "shows the model an image", "PATH"),
     "/system": Command(_system, "sets the system message, or shows it", "[TEXT]"),
-    "/retry": Command(_retry, "answers the last question anew"),
+    "/retry": Command(lambda chat, _: chat.retry(), "answers the last question again"),
     "/undo": Command(_undo, "takes back documents and images not yet sent, else the last turn"),
     "/save": Command(_save, "writes the conversation to a file, as JSON", "PATH"),
     "/load": Command(_load, "goes on with a saved conversation", "PATH"),
@@ -225,7 +240,7 @@ PATH_COMMANDS = ("/file", "/image", "/save", "/load")
 
 
 def _path(argument: str) -> Path:
-    """A path as it was typed, or dragged into the terminal, which quotes it."""
+    """Return a path as it was typed, or dragged into the terminal, which quotes it."""
     if not argument:
         raise RequestError("which file? Give its path behind the command")
     path = Path(argument).expanduser()
@@ -236,3 +251,48 @@ def _path(argument: str) -> Path:
     except ValueError:  # an apostrophe
         return path
     return Path(words[0]).expanduser() if len(words) == 1 else path
+
+
+_REASONS: Mapping[MissReason, str] = {
+    MissReason.NONE: "must be computed for the reply to begin",
+    MissReason.DISABLED: "is not looked up, since prefix caching is off",
+    MissReason.NOT_READ: "was not looked up, as it was asked for",
+    MissReason.UNSEEN: "is new",
+    MissReason.EVICTED: "was cached once, until its memory was needed for something else",
+    MissReason.TOKEN: "differs from every prompt in the cache",
+    MissReason.SALT: "is cached under another salt",
+    MissReason.ITEM: "begins with an image or a sound that is not in the cache",
+    MissReason.SHORT: "is shorter than a block (only full blocks are cached)",
+    MissReason.IN_PROGRESS: "was just being computed by another request",
+    MissReason.OUTPUTS: "is cached without what the next stage needs of it",
+}
+"""Ends of sentences about the part of a prompt that was not cached."""
+
+
+def explain_turn(output: RequestOutput, changed: str = "") -> str:
+    """Return a sentence about the cached part of the last turn's prompt, and its tiers.
+
+    changed: the command that has changed the conversation since.
+    """
+    total, cached = len(output.prompt_token_ids), output.num_cached_tokens
+    whose = "the prompt's" if changed else "the last prompt's"
+    if cached == 1:
+        text = f"the first of {whose} {count(total, 'token')} was cached"
+    elif cached:
+        text = f"the first {cached:,} of {whose} {count(total, 'token')} were cached"
+    else:
+        text = f"none of {whose} {count(total, 'token')} was cached"
+    if output.loaded_tokens:
+        tiers = (f"{loaded:,} of them from {tier}" for tier, loaded in output.loaded_tokens.items())
+        text += f" ({', '.join(tiers)})"
+    if changed:
+        text = f"before {changed}, {text}"
+    why = output.why_missed
+    if why is None:
+        return text
+    if why.reason is MissReason.ADAPTER:
+        where = "without an adapter" if why.adapter is None else f"for the adapter {why.adapter}"
+        reason = f"is cached {where}"
+    else:
+        reason = _REASONS[why.reason]
+    return f"{text}, and the rest {reason}" if cached else f"{text}: it {reason}"

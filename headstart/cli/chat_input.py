@@ -1,4 +1,4 @@
-'''What the user says: messages from a terminal, with history and editing, or from a pipe.
+'''The user's messages: from a terminal, with history and editing, or from a pipe.
 
 > one line                 > """
                            several lines
@@ -29,21 +29,17 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from headstart.cli.streams import reading_stdin
 from headstart.machine import data_folder
 
-__all__ = ["piped_messages", "terminal_messages"]
-
 PROMPT = "> "
 _QUOTES = '"""'
-_HINT = "a message, or /help"
-_LEAVING = "Ctrl-C again, or Ctrl-D, ends the chat"
 # ECMA-48: a control sequence such as a colour, a text for the terminal such as its title, or a
-# sequence of one letter; then what is left of one that was cut.
+# sequence of one letter; then what is left of a sequence that was cut.
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]|\x1b"
 )
 
 
 def piped_messages() -> Iterator[str]:
-    """What stdin holds, line by line, each shown as if it were typed."""
+    """Yield the messages of stdin, each shown as if it were typed."""
     lines: list[str] = []
     with reading_stdin():
         for line in sys.stdin:
@@ -57,15 +53,15 @@ def piped_messages() -> Iterator[str]:
 
 
 def terminal_messages(names: Sequence[str], with_paths: Sequence[str]) -> Iterator[str]:
-    """What the user types until Ctrl-D, or Ctrl-C twice.
+    """Yield what the user types until Ctrl-D, or Ctrl-C twice.
 
-    names: what Tab completes at the beginning of a message; with_paths: those names that a path
+    names: completed by Tab at the beginning of a message; with_paths: the names that a path
     follows, which Tab completes as well.
     """
     leaving = _Leaving()
     output = create_output(always_prefer_tty=True)
     if isinstance(output, Vt100_Output):
-        output.enable_cpr = False  # terminals that do not answer would be warned about
+        output.enable_cpr = False  # prompt_toolkit would warn in terminals that do not answer
     session: PromptSession[str] = PromptSession(
         PROMPT,
         output=output,
@@ -87,14 +83,14 @@ def terminal_messages(names: Sequence[str], with_paths: Sequence[str]) -> Iterat
 
 
 class _Leaving:
-    """Whether the last key was Ctrl-C."""
+    """Remembers if the last key was Ctrl-C."""
 
     def __init__(self) -> None:
         self.asked = False
 
     @property
     def hint(self) -> str:
-        return _LEAVING if self.asked else _HINT
+        return "Ctrl-C again, or Ctrl-D, ends the chat" if self.asked else "a message, or /help"
 
     def forget(self) -> None:
         self.asked = False
@@ -103,19 +99,19 @@ class _Leaving:
 def _bindings(leaving: _Leaving) -> KeyBindings:
     bindings = KeyBindings()
 
+    def leave(event: KeyPressEvent) -> None:
+        event.app.erase_when_done = True
+        event.app.exit(exception=EOFError)
+
     @bindings.add("c-c")
     def _clear_or_leave(event: KeyPressEvent) -> None:
         if leaving.asked:
-            _leave(event)
+            leave(event)
             return
         event.current_buffer.reset()
         leaving.asked = True
 
-    @Condition
-    def is_empty() -> bool:
-        return not get_app().current_buffer.text
-
-    bindings.add("c-d", filter=is_empty)(_leave)
+    bindings.add("c-d", filter=Condition(lambda: not get_app().current_buffer.text))(leave)
 
     @bindings.add(Keys.BracketedPaste)
     def _paste(event: KeyPressEvent) -> None:
@@ -125,28 +121,18 @@ def _bindings(leaving: _Leaving) -> KeyBindings:
     @bindings.add(Keys.Vt100MouseEvent)
     @bindings.add(Keys.CPRResponse)
     def _ignore(event: KeyPressEvent) -> None:
-        """Nothing asks for these: they are colours of a text, in a terminal that marks no paste."""
+        """Ignore colours of a pasted text, in a terminal that does not mark pastes."""
 
     @bindings.add("escape", "enter")
+    @bindings.add("enter", filter=Condition(lambda: _is_open(get_app().current_buffer.text)))
     def _new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    @Condition
-    def in_quotes() -> bool:
-        return _is_open(get_app().current_buffer.text)
-
-    bindings.add("enter", filter=in_quotes)(_new_line)
     return bindings
 
 
-def _leave(event: KeyPressEvent) -> None:
-    """End the chat; the line with the hint goes."""
-    event.app.erase_when_done = True
-    event.app.exit(exception=EOFError)
-
-
 class _CommandCompleter(Completer):
-    """Names of commands at the beginning of a message, and paths behind some of them."""
+    """Completes names of commands at the beginning of a message, and paths behind some of them."""
 
     def __init__(self, names: Sequence[str], with_paths: Sequence[str]) -> None:
         self._names = names
@@ -154,31 +140,30 @@ class _CommandCompleter(Completer):
         self._paths = PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
-        """Nothing but for a message of one line that begins with a slash."""
         text = document.text
         name, space, path = text.partition(" ")
         if space and name in self._with_paths:
             yield from self._paths.get_completions(Document(path), event)
         elif text.startswith("/") and not space:
-            for known in self._names:
-                if known.startswith(text):
-                    yield Completion(known, -len(text))
+            for command in self._names:
+                if command.startswith(text):
+                    yield Completion(command, -len(text))
 
 
 def _history() -> History:
-    """Messages of earlier chats, in a file that this user alone may read."""
+    """Return the messages of earlier chats, in a file that only this user may read."""
     try:
         file = data_folder() / "chat_history"
         file.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
         file.chmod(0o600)
-    except (OSError, RuntimeError):  # a disk that is full or may not be written
+    except (OSError, RuntimeError):  # a disk that is full or read-only
         return InMemoryHistory()
     return FileHistory(str(file))
 
 
 def _is_open(text: str) -> bool:
-    """Whether a message of several lines began and did not end."""
+    """Return True if a message of several lines began and did not end."""
     return text.lstrip().startswith(_QUOTES) and text.count(_QUOTES) == 1
 
 

@@ -1,4 +1,4 @@
-"""One chat with a model: what is asked, what is kept of the answers, and what no longer fits."""
+"""One chat with a model: its questions, its replies, and the turns that no longer fit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from headstart.cli.chat.conversation import Conversation, Turn
-from headstart.cli.contents import Content
+from headstart.cli.conversation import Content, Conversation, Turn
 from headstart.cli.pool_picture import PoolPicture
+from headstart.cli.progress import count
 from headstart.cli.reply import print_reply
-from headstart.cli.reply_metrics import count
 from headstart.cli.streams import columns_of, keeping_typed, note, tell_error
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, RequestError
@@ -27,23 +26,15 @@ if TYPE_CHECKING:
     from headstart.frontend.llm import LLM
     from headstart.frontend.streams import RequestStream
 
-__all__ = ["Chat"]
-
-_CACHED_LATER = "the line below the next reply says how many of them are cached"
-
-_INTERRUPTED = "interrupted: the question and this part of the reply stay, and both are cached"
-_TAKEN_BACK = (
-    "interrupted before the reply began: the question is taken back, and what was read is cached"
-)
 _ROOM = 256  # tokens of a reply that a prompt must leave room for; a longer one ends at the limit
 
 
 class Chat:
     """A conversation with a model, printed in a terminal.
 
-    plain: replies are shown as they are, not as Markdown. adapter: the name of the adapter that
-    answers, None for the model itself. `last` is the last turn's output, and `changed` the command
-    that has changed the conversation since.
+    plain: show replies as they are, not as Markdown. adapter: the name of the adapter that answers,
+    None for the model itself. `last` is the last turn's output, and `changed` the command that has
+    changed the conversation since.
     """
 
     def __init__(
@@ -68,17 +59,22 @@ class Chat:
         self.take_up(conversation)
 
     def take_up(self, conversation: Conversation) -> None:
-        """Go on with this conversation; replies keep the tokens that they were generated as."""
+        """Continue this conversation; replies stay the tokens that they were generated as."""
         self.conversation = conversation
-        replies = conversation.reply_token_ids()
-        if not replies:
-            return
-        with suppress(RequestError):  # the next turn tells what is wrong with it
-            self.llm.recall_chat(conversation.messages("", 0)[:-1], replies)
+        if replies := conversation.reply_token_ids():
+            with suppress(RequestError):  # the next turn reports what is wrong
+                self.llm.recall_chat(conversation.messages("", 0)[:-1], replies)
 
     def tell_taken_up(self, name: str) -> None:
-        """Say how long the conversation is, and how it ended: the last question, and its reply."""
-        note(f"{name}: {self._extent()}; {_CACHED_LATER}")
+        """Show how long the conversation is, the last question, and its reply."""
+        size = count(len(self.conversation.turns), "turn")
+        if messages := self.conversation.messages("", 0)[:-1]:
+            try:
+                stream = self.llm.stream_chat(messages, self.params, add_generation_prompt=False)
+                size += f", {len(stream.prompt_token_ids):,} tokens"
+            except RequestError as error:  # the next turn leaves out what does not fit
+                size += f", of which not all fit: {error}"
+        note(f"{name}: {size}; the line below the next reply says how many of them are cached")
         if self.conversation.turns:
             columns = columns_of(sys.stderr) or 80
             for line in filter(None, self.conversation.turns[-1].lines()):
@@ -86,20 +82,8 @@ class Chat:
                 shown.truncate(columns, overflow="ellipsis")
                 note(shown.plain)
 
-    def _extent(self) -> str:
-        """How long the conversation is: its turns, and their tokens where the context has room."""
-        turns = count(len(self.conversation.turns), "turn")
-        said = self.conversation.messages("", 0)[:-1]
-        if not said:
-            return turns
-        try:
-            stream = self.llm.stream_chat(said, self.params, add_generation_prompt=False)
-        except RequestError as error:  # the next turn leaves out what does not fit
-            return f"{turns}, of which not all fit: {error}"
-        return f"{turns}, {len(stream.prompt_token_ids):,} tokens"
-
     def say(self, text: str) -> None:
-        """Answer a message of the user's."""
+        """Answer a message."""
         is_answered = False
         try:
             shown = tuple(self.conversation.waiting)
@@ -112,37 +96,37 @@ class Chat:
                 note(f"still with your next message: {names}; /undo takes it back")
 
     def retry(self) -> None:
-        """Answer the last question anew. Raises RequestError if there is none."""
+        """Answer the last question again. Raises RequestError if there is none."""
         turn = self.conversation.take_back()
         if not self._answer(turn.question, turn.shown):
             self.conversation.turns.append(turn)
 
     def set(self, **values: Any) -> None:
-        """Change how answers are chosen. Raises RequestError; nothing is changed then."""
+        """Change sampling parameters. Raises RequestError; nothing is changed then."""
         self.params = replace(self.params, **values)
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of a text. Raises RequestError for a text that no prompt has room for."""
+        """Return the tokens of a text. Raises RequestError if no prompt has room for them."""
         engine = self.llm.engine
         engine.text_limit.check("the document", text)
         tokenizer = self.llm.get_tokenizer()
-        assert tokenizer is not None  # nobody chats without one
-        count = len(tokenizer.encode(text, add_special_tokens=False, verbose=False))
-        if count >= engine.max_model_len:
+        assert tokenizer is not None
+        tokens = len(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        if tokens >= engine.max_model_len:
             raise RequestError(
-                f"the document has {count:,} tokens; the context holds {engine.max_model_len:,}"
+                f"the document has {tokens:,} tokens; the context holds {engine.max_model_len:,}"
             )
-        return count
+        return tokens
 
     def count_image_tokens(self, image: dict[str, Any]) -> int:
-        """Tokens of a message with an image alone. Raises RequestError if it cannot be read."""
+        """Return the tokens of a message with an image alone. Raises RequestError."""
         if self.llm.engine.images is None:
             raise RequestError(f"{self.model} takes text alone")
         alone = Conversation(images=[image])
         return len(self._stream(alone, alone.ask(""), 0).prompt_token_ids)
 
     def _answer(self, question: Content, shown: tuple[str, ...]) -> bool:
-        """One turn, kept if it has a reply; tells what went wrong. `shown` as in `Turn`."""
+        """Answer a question; return True if there is a reply, which becomes a turn."""
         try:
             stream = self._fit(question)
             self._asked += 1
@@ -155,18 +139,23 @@ class Chat:
         self.picture.look(self._asked)
         answer = output.outputs[0]
         is_whole = answer.finish_reason != "abort"
-        if not is_whole:
-            note(f"[{_INTERRUPTED if answer.text else _TAKEN_BACK}]")
+        if not is_whole and answer.text:
+            note("[interrupted: the question and this part of the reply stay, and both are cached]")
+        elif not is_whole:
+            note(
+                "[interrupted before the reply began: the question is taken back, and what was "
+                "read is cached]"
+            )
         if answer.text or is_whole:
             turn = Turn(question, answer.text, tuple(answer.token_ids), shown)
             self.conversation.turns.append(turn)
         return bool(answer.text or is_whole)
 
     def _fit(self, question: Content) -> RequestStream:
-        """The request for a question; at the limit of the context the oldest turns are left out.
+        """Return the request for a question; where the context is full, drop the oldest turns.
 
-        So many that the rest takes half of the context: each time, all that is left is read again.
-        Raises RequestError for a question that does not fit alone; nothing is left out then.
+        All that is left is read again, so the rest may take half of the context only. Raises
+        RequestError for a question that does not fit alone; nothing is dropped then.
         """
         conversation, limit = self.conversation, self.llm.engine.max_model_len
         room = min(self.params.max_tokens or limit, _ROOM, limit // 4)
@@ -194,14 +183,14 @@ class Chat:
         return self.llm.stream_chat(messages, self.params, adapter=self._adapter)
 
     def _tell_left_out(self, stream: RequestStream, turns: int) -> None:
-        known: list[int] = []
+        cached: list[int] = []
         if self.last is not None:
-            known = [*self.last.prompt_token_ids, *self.last.outputs[0].token_ids]
-        pairs = zip(known, stream.prompt_token_ids, strict=False)
+            cached = [*self.last.prompt_token_ids, *self.last.outputs[0].token_ids]
+        pairs = zip(cached, stream.prompt_token_ids, strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        count = f"{turns} oldest turns are" if turns > 1 else "oldest turn is"
+        oldest = f"{turns} oldest turns are" if turns > 1 else "oldest turn is"
         note(
-            f"[the context of {self.llm.engine.max_model_len:,} tokens is full: the {count} left "
+            f"[the context of {self.llm.engine.max_model_len:,} tokens is full: the {oldest} left "
             f"out with all documents there, and {len(stream.prompt_token_ids) - same:,} tokens are "
             "to be read]"
         )
@@ -209,7 +198,7 @@ class Chat:
 
 @contextmanager
 def _aborted_by_interrupt(stream: RequestStream) -> Iterator[None]:
-    """Ctrl-C ends the reply after the step under way, and nothing else."""
+    """Let Ctrl-C end the reply after the current step, and nothing else."""
     before = signal.signal(signal.SIGINT, lambda number, frame: stream.abort())
     try:
         yield

@@ -1,0 +1,430 @@
+"""`headstart cache`: prefixes on disk by model and prefix, and the folder of `run` and `chat`."""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from itertools import compress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from headstart.cache import BlockHash
+from headstart.cli.options import OrderedGroup
+from headstart.cli.progress import count, progress_bar, show_bytes
+from headstart.cli.streams import as_typed, columns_of, note
+from headstart.engine.config import EngineConfig, make_config
+from headstart.errors import CacheError, ConfigError
+from headstart.tiers import DiskStore, ModelRecord, default_folder, make_folder
+from headstart.tiers.contents import KeptPrefix, ModelState, read_models, read_prefixes
+from headstart.tiers.folder import described_models, reopen, slot_path
+from headstart.tiers.index import KeptBlock
+from headstart.tiers.transfer import export_blocks, import_blocks, read_model
+from headstart.tiers.verify import verify as verify_folder
+
+_SHORTEST = 4  # digits of a prefix's name
+_NAME = re.compile(rf"[0-9A-Fa-f]{{{_SHORTEST},64}}")
+_DIGITS = 12  # shown of a name
+_MOST_SHOWN = 8  # names in an error
+_WIDTH = 100  # columns where the output is no terminal
+_AGES = (("d", 86_400), ("h", 3_600), ("min", 60))
+
+_folder = partial(
+    click.option,
+    "--cache-dir",
+    "folder",
+    envvar="HEADSTART_CACHE_DIR",
+    show_envvar=True,
+    help="The folder; default: headstart in your cache folder.",
+)
+
+
+class Keeping(NamedTuple):
+    """The engine's options with a folder for prefixes, None for none; why, if that failed."""
+
+    options: dict[str, Any]
+    folder: Path | None
+    failure: str = ""
+
+    def tell(self) -> None:
+        """Say where prefixes are kept and how much is there, or why none are."""
+        if self.failure:
+            note(f"no prefixes are kept: {self.failure}")
+        if self.folder is not None:
+            size = show_bytes(size_of(self.folder))
+            most = show_bytes(self.options.get("cache_dir_bytes", EngineConfig.cache_dir_bytes))
+            where = shorten_home(self.folder)
+            if os.access(self.folder, os.W_OK):
+                note(f"prefixes are kept in {where}: {size} of {most}; --cache-dir off keeps none")
+            else:
+                note(f"prefixes are read from {where}, which cannot be written: {size}")
+
+
+def keep_prefixes(engine: Mapping[str, Any]) -> Keeping:
+    """Choose and make a folder for prefixes; without a usable one none are kept.
+
+    Raises ConfigError for a folder that the user named.
+    """
+    options = dict(engine)
+    if "cache_dir" not in options:
+        try:
+            make_folder(default_folder())
+        except (ConfigError, RuntimeError) as error:  # the user may have no home
+            return Keeping(options, None, str(error))
+        options["cache_dir"] = str(default_folder())
+    config = make_config(options)
+    folder = config.kept_folder
+    if folder is None or not config.enable_prefix_caching:
+        return Keeping(options, None)
+    make_folder(folder)
+    return Keeping(options, folder)
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all blocks in a folder, which other processes may change meanwhile."""
+    nbytes = 0
+    for file in folder.glob("*.kv"):
+        with suppress(FileNotFoundError):
+            nbytes += file.stat().st_size
+    return nbytes
+
+
+def shorten_home(path: Path) -> str:
+    """Return the path with ~ for the user's home."""
+    try:
+        return f"~/{path.relative_to(Path.home())}"
+    except (ValueError, RuntimeError):
+        return str(path)
+
+
+@click.group(cls=OrderedGroup, short_help="List, check, drop and move what is kept on disk.")
+def cache() -> None:
+    """Prefixes that outlive the process: list, check and drop them, or take them elsewhere."""
+
+
+@cache.command(name="ls", short_help="List models, or a model's prefixes.")
+@click.argument("model", required=False)
+@click.option("--lines", type=click.IntRange(1), default=30, show_default=True, help="At the most.")
+@_folder()
+def list_kept(model: str | None, lines: int, folder: str | None) -> None:
+    """List the models, or the prefixes of one MODEL, from fork to fork.
+
+    MODEL is what ls shows: a name, which stands for all its kinds, or digits of a fingerprint.
+    """
+    columns, shown = columns_of(sys.stdout), []
+    with _opened(folder) as path:
+        if model is None:
+            shown.append(_show_models(read_models(path), columns))
+        states = [] if model is None else _find_models(path, model)
+        for state in states:
+            record = state.model.record
+            if len(states) > 1:
+                shown.append(f"{record.title}  {record.fingerprint[:_DIGITS]}")
+            shown.append(_show_prefixes(_all_of(path, state), record, lines, columns))
+    click.echo("\n".join(shown))
+
+
+@cache.command(short_help="Say how much is kept, and saved.")
+@_folder()
+def stat(folder: str | None) -> None:
+    """Say how much is kept, and what that has saved."""
+    with _opened(folder) as path:
+        states = read_models(path)
+    nbytes, blocks = sum(state.nbytes for state in states), sum(s.num_blocks for s in states)
+    tokens = sum(state.num_blocks * state.model.record.block_size for state in states)
+    click.echo(f"folder   {shorten_home(path)}")
+    click.echo(f"kept     {show_bytes(nbytes)}, {tokens:,} tokens in {blocks:,} blocks")
+    click.echo(f"models   {len(states)}")
+    click.echo(f"loaded   {sum(state.hits for state in states):,} blocks")
+    click.echo(f"saved    {sum(state.saved_seconds for state in states):,.1f} s of computing")
+
+
+@cache.command(short_help="Drop prefixes, a model's, or all.")
+@click.argument("names", nargs=-1)
+@click.option("--model", help="Drop all prefixes of the models that ls shows for this name.")
+@click.option("--all", "everything", is_flag=True, help="Drop all prefixes of all models.")
+@_folder()
+def drop(names: Sequence[str], model: str | None, everything: bool, folder: str | None) -> None:
+    """Drop prefixes by NAMES, as ls shows them, with all that continues them."""
+    if sum((bool(names), model is not None, everything)) != 1:
+        raise click.UsageError("give names, or --model, or --all")
+    with _opened(folder, writes=True) as path:
+        states = _find_models(path, model) if model is not None else read_models(path)
+        names = [as_typed(name) for name in names]
+        _require_kept(path, states, names)
+        dropped = 0
+        for state in states:
+            with closing(_open_store(path, state.model.record)) as store:
+                prefixes = _all_of(path, state)
+                gone = _block_names(_chosen(prefixes, names) if names else prefixes)
+                dropped += store.remove(gone)
+            if set(gone) & set(_block_names(_all_of(path, state))):
+                raise CacheError(
+                    f"not all was dropped: {path} cannot be changed now; if its disk is full, "
+                    "remove the folder"
+                )
+    click.echo(f"{count(dropped, 'block')} dropped")
+
+
+@cache.command(short_help="Check that every block is whole.")
+@click.option("--repair", is_flag=True, help="Forget what is damaged or lost.")
+@_folder()
+def verify(repair: bool, folder: str | None) -> None:
+    """Read every block, and say what is whole; exit status 1 if not all that is listed is."""
+    with _opened(folder, writes=repair) as path, progress_bar("blocks") as advance:
+        report = verify_folder(path, repair=repair, progress=advance)
+    for model, counts in report.models:
+        if text := ", ".join(f"{n:,} {what}" for what, n in counts._asdict().items() if n):
+            click.echo(f"{model.title}  {text}")
+    if not report.index_is_sound:
+        click.echo("the index is damaged" + (" and was made anew" if repair else ""))
+    if report.is_whole:
+        total = report.total
+        if total.overwritten:
+            click.echo("overwritten: a process ended while it saved; these blocks are misses")
+        elif any(total):
+            click.echo("every block that is listed is whole")
+        else:
+            click.echo("no blocks are kept")
+        return
+    if not repair:
+        click.echo("headstart cache verify --repair forgets what is not whole", err=True)
+    click.get_current_context().exit(1)
+
+
+@cache.command(short_help="Write a prefix to a file.")
+@click.argument("name")
+@click.argument("file", type=click.Path(path_type=Path))
+@_folder()
+def export(name: str, file: Path, folder: str | None) -> None:
+    """Write the prefix NAME, as ls shows it, with all before and after it, to a new FILE."""
+    with _opened(folder) as path:
+        states = read_models(path)
+        names = [as_typed(name)]
+        _require_kept(path, states, names)
+        state, prefix = next(
+            (state, prefix) for state in states for prefix in _chosen(_all_of(path, state), names)
+        )
+        record = state.model.record
+        blocks = [*_before(path, state, prefix), *prefix.all_blocks()]
+        with closing(_open_store(path, record)) as store:
+            num_tokens = export_blocks(store, blocks, file) * record.block_size
+    click.echo(f"{num_tokens:,} tokens of {record.title} are in {file}")
+
+
+@cache.command(name="import", short_help="Keep what export wrote.")
+@click.argument("file", type=click.Path(path_type=Path))
+@_folder()
+def import_file(file: Path, folder: str | None) -> None:
+    """Keep the prefixes of a FILE that export wrote; the model must have run here before."""
+    with _opened(folder, new=True, writes=True) as path:
+        record = read_model(file)
+        models = list(described_models(path))
+        if slot_path(path, record) not in [slot_path(path, model) for model in models]:
+            titles = ", ".join(sorted({model.title for model in models})) or "none"
+            raise CacheError(
+                f"{file} is of a model {record.title!r} that has not run here with these weights, "
+                f"dtype and block size; models that have: {titles}"
+            )
+        with closing(_open_store(path, record)) as store:
+            num_tokens = import_blocks(store, file, time.time()) * record.block_size
+    click.echo(f"{num_tokens:,} tokens of {record.title} are new here")
+
+
+@contextmanager
+def _opened(folder: str | None, *, new: bool = False, writes: bool = False) -> Iterator[Path]:
+    """Yield the folder; a damaged index ends in one clear error.
+
+    Results are printed outside of it: an output that fails would be taken for a damaged folder.
+    new: a folder that the user named is made. writes: a read-only folder is an error.
+    """
+    path = default_folder()
+    if folder not in (None, "", "off"):
+        path = Path(as_typed(folder)).expanduser()
+        if not (new or path.exists()):
+            raise CacheError(f"--cache-dir is {path}, and there is no such folder")
+    if not make_folder(path) and writes:
+        raise CacheError(f"{path} cannot be written")
+    try:
+        yield path
+    except (sqlite3.Error, OSError) as error:
+        raise CacheError(f"{path} cannot be read: {error}; headstart cache verify") from error
+
+
+def _open_store(path: Path, record: ModelRecord) -> DiskStore:
+    """Open a model's store with room for more than is there."""
+    return DiskStore(path, record, max(EngineConfig.cache_dir_bytes, 2 * size_of(path)))
+
+
+def _find_models(path: Path, name: str) -> list[ModelState]:
+    """Return the models of a name, in all their kinds unless it ends in one, or of a fingerprint.
+
+    Several models may share a fingerprint: they differ in their block size. Raises CacheError.
+    """
+    states = read_models(path)
+    name = as_typed(name)
+    titles = [state.model.record.title for state in states]
+    begins = (f"{name} (", f"{name}, ")  # a stage of a pipeline stands behind a comma
+    if any(is_named := [title == name or title.startswith(begins) for title in titles]):
+        return list(compress(states, is_named))
+    prints = sorted({state.model.record.fingerprint for state in states})
+    if found := [text for text in prints if len(name) >= _SHORTEST and text.startswith(name)]:
+        _require_one(name, found)
+        return [state for state in states if state.model.record.fingerprint == found[0]]
+    models = ", ".join(dict.fromkeys(titles)) or "none"
+    raise CacheError(f"no prefixes of a model {name!r} are kept; models that have: {models}")
+
+
+def _require_one(name: str, names: Sequence[str]) -> None:
+    """Raise CacheError if a name is the beginning of several."""
+    if len(names) > 1:
+        shown = ", ".join(text[: max(_DIGITS, len(name) + 4)] for text in names[:_MOST_SHOWN])
+        raise CacheError(f"{name!r} is the beginning of {len(names)} names; give more of: {shown}")
+
+
+def _all_of(path: Path, state: ModelState) -> list[KeptPrefix]:
+    with closing(reopen(path, None).connection) as index:
+        return read_prefixes(index, state.model.id)
+
+
+def _block_names(prefixes: Sequence[KeptPrefix]) -> list[BlockHash]:
+    return [block.name for prefix in prefixes for block in prefix.all_blocks()]
+
+
+def _chosen(prefixes: Sequence[KeptPrefix], names: Sequence[str]) -> list[KeptPrefix]:
+    """Return the first prefixes on each path whose names begin so."""
+    found: list[KeptPrefix] = []
+    todo = [*prefixes]
+    while todo:
+        prefix = todo.pop()
+        if any(_is_named(prefix, name) for name in names):
+            found.append(prefix)
+        else:
+            todo += prefix.then
+    return found
+
+
+def _is_named(prefix: KeptPrefix, name: str) -> bool:
+    return bool(_NAME.fullmatch(name)) and prefix.name.hex().startswith(name.lower())
+
+
+def _require_kept(path: Path, states: Sequence[ModelState], names: Sequence[str]) -> None:
+    """Raise CacheError for a name that no prefix has, or several."""
+    roots = [prefix for state in states for prefix in _all_of(path, state)]
+    prefixes = [prefix for _, prefix in _in_order(roots)]
+    for name in names:
+        if found := [prefix.name.hex() for prefix in prefixes if _is_named(prefix, name)]:
+            _require_one(name, found)
+            continue
+        shown = [prefix.name.hex()[:_DIGITS] for prefix in prefixes[:_MOST_SHOWN]]
+        more = f", and {len(prefixes) - len(shown):,} more" if prefixes[_MOST_SHOWN:] else ""
+        titles = ", ".join(dict.fromkeys(state.model.record.title for state in states))
+        kept = f"{', '.join(shown)}{more}, of {titles}" if shown else "none"
+        wrong = f"no prefix {name!r} is kept"
+        if not _NAME.fullmatch(name):
+            wrong = f"{name!r} is no name; allowed: {_SHORTEST} hexadecimal digits of one or more"
+        raise CacheError(f"{wrong}; kept: {kept}; headstart cache ls MODEL prints their names")
+
+
+def _before(path: Path, state: ModelState, prefix: KeptPrefix) -> list[KeptBlock]:
+    """Return the blocks before a prefix, from the root on."""
+    with closing(reopen(path, None).connection) as index:
+        blocks = {block.name: block for block in index.list_blocks(state.model.id)}
+    before = []
+    block = blocks.get(prefix.stretch[0].parent)
+    while block is not None:
+        before.append(block)
+        block = blocks.get(block.parent)
+    return before[::-1]
+
+
+def _show_models(states: Sequence[ModelState], columns: int | None) -> str:
+    """Return a line for each model. columns: of the terminal, None for none."""
+    if not states:
+        return "no prefixes are kept"
+    rows = [("model", "fingerprint", "size", "tokens", "last used", "loaded", "saved")]
+    for state in states:
+        record = state.model.record
+        rows.append(
+            (
+                record.title,
+                record.fingerprint[:_DIGITS],
+                show_bytes(state.nbytes),
+                f"{state.num_blocks * record.block_size:,}",
+                _show_age(state.used),
+                f"{state.hits * record.block_size:,} tokens",
+                f"{state.saved_seconds:.1f} s",
+            )
+        )
+    return "\n".join(_align(rows, left=2, columns=columns))
+
+
+def _show_prefixes(
+    prefixes: Sequence[KeptPrefix], model: ModelRecord, most: int, columns: int | None
+) -> str:
+    """Return a line for each stretch between two forks, and the beginning of its text if kept."""
+    rows = [("prefix", "tokens", "size", "last used", "loaded", "saved")]
+    quotes = [""]
+    ordered = list(_in_order(prefixes))
+    for depth, prefix in ordered[:most]:
+        blocks, size = prefix.stretch, model.block_size
+        rows.append(
+            (
+                "  " * depth + prefix.name.hex()[:_DIGITS],
+                f"{blocks[0].depth * size:,} to {(blocks[-1].depth + 1) * size:,}",
+                show_bytes(len(blocks) * model.block_bytes),
+                _show_age(max(block.used for block in blocks)),
+                f"{sum(block.hits for block in blocks) * size:,} tokens",
+                f"{sum(block.hits * block.seconds for block in blocks):.1f} s",
+            )
+        )
+        width = max((columns or _WIDTH) - 2 * depth - 2, 8)
+        text = prefix.words
+        short = text if len(text) <= width else f"{text[: width - 3].rstrip()}..."
+        quotes.append(f'{"  " * depth}"{short}"' if text else "")
+    if len(ordered) > most:
+        rows.append((f"... {len(ordered) - most:,} more", "", "", "", "", ""))
+        quotes.append("")
+    lines = zip(_align(rows, left=1, columns=columns), quotes, strict=True)
+    return "\n".join(line for pair in lines for line in pair if line)
+
+
+def _in_order(prefixes: Sequence[KeptPrefix]) -> Iterator[tuple[int, KeptPrefix]]:
+    """Yield each prefix with the number of forks before it, and then its continuations."""
+    todo = [(0, prefix) for prefix in reversed(prefixes)]
+    while todo:
+        depth, prefix = todo.pop()
+        yield depth, prefix
+        todo += [(depth + 1, after) for after in reversed(prefix.then)]
+
+
+def _show_age(used: float) -> str:
+    """Return how long ago a time is, in the largest unit that fits."""
+    seconds = max(0, time.time() - used)
+    unit, size = next((age for age in _AGES if seconds >= age[1]), ("s", 1))
+    return f"{int(seconds // size)} {unit}"
+
+
+def _align(rows: Sequence[Sequence[str]], left: int, columns: int | None) -> list[str]:
+    """Align rows in columns, the first `left` of them to the left.
+
+    Where they are wider than the terminal the others stand on a line of their own, indented.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    is_wide = columns is not None and sum(widths) + 2 * (len(widths) - 1) > columns
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if index < left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        parts = [cells[:left], ["", *cells[left:]]] if is_wide else [cells]
+        lines.append("\n".join(line for part in parts if (line := "  ".join(part).rstrip())))
+    return lines

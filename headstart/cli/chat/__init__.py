@@ -1,1 +1,0 @@
-"""`headstart chat`: a conversation in the terminal."""

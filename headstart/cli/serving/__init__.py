@@ -1,1 +1,0 @@
-"""`headstart serve`: a server, and the flags of `vllm serve`."""

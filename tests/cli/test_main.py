@@ -264,7 +264,7 @@ def test_a_wrong_value_in_the_environment_is_told_by_its_variable(
     monkeypatch.setenv("HEADSTART_NUM_BLOCKS", "abc")
     said = call("run", "hi")
     assert said.exit_code == 2
-    assert "headstart: invalid value for '--num-blocks' (HEADSTART_NUM_BLOCKS): 'abc'" in said.stderr
+    assert "invalid value for '--num-blocks' (HEADSTART_NUM_BLOCKS): 'abc'" in said.stderr
     assert said.stderr.count("\n") == 1
     said = call("run", "--num-blocks", "xyz", "hi")
     assert "'xyz'; allowed: a whole number" in said.stderr

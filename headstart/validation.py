@@ -30,6 +30,8 @@ __all__ = [
     "Name",
     "Number",
     "OneOf",
+    "NOT_AN_OPTION",
+    "check_absent",
     "check_fields",
     "check_flag",
     "check_name",
@@ -132,6 +134,20 @@ def check_flag(what: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise RequestError(f"{what} is {describe(value)}; allowed: True or False")
     return value
+
+
+NOT_AN_OPTION = "not an option of headstart; docs/vllm.md lists them"
+
+
+def check_absent(given: Mapping[str, object], error: type[HeadstartError] = RequestError) -> None:
+    """Raise `error` for an option of vLLM's that headstart lacks.
+
+    None, False and empty texts and collections ask for nothing and are allowed.
+    """
+    for name, value in given.items():
+        is_empty = isinstance(value, (str, list, tuple, dict, set)) and not value
+        if not (value is None or value is False or is_empty):
+            raise error(f"{name} is {describe(value)}; {NOT_AN_OPTION}")
 
 
 class Allowed(Protocol):

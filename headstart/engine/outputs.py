@@ -3,23 +3,13 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from headstart.cache import MissExplanation
 from headstart.engine.adapters.request import LoRARequest
 from headstart.engine.params import RequestOutputKind
-from headstart.errors import RequestError
-from headstart.frontend.vllm_api.members import (
-    COMPLETION_OUTPUT,
-    LOGPROB,
-    REQUEST_METRICS,
-    REQUEST_OUTPUT,
-)
-from headstart.frontend.vllm_api.rows import Names, Verdict
-from headstart.frontend.vllm_api.signatures import check_calls
 
 
-@check_calls(RequestError)
 @dataclass(slots=True)
 class Logprob:
     """A token's log-probability, its rank (1 is the likeliest), and its text.
@@ -30,9 +20,6 @@ class Logprob:
     logprob: float
     rank: int
     decoded_token: str | None = None
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise LOGPROB.missing(name)
 
 
 _EPOCH = time.time() - time.perf_counter()
@@ -111,11 +98,7 @@ class RequestMetrics:
     def _moment(self, seconds: float | None) -> float | None:
         return None if seconds is None or self.queued_ts is None else self.queued_ts + seconds
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise REQUEST_METRICS.missing(name)
 
-
-@check_calls(RequestError)
 @dataclass
 class CompletionOutput:
     """One answer to a prompt.
@@ -134,12 +117,15 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     lora_request: LoRARequest | None = None
 
+    # Fields of vLLM's that have no value here.
+    routed_experts: ClassVar[None] = None
+    sampling_mask: ClassVar[None] = None
+    spec_decode_metrics: ClassVar[None] = None
+    weight_versions: ClassVar[None] = None
+
     def finished(self) -> bool:
         """Whether it has its last token."""
         return self.finish_reason is not None
-
-    def __getattr__(self, name: str) -> None:
-        return _absent(COMPLETION_OUTPUT, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +143,6 @@ class ImageUse:
     is_similar: bool = False
 
 
-@check_calls(RequestError)
 @dataclass
 class RequestOutput:
     """A request and its answers so far; of a stream with `output_kind=DELTA`, what is new.
@@ -182,6 +167,14 @@ class RequestOutput:
     images: tuple[ImageUse, ...] = ()
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
 
+    # Fields of vLLM's that have no value here.
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    num_cache_creation_tokens: ClassVar[None] = None
+    prompt_token_id_logprobs: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
+    ec_transfer_params: ClassVar[None] = None
+
     @property
     def num_loaded_tokens(self) -> int:
         """Cached prompt tokens that came from disk or another machine for this request."""
@@ -193,16 +186,6 @@ class RequestOutput:
         pool = self.num_cached_tokens - self.num_loaded_tokens
         computed = len(self.prompt_token_ids) - self.num_cached_tokens
         return {"pool": pool, **self.loaded_tokens, "computed": computed}
-
-    def __getattr__(self, name: str) -> None:
-        return _absent(REQUEST_OUTPUT, name)
-
-
-def _absent(names: Names, name: str) -> None:
-    """vLLM's fields that are always None here. Raises MissingNameError for any other name."""
-    row = names.rows.get(name)
-    if row is None or row.verdict is not Verdict.ACCEPTED:
-        raise names.missing(name)
 
 
 Output = TypeVar("Output", CompletionOutput, RequestOutput)

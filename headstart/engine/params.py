@@ -1,4 +1,4 @@
-"""How a request wants its answer chosen, in vLLM's names and defaults."""
+"""Sampling parameters of a request, in vLLM's names and defaults."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +14,7 @@ from headstart.engine.logits.checks import (
 )
 from headstart.errors import RequestError
 from headstart.frontend.structured.params import StructuredOutputsParams
-from headstart.frontend.vllm_api.members import PARAMS
-from headstart.frontend.vllm_api.sampling import SAMPLING, take_vllm_names
-from headstart.validation import Number, check_fields, check_utf8, describe, option
+from headstart.validation import Number, check_absent, check_fields, check_utf8, describe, option
 
 MAX_LOGPROBS = 1000
 MAX_ANSWERS = 64
@@ -32,7 +30,7 @@ _TOKEN_IDS = Number(int, 0)
 
 
 class RequestOutputKind(Enum):
-    """What each output of a stream has: all so far, what is new, or only the last is told."""
+    """Contents of the outputs of a stream: all so far, the new part, or the last output only."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -40,34 +38,33 @@ class RequestOutputKind(Enum):
 
 
 class SamplingType(IntEnum):
-    """How tokens are chosen; vLLM's names."""
+    """Ways to choose tokens, in vLLM's names."""
 
     GREEDY = 0
     RANDOM = 1
     RANDOM_SEED = 2
 
 
-@take_vllm_names(SAMPLING)
 @dataclass(kw_only=True)
 class SamplingParams:
-    """One request's sampling. Raises RequestError for a value outside its range.
+    """The sampling of one request. Raises RequestError for a value outside its range.
 
-    Its fields may be set, and its lists changed; a request keeps those that it was made with.
-    stop, stop_token_ids and bad_words are lists, empty where none were given.
+    Fields may be set and lists changed; a request uses the values that it was made with, which are
+    checked then. stop, stop_token_ids and bad_words are lists, empty where none were given.
 
     stop and stop_token_ids end the answer; the text stops before a stop string unless
     include_stop_str_in_output. logprobs=k gives the k likeliest tokens and the chosen one for
     every token of the answer, prompt_logprobs=k the same for the prompt. Without a seed a
     request takes the engine's next one. With skip_storing_prefix_cache a request reads the cache,
-    and nothing that is computed for it is found by another. With similar_images an image of an
-    earlier request that looks like one of this prompt, has the same cache salt and asked for this
-    too, stands in its place; the output's `images` say for which.
+    and no other request finds what is computed for it. With similar_images an image of an earlier
+    request that looks like one of this prompt, has the same cache salt and set this field too, is
+    used in its place; `images` of the output reports it.
 
-    What changes logits: logit_bias adds a number from -100 to 100 to the logits of token ids;
-    allowed_token_ids bans all others; bad_words bans the last token of each word where the others
-    stand; logits_processors are functions of the answer's token ids so far, or of the prompt's and
-    those, and of its logits `[vocab]`, which return logits, and never wait for a thread that
-    asks the engine: it waits for them; structured_outputs gives the answer a form.
+    These fields change logits: logit_bias adds a number from -100 to 100 to the logits of token
+    ids; allowed_token_ids bans all others; bad_words bans the last token of each word after the
+    others; logits_processors are functions of the answer's token ids so far, or of the prompt's
+    and those, and of its logits `[vocab]`, which return logits and must not wait for a thread that
+    calls the engine; structured_outputs gives the answer a form.
     """
 
     n: int = option(1, "answers to one prompt", Number(int, 1, MAX_ANSWERS))
@@ -113,58 +110,47 @@ class SamplingParams:
     logits_processors: Sequence[Callable[..., Any]] | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
+    # Fields of vLLM's that have no effect.
+    skip_clone: object = False
+    extra_args: object = None
+    spaces_between_special_tokens: object = True
+    output_text_buffer_length: object = 0
+    flat_logprobs: object = False
+    routed_experts_prompt_start: object = 0
+    watermarking: object = None
+    # Fields of vLLM's that must ask for nothing.
+    prompt_logprob_token_ids: object = None
+    prompt_logprob_start: object = None
+    logprob_token_ids: object = None
+    stream_interval: object = None
+    thinking_token_budget: object = None
+    repetition_detection: object = None
+    trace_decode_token_ids: object = None
+
     def __post_init__(self) -> None:
-        for name in _REPLACED:
-            self.__dict__[name] = _replace(name, self.__dict__[name])
         self.check()
         self._copy_lists()
-        self.__dict__["_is_made"] = True
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Set a field. RequestError, and nothing changed, for one that cannot be so."""
-        if "_is_made" not in self.__dict__:
-            self.__dict__[name] = value
-            return
-        self.set_together({name: value})
-
-    def __getattr__(self, name: str) -> Any:
-        if name in SAMPLING.rows:
-            return None  # a parameter of vLLM's that is not kept here: see `docs/vllm.md`
-        raise PARAMS.missing(name, [*SAMPLING.rows, *SAMPLING.own])
 
     @classmethod
     def from_optional(cls, **given: Any) -> Self:
-        """Parameters of those that are not None; the others have their defaults.
+        """Make parameters of those that are not None; the others have their defaults.
 
         The keys of a logit_bias may be texts, and its values beyond -100 and 100 become these.
         """
-        # For max_tokens None is a value: as many as there is room for.
+        # For max_tokens None is a value: no limit but the model's.
         chosen = {n: v for n, v in given.items() if v is not None or n == "max_tokens"}
         if "logit_bias" in chosen:
             chosen["logit_bias"] = read_bias(chosen["logit_bias"])
         return cls(**chosen)
 
-    def set_together(self, given: Mapping[str, object]) -> None:
-        """Set fields that are checked once, with one another. As setting each one otherwise."""
-        before = dict(self.__dict__)
-        for known, wanted in SAMPLING.read(given).items():
-            self.__dict__[known] = _replace(known, wanted)
-        try:
-            self.check()
-        except RequestError:
-            self.__dict__.update(before)
-            raise
-        self._copy_lists()
-
     def clone(self) -> Self:
-        """A copy that may be changed, lists and all."""
-        made = object.__new__(type(self))  # in a fifth of `copy.copy`'s time
-        made.__dict__.update(self.__dict__)
-        made._copy_lists()
-        return made
+        """Return a copy that may be changed, lists and all."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        copied._copy_lists()
+        return copied
 
     def _copy_lists(self) -> None:
-        """Lists of its own, for what callers may change; stop is a list whatever was given."""
         values = self.__dict__
         values["stop"] = list(self.stop_strings)
         for name in ("stop_token_ids", "bad_words"):
@@ -175,7 +161,7 @@ class SamplingParams:
 
     @property
     def is_stored(self) -> bool:
-        """Whether what is computed for a request may be kept for others."""
+        """True if other requests may find what is computed for this one."""
         return not self.skip_storing_prefix_cache
 
     @property
@@ -185,14 +171,31 @@ class SamplingParams:
 
     @property
     def sampling_type(self) -> SamplingType:
-        """How tokens are chosen."""
+        """Greedy or random, with or without a seed."""
         if self.is_greedy:
             return SamplingType.GREEDY
         return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
 
     def check(self) -> None:
-        """Raise RequestError for a value outside its range; lists may have changed meanwhile."""
+        """Raise RequestError for a value outside its range. As in vLLM, -1 is no seed."""
+        if self.seed == -1:
+            self.seed = None
+        if self.logprobs is True:
+            self.logprobs = 1
+        if self.prompt_logprobs is True:
+            self.prompt_logprobs = 1
         check_fields(self, RequestError)
+        check_absent(
+            {
+                "prompt_logprob_token_ids": self.prompt_logprob_token_ids,
+                "prompt_logprob_start": self.prompt_logprob_start or None,
+                "logprob_token_ids": self.logprob_token_ids,
+                "stream_interval": None if self.stream_interval == 1 else self.stream_interval,
+                "thinking_token_budget": self.thinking_token_budget,
+                "repetition_detection": self.repetition_detection,
+                "trace_decode_token_ids": self.trace_decode_token_ids,
+            }
+        )
         _check_stops(self.stop)
         if self.stop_strings and not self.detokenize:
             raise RequestError(
@@ -227,7 +230,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether a processor is made for its answers."""
+        """True if a logits processor is needed."""
         return self.allowed_token_ids is not None or bool(
             self.logit_bias or self.bad_words or self.logits_processors or self.structured_outputs
         )
@@ -240,16 +243,6 @@ class SamplingParams:
             or self.presence_penalty != 0
             or self.frequency_penalty != 0
         )
-
-
-_REPLACED = ("seed", "logprobs", "prompt_logprobs")
-
-
-def _replace(name: str, value: object) -> object:
-    """What stands for a value, as in vLLM: no seed for -1, and one log-probability for True."""
-    if name == "seed" and type(value) is int and value == -1:
-        return None
-    return 1 if value is True and name in ("logprobs", "prompt_logprobs") else value
 
 
 def _check_stops(stop: object) -> None:

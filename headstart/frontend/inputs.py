@@ -21,8 +21,7 @@ from headstart.frontend.images.reading import NOBODY, Tenant
 from headstart.frontend.prompt_types import PromptType
 from headstart.frontend.text.codec import encode_text, too_many_tokens
 from headstart.frontend.text.max_length import TextLimit
-from headstart.frontend.vllm_api.calls import PROMPT
-from headstart.validation import Number, check_name, describe
+from headstart.validation import Number, check_absent, check_name, describe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +31,14 @@ Prompt = PromptType | Mapping[str, Any] | PreparedPrompt
 `"multi_modal_data": {"image": ...}` and a `"cache_salt"`, or one that is ready but for the checks.
 
 Token ids are a sequence of integers, or a numpy array or torch tensor of one dimension."""
+
+# Keys of vLLM's prompts that must ask for nothing.
+_KEYS_WITHOUT_VALUE = ("media_io_kwargs", "mm_processor_kwargs", "token_type_ids", "prompt_embeds")
+_KEYS = {
+    *("prompt", "prompt_token_ids", "multi_modal_data", "multi_modal_uuids", "cache_salt"),
+    "prompt_token_offsets",  # which has no effect
+    *_KEYS_WITHOUT_VALUE,
+}
 
 _PRIORITIES = Number(int, -(2**63), 2**63 - 1)
 _PIECE = 1 << 16  # token ids that are looked at while no other thread runs
@@ -130,13 +137,12 @@ class InputProcessor:
 
     def _read_mapping(self, prompt: Mapping[Any, Any]) -> _Given:
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        known = {key: value for key, value in prompt.items() if key in PROMPT.rows}
-        PROMPT.read(known)
-        if len(known) < len(prompt) or not {"prompt", "prompt_token_ids"} & set(prompt):
+        if not set(prompt) <= _KEYS or not {"prompt", "prompt_token_ids"} & set(prompt):
             raise RequestError(
                 "a prompt has the key 'prompt' or 'prompt_token_ids', and 'multi_modal_data' for "
                 f"images, not {describe(list(prompt))}"
             )
+        check_absent({key: prompt.get(key) for key in _KEYS_WITHOUT_VALUE})
         if text is not None and not isinstance(text, str):
             raise RequestError(
                 f"the prompt is {describe(text)}, a {type(text).__name__}; allowed: a text, or "

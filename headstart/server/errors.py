@@ -29,6 +29,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Mount
 
+from headstart.engine.params import SamplingParams
 from headstart.errors import (
     EngineError,
     HeadstartError,
@@ -38,7 +39,6 @@ from headstart.errors import (
     RequestError,
     TierError,
 )
-from headstart.frontend.vllm_api.sampling import SAMPLING
 from headstart.server.openai.paths import tell_missing
 from headstart.validation import in_one_line, shorten
 
@@ -213,7 +213,9 @@ def _param_of(text: str) -> str | None:
     if message := _MESSAGE.match(text):
         return f"messages[{message[1]}]"
     found = _FIELD.match(text)
-    if found is None or not (found[1] in _FIELDS or SAMPLING.knows(found[1])):
+    if found is None or not (
+        found[1] in _FIELDS or found[1] in SamplingParams.__dataclass_fields__
+    ):
         return None
     return found[1]
 

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
@@ -242,11 +243,10 @@ class Service(Front):
 
         Values that are None were not said.
         """
-        params = self.llm.get_default_sampling_params()
         kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
         said = {name: v for name, v in given.items() if v is not None or name == "max_tokens"}
-        params.set_together({**said, "output_kind": kind})
-        return params
+        params = self.llm.get_default_sampling_params()
+        return replace(params, **said, output_kind=kind)
 
     async def prepare(
         self, prompt: Prompt, params: SamplingParams, request_id: str, **options: Any

@@ -1,31 +1,32 @@
-"""How a request says which LoRA adapter it wants."""
+"""LoRA adapters in requests."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from headstart.errors import RequestError
-from headstart.frontend.vllm_api.calls import LORA
-from headstart.frontend.vllm_api.sampling import take_vllm_names
-from headstart.validation import Number, check_name, describe
+from headstart.validation import Number, check_absent, check_name, describe
 
 __all__ = ["Adapter", "LoRARequest", "choose_adapters"]
 
 _IDS = Number(int, 1)
 
 
-@take_vllm_names(LORA, "lora_name", "lora_int_id", "lora_path")
 @dataclass(frozen=True)
 class LoRARequest:
-    """vLLM's way to ask for an adapter: it is loaded when first asked for.
+    """An adapter in vLLM's form, loaded when it is first used. Raises RequestError.
 
-    `lora_int_id` is taken because vLLM asks for it; adapters are told apart by their content.
-    Raises RequestError for a name or a path that is none, and for an id below 1.
+    Adapters are identified by their content: `lora_int_id`, base_model_name and load_inplace have
+    no effect. is_3d_lora_weight must be False.
     """
 
     lora_name: str
     lora_int_id: int
     lora_path: str | Path
+    base_model_name: Any = field(default=None, compare=False, repr=False)
+    load_inplace: Any = field(default=False, compare=False, repr=False)
+    is_3d_lora_weight: bool | None = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_name("lora_name", self.lora_name, required=True)
@@ -35,6 +36,7 @@ class LoRARequest:
             raise RequestError(
                 f"lora_path is {describe(self.lora_path)}; allowed: the path of a folder"
             )
+        check_absent({"is_3d_lora_weight": self.is_3d_lora_weight})
 
     @property
     def name(self) -> str:

@@ -8,17 +8,15 @@ in the cache: a step of k beams computes about k tokens instead of k prompts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from heapq import nlargest
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from headstart.engine.outputs import Logprobs, RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.errors import RequestError
 from headstart.frontend.vllm_api.call_options import Call
-from headstart.frontend.vllm_api.members import BEAM, BEAMS
-from headstart.frontend.vllm_api.sampling import BEAM_SEARCH, take_vllm_names
-from headstart.validation import Number, check_fields, describe, option
+from headstart.validation import Number, check_absent, check_fields, describe, option
 
 if TYPE_CHECKING:
     from headstart.engine.engine import Engine
@@ -31,14 +29,14 @@ Generate = Callable[..., list[RequestOutput]]
 """`LLM.generate`."""
 
 
-@take_vllm_names(BEAM_SEARCH, "beam_width", "max_tokens")
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """How to search; vLLM's names. Raises RequestError for a value outside its range.
+    """Parameters of a beam search, in vLLM's names. Raises RequestError.
 
     length_penalty: beams are ranked by the sum of log-probabilities over the number of tokens to
-    this power. include_stop_str_in_output keeps the token that ended the text. temperature is
-    taken and changes nothing, as log-probabilities are those of the raw logits.
+    this power. include_stop_str_in_output keeps the token that ended the text. temperature and
+    watermarking have no effect, as log-probabilities are those of the raw logits.
+    structured_outputs and allowed_token_ids must be None.
     """
 
     beam_width: int = option(allowed=Number(int, 1, MAX_BEAMS))
@@ -48,9 +46,18 @@ class BeamSearchParams:
     length_penalty: float = option(1.0, allowed=Number(float, -100, 100))
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    watermarking: object = None
+    structured_outputs: object = None
+    allowed_token_ids: object = None
 
     def __post_init__(self) -> None:
         check_fields(self, RequestError)
+        check_absent(
+            {
+                "structured_outputs": self.structured_outputs,
+                "allowed_token_ids": self.allowed_token_ids,
+            }
+        )
 
 
 @dataclass(slots=True)
@@ -69,18 +76,12 @@ class BeamSearchSequence:
         count = max(len(self.logprobs), 1)
         return float(self.cum_logprob / count**length_penalty)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise BEAM.missing(name, [one.name for one in fields(self)])
-
 
 @dataclass(slots=True)
 class BeamSearchOutput:
     """The best beams, best first."""
 
     sequences: list[BeamSearchSequence]
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise BEAMS.missing(name, ["sequences"])
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from headstart.errors import RequestError
 from headstart.frontend.structured.tags import read_tags
-from headstart.frontend.vllm_api.sampling import STRUCTURED, take_vllm_names
 from headstart.validation import check_utf8, describe, shorten
 
 __all__ = ["FORMATS", "Form", "StructuredOutputsParams", "adapt_schema"]
@@ -16,7 +15,6 @@ __all__ = ["FORMATS", "Form", "StructuredOutputsParams", "adapt_schema"]
 MAX_BYTES = 65_536
 MAX_CHOICE_BYTES = 2**20  # one terminal, whose masks cost no more for more texts
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-_POSITIONAL = _KINDS[:-1]  # the order of vLLM's fields
 _ANY_OBJECT = '{"type": "object"}'
 WHITESPACE = r"[ \t]|\r?\n[ \t]{0,20}"
 """White space between JSON's tokens unless told otherwise: a space, or a line's end and some
@@ -35,7 +33,6 @@ class Form(NamedTuple):
     whitespace: str = ""
 
 
-@take_vllm_names(STRUCTURED, *_POSITIONAL)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """The form of an answer: exactly one of six. Raises RequestError.

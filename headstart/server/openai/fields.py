@@ -1,14 +1,9 @@
-"""What becomes of the fields of vLLM's completions and chats, and of those that clients slip into.
-
-Of those that are parameters of `SamplingParams` too the rows of `SAMPLING` hold, in the words of
-HTTP.
-"""
+"""Fields of vLLM's completions and chats, and of those that clients slip into."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from headstart.frontend.vllm_api.rows import Row, Verdict, accepted, refused, works
-from headstart.frontend.vllm_api.sampling import SAMPLING
+from headstart.frontend.vllm_api.rows import Row, accepted, refused, works
 
 __all__ = ["CHAT_ROWS", "COMPLETION_ROWS"]
 
@@ -60,7 +55,14 @@ _ACCEPTED = {
     "requests have no sessions": ["session_id"],
     "the header `X-Request-Id` names a request": ["request_id"],
     "there are no `/render` endpoints": ["return_token_offsets", "mm_payload", "return_mm_kwargs"],
-    "no plugin reads them": ["vllm_xargs"],
+    "no plugin reads them": ["vllm_xargs", "extra_args"],
+    "parameters of Python's `SamplingParams`": [
+        "skip_clone",
+        "spaces_between_special_tokens",
+        "output_text_buffer_length",
+        "flat_logprobs",
+        "watermarking",
+    ],
     "nothing is truncated": ["truncation_side"],
 }
 
@@ -95,6 +97,17 @@ _REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "weights do not change": {"return_weight_versions": (False,)},
     "no routing data are returned": {"routed_experts_prompt_start": (0,)},
     "ask for `logprobs` and read those you want": {"logprob_token_ids": ([],)},
+    "ask for `prompt_logprobs` and read those you want": {
+        "prompt_logprob_token_ids": _NONE,
+        "prompt_logprob_start": (0,),
+        "trace_decode_token_ids": _NONE,
+    },
+    "bound the answer by `max_tokens`, or by a stop string": {
+        "thinking_token_budget": _NONE,
+        "repetition_detection": _NONE,
+    },
+    "give `frequency_penalty` or `repetition_penalty`": {"no_repeat_ngram_size": (0,)},
+    "`temperature=0` is greedy, any other draws": {"do_sample": _NONE},
     "every step is told": {"stream_interval": (1,)},
     "the name is `max_tokens`": {"max_new_tokens": _NONE, "max_length": _NONE},
     "there is no speculative decoding": {"prediction": _NONE},
@@ -130,12 +143,7 @@ _COMPLETION_REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "the name is `logprobs`": {"top_logprobs": _NONE},
 }
 
-_COMMON: dict[str, Row] = (
-    {name: row for name, row in SAMPLING.rows.items() if row.verdict is not Verdict.WORKS}
-    | works(_WORKS)
-    | accepted(_ACCEPTED)
-    | refused(_REFUSED)
-)
+_COMMON: dict[str, Row] = works(_WORKS) | accepted(_ACCEPTED) | refused(_REFUSED)
 CHAT_ROWS: Mapping[str, Row] = _COMMON | works(_CHAT_WORKS) | refused(_CHAT_REFUSED)
 COMPLETION_ROWS: Mapping[str, Row] = (
     _COMMON | works(_COMPLETION_WORKS) | refused(_COMPLETION_REFUSED)

@@ -11,7 +11,7 @@ import base64
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -162,10 +162,8 @@ def _check_fields(body: ChatCompletionRequest) -> None:
 
 
 def _sampling(defaults: SamplingParams, body: ChatCompletionRequest) -> SamplingParams:
-    params = defaults.clone()
     said = {name: value for name, value in read_chat_sampling(body).items() if value is not None}
-    params.set_together(said)
-    return params
+    return replace(defaults, **said)
 
 
 async def _last(outputs: AsyncGenerator[OmniOutput]) -> OmniOutput:

@@ -107,7 +107,6 @@ def test_beams_hit_all_but_their_last_tokens(llm: LLM) -> None:
         ({"beam_width": 0, "max_tokens": 3}, "beam_width is 0"),
         ({"beam_width": 2, "max_tokens": 0}, "max_tokens is 0"),
         ({"beam_width": 2, "max_tokens": 3, "length_penalty": "a"}, "length_penalty is 'a'"),
-        ({"beam_width": 2, "max_tokens": 3, "beam_widht": 3}, "the nearest is beam_width"),
     ],
 )
 def test_wrong_parameters(params: dict[str, Any], message: str) -> None:

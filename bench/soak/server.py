@@ -35,13 +35,14 @@ def serve(replicas: int) -> None:
     """Serve, and tell of the pool for each line that is read."""
     told_to = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what Ray prints is not ours to print
-    engine = {"num_blocks": BLOCKS, "max_num_seqs": RUNNING, "max_model_len": LONGEST}
+    engine: Json = {"num_blocks": BLOCKS, "max_num_seqs": RUNNING, "max_model_len": LONGEST}
     options = ServerOptions(port=0, api_keys=False, max_waiting=WAITING)
     at = listen(options)
     more: Json = {}
     if replicas:
         cluster, router = start_replicas(engine, replicas)
         llm: AsyncLLM = cluster.llm
+        dispatcher = cluster.llm.dispatcher
         more = {"cache_api": router}
     else:
         llm = AsyncLLM(MODEL, num_threads=1, **engine)
@@ -54,8 +55,8 @@ def serve(replicas: int) -> None:
             manager.check()
             told["free"] = manager.num_free_blocks
         else:
-            told["replicas"] = find_processes(llm.dispatcher.replicas)
-            told["free"] = BLOCKS - count_held(llm.dispatcher.metrics)
+            told["replicas"] = find_processes(dispatcher.replicas)
+            told["free"] = BLOCKS - count_held(dispatcher.metrics)
         return told
 
     def answer() -> None:

@@ -116,7 +116,7 @@ def read_text() -> Iterator[str]:
                     yield found
 
 
-def measure(folder: Path, options: dict[str, str], windows: list[list[int]]) -> Quality:
+def measure(folder: Path, options: dict[str, Any], windows: list[list[int]]) -> Quality:
     """The quality of one kind over all windows."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     llm = LLM(folder, dtype="float32", enable_prefix_caching=False, **options)

@@ -11,39 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headstart.engine.adapters.request import LoRARequest
 from headstart.engine.metrics import Metric, read_metrics
 from headstart.engine.params import SamplingParams
 from headstart.engine.startup.threads import count_cores
 from headstart.engine.tenant_queue import TenantQueue
-from headstart.errors import ConfigError, EngineError, RequestError
-from headstart.frontend.engine_args import EngineArgs, require_engine_args
-from headstart.frontend.start import Started, start_engine
+from headstart.errors import EngineError
+from headstart.frontend.chat.template import TemplateOptions
+from headstart.frontend.facade import Facade
 from headstart.frontend.streams import AsyncDriver, AsyncRequestStream
-from headstart.frontend.vllm_api.call_options import (
-    StreamChatOptions,
-    StreamOptions,
-    read_call,
-    read_template,
-    spread_params,
-)
-from headstart.frontend.vllm_api.calls import ASYNC_CHAT, ASYNC_GENERATE, FROM_ENGINE_ARGS
-from headstart.frontend.vllm_api.members import ASYNC_LLM
-from headstart.frontend.vllm_api.signatures import OfOneProcess, check_calls
-from headstart.frontend.vllm_api.views import (
-    PARTS,
-    ModelView,
-    SchedulerView,
-    VllmView,
-    read_config,
-)
-from headstart.validation import check_flag, describe
+from headstart.validation import check_absent, check_flag
 
-# What brings torch with it waits until the model's name is known: see `start_engine`.
+# These bring torch, which waits until the model's name is checked: see `start_engine`.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -52,30 +35,22 @@ if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup
     from headstart.frontend.chat.requests import Conversation
     from headstart.frontend.inputs import Prompt
+    from headstart.frontend.start import Started
 
 Answer = TypeVar("Answer")
 
 
-@check_calls(ConfigError)
-class AsyncLLM(OfOneProcess):
+class AsyncLLM(Facade):
     """Streams token by token for many callers at once.
 
     `async for output in llm.generate(prompt, params)`: each output has all of the text so far.
     Leaving the loop, or cancelling the task, aborts the request and frees its blocks, and its id is
-    free at once. After `close` every call raises EngineError.
+    free at once. After `close` every call raises EngineError. Parameters of calls are as in `LLM`.
     """
-
-    def __init__(self, model: str | Path, **options: Any) -> None:
-        """Load a model; `options` are the fields of `EngineConfig`, or vLLM's."""
-        self._take(start_engine(model, options))
 
     @classmethod
     def from_started(cls, started: Started) -> AsyncLLM:
-        """One over an engine that is there. Raises ConfigError."""
-        if not isinstance(started, Started):
-            raise ConfigError(
-                f"started is {describe(started)}; allowed: what `start_engine` returns"
-            )
+        """Make one over an engine that has been loaded."""
         llm = cls.__new__(cls)
         llm._take(started)
         return llm
@@ -89,36 +64,86 @@ class AsyncLLM(OfOneProcess):
         weakref.finalize(self, self._driver.close)
         weakref.finalize(self, self._forms.abandon, EngineError("the engine is closed"))
 
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, **options: Any) -> AsyncLLM:
-        """As `AsyncLLM(...)`, with vLLM's object of arguments; its options change nothing here."""
-        FROM_ENGINE_ARGS.read(options)
-        given = require_engine_args(engine_args)
-        return cls(given.model, **given.options)
-
     def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        **options: Unpack[StreamOptions],
+        *,
+        prompt_text: str | None = None,
+        lora_request: LoRARequest | None = None,
+        adapter: str | None = None,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        session_id: str | None = None,
+        data_parallel_rank: int | None = None,
+        kv_hints: object = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Stream the outputs of one request. Raises RequestError before any work.
 
-        options: see `StreamOptions`.
+        trace_headers and session_id have no effect; vLLM's other parameters must ask for nothing.
         """
-        return self._stream(lambda: self.prepare(prompt, sampling_params, request_id, **options))
+        absent = {
+            "prompt_text": prompt_text,
+            "tokenization_kwargs": tokenization_kwargs,
+            "mm_processor_kwargs": mm_processor_kwargs,
+            "data_parallel_rank": data_parallel_rank or None,
+            "kv_hints": kv_hints,
+            "reasoning_ended": reasoning_ended,
+            "reasoning_parser_kwargs": reasoning_parser_kwargs,
+        }
+        check_absent(absent)
+        return self._stream(
+            lambda: self.prepare(
+                prompt,
+                sampling_params,
+                request_id,
+                lora_request=lora_request,
+                adapter=adapter,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+        )
 
     def chat(
         self,
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        **options: Unpack[StreamChatOptions],
+        *,
+        lora_request: LoRARequest | None = None,
+        adapter: str | None = None,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Stream the answer to a conversation; the next turn hits every token of this one."""
         return self._stream(
-            lambda: self.prepare_chat(messages, sampling_params, request_id, **options)
+            lambda: self.prepare_chat(
+                messages,
+                sampling_params,
+                request_id,
+                lora_request=lora_request,
+                adapter=adapter,
+                priority=priority,
+                cache_salt=cache_salt,
+                chat_template=chat_template,
+                chat_template_content_format=chat_template_content_format,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
         )
 
     async def prepare(
@@ -126,25 +151,25 @@ class AsyncLLM(OfOneProcess):
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        **options: Unpack[StreamOptions],
+        *,
+        lora_request: LoRARequest | None = None,
+        adapter: str | None = None,
+        priority: int | None = None,
+        cache_salt: str | None = None,
     ) -> RequestGroup:
-        """A request of `generate` for `outputs`: checked and tokenised, and nothing more.
-
-        Raises RequestError.
-        """
+        """Check and tokenise a request of `generate`, for `outputs`. Raises RequestError."""
         self.engine.require_open()
-        call = read_call(ASYNC_GENERATE, options, 1)
-        [params] = spread_params(sampling_params, self._sampling, 1)
-        name = await self._load(call.adapters[0])
+        [(params, choice, rank)] = self._spread(1, sampling_params, adapter, lora_request, priority)
+        name = await self._load(choice)
 
         def make() -> RequestGroup:
             return self.engine.prepare(
                 prompt,
                 params,
                 request_id=request_id,
-                salt=call.salt,
+                salt=cache_salt,
                 adapter=name,
-                priority=call.priorities[0],
+                priority=rank,
             )
 
         return make() if _is_quick(prompt, params) else await self._make(params, make)
@@ -154,13 +179,30 @@ class AsyncLLM(OfOneProcess):
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        **options: Unpack[StreamChatOptions],
+        *,
+        lora_request: LoRARequest | None = None,
+        adapter: str | None = None,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestGroup:
-        """As `prepare`, of a conversation."""
+        """Check and tokenise a conversation, as `prepare` does."""
         self.engine.require_open()
-        call, template = read_call(ASYNC_CHAT, options, 1), read_template(ASYNC_CHAT, options)
-        [params] = spread_params(sampling_params, self._sampling, 1)
-        name = await self._load(call.adapters[0])
+        template = TemplateOptions(
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        [(params, choice, rank)] = self._spread(1, sampling_params, adapter, lora_request, priority)
+        name = await self._load(choice)
         return await self._make(
             params,
             lambda: self._chats.prepare(
@@ -168,9 +210,9 @@ class AsyncLLM(OfOneProcess):
                 params,
                 template,
                 request_id=request_id,
-                salt=call.salt,
+                salt=cache_salt,
                 adapter=name,
-                priority=call.priorities[0],
+                priority=rank,
             ),
         )
 
@@ -185,9 +227,7 @@ class AsyncLLM(OfOneProcess):
 
         paced: between the first output and the last, those that come within 5 ms of others (1 ms
         for each of more than five readers) may be told as one, which spares the event loop work.
-        Raises RequestError for what is no request.
         """
-        self._driver.require_request(request)
 
         async def prepared() -> RequestGroup:
             return request
@@ -200,21 +240,12 @@ class AsyncLLM(OfOneProcess):
         return AsyncRequestStream(self._driver, prepare, self._chats, owner=self, paced=paced)
 
     async def call(self, function: Callable[[], Answer]) -> Answer:
-        """Call `function` in the engine's thread between two steps; for what reads the cache.
-
-        Raises RequestError for what cannot be called.
-        """
-        if not callable(function):
-            raise RequestError(f"function is {describe(function)}; allowed: a function")
+        """Call `function` in the engine's thread between two steps; for what reads the cache."""
         return await self._driver.call_async(function)
 
     def read_metrics(self) -> list[Metric]:
         """The engine's counts and values of now. For the engine's thread: see `call`."""
         return read_metrics(self.engine)
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """As `LLM.get_default_sampling_params`: a copy that may be changed."""
-        return self._sampling.clone()
 
     def publish(self, prefix: str | Sequence[int]) -> int:
         """Let requests of all salts share the blocks that lie wholly in a prefix; how many.
@@ -247,32 +278,6 @@ class AsyncLLM(OfOneProcess):
     async def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer, None if it came without one."""
         return self.tokenizer
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """As `get_tokenizer`."""
-        self.engine.require_open()
-        return self.engine.tokenizer
-
-    @property
-    def chat_template(self) -> str | None:
-        """The template of chats that bring none; None for the tokenizer's."""
-        return self._chats.chat_template
-
-    @property
-    def vllm_config(self) -> VllmView:
-        """The configuration, in vLLM's names."""
-        return read_config(self.engine)
-
-    @property
-    def model_config(self) -> ModelView:
-        """The part of `vllm_config` that is the model's."""
-        return self.vllm_config.model_config
-
-    @property
-    def scheduler_config(self) -> SchedulerView:
-        """The part of `vllm_config` that bounds a step."""
-        return self.vllm_config.scheduler_config
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -335,11 +340,6 @@ class AsyncLLM(OfOneProcess):
     def shutdown(self, timeout: float | None = None) -> None:
         """As `close`; the step under way is waited for."""
         self.close()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in PARTS:
-            return getattr(self.vllm_config, name)
-        raise ASYNC_LLM.missing(name, dir(type(self)))
 
 
 _FEW_IDS = 4096  # token ids that are checked in half a millisecond

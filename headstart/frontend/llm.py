@@ -6,47 +6,38 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, cast
 
-from headstart.engine.metrics import Metric, read_metrics
+from headstart.engine.adapters.request import LoRARequest
 from headstart.engine.params import SamplingParams
-from headstart.engine.sampling.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
-from headstart.errors import ConfigError
-from headstart.frontend.engine_args import EngineArgs, require_engine_args
-from headstart.frontend.start import start_engine
+from headstart.frontend.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
+from headstart.frontend.chat.template import TemplateOptions
+from headstart.frontend.facade import SyncFacade
 from headstart.frontend.streams import RequestStream, run_all
-from headstart.frontend.vllm_api.call_options import (
-    CallOptions,
-    StreamChatOptions,
-    StreamOptions,
-    read_call,
-    read_template,
-    spread_params,
-)
-from headstart.frontend.vllm_api.calls import BEAM_SEARCH_CALL, CHAT, GENERATE, STREAM, STREAM_CHAT
-from headstart.frontend.vllm_api.members import LLM as MEMBERS
-from headstart.frontend.vllm_api.signatures import OfOneProcess, check_calls
-from headstart.frontend.vllm_api.views import EngineView, ModelView, read_config
 from headstart.imports import load_module
-from headstart.validation import check_flag
+from headstart.validation import check_absent
 
-# What brings torch with it waits until the model's name is known: see `start_engine`.
+# These bring torch, which waits until the model's name is checked: see `start_engine`.
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from headstart.engine.adapters.request import Adapter, LoRARequest
+    from headstart.engine.adapters.request import Adapter
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
     from headstart.frontend.chat.requests import Conversation
     from headstart.frontend.inputs import Prompt
+    from headstart.frontend.start import Started
 
 
-@check_calls(ConfigError, generate=GENERATE, chat=CHAT)
-class LLM(OfOneProcess):
-    """A model that answers prompts and keeps what it computed for the next one.
+class LLM(SyncFacade):
+    """A model that answers prompts and caches what it computed for the next one.
 
     May be called from several threads, and while streams are open: all requests share the steps of
     one engine. After `close` every call raises EngineError.
+
+    Parameters of calls: `cache_salt`: requests of different salts share no K/V. `adapter`: the name
+    of a loaded LoRA adapter; `lora_request`: the same in vLLM's form, loaded when it is first used.
+    `priority`: requests of lower values run first. Of a call with several prompts, `adapter`,
+    `lora_request`, `priority` and `sampling_params` are one for all or a list. Those of chats are
+    explained in `TemplateOptions`.
 
     >>> from headstart.models.demo import demo_model_path
     >>> llm = LLM(demo_model_path(), num_blocks=64)
@@ -56,73 +47,96 @@ class LLM(OfOneProcess):
     >>> llm.close()
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
-        """Load a model by path or hub name; `options` are the fields of `EngineConfig`, or vLLM's.
-
-        Raises ConfigError, ModelError or OutOfMemoryError.
-        """
-        started = start_engine(model, options)
+    def _take(self, started: Started) -> None:
         self.engine, self._chats, self._driver, self._sampling = started
         weakref.finalize(self, self._driver.close)
-
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
-        """As `LLM(...)`, with vLLM's object of arguments."""
-        given = require_engine_args(engine_args)
-        return cls(given.model, **given.options)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Unpack[CallOptions],
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts, texts or token ids, one or many; outputs in the order of the prompts.
 
-        sampling_params: one for all prompts or one for each; None takes the model's own. options:
-        see `CallOptions`. Raises RequestError before any work, for all prompts if one is bad;
+        sampling_params: None takes the model's own. use_tqdm: show a progress bar. The last two
+        must be empty. Raises RequestError before any work, for all prompts if one is bad;
         EngineError when a step failed.
         """
+        check_absent(
+            {
+                "tokenization_kwargs": tokenization_kwargs,
+                "mm_processor_kwargs": mm_processor_kwargs,
+            }
+        )
         self.engine.require_open()
         prompts = _as_list(prompts)
-        call = read_call(GENERATE, options, len(prompts))
-        chosen = spread_params(sampling_params, self._sampling, len(prompts))
+        options = self._spread(len(prompts), sampling_params, adapter, lora_request, priority)
+        names = [self._require_adapter(choice) for _, choice, _ in options]
         groups = [
-            self.engine.prepare(prompt, params, salt=call.salt, adapter=name, priority=priority)
-            for prompt, params, name, priority in zip(
-                prompts, chosen, self._load(call.adapters), call.priorities, strict=True
-            )
+            self.engine.prepare(prompt, params, salt=cache_salt, adapter=name, priority=rank)
+            for prompt, (params, _, rank), name in zip(prompts, options, names, strict=True)
         ]
-        return self._run(groups, show_progress=call.show_progress)
+        return self._run(groups, show_progress=bool(use_tqdm))
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        **options: Unpack[StreamChatOptions],
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several; the next turn hits every token of this one.
 
         messages: dicts with "role" and "content", by the model's chat template; a content is a
         text or a list of OpenAI's parts, images among them if the model sees. A reply that
         comes back in a later turn is recognised by its text and keeps its token ids, even where
-        tokenising it anew would give others. options: as in `generate`, and `TemplateOptions`.
+        tokenising it anew would give others. Raises what `generate` does.
         """
+        check_absent(
+            {
+                "tokenization_kwargs": tokenization_kwargs,
+                "mm_processor_kwargs": mm_processor_kwargs,
+            }
+        )
+        template = TemplateOptions(
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         self.engine.require_open()
-        conversations = _as_conversations(messages)
-        call = read_call(CHAT, {**options, "use_tqdm": use_tqdm}, len(conversations))
-        template = read_template(CHAT, options)
-        chosen = spread_params(sampling_params, self._sampling, len(conversations))
+        chats = _as_conversations(messages)
+        options = self._spread(len(chats), sampling_params, adapter, lora_request, priority)
+        names = [self._require_adapter(choice) for _, choice, _ in options]
         groups = [
             self._chats.prepare(
-                conversation, params, template, salt=call.salt, adapter=name, priority=priority
+                chat, params, template, salt=cache_salt, adapter=name, priority=rank
             )
-            for conversation, params, name, priority in zip(
-                conversations, chosen, self._load(call.adapters), call.priorities, strict=True
-            )
+            for chat, (params, _, rank), name in zip(chats, options, names, strict=True)
         ]
-        outputs = self._run(groups, show_progress=call.show_progress)
+        outputs = self._run(groups, show_progress=bool(use_tqdm))
         for group, output in zip(groups, outputs, strict=True):
             self._chats.remember(group, output)
         return outputs
@@ -131,52 +145,75 @@ class LLM(OfOneProcess):
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        **options: Unpack[CallOptions],
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` likeliest answers to each prompt, best first.
+        """Return the `beam_width` likeliest answers to each prompt, best first.
 
         Beams are ordinary prompts: each step of all beams is one call of `generate`, and hits the
-        cache in all but its last token. Raises what `generate` does.
+        cache in all but its last token. use_tqdm and concurrency_limit have no effect. Raises what
+        `generate` does.
         """
         self.engine.require_open()
         prompts = _as_list(prompts)
-        call = read_call(BEAM_SEARCH_CALL, options, len(prompts))
-        return search_beams(self.generate, self.engine, prompts, params, call)
+        options = self._spread(len(prompts), None, adapter, lora_request, priority)
+        return search_beams(self.generate, self.engine, prompts, params, options, cache_salt)
 
     def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        **options: Unpack[StreamOptions],
+        *,
+        lora_request: LoRARequest | None = None,
+        adapter: str | None = None,
+        priority: int | None = None,
+        cache_salt: str | None = None,
     ) -> RequestStream:
-        """Outputs of one prompt token by token, each with all of the text so far.
+        """Stream the outputs of one prompt, each with all of the text so far.
 
-        With `output_kind` DELTA each has what is new. Closing the iterator forgets the request; its
-        `abort` ends it with the text so far. An iterator that nobody holds any more is closed, too,
-        but nobody waits until the engine has let go of the request.
+        With `output_kind` DELTA each has the new part. Closing the iterator forgets the request;
+        its `abort` ends it with the text so far. An iterator without references is closed, too,
+        without waiting until the engine has removed the request.
         """
-        call = read_call(STREAM, options, 1)
-        [name] = self._load(call.adapters)
-        [params] = spread_params(sampling_params, self._sampling, 1)
-        group = self.engine.prepare(
-            prompt, params, salt=call.salt, adapter=name, priority=call.priorities[0]
-        )
+        [(params, choice, rank)] = self._spread(1, sampling_params, adapter, lora_request, priority)
+        name = self._require_adapter(choice)
+        group = self.engine.prepare(prompt, params, salt=cache_salt, adapter=name, priority=rank)
         return RequestStream(self._driver, group, owner=self)
 
     def stream_chat(
         self,
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
-        **options: Unpack[StreamChatOptions],
+        *,
+        lora_request: LoRARequest | None = None,
+        adapter: str | None = None,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestStream:
-        """As `stream`, for a conversation."""
-        call = read_call(STREAM_CHAT, options, 1)
-        template = read_template(STREAM_CHAT, options)
-        [name] = self._load(call.adapters)
-        [params] = spread_params(sampling_params, self._sampling, 1)
-        [priority] = call.priorities
+        """Stream the answer to a conversation, as `stream` does."""
+        template = TemplateOptions(
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        [(params, choice, rank)] = self._spread(1, sampling_params, adapter, lora_request, priority)
+        name = self._require_adapter(choice)
         group = self._chats.prepare(
-            messages, params, template, salt=call.salt, adapter=name, priority=priority
+            messages, params, template, salt=cache_salt, adapter=name, priority=rank
         )
         return RequestStream(self._driver, group, self._chats, owner=self)
 
@@ -204,68 +241,23 @@ class LLM(OfOneProcess):
         """Take an adapter's name away; requests that run with it finish. Raises RequestError."""
         self._driver.call(lambda: self.engine.unload_adapter(name))
 
-    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The model's tokenizer, None if it came without one."""
-        self.engine.require_open()
-        return self.engine.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The sampling of calls that bring none: the model's own, see `generation_config`."""
-        return self._sampling.clone()
-
     @property
     def default_sampling_params(self) -> SamplingParams:
         """As `get_default_sampling_params`."""
         return self.get_default_sampling_params()
 
     @property
-    def chat_template(self) -> str | None:
-        """The template of chats that bring none, None for the tokenizer's."""
-        return self._chats.chat_template
-
-    def get_metrics(self) -> list[Metric]:
-        """Counts of the cache and of requests, in vLLM's names."""
-        return self._driver.call(lambda: read_metrics(self.engine))
-
-    @property
-    def llm_engine(self) -> EngineView:
-        """What vLLM's programs read of the engine; `engine` is the engine itself."""
-        return EngineView(self.engine, self._driver)
-
-    @property
-    def model_config(self) -> ModelView:
-        """The model's configuration, in vLLM's names."""
-        return read_config(self.engine).model_config
+    def llm_engine(self) -> Self:
+        """This object: it has what vLLM's programs read of an engine."""
+        return self
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Processes that compute: this one."""
+        """Return the number of processes that compute: one."""
         return 1
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        """Forget everything cached; False, and nothing done, while a request runs.
-
-        reset_running_requests: those that run are computed anew, instead. reset_connector: forget
-        what the model has on disk or another machine, too.
-        """
-        again = check_flag("reset_running_requests", reset_running_requests)
-        tiers = check_flag("reset_connector", reset_connector)
-        return self._driver.call(
-            lambda: self.engine.reset_prefix_cache(reset_running_requests=again, reset_tiers=tiers)
-        )
 
     def close(self) -> None:
         """End open streams with an EngineError and free the K/V memory. Idempotent."""
         self._driver.close()
-
-    def __getattr__(self, name: str) -> Any:
-        raise MEMBERS.missing(name, dir(type(self)))
-
-    def _load(self, adapters: Sequence[str | LoRARequest | None]) -> list[str | None]:
-        """The adapters' names; those of a LoRARequest are loaded if need be."""
-        self.engine.require_open()
-        return [self.engine.adapters.require(choice, self._driver.call) for choice in adapters]
 
     def _run(self, groups: list[RequestGroup], *, show_progress: bool) -> list[RequestOutput]:
         with _progress(len(groups) if show_progress else 0) as tell:

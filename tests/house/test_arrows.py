@@ -77,14 +77,11 @@ VLLM_PATHS = {
 UPWARD = {
     f"headstart.engine.{name}"
     for name in (
-        "adapters.request",
         "engine",
         "logits.bad_words",
         "logits.factory",
-        "outputs",
         "params",
         "request",
-        "sampling.beam_search",
     )
 }
 

@@ -15,7 +15,9 @@ MAX_COMPILED_LINES = 6_000  # of C++, all files together
 # Modules of the public API: their functions take as many parameters as users need.
 PUBLIC_API = {
     "headstart.frontend.async_llm",
+    "headstart.frontend.facade",
     "headstart.frontend.llm",
+    "headstart.frontend.llm_engine",
     "headstart.engine.params",
     "headstart.omni.omni",
 }

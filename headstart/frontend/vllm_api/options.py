@@ -31,6 +31,7 @@ _NO_FIELDS = (
     *("tokenizer", "generation_config", "override_generation_config", "chat_template"),
     "scheduling_policy",
 )
+_DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
 _GENERATION = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -93,13 +94,14 @@ def _as_config(given: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _add_as_ours(config: dict[str, Any], name: str, found: Mapping[str, Any]) -> None:
-    """Add what vLLM's option stands for. Raises ConfigError if our name has another value."""
-    for ours, value in found.items():
-        other = describe(config[ours]) if config.get(ours) is not None else describe(value)
-        if describe(value) != other:  # as texts, since values may be of any type
+def _add_as_ours(config: dict[str, Any], name: str, translated: Mapping[str, Any]) -> None:
+    """Add the options that vLLM's stands for. Raises ConfigError if ours has another value."""
+    for ours, value in translated.items():
+        given = config.get(ours, _DEFAULTS[ours])
+        if given not in (None, _DEFAULTS[ours], value):
             raise ConfigError(
-                f"{ours} is {other}, and {describe(value)} by {name}; allowed: one of the two"
+                f"{ours} is {describe(given)}, and {describe(value)} by {name}; allowed: one of "
+                "the two"
             )
         config[ours] = value
 

@@ -22,8 +22,6 @@ from headstart import (
 )
 from headstart.engine.outputs import ShownOutputs
 from headstart.engine.step import StepResult
-from headstart.frontend.vllm_api import calls, members
-from headstart.frontend.vllm_api.rows import Verdict
 from headstart.outputs import RequestOutput
 from headstart.sampling_params import RequestOutputKind
 from headstart.v1.engine.llm_engine import LLMEngine as SameEngine
@@ -125,28 +123,13 @@ def test_what_cannot_be_is_refused_and_nothing_is_queued(engine: LLMEngine) -> N
         engine.add_request("a", [5], few(2))
     with pytest.raises(RequestError, match="request_id is 3"):
         engine.add_request(3, [5], few(2))  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="request_ids is 3; allowed: texts in a list"):
-        engine.abort_request(3)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="lora_request is 'a'; allowed: a LoRARequest"):
-        engine.add_lora("a")  # type: ignore[arg-type]
-    for name, row in calls.ADD_REQUEST.rows.items():
-        if row.verdict is Verdict.REFUSED:
-            with pytest.raises(RequestError, match=f"{name} is .*; allowed: None"):
-                engine.add_request("b", [5], few(2), **{name: object()})
-        elif row.verdict is Verdict.ACCEPTED:
-            engine.add_request(name, [5], few(1), **{name: object()})
-    assert len(run(engine)) == 2 + 3
+    assert len(run(engine)) == 2
 
 
 def test_members(engine: LLMEngine) -> None:
-    for name, row in members.LLM_ENGINE.rows.items():
-        if row.verdict is Verdict.WORKS:
-            getattr(engine, name)
-        else:
-            with pytest.raises(RequestError, match=f"LLMEngine has no {name}: "):
-                getattr(engine, name)
     assert engine.get_metrics()
     assert engine.reset_prefix_cache()
+    assert engine.get_tokenizer() is engine.tokenizer is None
     with pytest.raises(AdapterNotFoundError):
         engine.add_lora(LoRARequest("a", 1, "no/where"))
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from headstart.engine.outputs import Logprobs, RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.errors import RequestError
-from headstart.frontend.vllm_api.call_options import Call
 from headstart.validation import Number, check_absent, check_fields, describe, option
 
 if TYPE_CHECKING:
+    from headstart.engine.adapters.request import LoRARequest
     from headstart.engine.engine import Engine
 
 __all__ = ["BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "search_beams"]
@@ -107,11 +107,12 @@ def search_beams(
     engine: Engine,
     prompts: Sequence[Any],
     params: BeamSearchParams,
-    call: Call,
+    options: Sequence[tuple[SamplingParams, str | LoRARequest | None, int]],
+    salt: str | None,
 ) -> list[BeamSearchOutput]:
-    """The best beams of each prompt; `generate` is that of the `LLM` with this engine.
+    """Return the best beams of each prompt; `generate` is that of the `LLM` with this engine.
 
-    Raises RequestError before any work.
+    options: of each prompt, of which adapter and priority count. Raises RequestError.
     """
     if not isinstance(params, BeamSearchParams):
         raise RequestError(f"params are {describe(params)}; allowed: a BeamSearchParams")
@@ -121,14 +122,14 @@ def search_beams(
             raise RequestError("beam search takes texts and token ids, and a prompt has images")
     searches = [
         _Search(prompt, adapter, priority, [BeamSearchSequence([])])
-        for prompt, adapter, priority in zip(prompts, call.adapters, call.priorities, strict=True)
+        for prompt, (_, adapter, priority) in zip(prompts, options, strict=True)
     ]
     eos = frozenset() if params.ignore_eos else engine.model.eos_token_ids
     for _ in range(params.max_tokens):
         going = [(search, beam) for search in searches for beam in search.live]
         if not going:
             break
-        outputs = iter(_step(generate, going, params.beam_width, call.salt))
+        outputs = iter(_step(generate, going, params.beam_width, salt))
         for search in searches:
             _extend(search, [next(outputs) for _ in search.live], params, eos)
     return [_best(engine, search, params) for search in searches]

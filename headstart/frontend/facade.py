@@ -1,0 +1,193 @@
+"""Constructors and reports that `LLM`, `AsyncLLM` and `LLMEngine` share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from headstart.engine.adapters.request import LoRARequest, choose_adapters
+from headstart.engine.metrics import Metric, read_metrics
+from headstart.engine.params import SamplingParams
+from headstart.errors import ConfigError, RequestError
+from headstart.frontend.engine_args import EngineArgs
+from headstart.frontend.start import Started, start_engine
+from headstart.frontend.vllm_views import ConfigParts, VllmView, read_config
+from headstart.validation import check_absent, check_flag
+
+# These bring torch, which waits until the model's name is checked: see `start_engine`.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from headstart.engine.driver import Driver
+    from headstart.engine.engine import Engine
+    from headstart.frontend.chat.requests import ChatRequests
+
+__all__ = ["Facade", "SyncFacade"]
+
+
+class Facade(ConfigParts, ABC):
+    """An engine, the driver that runs its steps, and the chats that become its requests."""
+
+    engine: Engine
+    _chats: ChatRequests
+    _sampling: SamplingParams
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        generation_config: str | Path = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
+        chat_template: str | Path | None = None,
+        dtype: Any = "auto",
+        weights: str = "auto",
+        device: str = "cpu",
+        max_model_len: int | str | None = None,
+        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int = 256,
+        max_bypassed: int = 8,
+        scheduling_policy: str = "fcfs",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        num_gpu_blocks_override: int | None = None,
+        kv_cache_memory: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        kv_cache_fraction: float = 0.4,
+        kv_cache_dtype: str = "auto",
+        enable_prefix_caching: bool = True,
+        deduplicate: bool = True,
+        partial_hits: bool = True,
+        eviction: str = "adaptive-lru",
+        share_attention: bool = True,
+        deterministic: bool = False,
+        limit_mm_per_prompt: Mapping[str, Any] | None = None,
+        max_images: int = 16,
+        max_image_pixels: int = 2**25,
+        encoder_cache_rows: int = 8192,
+        enable_lora: bool = True,
+        max_loras: int = 8,
+        max_lora_rank: int = 64,
+        cache_dir: str | None = None,
+        cache_dir_bytes: int = 10 * 2**30,
+        cache_words: bool = False,
+        remote_cache: str | None = None,
+        num_threads: int | None = None,
+        seed: int = 0,
+        debug: bool = False,
+        **ignored: Any,
+    ) -> None:
+        """Load a model by path or hub name; `EngineConfig` and docs/vllm.md explain the options.
+
+        Raises ConfigError, ModelError or OutOfMemoryError.
+        """
+        options = dict(locals())
+        for name in ("self", "model", "ignored", "__class__"):
+            options.pop(name, None)
+        self._take(start_engine(model, options | ignored))
+
+    @abstractmethod
+    def _take(self, started: Started) -> None:
+        """Take over an engine that has been loaded."""
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        *,
+        usage_context: object = None,
+        start_engine_loop: bool = True,
+        stat_loggers: object = None,
+        enable_multiprocessing: bool = False,
+    ) -> Self:
+        """Load the model of vLLM's object of arguments; `usage_context` has no effect."""
+        given = {
+            "start_engine_loop": None if start_engine_loop in (None, True) else "False",
+            "stat_loggers": stat_loggers,
+            "enable_multiprocessing": enable_multiprocessing,
+        }
+        check_absent(given, ConfigError)
+        return cls(engine_args.model, **engine_args.options)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's tokenizer, None if it came without one."""
+        self.engine.require_open()
+        return self.engine.tokenizer
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template of chats that bring none; None for the tokenizer's."""
+        return self._chats.chat_template
+
+    @property
+    def vllm_config(self) -> VllmView:
+        """The configuration, in vLLM's names."""
+        return read_config(self.engine)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return a copy of the sampling of calls that bring none; see `generation_config`."""
+        return self._sampling.clone()
+
+    def _spread(
+        self,
+        count: int,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: str | Sequence[str | None] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+        priority: int | Sequence[int] | None,
+    ) -> list[tuple[SamplingParams, str | LoRARequest | None, int]]:
+        """Return parameters, adapter and priority of each prompt. Raises RequestError."""
+        params = self._sampling if params is None else params
+        several = params if isinstance(params, Sequence) else [params] * count
+        if len(several) != count:
+            raise RequestError(f"{len(several)} sampling parameters for {count} prompts")
+        priorities = priority if isinstance(priority, list | tuple) else [priority or 0] * count
+        if len(priorities) != count:
+            raise RequestError(f"{len(priorities)} priorities for {count} prompts")
+        adapters = choose_adapters(adapter, lora_request, count)
+        return list(zip(several, adapters, priorities, strict=True))
+
+
+class SyncFacade(Facade):
+    """A facade whose methods wait for the engine."""
+
+    _driver: Driver
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Return the model's tokenizer, None if it came without one."""
+        return self.tokenizer
+
+    def get_metrics(self) -> list[Metric]:
+        """Return counts of the cache and of requests, in vLLM's names."""
+        return self._driver.call(lambda: read_metrics(self.engine))
+
+    def has_unfinished_requests(self) -> bool:
+        """Return True if a request runs or waits."""
+        return self.engine.has_unfinished
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter before its first request."""
+        self._require_adapter(lora_request)
+        return True
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget everything cached; return False, and do nothing, while a request runs.
+
+        reset_running_requests: compute running requests anew instead. reset_connector: also forget
+        what the model has on disk or another machine.
+        """
+        again = check_flag("reset_running_requests", reset_running_requests)
+        tiers = check_flag("reset_connector", reset_connector)
+        return self._driver.call(
+            lambda: self.engine.reset_prefix_cache(reset_running_requests=again, reset_tiers=tiers)
+        )
+
+    def _require_adapter(self, choice: str | LoRARequest | None) -> str | None:
+        """Return the name of an adapter, which is loaded if need be."""
+        self.engine.require_open()
+        return self.engine.adapters.require(choice, self._driver.call)

@@ -31,7 +31,7 @@ from drawn_scenes import draw_scenes
 from drawn_screens import Pair, draw_screens
 from PIL import Image, ImageChops
 
-from headstart.frontend.images.similar import are_same, look_of
+from headstart.frontend.images.similar import are_same, distance, thumbnail_of
 
 __all__ = ["COPIES", "GENERATORS", "OTHER_COPIES"]
 
@@ -112,9 +112,8 @@ OTHER_COPIES: dict[str, Copy] = {
 
 def taken(one: Image.Image, other: Image.Image) -> bool:
     """Whether the second picture is answered as the first, as `SimilarImages` decides it."""
-    look = look_of(other)
-    known = look_of(one).packed()
-    return known.distance(look) is not None and are_same(known.unpacked(), other)
+    is_near = distance(thumbnail_of(one), thumbnail_of(other)) is not None
+    return is_near and are_same(other, one)
 
 
 class Counts:

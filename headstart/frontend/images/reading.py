@@ -10,6 +10,7 @@ import hashlib
 import struct
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headstart.engine.images.encoder_cache import EncoderKey
@@ -17,7 +18,6 @@ from headstart.engine.images.transfer import SentImage
 from headstart.errors import RequestError
 from headstart.frontend.images.decoding import decode_image
 from headstart.frontend.images.files import ImageSource
-from headstart.frontend.images.similar import LoadedImage, look_of
 from headstart.models.image_encoder import ProcessedImage, VisionModel
 from headstart.validation import shorten
 
@@ -43,6 +43,21 @@ NOBODY = Tenant(None)
 """Whose requests bring no salt."""
 
 
+@dataclass(frozen=True, eq=False)
+class LoadedImage:
+    """An image that is ready to be placed, of the tenant with this salt.
+
+    digest: identifies its embeddings. picture: its pixels, if the request accepts images that look
+    alike. is_similar: it replaces the image of the request, which is a copy of it.
+    """
+
+    digest: bytes
+    image: ProcessedImage
+    salt: str | None = None
+    picture: "Image | None" = None
+    is_similar: bool = False
+
+
 class ImageReader:
     """Reads images for one model; may be used from several threads."""
 
@@ -59,9 +74,9 @@ class ImageReader:
         """Read, check and process a tenant's image. Raises RequestError."""
         image = decode_image(source, self._max_pixels)
         digest = self._digest(image, own_id)
-        look = look_of(image) if tenant.similar and own_id is None else None
+        picture = image if tenant.similar and own_id is None else None
         processed = self._process(image, EncoderKey(tenant.salt, digest))
-        return LoadedImage(digest, processed, tenant.salt, look)
+        return LoadedImage(digest, processed, tenant.salt, picture)
 
     def receive(self, sent: SentImage, salt: str | None) -> LoadedImage:
         """A tenant's image that another process has read. Raises RequestError."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 from similar_images import COPIES, taken
 
-from headstart.frontend.images.similar import are_same, look_of
+from headstart.frontend.images.similar import are_same
 
 SIZE = (224, 200)
 
@@ -159,10 +159,3 @@ def test_sizes_that_differ_by_more_than_a_little_are_not_compared() -> None:
     picture = draw_screens(2, SIZE).picture
     assert not are_same(picture, picture.resize((SIZE[0] * 9 // 10, SIZE[1] * 9 // 10)))
     assert not are_same(picture, picture.crop((1, 1, SIZE[0] - 1, SIZE[1] - 1)))
-
-
-def test_a_look_keeps_every_pixel() -> None:
-    picture = draw_scenes(5, SIZE).picture
-    packed = look_of(picture).packed()
-    assert packed.unpacked().tobytes() == picture.tobytes()
-    assert packed.distance(look_of(picture)) == 0

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from headstart import LLM, RequestOutput, SamplingParams
 from headstart.engine.images.encoder_cache import EncoderKey
 from headstart.frontend.images.reading import LoadedImage
-from headstart.frontend.images.similar import ENTRY_BYTES, SimilarImages, look_of
+from headstart.frontend.images.similar import ENTRY_BYTES, SimilarImages, thumbnail_of
 from headstart.models.image_encoder import ProcessedImage
 from tests.tiny_vision import make_image, save_tiny_vision
 
@@ -172,12 +173,12 @@ class Everything:
 
 def loaded(image: Image.Image) -> LoadedImage:
     digest = hashlib.sha256(image.tobytes()).digest()
-    return LoadedImage(digest, ProcessedImage({}, (1, 1, 1), 4, image), look=look_of(image))
+    return LoadedImage(digest, ProcessedImage({}, (1, 1, 1), 4, image), picture=image)
 
 
 def test_pixels_are_kept_within_a_limit() -> None:
-    one = look_of(spots(1)).packed()
-    room = 2 * (len(one.pixels) + one.thumbnail.nbytes + ENTRY_BYTES) + 500
+    pixels = zlib.compress(spots(1).tobytes(), 1)
+    room = 2 * (len(pixels) + thumbnail_of(spots(1)).nbytes + ENTRY_BYTES) + 500
     similar = SimilarImages(Everything(), capacity=room)  # type: ignore[arg-type]
     for seed in (1, 2, 3, 2, 4):
         similar.settle(loaded(spots(seed)), None)

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from contextlib import closing, suppress
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,6 @@ from headstart.cli.streams import as_typed, note, prepare_streams, tell_error
 from headstart.cluster.options import ReplicaConfig
 from headstart.engine.config import make_config
 from headstart.errors import HeadstartError
-from headstart.frontend.vllm_api.rows import nearest
 from headstart.imports import load_module
 from headstart.server.options import ServerOptions
 from headstart.version import __version__
@@ -105,9 +105,9 @@ def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:
     text = error.format_message().rstrip(".")
     if isinstance(error, click.NoSuchOption) and error.ctx is not None:
         flags = [flag for parameter in error.ctx.command.params for flag in parameter.opts]
-        near = nearest(error.option_name, flags)  # click's own hints are often far off
+        near = get_close_matches(error.option_name, flags, 1, 0.8)  # click's hints are far off
         text = f"No such option {error.option_name!r}"
-        text += "" if near is None else f". Did you mean {near!r}?"
+        text += f". Did you mean {near[0]!r}?" if near else ""
     command = f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()
     if error.ctx is not None:
         command = error.ctx.command_path

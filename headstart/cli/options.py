@@ -22,8 +22,8 @@ from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.params import SamplingParams
 from headstart.engine.startup.threads import count_cores
 from headstart.errors import RequestError
-from headstart.frontend.vllm_api.command_line import read_value
-from headstart.frontend.vllm_api.options import read_config
+from headstart.frontend.engine_args import read_value
+from headstart.frontend.vllm_compat import read_config
 from headstart.models.files import BUILT_IN
 from headstart.server.options import ServerOptions
 from headstart.validation import OneOf, describe, shorten

@@ -1,8 +1,8 @@
 """The command line of `headstart serve`: its own flags, and those of `vllm serve`.
 
 vLLM's are read as vLLM reads them (`4k`, JSON, `--no-…`, dots, underscores), ours by click, which
-also reads the environment. One table says what becomes of vLLM's: see `serve_args`. Typed flags
-take precedence over a file's, and these over the environment, by whichever name.
+also reads the environment. `vllm_compat` has vLLM's names. Typed flags take precedence over
+a file's, and these over the environment, by whichever name.
 """
 
 from __future__ import annotations
@@ -18,12 +18,18 @@ from typing import Any, NoReturn
 import click
 from click.core import ParameterSource
 
-from headstart.cli.options import GroupedCommand, GroupedOption
+from headstart.cli.options import GroupedCommand
 from headstart.errors import ConfigError
-from headstart.frontend.vllm_api.command_line import add_flags
-from headstart.frontend.vllm_api.flags import LISTS
-from headstart.frontend.vllm_api.rows import Flags
-from headstart.frontend.vllm_api.serve_args import SERVE_ROWS
+from headstart.frontend.engine_args import LISTS, add_flags
+from headstart.frontend.vllm_compat import (
+    ABSENT,
+    IGNORED,
+    SERVE_ABSENT,
+    SERVE_IGNORED,
+    SERVE_WORKS,
+    WORKS,
+    read_names,
+)
 from headstart.imports import load_module
 from headstart.utils.argparse_utils import FlexibleArgumentParser
 from headstart.validation import describe
@@ -46,6 +52,9 @@ _SAME = _OUR_NAMES | {
     "adapter": "adapters",
 }
 _HINT = "Flags of `vllm serve` are taken too: docs/vllm.md says what becomes of each."
+_WORKS = SERVE_WORKS | {*WORKS}
+_ABSENT = {**ABSENT, **SERVE_ABSENT}
+_IGNORED = (IGNORED | SERVE_IGNORED) - _WORKS - SERVE_ABSENT.keys()
 _FLAG = re.compile(r"(\w[\w-]*)(\.[\w.-]+)?")
 
 
@@ -55,21 +64,15 @@ class ServeCommand(GroupedCommand):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.epilog = f"{self.epilog} {_HINT}"
-        flags = [option.flag for option in self.params if isinstance(option, GroupedOption)]
-        self._table = Flags("headstart serve", SERVE_ROWS, ConfigError, own=map(_field, flags))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse both kinds of flags. Raises ConfigError for an unknown or unsupported flag."""
         if ctx.resilient_parsing:  # a shell completes what is half typed
             return super().parse_args(ctx, args)
         typed, rest = _read(args)
-        try:
-            filed, more = self._read_file(ctx, typed, rest)
-            left = super().parse_args(ctx, [*more, *rest])
-        except click.NoSuchOption as error:
-            unknown = self._table.unknown(error.option_name.lstrip("-").replace("-", "_"))
-            raise ConfigError(f"{unknown}; see {ctx.command_path} --help") from None
-        given = self._table.read({**filed, **typed})
+        filed, more = self._read_file(ctx, typed, rest)
+        left = super().parse_args(ctx, [*more, *rest])
+        given = read_names({**filed, **typed}, _WORKS, _IGNORED, _ABSENT, _spell)
         first, *aliases = given.pop("served_model_name", [None])
         adapters = tuple(map(_read_module, given.pop("lora_modules", ())))
         if adapters:
@@ -80,7 +83,7 @@ class ServeCommand(GroupedCommand):
         for theirs, name in _OUR_NAMES.items():
             is_typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
             if is_typed and name in ours and ctx.params[name] != ours[name]:
-                our_flag, their_flag = map(self._table.spell, (name, theirs))
+                our_flag, their_flag = map(_spell, (name, theirs))
                 raise ConfigError(
                     f"{our_flag} is {describe(ctx.params[name])}, and {describe(ours[name])} by "
                     f"{their_flag}; allowed: one of the two"
@@ -127,6 +130,10 @@ def _field(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
+def _spell(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 class _Parser(FlexibleArgumentParser):
     """A parser of vLLM's flags only; it reports errors as click does."""
 
@@ -143,7 +150,7 @@ def _read(args: list[str]) -> tuple[dict[str, Any], list[str]]:
 @cache
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(add_help=False, allow_abbrev=False)
-    return add_flags(parser, SERVE_ROWS, SERVE_ROWS, given_only=True)
+    return add_flags(parser, {*_WORKS, *_IGNORED, *_ABSENT}, given_only=True)
 
 
 def _read_config(

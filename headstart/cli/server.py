@@ -18,7 +18,7 @@ from headstart.cli.progress import count, describe_wait, show_bytes, waiting
 from headstart.cli.streams import note
 from headstart.cluster.options import ReplicaConfig
 from headstart.errors import ConfigError, ModelError
-from headstart.frontend.vllm_api.options import read_config
+from headstart.frontend.vllm_compat import read_config
 from headstart.imports import install, load_module
 from headstart.models.files import BUILT_IN
 from headstart.server.options import ServerOptions

@@ -1,45 +1,119 @@
-"""The options of an engine in one object, as in `vllm.engine.arg_utils`."""
+"""The options of an engine in one object, as in `vllm.engine.arg_utils`, and as flags."""
 
+import argparse
+import copy
+import json
+import re
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
 from dataclasses import Field, field, fields, make_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from headstart.engine.config import EngineConfig
 from headstart.errors import ConfigError
-from headstart.frontend.vllm_api.command_line import (
-    FLAGS,
-    LOG_FLAGS,
-    add_flags,
-    default_of,
-    read_flags,
+from headstart.frontend.vllm_compat import ABSENT, IGNORED, SERVE_ABSENT, WORKS, read_options
+
+__all__ = ["LISTS", "SHORT", "AsyncEngineArgs", "EngineArgs", "add_flags", "read_value"]
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Names that are no flags: vLLM has --chat-template for its server alone.
+FLAGS = tuple(n for n in (*WORKS, *sorted(IGNORED), *ABSENT) if n != "chat_template")
+LOG_FLAGS = ("enable_log_requests", "disable_log_requests")  # of `AsyncEngineArgs`
+
+# Options that are True or False, apart from those that `ABSENT` has such a value of.
+SWITCHES = _names(
+    "enable_auto_tool_choice enable_reasoning enable_prompt_tokens_details "
+    "enable_request_id_headers enable_offline_docs enable_log_deltas log_error_stack "
+    "disable_uvicorn_access_log enable_flash_late_interaction cohere_is_reasoning_model "
+    "trust_request_chat_template disable_frontend_multiprocessing enable_prefix_caching "
+    "enable_lora enforce_eager specialize_active_lora cudagraph_metrics disable_log_stats "
+    "aggregate_engine_logging enable_logging_iteration_details enable_chunked_prefill "
+    "disable_chunked_mm_input trust_remote_code disable_custom_all_reduce fully_sharded_loras "
+    "jit_monitor_verbose async_scheduling use_tqdm_on_load disable_cascade_attn "
+    "enable_flashinfer_autotune ray_workers_use_nsight numa_bind enable_shm_tensor_arena "
+    "skip_mm_profiling scheduler_reserve_full_isl kv_cache_metrics "
+    "long_prefill_token_threshold_adaptive enable_mfu_metrics enable_mm_processor_stats "
+    "disable_hybrid_kv_cache_manager fail_on_environ_validation swa_bounded_replay "
+    "use_fp64_gumbel sleep_mode_offload_cudagraph allow_deprecated_quantization dcp_q_replicate "
+    "enable_batch_sharded_sampling disable_nccl_for_dp_synchronization use_v2_block_manager "
+    "disable_log_requests enable_log_requests disable_async_output_proc"
 )
-from headstart.frontend.vllm_api.earlier import ENGINE_ARGS_MEMBERS_REFUSED
-from headstart.frontend.vllm_api.options import ENGINE, read_options
-from headstart.frontend.vllm_api.rows import Names, refused
-from headstart.frontend.vllm_api.signatures import check_calls
-from headstart.validation import check_flag, describe
 
-__all__ = ["AsyncEngineArgs", "EngineArgs", "require_engine_args"]
+# Options that take several values on a command line.
+LISTS = _names(
+    "api_key lora_modules middleware prompt_adapters served_model_name cudagraph_capture_sizes "
+    "allowed_media_domains numa_bind_nodes numa_bind_cpus device_ids cpu_offload_params "
+    "offload_params lora_target_modules collect_detailed_traces sleep_preserve_parameter_names "
+    "kv_cache_dtype_skip_layers logits_processors ignore_patterns"
+)
 
-_MEMBERS = {**ENGINE.rows, **refused(ENGINE_ARGS_MEMBERS_REFUSED)}
+# Options whose value is a text, even one that spells a number.
+TEXTS = _names(
+    "model tokenizer dtype generation_config served_model_name chat_template host api_key "
+    "lora_modules ssl_keyfile ssl_certfile default_chat_template_kwargs tool_call_parser "
+    "reasoning_parser config otlp_traces_endpoint root_path"
+)
+
+# Further flags of an option.
+SHORT = {
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "quantization": "-q",
+    "nnodes": "-n",
+    "node_rank": "-r",
+    "decode_context_parallel_size": "-dcp",
+    "prefill_context_parallel_size": "-pcp",
+    "data_parallel_size": "-dp",
+    "data_parallel_rank": "-dpn",
+    "data_parallel_start_rank": "-dpr",
+    "data_parallel_size_local": "-dpl",
+    "data_parallel_address": "-dpa",
+    "data_parallel_rpc_port": "-dpp",
+    "data_parallel_backend": "-dpb",
+    "data_parallel_hybrid_lb": "-dph",
+    "data_parallel_external_lb": "-dpe",
+    "data_parallel_multi_port_external_lb": "-dpm",
+    "enable_expert_parallel": "-ep",
+    "speculative_config": "-sc",
+    "diffusion_config": "-dc",
+    "compilation_config": "-cc",
+    "attention_config": "-ac",
+    "gpu_memory_utilization": "--device-memory-utilization",
+    "api_server_count": "-asc",
+}
+
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_COUNTED = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([kmgt])|(\d{1,15})([KMGT])")
+_OF_CONFIG = {option.name: option for option in fields(EngineConfig)}
+
+
+def _default_of(name: str) -> Any:
+    """Return an option's default; None where the engine chooses."""
+    if name in _OF_CONFIG:
+        return _OF_CONFIG[name].default
+    return copy.copy(next(iter(ABSENT.get(name, ())), None))
 
 
 class _Fields:
-    """The fields of an `EngineArgs`: the model and the options that were given, so that
-    `LLM(**asdict(args))` works. Those of the class: every option of vLLM's."""
+    """The fields of an `EngineArgs` are the model and the options that were given, so that
+    `LLM(**asdict(args))` works. Those of the class are all options of vLLM's."""
 
     def __get__(self, args: "EngineArgs | None", kind: type) -> dict[str, Field[Any]]:
-        names = FLAGS if args is None else ("model", *args.options)
-        made = make_dataclass(kind.__name__, [(name, Any, _field_of(name)) for name in names])
-        return {one.name: one for one in fields(made)}
+        names = FLAGS if args is None else vars(args)
+        made = make_dataclass(
+            kind.__name__,
+            [(n, Any, field(default_factory=partial(_default_of, n))) for n in names],
+        )
+        return {option.name: option for option in fields(made)}
 
 
-def _field_of(name: str) -> Field[Any]:
-    made: Field[Any] = field(default_factory=lambda: default_of(name))
-    return made
-
-
-@check_calls(ConfigError)
 class EngineArgs:
     """A model and its options, for `LLM.from_engine_args` or `LLM(**asdict(engine_args))`.
 
@@ -47,59 +121,119 @@ class EngineArgs:
     ConfigError for one that cannot be followed, ModelError for a model that is not there.
     """
 
+    __dataclass_fields__ = _Fields()
+
     def __init__(self, model: str | Path, **options: Any) -> None:
         read_options(model, options)
-        self.__dict__.update(options, model=model)
+        self.__dict__.update(model=model, **options)
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those that were given, without the model."""
-        return {name: value for name, value in self.__dict__.items() if name != "model"}
+        """The options that were given, without the model."""
+        return {name: value for name, value in vars(self).items() if name != "model"}
 
     @classmethod
     def add_cli_args(cls, parser: ArgumentParser) -> ArgumentParser:
-        """The parser, with a flag for each of vLLM's options."""
+        """Add a flag for each of vLLM's options to a parser, and return it."""
         return add_flags(parser, FLAGS)
 
     @classmethod
     def from_cli_args(cls, args: Namespace) -> Self:
-        """Those that a parser with these flags read; flags of the program's own are left alone."""
-        return cls(**read_flags(args))
-
-    __dataclass_fields__ = _Fields()
+        """Take what a parser with these flags read; the program's own flags are left alone."""
+        given = {name: getattr(args, name) for name in FLAGS if hasattr(args, name)}
+        if given.get("model") is None:
+            raise ConfigError(
+                "the arguments name no model; allowed: --model, or set_defaults(model=...)"
+            )
+        defaults = {name: (None, _default_of(name)) for name in given}
+        return cls(**{n: v for n, v in given.items() if v not in defaults[n]})
 
     def __getattr__(self, name: str) -> Any:
-        if not ENGINE.knows(name):
-            raise Names(type(self).__name__, _MEMBERS, ConfigError, ENGINE.own).missing(name)
-        return default_of(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Change the model or an option. Raises ConfigError; nothing is changed then."""
-        given = {**self.__dict__, name: value}
-        read_options(given.pop("model"), given)
-        self.__dict__[name] = value
+        if name in FLAGS or name in _OF_CONFIG or name == "chat_template":
+            return _default_of(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and other.__dict__ == self.__dict__
+        return type(other) is type(self) and vars(other) == vars(self)
 
     def __repr__(self) -> str:
-        given = {"model": self.model, **self.options}
-        shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        shown = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({shown})"
 
 
 class AsyncEngineArgs(EngineArgs):
-    """As `EngineArgs`, for `AsyncLLM.from_engine_args`."""
+    """The same for `AsyncLLM.from_engine_args`."""
 
     @classmethod
     def add_cli_args(cls, parser: ArgumentParser, async_args_only: bool = False) -> ArgumentParser:
-        """As for `EngineArgs`; async_args_only: those alone that an `LLM` does not take."""
-        only = check_flag("async_args_only", async_args_only)
-        return add_flags(parser, LOG_FLAGS if only else FLAGS)
+        """Add flags as `EngineArgs` does; async_args_only: only those that an `LLM` lacks."""
+        return add_flags(parser, LOG_FLAGS if async_args_only else FLAGS)
 
 
-def require_engine_args(given: object) -> EngineArgs:
-    """What is given if that is an `EngineArgs`. Raises ConfigError."""
-    if not isinstance(given, EngineArgs):
-        raise ConfigError(f"engine_args is {describe(given)}; allowed: an EngineArgs")
-    return given
+class _Switch(argparse.BooleanOptionalAction):
+    """`--x` and `--no-x`; with `--enable-x` also `--disable-x`, and the other way round."""
+
+    def __init__(self, option_strings: list[str], dest: str, inverse: str, **more: Any) -> None:
+        super().__init__(option_strings, dest, **more)
+        self._off = {f"--no-{option_strings[0].removeprefix('--')}", inverse}
+        self.option_strings = [*option_strings, *sorted(self._off - {""})]
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: object, flag: Any = None
+    ) -> None:
+        setattr(namespace, self.dest, flag not in self._off)
+
+
+def add_flags(
+    parser: ArgumentParser, names: Iterable[str], *, given_only: bool = False
+) -> ArgumentParser:
+    """Add flags for options to a parser, `--max-model-len` for max_model_len, and return it.
+
+    given_only: flags that are not given have no default, and lists may be given in several parts.
+    """
+    group = parser.add_argument_group("engine")
+    spellings = {n: [f"--{n.replace('_', '-')}", *SHORT.get(n, "").split()] for n in names}
+    flags = {flag for spelled in spellings.values() for flag in spelled}
+    for name, spelled in spellings.items():
+        more: dict[str, Any] = {"type": str if name in TEXTS else read_value}
+        values = SERVE_ABSENT.get(name, ABSENT.get(name, ()))
+        if name in SWITCHES or any(isinstance(value, bool) for value in values):
+            inverse = _inverse(spelled[0])
+            more = {"action": partial(_Switch, inverse="" if inverse in flags else inverse)}
+        elif name in LISTS:
+            more |= {"nargs": "+", "action": "extend" if given_only else "store"}
+        default = argparse.SUPPRESS if given_only else _default_of(name)
+        group.add_argument(*spelled, dest=name, default=default, help=_help(name), **more)
+    return parser
+
+
+def _inverse(flag: str) -> str:
+    """Return the other of `--enable-x` and `--disable-x`; "" for any other flag."""
+    for prefix, other in (("--enable-", "--disable-"), ("--disable-", "--enable-")):
+        if flag.startswith(prefix):
+            return other + flag.removeprefix(prefix)
+    return ""
+
+
+def _help(name: str) -> str:
+    if name in _OF_CONFIG:
+        return str(_OF_CONFIG[name].metadata["help"]).replace("%", "%%")
+    return "no effect" if name in IGNORED else "see docs/vllm.md"
+
+
+def read_value(text: str) -> Any:
+    """Read a number, one with a unit such as 32k (thousands) and 32K (1,024s), JSON, or a text.
+
+    >>> read_value("32k"), read_value("0.9"), read_value("auto")
+    (32000, 0.9, 'auto')
+    """
+    if text in ("", "None"):
+        return None
+    counted = _COUNTED.fullmatch(text.strip())
+    if counted is not None:
+        number, unit, whole, binary = counted.groups()
+        return int(float(number) * _UNITS[unit]) if unit else int(whole) * _BINARY_UNITS[binary]
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headstart.engine.config import make_config
 from headstart.engine.params import SamplingParams
-from headstart.frontend.vllm_api.options import read_options
+from headstart.frontend.vllm_compat import read_options
 from headstart.imports import load_module
 from headstart.models.prefetch import read_ahead
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.frontend.vllm_api.options import read_config
+from headstart.frontend.vllm_compat import read_config
 from headstart.server.options import ServerOptions
 from headstart.validation import describe
 from tests.cli.test_main import call
@@ -114,7 +114,7 @@ def test_a_file_s_fault_is_told_without_its_text(tmp_path: Path, text: str, says
         ("port: true", "port is True; allowed: a whole number"),
         ("num-threads: [1, 2]", "'--num-threads' (HEADSTART_NUM_THREADS): '[1, 2]'; allowed: a"),
         ("shutdown-timeout: 5\ndrain-seconds: 9", "--drain-seconds is 9.0, and 5 by --shut"),
-        ("enable-lorra: true", "headstart serve knows no '--enable-lorra'; the nearest is "),
+        ("enable-lorra: true", "no such option '--enable-lorra'. Did you mean '--enable-lora'?"),
     ],
 )
 def test_a_flag_of_a_file_that_cannot_be_followed(tmp_path: Path, text: str, says: str) -> None:

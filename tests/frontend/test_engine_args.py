@@ -1,7 +1,9 @@
 """A program's command line with vLLM's engine options, as vLLM's own examples write it."""
 
 import argparse
+import ast
 import copy
+import inspect
 import json
 import pickle
 import sys
@@ -15,17 +17,15 @@ from headstart import (
     AsyncEngineArgs,
     ConfigError,
     EngineArgs,
-    HeadstartError,
-    RequestError,
     SamplingParams,
 )
 from headstart.engine.config import EngineConfig, make_config
-from headstart.frontend.vllm_api.flags import LISTS, SWITCHES, TEXTS
-from headstart.frontend.vllm_api.options import ENGINE, read_config, read_options
-from headstart.frontend.vllm_api.serve_args import _NOTES, SERVE_ROWS
+from headstart.frontend.engine_args import SWITCHES
+from headstart.frontend.vllm_compat import ABSENT, IGNORED, WORKS, read_config, read_options
 from headstart.utils import FlexibleArgumentParser
-from tests.engine.tiny_llm import save_smallest
+from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.house.source import ROOT
+from tests.tiny_tokenizers import TINY_TOKENIZERS
 
 SURFACE = json.loads((ROOT / "tests/data/vllm_surface.json").read_text(encoding="utf-8"))
 DEFAULTS = SURFACE["EngineArgs"]
@@ -75,13 +75,70 @@ def test_a_flag_for_every_option_of_vllm() -> None:
 
 
 def test_switches_are_those_that_vllm_s_defaults_are() -> None:
-    rows = ENGINE.rows
-    marked = {name for name in rows if any(isinstance(v, bool) for v in rows[name].allowed)}
+    marked = {n for n, values in ABSENT.items() if any(isinstance(v, bool) for v in values)}
     assert {n for n, default in DEFAULTS.items() if default in ("True", "False")} <= (
         marked | SWITCHES
     )
-    assert set(SERVE_ROWS) >= SWITCHES | LISTS | TEXTS
-    assert set(_NOTES) <= {row.note for row in ENGINE.rows.values()}, "a note has other words now"
+
+
+@pytest.mark.parametrize("name", sorted(IGNORED))
+def test_an_option_without_effect_takes_any_value(name: str) -> None:
+    assert read_options("headstart-tiny", {name: object()}).config == {}
+
+
+@pytest.mark.parametrize("name", sorted(ABSENT))
+def test_an_option_that_is_not_here_takes_what_asks_for_nothing(name: str) -> None:
+    for nothing in (None, *ABSENT[name]):
+        assert read_options("headstart-tiny", {name: nothing}).config == {}
+    with pytest.raises(ConfigError, match=f"^{name} is 'x'; not an option of headstart; docs/"):
+        LLM("headstart-tiny", **{name: "x"})
+
+
+@pytest.mark.parametrize("part", ["EngineArgs", "LLM.__init__()"])
+def test_vllm_s_own_defaults_are_taken(part: str) -> None:
+    for name, source in SURFACE[part].items():
+        if name != "model" and source not in (None, "..."):
+            default = set() if source == "set()" else ast.literal_eval(source)
+            read_options("headstart-tiny", {name: default})
+
+
+def test_the_constructor_has_every_option() -> None:
+    """With the defaults of `EngineConfig`."""
+    parameters = inspect.signature(LLM).parameters
+    for option in fields(EngineConfig):
+        assert parameters[option.name].default == option.default, option.name
+    assert set(parameters) == {*EngineConfig.__dataclass_fields__, *WORKS, "ignored"}
+
+
+@pytest.mark.parametrize("name", [name for name in WORKS if name != "model"])
+def test_an_option_that_works_is_checked(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^({name}|max_images|num_blocks|kv_cache_memory) is"):
+        make_config(read_options("headstart-tiny", {name: object()}).config)
+
+
+def test_an_unknown_option() -> None:
+    with pytest.raises(ConfigError, match=r"^max_modl_len is 3; not an option of headstart; docs/"):
+        LLM("headstart-tiny", max_modl_len=3)
+    with pytest.raises(TypeError, match="'model'"):
+        LLM()  # type: ignore[call-arg]
+    assert read_options("headstart-tiny", {"device": "auto"}).config == {}
+
+
+def test_a_tokenizer_of_another_folder(tmp_path: Path) -> None:
+    tokenizer = TINY_TOKENIZERS["byte_level"]()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    model = save_smallest(tmp_path / "model")
+    llm = make_llm(model, tokenizer=str(tmp_path / "tokenizer"))
+    try:
+        [output] = llm.generate("BA", SamplingParams(temperature=0, max_tokens=1))
+        assert output.prompt_token_ids == tokenizer.encode("BA")
+    finally:
+        llm.close()
+    assert read_options(model, {"tokenizer": str(model)}).tokenizer is None
+    with pytest.raises(ConfigError, match="tokenizer is 'no/where'; allowed: the path of a folder"):
+        LLM(model, tokenizer="no/where")
+    with pytest.raises(ConfigError, match=r"tokenizer is .*, a folder without one"):
+        LLM("headstart-tiny", tokenizer=tmp_path)
 
 
 def test_values_are_read_by_their_form() -> None:
@@ -182,21 +239,11 @@ def test_a_template_may_lie_in_the_home_folder(
         read_config({"chat_template": "~nobody.at.all/a"})
 
 
-def test_what_cannot_be_followed_says_so() -> None:
-    with pytest.raises(
-        ConfigError, match="tensor_parallel_size is 2; allowed: None, 1; a model must fit"
-    ):
+def test_what_is_not_here_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2; not an option of headstart"):
         read("--model", "headstart-tiny", "-tp", "2")
-    with pytest.raises(ConfigError, match="give a folder: `hf download NAME"):
-        read("--model", "headstart-tiny", "--revision", "main")
     with pytest.raises(ConfigError, match="the arguments name no model; allowed: --model"):
         read("--max-model-len", "100")
-    with pytest.raises(ConfigError, match=r"parser is None; allowed: an argparse.ArgumentParser"):
-        EngineArgs.add_cli_args(None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"args is \['--model'\]; allowed: an argparse.Namespace"):
-        EngineArgs.from_cli_args(["--model"])  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="async_args_only is 3; allowed: True or False"):
-        AsyncEngineArgs.add_cli_args(argparse.ArgumentParser(), 3)  # type: ignore[arg-type]
 
 
 def test_the_asynchronous_engine_s_flags() -> None:
@@ -214,10 +261,11 @@ def test_options_are_attributes_that_may_be_set(tmp_path: Path) -> None:
     assert (args.max_num_seqs, args.tensor_parallel_size, args.quantization) == (3, 1, None)
     args.limit_mm_per_prompt = {"image": 1} | dict(args.limit_mm_per_prompt or {})
     assert asdict(args)["limit_mm_per_prompt"] == {"image": 1}
-    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2"):
-        args.pipeline_parallel_size = 2
     args.model = str(tmp_path)
     assert asdict(args)["model"] == str(tmp_path)
+    args.pipeline_parallel_size = 2
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2"):
+        LLM.from_engine_args(args)
     assert not hasattr(args, "max_modl_len")
 
 
@@ -233,33 +281,21 @@ def test_dashes_and_underscores_are_alike() -> None:
     assert (known.one_two, known.rest, others) == (3, ["a_b"], [])
 
 
-@pytest.mark.parametrize("kind", [EngineArgs, AsyncEngineArgs])
-def test_a_parser_that_has_the_flags_is_told_so(kind: type[EngineArgs]) -> None:
-    """argparse's own error came from the middle of the flags, of which some were added then."""
-    parser = kind.add_cli_args(FlexibleArgumentParser())
-    with pytest.raises(ConfigError, match=r"parser has --model, .* more already; allowed: add_cli"):
-        kind.add_cli_args(parser)
-    program = FlexibleArgumentParser()
+def test_a_parser_that_has_the_flags() -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    with pytest.raises(argparse.ArgumentError, match="conflicting option string"):
+        EngineArgs.add_cli_args(parser)
+    program = FlexibleArgumentParser(conflict_handler="resolve")
     program.add_argument("--seed", default="own")
-    with pytest.raises(ConfigError, match="the parser has --seed already; allowed: "):
-        kind.add_cli_args(program)
-    assert vars(program.parse_args([])) == {"seed": "own"}
-    program.conflict_handler = "resolve"
-    assert kind.add_cli_args(program).parse_args(["--seed", "3"]).seed == 3
+    assert EngineArgs.add_cli_args(program).parse_args(["--seed", "3"]).seed == 3
 
 
 def test_what_arguments_have_and_what_they_have_not() -> None:
-    """`fields(EngineArgs)` was a bare AttributeError, and hints were for names of an `LLM`."""
     assert {one.name for one in fields(EngineArgs)} >= set(DEFAULTS)
     args = AsyncEngineArgs("headstart-tiny", seed=3)
     assert replace(args, seed=4).seed == 4
     assert copy.deepcopy(args) == pickle.loads(pickle.dumps(args)) == args != EngineArgs(args.model)
     assert vars(args) == asdict(args)
     assert repr(args) == "AsyncEngineArgs(model='headstart-tiny', seed=3)"
-    with pytest.raises(
-        HeadstartError, match=r"^AsyncEngineArgs has no create_engine_config: options"
-    ):
-        args.create_engine_config()
-    for name in ("abort", "close", "cache_config"):
-        with pytest.raises(HeadstartError, match=f"^AsyncEngineArgs knows no '{name}'$"):
-            getattr(args, name)
+    for name in ("abort", "create_engine_config", "cache_config"):
+        assert not hasattr(args, name)

@@ -49,7 +49,7 @@ from headstart.cluster.serving.signs import SILENCE, knock, watch_ray
 from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.startup.threads import count_cores
 from headstart.errors import ConfigError, EngineError, HeadstartError
-from headstart.frontend.vllm_api.options import read_options
+from headstart.frontend.vllm_compat import read_options
 from headstart.version import __version__
 
 __all__ = ["ReplicaCluster"]

@@ -20,7 +20,7 @@ from headstart.cluster.serving.replica import EngineReplica
 from headstart.engine.config import make_config
 from headstart.engine.outputs import RequestOutput
 from headstart.errors import ReplicaLostError
-from headstart.frontend.vllm_api.options import read_options
+from headstart.frontend.vllm_compat import read_options
 from tests.cluster.serving.scripted import REPLICA, Put
 from tests.engine.images.test_generate import PLACEHOLDERS
 

@@ -29,7 +29,7 @@ from headstart.engine.config import make_config
 from headstart.engine.driver import Update
 from headstart.engine.request import RequestGroup
 from headstart.errors import AdapterNotFoundError
-from headstart.frontend.vllm_api.options import read_options
+from headstart.frontend.vllm_compat import read_options
 
 MODEL = "headstart-tiny"
 REPLICA = "one"

@@ -20,7 +20,7 @@ from headstart.cluster.options import ReplicaConfig
 from headstart.engine.config import make_config
 from headstart.engine.params import RequestOutputKind
 from headstart.errors import ReplicaLostError, RequestError
-from headstart.frontend.vllm_api.options import read_options
+from headstart.frontend.vllm_compat import read_options
 from headstart.models.files import find_folder
 from headstart.server.errors import as_api_error
 from tests.cluster.serving.ray_processes import process_of, wait_until

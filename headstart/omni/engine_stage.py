@@ -23,13 +23,12 @@ from headstart.engine.request import Request, RequestGroup
 from headstart.engine.step import StepResult, engine_error
 from headstart.errors import ConfigError, EngineError, HeadstartError
 from headstart.omni.feeds import Feed, Feeder
-from headstart.omni.kept_outputs import KeptOutputs, keeps_blocks, without_store
-from headstart.omni.models.host_copies import HostCopy
-from headstart.omni.models.stage_decoder import StageDecoder
+from headstart.omni.models.stage_decoder import HostCopy, StageDecoder
 from headstart.omni.output_cache import OutputCache
-from headstart.omni.rows import Chunk, Part, StageRows
+from headstart.omni.rows import Part, StageRows, TierRows, has_store, without_store
 from headstart.omni.stage import (
     TOKENS,
+    Chunk,
     Event,
     OmniRequest,
     OutputEvent,
@@ -99,14 +98,14 @@ class EngineStage:
         self.rows = StageRows(
             place, config.block_size, spec.gives, used, find_outputs=spec.find_outputs
         )
-        self.kept_rows: KeptOutputs | None = None
+        self.kept_rows: TierRows | None = None
         self._is_named = caching
-        if keeps_blocks(config) and (used is None or spec.find_outputs):
+        if has_store(config) and (used is None or spec.find_outputs):
             _LOG.warning("stage %r keeps nothing on disk: its outputs are not declared", spec.name)
             config, self._is_named = without_store(config), False
-        elif keeps_blocks(config) and used is not None:
+        elif has_store(config) and used is not None:
             like = decoder.outputs_of_one()
-            self.kept_rows = KeptOutputs(spec, config.block_size, like, used, place)
+            self.kept_rows = TierRows(spec, config.block_size, like, used, place)
         self._states: dict[str, _State] = {}
         self._unprompted: dict[str, _State] = {}
         self._events: list[Event] = []

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from headstart.cache import BlockKey, Namespace
 from headstart.errors import ConfigError, EngineError
-from headstart.omni.content_cache import content_bytes
-from headstart.omni.output_cache import BlockPath, OutputCache
-from headstart.omni.outputs import Kind
-from headstart.omni.rows import Chunk
+from headstart.omni.output_cache import BlockPath, OutputCache, content_bytes
 from headstart.omni.stage import (
+    Chunk,
     Event,
     Input,
+    Kind,
     OmniRequest,
     OutputEvent,
     StageFailed,

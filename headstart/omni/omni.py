@@ -26,16 +26,15 @@ from headstart.frontend.text.max_length import TextLimit
 from headstart.frontend.vllm_api.signatures import OfOneProcess, check_calls
 from headstart.models.files import OMNI_TYPES, find_folder, read_json
 from headstart.omni.engine_stage import EngineStage
-from headstart.omni.families.qwen2_5 import Qwen25Stages
-from headstart.omni.families.qwen3 import Qwen3Stages
-from headstart.omni.graph import Factory, read_graph
+from headstart.omni.graph import Factory, check_graph, check_options, read_graph
 from headstart.omni.models.qwen2_5 import Qwen25Omni
 from headstart.omni.models.qwen3 import Qwen3Omni
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt, SpokenPrompt
 from headstart.omni.pipeline import Progress
+from headstart.omni.qwen2_5 import Qwen25Stages
+from headstart.omni.qwen3 import Qwen3Stages
 from headstart.omni.stage import TOKENS, Input, OmniRequest
-from headstart.omni.stage_options import check_graph, check_options
 from headstart.validation import check_fields, describe
 
 __all__ = ["DEFAULT_CACHE_BYTES", "AsyncOmni", "Omni"]

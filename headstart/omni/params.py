@@ -1,5 +1,7 @@
-"""Inputs and outputs of an omni model: prompts, parameters, answers."""
+"""Inputs and outputs of an omni model: prompts, parameters, answers and their sound."""
 
+import io
+import wave
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +14,47 @@ from headstart.engine.params import SEEDS, SamplingParams
 from headstart.engine.prompt import PreparedPrompt
 from headstart.errors import RequestError
 from headstart.frontend.vllm_api.signatures import check_calls
-from headstart.omni.audio import pcm16, save_wav, wav_bytes
 from headstart.omni.stage import StageMetrics
-from headstart.validation import check_fields, option
+from headstart.validation import check_fields, describe, option
 
-__all__ = ["OmniOutput", "OmniParams", "OmniPrompt", "SpokenPrompt"]
+__all__ = [
+    "OmniOutput",
+    "OmniParams",
+    "OmniPrompt",
+    "SpokenPrompt",
+    "pcm16",
+    "save_wav",
+    "wav_bytes",
+]
+
+
+def pcm16(samples: Tensor) -> bytes:
+    """Samples in -1 .. 1, float `[samples]`, as little-endian 16-bit PCM; louder ones are cut.
+
+    >>> pcm16(torch.tensor([0.0, 1.0, -2.0])).hex()
+    '0000ff7f0180'
+    """
+    scaled = (samples.detach().float().cpu().clamp(-1, 1) * 32767).round()
+    return scaled.to(torch.int16).numpy().astype("<i2").tobytes()
+
+
+def wav_bytes(samples: Tensor, sample_rate: int) -> bytes:
+    """A mono WAV file."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(2)
+        writer.setframerate(sample_rate)
+        writer.writeframes(pcm16(samples))
+    return file.getvalue()
+
+
+def save_wav(path: str | Path, samples: Tensor, sample_rate: int) -> None:
+    """Write a mono WAV file. Raises RequestError for what is no path; OSError."""
+    if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
+        raise RequestError(f"path is {describe(path)}; allowed: the path of a file to write")
+    Path(path).write_bytes(wav_bytes(samples, sample_rate))
+
 
 OmniPrompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or a mapping: `prompt` or `prompt_token_ids`, and optionally `audio` and

@@ -15,8 +15,8 @@ from typing import Any
 
 from headstart.engine.params import RequestOutputKind
 from headstart.errors import ConfigError, EngineError, HeadstartError, RequestError
-from headstart.omni.rows import Chunk
 from headstart.omni.stage import (
+    Chunk,
     Event,
     Input,
     OmniRequest,

@@ -17,10 +17,9 @@ from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
 from headstart.omni.function_stage import FramesPlan, FramesStage
 from headstart.omni.models.stage_decoder import PassTensors, StageDecoder, StageParts
 from headstart.omni.output_cache import OutputCache
-from headstart.omni.outputs import Output, parse_alignment
 from headstart.omni.pipeline import Pipeline, Progress
-from headstart.omni.stage import TOKENS, Input, OmniRequest, StageSpec
-from headstart.omni.talker import TalkerFeed, TalkerPlan
+from headstart.omni.qwen2_5 import TalkerFeed, TalkerPlan
+from headstart.omni.stage import TOKENS, Input, OmniRequest, Output, StageSpec, parse_alignment
 
 WIDTH = 32
 TEXT_VOCABULARY, CODES, MASK, PAD, BOS = 97, 40, 41, 42, 43

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
 from headstart.omni.output_cache import OutputCache
-from headstart.omni.outputs import Output
-from headstart.omni.rows import Chunk, Part, StageRows
+from headstart.omni.rows import Part, StageRows
+from headstart.omni.stage import Chunk, Output
 
 
 def row(token_ids: list[int], width: int) -> Tensor:

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from headstart.errors import ConfigError
-from headstart.omni.content_cache import content_digest
 from headstart.omni.function_stage import Job, WholeStage
 from headstart.omni.graph import StageNode, read_graph
-from headstart.omni.output_cache import OutputCache
-from headstart.omni.outputs import Alignment, Kind, Output
-from headstart.omni.stage import Input, OmniRequest, Stage, StageSpec
+from headstart.omni.output_cache import OutputCache, content_digest
+from headstart.omni.stage import Alignment, Input, Kind, OmniRequest, Output, Stage, StageSpec
 from tests.omni.pipelines import start
 
 TEXT = """

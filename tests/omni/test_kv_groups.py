@@ -23,9 +23,8 @@ from headstart.omni.engine_stage import EngineStage
 from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
 from headstart.omni.models.stage_decoder import StageDecoder, StageParts
 from headstart.omni.output_cache import OutputCache
-from headstart.omni.outputs import Output
 from headstart.omni.pipeline import Pipeline, Progress
-from headstart.omni.stage import TOKENS, Input, OmniRequest, StageSpec
+from headstart.omni.stage import TOKENS, Input, OmniRequest, Output, StageSpec
 from tests.omni.pipelines import start
 
 WINDOW, WORDS, BLOCK = 8, 5, 4

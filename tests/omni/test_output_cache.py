@@ -8,8 +8,13 @@ from torch import Tensor
 
 from headstart.cache import BlockKey, MultiModalItem, Namespace, TokenSequence
 from headstart.errors import ConfigError
-from headstart.omni.content_cache import ContentCache
-from headstart.omni.output_cache import ENTRY_BYTES, NODE_BYTES, BlockPath, OutputCache
+from headstart.omni.output_cache import (
+    ENTRY_BYTES,
+    NODE_BYTES,
+    BlockPath,
+    ContentCache,
+    OutputCache,
+)
 
 HERE = Namespace(None, None)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headstart.errors import ConfigError, EngineError
-from headstart.omni.outputs import Alignment, AlignmentDetector, Kind, Output, parse_alignment
+from headstart.omni.stage import Alignment, AlignmentDetector, Kind, Output, parse_alignment
 
 
 def look(detector: AlignmentDetector, rows: int, tokens: int, requests: int = 1) -> list[str]:

@@ -12,9 +12,8 @@ from headstart.engine.prompt import GivenRows, PlacedRows, PreparedPrompt, Promp
 from headstart.errors import ConfigError, EngineError, RequestError
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.pipeline import Pipeline
-from headstart.omni.rows import Chunk
-from headstart.omni.stage import TOKENS, Input, OutputEvent, StageStarted
-from headstart.omni.talker import TalkerFeed
+from headstart.omni.qwen2_5 import TalkerFeed
+from headstart.omni.stage import TOKENS, Chunk, Input, OutputEvent, StageStarted
 from tests.omni.pipelines import WIDTH, Speech, collected, oracle, request, said, start, vocode
 
 CONTEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]

@@ -20,14 +20,13 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import GivenRows, PlacedRows, PreparedPrompt, PromptExtras
 from headstart.models.decoder import EmbeddingOverlay
 from headstart.omni.engine_stage import EngineStage
-from headstart.omni.families.qwen3 import vocoder_plan
 from headstart.omni.feeds import PromptFeed, StagePrompt
 from headstart.omni.function_stage import FramesPlan, FramesStage, WholeStage
 from headstart.omni.models.qwen3 import CausalVocoder, _reach, thinker_decoder
 from headstart.omni.output_cache import OutputCache
-from headstart.omni.outputs import Output, parse_alignment
 from headstart.omni.pipeline import Pipeline
-from headstart.omni.stage import TOKENS, Input, OmniRequest, StageSpec
+from headstart.omni.qwen3 import vocoder_plan
+from headstart.omni.stage import TOKENS, Input, OmniRequest, Output, StageSpec, parse_alignment
 from tests.omni.pipelines import start
 
 ACCEPT, AUDIO, QUANTIZERS, BLOCK, CONTEXT = 2, 90, 4, 8, 40

@@ -23,11 +23,10 @@ from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, ModelError, RequestError
 from headstart.models.silence_transformers import silence_transformers
 from headstart.omni.engine_stage import EngineStage
-from headstart.omni.frame_talker import FrameTalker, FrameTalkerFeed
 from headstart.omni.omni import Omni
 from headstart.omni.params import OmniOutput, OmniParams
-from headstart.omni.rows import Chunk
-from headstart.omni.stage import OutputEvent, StageStarted
+from headstart.omni.qwen3 import FrameTalker, FrameTalkerFeed
+from headstart.omni.stage import Chunk, OutputEvent, StageStarted
 from tests.omni.tiny_qwen3 import IDS, QUANTIZERS, save_qwen3
 
 WORDS, CODES = 6, 10
@@ -279,7 +278,7 @@ def test_the_same_first_codes_with_others_behind_them_are_another_prefix(omni: O
     assert isinstance(talker, FrameTalker)
     items = []
     for others in ([1, 2, 3], [1, 2, 4], [1, 2, 3]):
-        request = omni.prepare(PROMPTS["text"], LONG, None)
+        request = omni.prepare(PROMPTS["text"], LONG, None).request
         feed = talker._feeder(request)
         length = len(PROMPTS["text"]["prompt_token_ids"])
         feed.take(

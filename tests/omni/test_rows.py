@@ -11,8 +11,8 @@ from torch import Tensor
 from headstart.cache import BlockKey, MissExplanation, MissReason, MultiModalItem, TokenSequence
 from headstart.errors import EngineError
 from headstart.omni.output_cache import ENTRY_BYTES, NODE_BYTES, BlockPath, OutputCache
-from headstart.omni.outputs import Output, parse_alignment
-from headstart.omni.rows import Chunk, Part, StageRows
+from headstart.omni.rows import Part, StageRows
+from headstart.omni.stage import Chunk, Output, parse_alignment
 from tests.omni.stages import FakeStage, random_run, row
 
 FIRST = ["The", "quick", "brown", "fox", "was", "tired", "and", "slept"]

@@ -20,7 +20,7 @@ from headstart.models.files import check_files, find_folder, stamp_files
 from headstart.models.silence_transformers import silence_transformers
 from headstart.models.transformers_backend.checkpoint import check_speaker
 from headstart.models.transformers_backend.pretrained import load_config, load_weights
-from headstart.omni.models.inputs import Media, Placed
+from headstart.omni.inputs import Media, Placed
 from headstart.omni.models.stage_decoder import Checkpoint, PassTensors, StageDecoder, StageParts
 
 __all__ = ["Qwen25Omni", "Recall", "SpeechIds", "Voice"]

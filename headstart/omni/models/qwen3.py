@@ -1,14 +1,15 @@
-"""Qwen3-Omni: transformers' modules, split into the parts that each stage runs.
+"""The code predictor of a talker with several codebooks: a frame's codes after the first.
 
-The thinker gives the talker one row per token: for text the row before the first layer, for audio
-and images the row after a middle layer (`accept_hidden_layer`). Images enter the thinker as
-embeddings and again after its first layers. The talker generates a frame of several codes per
-step: the first itself, the others with a predictor. The vocoder is causal: a code's samples depend
-on the earlier codes of its pass and on no later codes.
+A small decoder predicts them one after another from the talker's hidden row and the first code. It
+keeps no state from one frame to the next:
+
+    position   0             1              2              3 ...
+    input      talker's row  first code     second code    third code
+    predicts                 second code    third code     ...
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import (
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeCausalConvNet,
     Qwen3OmniMoeCausalTransConvNet,
+    Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration,
     _get_feat_extract_output_lengths,
 )
 
@@ -31,11 +33,58 @@ from headstart.models.files import check_files, find_folder, stamp_files
 from headstart.models.silence_transformers import silence_transformers
 from headstart.models.transformers_backend.checkpoint import check_speaker
 from headstart.models.transformers_backend.pretrained import load_config, load_weights
-from headstart.omni.models.code_predictor import Choose, CodePredictor
-from headstart.omni.models.inputs import Media, Placed
+from headstart.omni.inputs import Media, Placed
 from headstart.omni.models.stage_decoder import Checkpoint, PassTensors, StageDecoder, StageParts
 
-__all__ = ["CausalVocoder", "CodecIds", "Qwen3Omni", "TurnIds", "thinker_decoder"]
+__all__ = [
+    "CausalVocoder",
+    "Choose",
+    "CodePredictor",
+    "CodecIds",
+    "Qwen3Omni",
+    "TurnIds",
+    "thinker_decoder",
+]
+
+Choose = Callable[[Tensor], Sequence[int]]
+"""Chooses one code for each row of logits float32 `[rows, codes]`."""
+
+
+class CodePredictor:
+    """transformers' predictor for many frames at once. `others`: codes after a frame's first."""
+
+    def __init__(
+        self, predictor: Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration
+    ) -> None:
+        self._predictor: Any = predictor
+        self.others = int(predictor.config.num_code_groups) - 1
+        self.vocab_size = int(predictor.config.vocab_size)
+
+    def embed(self, codes: Tensor) -> Tensor:
+        """Embeddings `[n, others, hidden]` of codes int64 `[n, others]`."""
+        tables = self._predictor.get_input_embeddings()
+        return torch.stack([table(codes[:, at]) for at, table in enumerate(tables)], dim=1)
+
+    def predict(self, hidden: Tensor, first: Tensor, choose: Choose) -> Tensor:
+        """The other codes int64 `[n, others]` of frames, on the host.
+
+        `hidden` are the talker's rows `[n, hidden]` that gave the first codes, `first` those
+        codes' embeddings `[n, hidden]`.
+        """
+        tables = self._predictor.get_input_embeddings()
+        past, found = None, []
+        with torch.inference_mode():
+            inputs = torch.stack([hidden.to(first), first], dim=1)
+            for table, head in zip(tables, self._predictor.lm_head, strict=True):
+                output = self._predictor.model(
+                    inputs_embeds=inputs, past_key_values=past, use_cache=True
+                )
+                past = output.past_key_values
+                codes = torch.tensor(choose(head(output.last_hidden_state[:, -1]).float()))
+                found.append(codes)
+                inputs = table(codes.to(first.device))[:, None]
+        return torch.stack(found, dim=1)
+
 
 _UNSPOKEN = 1024
 """Number of the talker's last token ids that are not codes; of them only the end is sampled."""

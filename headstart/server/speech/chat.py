@@ -20,8 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headstart.errors import EngineError
-from headstart.omni.audio import pcm16
-from headstart.omni.params import OmniParams
+from headstart.omni.params import OmniParams, pcm16
 from headstart.server.bodies import read_salt
 from headstart.server.errors import ApiError, JsonResponse, as_api_error, body_of
 from headstart.server.openai.reading import read_chat_sampling

@@ -11,7 +11,7 @@ import numpy as np
 from headstart.errors import RequestError
 from headstart.frontend.images.files import decode_base64
 from headstart.imports import install
-from headstart.omni.audio import pcm16, wav_bytes
+from headstart.omni.params import pcm16, wav_bytes
 from headstart.validation import shorten
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from examples.small_models.omni import write_omni
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError
 from headstart.omni.engine_stage import EngineStage
-from headstart.omni.models.inputs import Placed
+from headstart.omni.inputs import Placed
 from headstart.omni.models.qwen2_5 import Qwen25Omni
 from headstart.omni.omni import Omni
 from headstart.omni.output_cache import ENTRY_BYTES

@@ -20,8 +20,8 @@ from PIL import Image
 
 from headstart import SamplingParams
 from headstart.errors import RequestError
-from headstart.omni.families.qwen2_5 import Qwen25Stages
 from headstart.omni.omni import AsyncOmni
+from headstart.omni.qwen2_5 import Qwen25Stages
 from headstart.server import middleware
 from headstart.server.app import create_speech_app
 from headstart.server.errors import ApiError

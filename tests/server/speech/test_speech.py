@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from headstart import Omni, OmniParams, SamplingParams
-from headstart.omni.families.qwen2_5 import Qwen25Stages
-from headstart.omni.families.qwen3 import Qwen3Stages
 from headstart.omni.omni import AsyncOmni
+from headstart.omni.qwen2_5 import Qwen25Stages
+from headstart.omni.qwen3 import Qwen3Stages
 from headstart.server.app import create_speech_app
 from headstart.server.options import ServerOptions
 from headstart.server.speech.service import SpeechService

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from headstart.omni.models.host_copies import StreamCopies, host_copies
+from headstart.omni.models.stage_decoder import StreamCopies, host_copies
 from tests.omni.late_device import LateDevice
 from tests.omni.pipelines import Speech, oracle, request, said
 

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from headstart.cache import BlockHash, PrefixNode, PrefixTree, TokenSequence, UnsavedBlock
-from headstart.omni.kept_outputs import KeptOutputs
 from headstart.omni.output_cache import BlockPath, OutputCache
-from headstart.omni.outputs import Alignment, Kind, Output
-from headstart.omni.stage import StageSpec
+from headstart.omni.rows import TierRows
+from headstart.omni.stage import Alignment, Kind, Output, StageSpec
 
 SIZE = 4
 HIDDEN, FRAMES = Output("hidden"), Output("frames", Alignment(Kind.FRAMES, 2), required=False)
@@ -20,10 +19,10 @@ ROOM = 1 << 16
 
 def kept(
     *outputs: Output, like: dict[str, Tensor] | None = None, name: str = "thinker", room: int = ROOM
-) -> tuple[KeptOutputs, OutputCache]:
+) -> tuple[TierRows, OutputCache]:
     cache = OutputCache(room)
     spec = StageSpec(name=name, gives=outputs or (HIDDEN, FRAMES))
-    return KeptOutputs(spec, SIZE, like or LIKE, cache, cache.place(name)), cache
+    return TierRows(spec, SIZE, like or LIKE, cache, cache.place(name)), cache
 
 
 def sequence(*tokens: int, salt: str | None = None) -> TokenSequence:

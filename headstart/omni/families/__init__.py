@@ -1,1 +1,0 @@
-"""The stages of each family of speaking models, and their prompts."""

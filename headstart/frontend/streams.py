@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, 
 
 from headstart.engine.outputs import RequestOutput, ShownOutputs
 from headstart.errors import RequestError
-from headstart.frontend.vllm_api.signatures import OfOneProcess
 
 if TYPE_CHECKING:
     from headstart.engine.driver import AnyOutput, AnyRequest, Driver, Receiver
@@ -130,7 +129,7 @@ def run_all(
     return [outputs[group.request_id] for group in groups]
 
 
-class OutputStream(OfOneProcess, Generator[Output, None, None]):
+class OutputStream(Generator[Output, None, None]):
     """The outputs of one request; several threads may read it, and any may close it."""
 
     def __init__(
@@ -341,7 +340,7 @@ _WAKERS: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Waker] = (
 )
 
 
-class AsyncOutputStream(OfOneProcess, AsyncGenerator[Output, None]):
+class AsyncOutputStream(AsyncGenerator[Output, None]):
     """The outputs of one request for asyncio, read by one task at a time.
 
     By the time that a cancelled task, or a loop that was left, is over, the request's id is free.
@@ -362,10 +361,6 @@ class AsyncOutputStream(OfOneProcess, AsyncGenerator[Output, None]):
         self._group: Any = None
         self._ended = self._is_read = False
         self._failure: Exception | None = None  # see `fail`
-
-    # The method of `OfOneProcess` is for properties, of which there are none; two attributes are
-    # set for each output.
-    __setattr__ = object.__setattr__  # type: ignore[assignment]
 
     def __anext__(self) -> Coroutine[Any, Any, Output]:
         """Return the next output."""

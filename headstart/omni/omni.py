@@ -23,7 +23,6 @@ from headstart.errors import ConfigError, EngineError, RequestError, Unsupported
 from headstart.frontend.inputs import InputProcessor
 from headstart.frontend.streams import AsyncOutputStream, OutputStream, run_all
 from headstart.frontend.text.max_length import TextLimit
-from headstart.frontend.vllm_api.signatures import OfOneProcess, check_calls
 from headstart.models.files import OMNI_TYPES, find_folder, read_json
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.graph import Factory, check_graph, check_options, read_graph
@@ -72,8 +71,7 @@ class _Stages(Protocol):
     ) -> SpokenPrompt: ...
 
 
-@check_calls(ConfigError)
-class Omni(OfOneProcess):
+class Omni:
     """A pipeline of a thinker, a talker and a vocoder that cache each stage's work.
 
     May be called from several threads, and while streams are open: all requests share the steps of
@@ -271,8 +269,7 @@ class Omni(OfOneProcess):
         )
 
 
-@check_calls(ConfigError)
-class AsyncOmni(OfOneProcess):
+class AsyncOmni:
     """An `Omni` whose answers are awaited; any number of tasks of any event loop may ask."""
 
     def __init__(self, model: str | Path, **options: Any) -> None:

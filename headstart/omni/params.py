@@ -13,7 +13,6 @@ from torch import Tensor
 from headstart.engine.params import SEEDS, SamplingParams
 from headstart.engine.prompt import PreparedPrompt
 from headstart.errors import RequestError
-from headstart.frontend.vllm_api.signatures import check_calls
 from headstart.omni.stage import StageMetrics
 from headstart.validation import check_fields, describe, option
 
@@ -62,7 +61,6 @@ OmniPrompt = str | Sequence[int] | Mapping[str, Any]
 `[samples]`: floats from -1 to 1, int16 or int32. Images are Pillow's."""
 
 
-@check_calls(RequestError)
 @dataclass(kw_only=True)
 class OmniParams:
     """The parameters of one request.

@@ -43,10 +43,10 @@ def check_admission(
 
 
 def check_source(computed: ComputedBlocks, pool: BlockPool) -> None:
-    """Raise CacheError if the lookup is another pool's, or older than a recovery of this one."""
+    """Raise CacheError if the lookup is another pool's."""
     if computed.source is not pool.index:
         name = computed.sequence.request_id
-        raise CacheError(f"the lookup of {name!r} is another manager's or too old: look again")
+        raise CacheError(f"the lookup of {name!r} is another manager's: look again")
 
 
 def check_count(sequence: TokenSequence, num_new_tokens: int, start: int) -> None:

@@ -100,24 +100,6 @@ class FreeBlockQueue:
             count += 1
         self.length -= count
 
-    def salvage(self) -> list[KVCacheBlock]:
-        """The rest of the order after a change was interrupted; each block at most once.
-
-        Links may be half moved, so the list is walked from both ends, as far as it holds.
-        """
-        ends = self._ends
-        ahead: dict[KVCacheBlock, None] = {}
-        block = ends.next_free_block
-        while block is not ends and block not in ahead:
-            ahead[block] = None
-            block = block.next_free_block
-        behind: dict[KVCacheBlock, None] = {}
-        block = ends.prev_free_block
-        while block is not ends and block not in ahead and block not in behind:
-            behind[block] = None
-            block = block.prev_free_block
-        return [*ahead, *reversed(behind)]
-
     def _insert(self, block: KVCacheBlock, after: KVCacheBlock) -> None:
         if block.next_free_block is not block:
             raise CacheError(f"block {block.block_id} is on the free queue already")

@@ -25,8 +25,7 @@ class PrefixIndex(PrefixTree):
     """All prefix identities that are cached, or were until lately.
 
     `unwritten` has the blocks that the step under way fills: they have a name and can be hit,
-    but nothing may be copied from them, and the name goes if the step fails. A block is put
-    there before it gets its name.
+    but nothing may be copied from them, and the name goes if the step fails.
     """
 
     def __init__(self, max_ghosts: int) -> None:
@@ -41,6 +40,8 @@ class PrefixIndex(PrefixTree):
     def clear(self) -> None:
         """Know nothing any more."""
         self._roots.clear()
+        self.unwritten.clear()
+        self._unlisted.clear()
         self._ghosts.clear()
         self._tops.clear()
         self._ancestors.clear()
@@ -170,10 +171,6 @@ class PrefixIndex(PrefixTree):
                     ancestors.add(node)
                 else:
                     self._prune(node)
-
-    def keep_ancestors(self, nodes: Iterable[PrefixNode]) -> None:
-        """These nodes have no block and are kept for a descendant."""
-        self._ancestors.update(nodes)
 
     def _prune(self, node: PrefixNode) -> None:
         """Cut off a node without block or child, and the ancestors that were kept for it."""

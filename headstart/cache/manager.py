@@ -34,7 +34,6 @@ from headstart.cache.naming import BlockNaming
 from headstart.cache.pool import BlockPicture, BlockPool
 from headstart.cache.portable_names import BlockNames, check_names
 from headstart.cache.progress import BlocksInProgress
-from headstart.cache.recovery import rebuild
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
 from headstart.cache.tree import Stretch
@@ -47,8 +46,8 @@ class KVCacheManager:
     """Allocates KV blocks to sequences, and finds cached ones again by prefix identity.
 
     Not thread-safe: one engine calls it. Every method either does the whole of what it says or
-    raises and leaves everything as it was. If an exception comes from outside, such as Ctrl-C,
-    in the middle of a method, `fail_step` is what makes the manager whole again.
+    raises CacheError and leaves everything as it was. After any other exception, such as Ctrl-C in
+    the middle of a method, call `reset`.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class KVCacheManager:
         self._mark = object()  # of these sequences
         self._in_progress = BlocksInProgress()
         self._step = 0
-        self._is_whole = True  # False while something moves: an interruption is then repaired
 
     @property
     def num_free_blocks(self) -> int:
@@ -200,7 +198,6 @@ class KVCacheManager:
         if num_new + count_free(hits) > len(self.pool.free):
             return None
         missed = explain_end(self.pool.index, computed, self.block_size, is_caching=self._caching)
-        self._is_whole = False
         if sequence.is_counted:
             self.stats.admit(sequence, hit_tokens, missed.reason)
         self._sequences[sequence.request_id] = sequence
@@ -214,7 +211,6 @@ class KVCacheManager:
         sequence.node = computed.node if computed is not None and hits else None
         self._extend_to(sequence, end)
         self._in_progress.announce(sequence)
-        self._is_whole = True
         if copies and sequence.blocks[len(hits)] is not new[0]:  # cached since the lookup
             copies = ()
         return Allocation(copies, missed)
@@ -222,7 +218,6 @@ class KVCacheManager:
     def _check_admission(
         self, sequence: TokenSequence, num_new_tokens: int, computed: ComputedBlocks | None
     ) -> None:
-        self._check_whole()
         if sequence.request_id in self._sequences:
             raise CacheError(f"sequence {sequence.request_id!r} holds blocks already")
         check_admission(sequence, num_new_tokens, computed, self.pool)
@@ -260,11 +255,10 @@ class KVCacheManager:
         if num_new_tokens < 1 or end > len(sequence.token_ids):
             check_count(sequence, num_new_tokens, sequence.num_computed_tokens)
         if end < sequence.capacity and sequence.holder is self._mark:
-            sequence.step = self._step  # first, or an interruption leaves rows of no step
+            sequence.step = self._step
             sequence.num_computed_tokens = end
             return True
-        if not self._is_whole or sequence.holder is not self._mark:
-            self._check_whole()
+        if sequence.holder is not self._mark:
             raise CacheError(f"{sequence.request_id!r} holds no blocks: allocate_slots comes first")
         if self._caching:
             sequence.cut(self.block_size)  # for naming; it may raise, so before anything moves
@@ -272,16 +266,13 @@ class KVCacheManager:
             num_new = -(-(end - sequence.capacity) // self.block_size)
             if num_new > len(self.pool.free):
                 return False
-            self._is_whole = False
             new = self.pool.take(num_new, sequence.namespace.salt)
             sequence.blocks += new
             sequence.block_ids += block_ids(new)
             sequence.capacity += num_new * self.block_size
-        self._is_whole = False
         self._extend_to(sequence, end)
         if sequence.in_progress is not None or sequence.num_named < len(sequence.keys):
             self._in_progress.announce(sequence)
-        self._is_whole = True
         return True
 
     def _extend_to(self, sequence: TokenSequence, end: int) -> None:
@@ -295,23 +286,15 @@ class KVCacheManager:
 
     def commit_step(self) -> None:
         """The K/V of every slot given since the last step are written."""
-        self._check_whole()
-        self._is_whole = False
         self.pool.index.commit()
         self.stats.commit()
         self._step += 1
-        self._is_whole = True
 
     def fail_step(self) -> list[TokenSequence]:
         """The step's K/V were not written: end its sequences and keep nothing it computed.
 
-        Returns the sequences that hold no blocks any more: those that had slots in the step, or all
-        if an exception came in the middle of a method. The pool is then built anew, and what
-        earlier steps cached stays. May be called at any time, and again if interrupted itself.
+        Returns the sequences that had slots in the step and hold no blocks any more.
         """
-        if not self._is_whole:
-            return self._recover()
-        self._is_whole = False
         failed = [s for s in self._sequences.values() if s.step == self._step]
         index = self.pool.index
         filled = dict.fromkeys(b for s in failed for b in s.blocks if b in index.unwritten)
@@ -321,22 +304,17 @@ class KVCacheManager:
         self._step += 1
         for sequence in failed:
             self._give_back(sequence)
-        self._is_whole = True
         return failed
 
-    def _recover(self) -> list[TokenSequence]:
-        ended = list(self._sequences.values())
-        rebuild(self.pool, ended)
-        for sequence in ended:
+    def reset(self) -> None:
+        """End all sequences and forget everything cached, whatever state an exception left."""
+        for sequence in self._sequences.values():
             sequence.give_up()
+        self._sequences = {}
+        self._in_progress = BlocksInProgress()
+        self.pool.clear()
         self.stats.take_back()
-        self._naming, self._in_progress = BlockNaming(self.config, self.pool), BlocksInProgress()
-        self._step, self._sequences, self._is_whole = self._step + 1, {}, True
-        return ended
-
-    def _check_whole(self) -> None:
-        if not self._is_whole:
-            raise CacheError("a method of the manager was interrupted: fail_step comes first")
+        self._step += 1
 
     def free(self, sequence: TokenSequence) -> None:
         """The sequence holds its blocks no longer; full ones stay cached, last in line first.
@@ -344,13 +322,10 @@ class KVCacheManager:
         The rows in its last block stay too, to be copied by a prompt that goes on from there.
         Raises CacheError for a sequence that holds none, or one whose step is under way.
         """
-        self._check_whole()
         self._check_out_of_step(sequence)
-        self._is_whole = False
         if self._caching and self.config.partial_hits and sequence.is_stored:
             self._naming.keep_partial(sequence)
         self._give_back(sequence)
-        self._is_whole = True
 
     def discard(self, sequences: Sequence[TokenSequence]) -> None:
         """The sequences hold their blocks no longer, and nothing that they computed is kept.
@@ -359,10 +334,8 @@ class KVCacheManager:
         else holds. May be called within a step, which goes on for the others. Raises CacheError
         for a sequence that holds no blocks.
         """
-        self._check_whole()
         for sequence in sequences:
             self._check_known(sequence)
-        self._is_whole = False
         unwritten = self.pool.index.unwritten
         held = Counter(block for sequence in sequences for block in sequence.blocks)
         computed: dict[KVCacheBlock, None] = {}  # in this step, or since the admission
@@ -374,7 +347,6 @@ class KVCacheManager:
         for sequence in sequences:
             self._give_back(sequence)
         unwritten.difference_update([b for b in computed if b.node is None])
-        self._is_whole = True
 
     def _check_known(self, sequence: TokenSequence) -> None:
         if not self.is_known(sequence):
@@ -395,28 +367,18 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached; False, and nothing done, while a sequence holds blocks."""
-        self._check_whole()
         if self._sequences:
             return False
-        self._is_whole = False
         self.pool.clear()
-        self._is_whole = True
         return True
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant is broken, CacheError until `fail_step` mends it."""
-        self._check_whole()  # first: links that are half moved may lead round in a circle
+        """Raise AssertionError if an invariant is broken."""
         check_everything(self.config, self.pool, self.sequences)
         assert all(self.is_known(sequence) for sequence in self.sequences), "one has no mark"
         self._in_progress.check(self.sequences)
 
     def take_events(self) -> list[CacheEvent]:
         """Events of cached blocks since the last call, oldest first."""
-        self._check_whole()
-        events = self.pool.events
-        try:
-            self.pool.events = []
-            return events
-        except BaseException:
-            self.pool.events = events
-            raise
+        events, self.pool.events = self.pool.events, []
+        return events

@@ -209,13 +209,12 @@ class BlockPool:
         return True
 
     def clear(self) -> None:
-        """Forget every cached block, and what the policy has learnt from them.
-
-        The caller has seen that no block is held.
-        """
+        """Free and empty every block, and forget what the policy has learnt from them."""
         self.copies.clear()
-        for block in self.free.take(len(self.free)):
+        for block in self.blocks:
+            block.ref_cnt = 0
             block.node = None
+            block.prev_free_block = block.next_free_block = block
         self.marks = Marks(self.clock)
         self.free = make_policy(self.eviction, self.blocks, self.shares, self.marks)
         self.index.clear()

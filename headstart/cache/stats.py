@@ -108,35 +108,22 @@ class PrefixCacheStats:
         )
 
     def commit(self) -> None:
-        """The step came about: count its admissions in one call, which nothing interrupts."""
-        if not self._admitted:
-            return
-        missed = self.missed.copy()
-        requests = queried = hit = again = queried_again = hit_again = 0
-        for one in self._admitted:
-            if one.resumed:
-                again += 1
-                queried_again += one.queried_tokens
-                hit_again += one.hit_tokens
+        """Count the admissions of a committed step."""
+        for admission in self._admitted:
+            if admission.resumed:
+                self.resumed_requests += 1
+                self.resumed_queried_tokens += admission.queried_tokens
+                self.resumed_hit_tokens += admission.hit_tokens
             else:
-                requests += 1
-                queried += one.queried_tokens
-                hit += one.hit_tokens
-                missed[one.missed] += 1
-        vars(self).update(
-            requests=self.requests + requests,
-            queried_tokens=self.queried_tokens + queried,
-            hit_tokens=self.hit_tokens + hit,
-            resumed_requests=self.resumed_requests + again,
-            resumed_queried_tokens=self.resumed_queried_tokens + queried_again,
-            resumed_hit_tokens=self.resumed_hit_tokens + hit_again,
-            missed=missed,
-            _admitted=[],
-        )
+                self.requests += 1
+                self.queried_tokens += admission.queried_tokens
+                self.hit_tokens += admission.hit_tokens
+                self.missed[admission.missed] += 1
+        self._admitted.clear()
 
     def take_back(self) -> None:
-        """The step failed: whom it admitted first was not admitted yet. May be called again."""
-        for one in self._admitted:
-            if not one.resumed:
-                one.sequence.step = -1
-        self._admitted = []
+        """Forget the admissions of a failed step."""
+        for admission in self._admitted:
+            if not admission.resumed:
+                admission.sequence.step = -1
+        self._admitted.clear()

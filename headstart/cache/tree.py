@@ -33,10 +33,7 @@ class Stretch(NamedTuple):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PrefixTree:
-    """Nodes under the root of their namespace. The caller that makes a node also removes it.
-
-    A node comes and goes in one assignment: an exception leaves no empty place for nodes behind.
-    """
+    """Nodes under the root of their namespace. The caller that makes a node also removes it."""
 
     def __init__(self) -> None:
         self._roots: dict[str | None, dict[str | None, RootNode]] = {}  # by salt, by adapter
@@ -153,7 +150,7 @@ class PrefixTree:
             if len(branches.nodes) > 1:
                 del branches.nodes[node.key]
                 return None
-        parent.child = None  # of a last branch, too: an interruption leaves no empty `Branches`
+        parent.child = None
         return parent
 
     def _drop_root(self, namespace: Namespace) -> None:

@@ -84,7 +84,7 @@ class UnsavedBlocks:
                     leaving[event.node] = (event.block_id, self._pending.pop(event.node))
             else:
                 self._filling.clear()
-                self._follow()
+                self._pending.clear()
         return self._describe((node, at, when) for node, (at, when) in leaving.items())
 
     def commit(self) -> None:
@@ -96,17 +96,9 @@ class UnsavedBlocks:
         """Nothing that the step was to fill is there; what it evicted may be overwritten."""
         self._filling.clear()
         if any(isinstance(event, AllBlocksCleared) for event in events):
-            self._follow()
+            self._pending.clear()
         pending = self._pending.items()
         self._pending = OrderedDict((node, asked) for node, asked in pending if node.block)
-
-    def _follow(self) -> None:
-        """The index was made anew, or forgot all: find the same blocks under their new nodes."""
-        self._pending = OrderedDict(
-            (node.block.node, asked)
-            for node, asked in self._pending.items()
-            if node.block is not None and node.block.node is not None
-        )
 
     def pending(self, most: int) -> list[UnsavedBlock]:
         """The first blocks that are pending; they stay so until `handed_on`."""

@@ -5,24 +5,24 @@
                                       run a step
     Receiver             ◀──update──  hand each result to the request it belongs to
 
-Signals reach the main thread alone, and the main thread runs no step: Ctrl-C interrupts whoever
-waits for an answer, never the work on other answers. An exception that leaves a step ends every
-request with an error that names it; the engine then serves the next ones.
+Signals reach the main thread alone, and the main thread runs no step: Ctrl-C interrupts a caller
+that waits for an answer, never the work on answers.
 """
 
 import asyncio
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
-from headstart.engine.step import Turns, explain, would_wait
+from headstart.engine.step import engine_error
 from headstart.errors import EngineError, HeadstartError, RequestError
 from headstart.validation import describe
 
@@ -79,6 +79,10 @@ class Core(Protocol):
         """Forget a request at any time between steps."""
         ...
 
+    def reset(self, cause: BaseException) -> Sequence[tuple[Any, BaseException | None]]:
+        """End all requests after an unexpected exception; return them with their errors."""
+        ...
+
     def close(self, reason: str) -> None:
         """Release everything; later calls raise EngineError with this reason."""
         ...
@@ -100,6 +104,76 @@ class _Followed:
     every_step: bool
 
 
+_current: ContextVar["_Work | None"] = ContextVar("_current", default=None)
+_NOT_WITHIN = nullcontext()
+
+
+class _Work:
+    """A step or an order, and the engines that what it called waits for now."""
+
+    def __init__(self) -> None:
+        self._awaited: list[WaitGraph] = []
+
+    @contextmanager
+    def awaiting(self, graph: "WaitGraph") -> Iterator[None]:
+        self._awaited.append(graph)  # first: of two that begin to wait at once, one sees the other
+        try:
+            if self._is_awaited_by(graph):
+                raise _would_deadlock()
+            yield
+        finally:
+            self._awaited.remove(graph)
+
+    def _is_awaited_by(self, graph: "WaitGraph") -> bool:
+        """True if an engine's current work is this, or waits for it, directly or through others."""
+        seen: set[_Work] = set()
+        pending = [graph]
+        while pending:
+            work = pending.pop().current
+            if work is self:
+                return True
+            if work is not None and work not in seen:
+                seen.add(work)
+                pending += work._awaited
+        return False
+
+
+class WaitGraph:
+    """The current work of one engine, to detect calls that would deadlock.
+
+    A coroutine has the context of its creator, in whatever thread it runs, and counts as awaited by
+    that work. A thread has no context: what it waits for is unknown.
+    """
+
+    def __init__(self) -> None:
+        self.current: _Work | None = None
+
+    def run(self, work: Callable[[], Answer]) -> Answer:
+        """Call `work`; all that it calls is within it."""
+        self.current = current = _Work()
+        _current.set(current)
+        try:
+            return work()
+        finally:
+            self.current = None
+
+    def awaited(self) -> AbstractContextManager[None]:
+        """Return a context in which the caller waits for this engine.
+
+        Entering raises EngineError if the wait would never end: within this engine's work, or
+        within work that it waits for, as where two engines' logits processors call one another.
+        """
+        work = _current.get()
+        return _NOT_WITHIN if work is None else work.awaiting(self)
+
+
+def _would_deadlock() -> EngineError:
+    return EngineError(
+        "the engine cannot be asked from within a step that it would wait for, such as by a logits "
+        "processor; ask when the step is over"
+    )
+
+
 class Driver:
     """The only caller of `Engine.step`. Every method may be called from any thread.
 
@@ -114,10 +188,10 @@ class Driver:
         # the garbage collector may close a stream while its thread is in here.
         self._starting = threading.RLock()
         self._thread: threading.Thread | None = None
+        self._process = 0  # the one that started the thread
         self._has_gone = False
-        self._gone: queue.SimpleQueue[None] = queue.SimpleQueue()  # told once, when it has gone
-        self._order: _Order | None = None  # that is being carried out
-        self._turns = Turns()  # steps and orders
+        self._gone: queue.SimpleQueue[None] = queue.SimpleQueue()  # has an item when it has gone
+        self._waits = WaitGraph()  # of steps and orders
         self._ended: EngineError | None = None  # why no order is taken any more
 
     @staticmethod
@@ -229,11 +303,8 @@ class Driver:
     @property
     def is_alive(self) -> bool:
         """True while the engine's thread runs."""
-        thread = self._thread
-        if thread is None or self._has_gone:
-            return False
-        # After a Ctrl-C that came while it looked, Python 3.11's says False for ever: ask Linux.
-        return thread.is_alive() or os.path.exists(f"/proc/self/task/{thread.native_id}")
+        is_started = self._thread is not None and self._thread.ident is not None
+        return is_started and not self._has_gone and self._process == os.getpid()
 
     def ended(self) -> EngineError:
         """Why the engine takes no orders any more."""
@@ -275,8 +346,8 @@ class Driver:
         a coroutine that its work began, in a step of another engine that it asked.
         """
         if threading.current_thread() is self._thread:
-            raise would_wait()
-        return self._turns.awaited()
+            raise _would_deadlock()
+        return self._waits.awaited()
 
     def _post(self, order: _Order) -> None:
         if self._ended is not None:
@@ -296,6 +367,7 @@ class Driver:
                 self._thread = threading.Thread(
                     target=self._run, name="headstart-engine", daemon=True
                 )
+                self._process = os.getpid()
                 self._thread.start()
             elif not self.is_alive:
                 raise self.ended()
@@ -303,15 +375,16 @@ class Driver:
     # In the engine's thread
 
     def _run(self) -> None:
-        """Orders and steps in turn until closed, or until the engine cannot be cleaned up."""
+        """Carry out orders and run steps until closed, or until the engine cannot be reset."""
         if self._thread is not threading.current_thread():
             return  # its start was interrupted, and another was started
         reason: BaseException = EngineError("the engine was closed")
         try:
-            while self._safely(self._take_orders):
-                self._safely(self._step)
-        except BaseException as error:  # a fault of the engine itself: nobody may wait for ever
-            reason = explain(error)
+            while self._take_orders():
+                if self._followed:
+                    self._do(self._step)
+        except BaseException as error:
+            reason = error
         finally:
             try:
                 self._end(reason)
@@ -320,32 +393,30 @@ class Driver:
                 self._gone.put(None)
 
     def _take_orders(self) -> bool:
-        """Carry out what was asked since the last step; wait for it when there is no work."""
+        """Carry out the orders since the last step; wait for one when there is no work."""
         while self._ended is None:
             try:
-                self._order = self._orders.get(block=not self._followed)
+                order = self._orders.get(block=not self._followed)
             except queue.Empty:
                 return True
-            if self._order is not None:
-                self._turns.take(self._order.run)
-                self._order = None
+            if order is not None:
+                self._do(order.run)
+            del order  # or what it refers to would live until the next one
         return False
 
-    def _safely(self, work: Callable[[], bool]) -> bool:
-        """Do it; an exception ends every request, and this thread too if one cannot be ended."""
+    def _do(self, work: Callable[[], None]) -> None:
+        """Call `work`; after an exception reset the engine and end every request."""
         try:
-            return work()
-        except BaseException as error:  # a failed step is rolled back: see `Engine.step`
-            if not self._followed and self._order is None:
-                raise  # nobody asked for the work that fails: it would fail for ever
-            self._fail_all(error)
-            return True
+            self._waits.run(work)
+        except BaseException as error:
+            for group, failure in self._engine.reset(error):
+                self._deliver(group, failure)
+            for followed in list(self._followed.values()):
+                self._end_one(followed, engine_error("the engine broke", error))
 
-    def _step(self) -> bool:
-        if self._followed:
-            for group, error in self._turns.take(self._engine.step):
-                self._deliver(group, error)
-        return True
+    def _step(self) -> None:
+        for group, error in self._engine.step():
+            self._deliver(group, error)
 
     def _deliver(self, group: AnyRequest, error: BaseException | None) -> None:
         followed = self._followed.get(group.request_id)
@@ -357,13 +428,13 @@ class Driver:
             self._send(followed)
 
     def _send(self, followed: _Followed) -> None:
-        """Tell what the request has so far; an output that cannot be made or told ends it."""
+        """Send what the request has so far; a receiver that raises ends it."""
         try:
             output = followed.group.output()
             followed.receive(output)
         except Exception as error:  # such as an event loop that was closed without a word
             self._engine.abort(followed.group.request_id)
-            self._end_one(followed, explain(error))
+            self._end_one(followed, engine_error("the answer cannot be delivered", error))
         else:
             if output.finished:
                 self._followed.pop(output.request_id, None)
@@ -374,7 +445,7 @@ class Driver:
             with suppress(Exception):  # nobody is there to be told
                 followed.receive(RequestError(f"request id {name!r} is in use"))
             return
-        self._followed[name] = followed  # before it is submitted: if that breaks, it is told
+        self._followed[name] = followed  # first: if submitting breaks, it gets the error
         try:
             self._engine.submit(followed.group)
         except HeadstartError as error:
@@ -392,44 +463,22 @@ class Driver:
             self._send(followed)
 
     def _end_one(self, followed: _Followed, error: BaseException) -> None:
-        """Tell it first: an exception between the two has it told twice, and not never."""
-        with suppress(Exception):  # nobody is there to be told; or else: see `explain_silence`
-            followed.receive(error)
         self._followed.pop(followed.group.request_id, None)
-
-    def _fail_all(self, error: BaseException) -> None:
-        """End every request with this error. Raises, when all are told, if one cannot be ended.
-
-        Each is told an exception of its own: callers in several threads add to its traceback.
-        """
-        if self._order is not None:
-            with suppress(Exception):  # it may have been carried out
-                self._order.refuse(explain(error))
-            self._order = None
-        stuck: BaseException | None = None
-        for name, followed in list(self._followed.items()):
-            try:
-                self._engine.abort(name)
-            except BaseException as found:
-                stuck = found
-            self._end_one(followed, explain(error))
-        if stuck is not None:
-            raise stuck
+        with suppress(Exception):  # no reader is left; see `explain_silence` for one that waits
+            followed.receive(error)
 
     def _end(self, reason: BaseException) -> None:
-        """The last thing the thread does: nobody waits, nothing is held."""
-        try:
-            if self._ended is None:
-                self._ended = EngineError(f"the engine ended: {type(reason).__name__}: {reason}")
-                self._ended.__cause__ = reason
-            with suppress(BaseException):  # the orders are refused in any case
-                self._fail_all(reason)
-            self._refuse_orders(reason)
-        finally:
-            self._engine.close(str(self.ended()))
+        """End every request and refuse all orders; the last thing that the thread does."""
+        if self._ended is None:
+            self._ended = EngineError(f"the engine ended: {type(reason).__name__}: {reason}")
+            self._ended.__cause__ = reason
+        for followed in list(self._followed.values()):
+            self._end_one(followed, self.ended())
+        self._refuse_orders(self.ended())
+        self._engine.close(str(self._ended))
 
     def _refuse_orders(self, reason: BaseException) -> None:
-        """Tell those whose orders are not carried out any more."""
+        """Refuse the orders that are left."""
         while True:
             try:
                 order = self._orders.get_nowait()

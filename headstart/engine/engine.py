@@ -2,16 +2,18 @@
 
 prepare   check and tokenise a request; nothing is allocated
 submit    queue it
-step      schedule, compute, sample, commit, deliver: all of it, or none (`advance`, `take_results`)
+step      schedule, compute, sample, commit, deliver
 abort     forget a request at any time between steps
 
-A step is a transaction. Whatever is raised in it, Ctrl-C included, rolls it back: no block that
-it was to fill can be found, every request waits again or ends with an error that names the cause.
-An exception may even interrupt the rolling back; the next call then completes it.
+A step can fail while it computes and samples: in the model, in a logits processor, by lack of
+memory. Its requests then end with an error that names the cause, and no block that it was to fill
+can be found, since results are committed afterwards. Any other exception is a bug: the engine
+forgets its cache, ends all requests with an error, and continues empty.
 """
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from headstart.attention import make_backend
 from headstart.engine.adapters.store import AdapterStore
@@ -28,7 +30,7 @@ from headstart.engine.runner import Runner, StepLogits
 from headstart.engine.sampling.sampler import SampledToken, Sampler
 from headstart.engine.scheduler import Scheduler
 from headstart.engine.startup.parts import Parts, make_parts
-from headstart.engine.step import Choice, OpenStep, Phase, StepResult, choose_tokens, engine_error
+from headstart.engine.step import Choice, StepResult, choose_tokens, engine_error
 from headstart.engine.tiering.tiers import make_tiers
 from headstart.errors import EngineError, RequestError
 from headstart.frontend.images.prompt import make_image_prompts
@@ -37,6 +39,8 @@ from headstart.frontend.request_maker import RequestMaker
 from headstart.frontend.text.max_length import TextLimit
 from headstart.models.decoder import DecoderModel
 from headstart.models.tokenizer import Tokenizer
+
+_LOG = logging.getLogger("headstart.engine")
 
 
 class Engine:
@@ -85,7 +89,6 @@ class Engine:
         )
         self._hooks = hooks
         self._groups: dict[str, RequestGroup] = {}
-        self._open: list[OpenStep] = []  # at most one: a step under way, or to be rolled back
         self._closed: str | None = None  # why, once it is
 
     def _limits(self, hooks: EngineHooks | None) -> list[Limit]:
@@ -131,9 +134,7 @@ class Engine:
     def submit(self, group: RequestGroup) -> None:
         """Queue a prepared request. Raises RequestError when its id is in use."""
         self.require_open()
-        step = self._begin()
         if group.request_id in self._groups:
-            self._close_step(step)
             raise RequestError(f"request id {group.request_id!r} is in use")
         self._groups[group.request_id] = group
         if self.tiers is not None:
@@ -142,16 +143,13 @@ class Engine:
             self._scheduler.reorder()
         for request in group.requests:
             self._scheduler.add(self._turns.queue(request))
-        self._close_step(step)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Forget a request; its output so far, with finish reason "abort", or None if unknown."""
-        step = self._begin()
         if (group := self._groups.get(request_id)) is not None:
             self._leave(group, "abort")
         if self.tiers is not None and not self._groups:
             self.tiers.idle()
-        self._close_step(step)
         return group.output() if group is not None else None
 
     def unload_adapter(self, name: str) -> None:
@@ -172,11 +170,9 @@ class Engine:
         reset_tiers: forget what tiers have of it too; raises TierError if one may not have.
         """
         self.require_open()
-        step = self._begin()
         if reset_running_requests:
             self._scheduler.preempt_all()
         done = self.manager.reset_prefix_cache()
-        self._close_step(step)
         if done and reset_tiers and self.tiers is not None:
             self.tiers.clear()
         return done
@@ -184,7 +180,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would do something."""
-        return bool(self._groups or self._open)
+        return bool(self._groups)
 
     def is_unfinished(self, request_id: str) -> bool:
         """Whether this request was queued, and has not ended."""
@@ -203,45 +199,45 @@ class Engine:
     # Steps
 
     def step(self) -> list[StepResult]:
-        """Run one step; the requests that got a token or ended, with what they have so far.
+        """Run one step; return the requests that got a token or ended.
 
-        When the model fails, the step's requests end with an EngineError and give their blocks
-        back. A request whose K/V or logits are not finite ends so alone. When an image cannot be
-        encoded, that ends the requests that need it, and the others are let in again by the next
-        step. Whatever else is raised rolls the step back and reaches the caller; results that
-        were there by then come with the next step.
+        When the model, a logits processor or the sampler fails, the step's requests end with an
+        EngineError and give their blocks back. A request whose K/V or logits are not finite ends so
+        alone. When an image cannot be encoded, that ends the requests that need it, and the others
+        wait again. After any other exception see `reset`.
         """
-        self.advance()
-        return self.take_results()
-
-    def advance(self) -> None:
-        """As `step`, but the results wait for `take_results`, whatever interrupts its caller."""
         self.require_open()
-        step = self._begin()
+        results: list[StepResult] = []
         try:
-            self._advance(step)
+            self._step(results)
+            if self.config.debug:
+                self._check()
         except BaseException as error:
-            step.note_failure(error)
-            self._roll_back(step)
-            over = step.batch is None or step.phase is Phase.DELIVERED
-            if over or not isinstance(error, Exception):
-                self._close_step(step)
-                raise
-        if self.config.debug:
-            self._check()
-        self._close_step(step)
+            ended = [r for r in results if r.error is not None or r.group.finished]
+            results = [*ended, *self.reset(error)]
+        return results
 
-    @property
-    def results(self) -> list[StepResult]:
-        """Results that nobody has taken yet."""
-        return self._open[0].results if self._open else []
+    def reset(self, cause: BaseException) -> list[StepResult]:
+        """End all requests with an EngineError and forget the cache, after an unexpected exception.
 
-    def take_results(self) -> list[StepResult]:
-        """Results that nobody has taken yet, which the caller now has. Completes a rolling back."""
-        self._close_step(self._begin())
-        return self._open.pop().results if self._open else []  # at once: Ctrl-C would lose them
+        Returns the requests that this ends.
+        """
+        _LOG.error("the engine broke: its requests end, its cache is emptied", exc_info=cause)
+        self.manager.reset()
+        self._runner.end_step()
+        self.adapters.restore()
+        if self.tiers is not None:
+            self.tiers.reset()
+        ended = list(self._groups.values())
+        self._groups.clear()
+        for request in [request for group in ended for request in group.requests]:
+            request.finish_reason = request.finish_reason or "error"
+        self._scheduler.reset()
+        if self.images is not None:
+            self.images.cache.drop_wanted()
+        return [StepResult(group, engine_error("the engine broke", cause)) for group in ended]
 
-    def _advance(self, step: OpenStep) -> None:
+    def _step(self, results: list[StepResult]) -> None:
         if self.adapters.has_unnamed:
             self.adapters.forget_unnamed(self._groups.values())
         batch, waited = self._schedule(), None
@@ -250,24 +246,26 @@ class Engine:
         if not batch.scheduled and self.tiers is not None and self.tiers.wait():
             batch = self._schedule()
         for name, error in self.adapters.take_refused().items():
-            self._end(step, self._groups[name], engine_error("no adapter to run it with", error))
+            self._end(results, self._groups[name], engine_error("no adapter to run it with", error))
         if not batch.scheduled:
             waits = self._scheduler.waits_for_inputs or (self.tiers and self.tiers.is_loading)
-            if not step.results and self._groups and not waits:
+            if not results and self._groups and not waits:
                 raise EngineError("requests wait, and none can run: the scheduler is stuck")
             return
-        step.batch, step.phase = batch, Phase.COMPUTING
-        step.failed = self.images.cache.encode_wanted() if self.images is not None else {}
-        if step.failed:
-            self._roll_back(step)
+        tokens: list[Choice] = []
+        try:
+            failed = self._encode(batch)
+            if not failed:
+                tokens = choose_tokens(self._sampler, batch, self._compute(batch))
+        except BaseException as cause:
+            failed = {p.request: engine_error("the step failed", cause) for p in batch.scheduled}
+        if failed:
+            self._fail_step(results, failed)
             return
-        logits = self._compute(batch)
-        step.phase = Phase.CHANGING
-        tokens = choose_tokens(self._sampler, batch, logits)
-        self._discard_failed(step, batch, tokens)
+        self._discard_failed(results, batch, tokens)
         self.manager.commit_step()
         self._scheduler.committed()
-        self._deliver(step, batch, tokens)
+        self._deliver(results, batch, tokens)
         if self.tiers is not None:
             self.tiers.committed(batch, is_last=not self._groups)
 
@@ -275,10 +273,13 @@ class Engine:
         self.adapters.take_in()
         if self.tiers is not None:
             self.tiers.take_in()
-        batch = self._scheduler.schedule()
-        if self.tiers is not None and batch.scheduled:
+        return self._scheduler.schedule()
+
+    def _encode(self, batch: Batch) -> dict[object, EngineError]:
+        """Prepare what the step reads; return the requests that an image keeps from running."""
+        if self.tiers is not None:
             self.tiers.scheduled(batch)
-        return batch
+        return self.images.cache.encode_wanted() if self.images is not None else {}
 
     def _compute(self, batch: Batch) -> StepLogits:
         now = time.perf_counter()
@@ -291,7 +292,9 @@ class Engine:
             self._hooks.computed(batch)
         return logits
 
-    def _discard_failed(self, step: OpenStep, batch: Batch, tokens: Sequence[Choice]) -> None:
+    def _discard_failed(
+        self, results: list[StepResult], batch: Batch, tokens: Sequence[Choice]
+    ) -> None:
         """End the requests whose part failed, before anything that they computed can be found."""
         failed = {
             part.request.group: token
@@ -303,13 +306,12 @@ class Engine:
         sequences = [request.sequence for group in failed for request in group.requests]
         self.manager.discard([one for one in sequences if self.manager.is_known(one)])
         for group, error in failed.items():
-            self._end(step, group, error)
+            self._end(results, group, error)
 
-    def _deliver(self, step: OpenStep, batch: Batch, tokens: Sequence[Choice]) -> None:
-        """Give each request its token; what they have then is told as a whole, or not at all."""
+    def _deliver(self, results: list[StepResult], batch: Batch, tokens: Sequence[Choice]) -> None:
+        """Give each request its token."""
         now = time.perf_counter()
         moved: dict[RequestGroup, None] = {}
-        ended: list[RequestGroup] = []  # an answer of each
         for part, token in zip(batch.scheduled, tokens, strict=True):
             request = part.request
             request.num_read = request.sequence.num_computed_tokens
@@ -317,61 +319,38 @@ class Engine:
                 continue
             try:
                 request.append(token, now)
-            except Exception as error:  # a tokenizer that cannot decode ends this request alone
+            except Exception as cause:  # a tokenizer that cannot decode ends this request alone
                 moved.pop(request.group, None)
-                self._end(step, request.group, engine_error("the answer cannot be decoded", error))
+                error = engine_error("the answer cannot be decoded", cause)
+                self._end(results, request.group, error)
                 continue
             moved[request.group] = None
             if request.finish_reason is not None:
                 self._scheduler.remove(request)
-                ended.append(request.group)
-        earlier = [r for r in step.results if r.error is not None or r.group not in moved]
-        step.results, step.phase = [*earlier, *map(StepResult, moved)], Phase.DELIVERED
-        for name in [group.request_id for group in ended if group.finished]:
-            self._groups.pop(name, None)
+                if request.group.finished:
+                    self._groups.pop(request.group.request_id, None)
+        results += map(StepResult, moved)
 
-    # What ends a request, or rolls a step back. All of it may be interrupted and called again.
-    def _begin(self) -> OpenStep:
-        """Begin a change; if interrupted before `_close_step`, the next call rolls it back."""
-        if self._open and self._open[0].begun:
-            self._roll_back(self._open[0])
-        step = OpenStep(self.results, begun=True)
-        self._open[:] = [step]
-        return step
-
-    def _close_step(self, step: OpenStep) -> None:
-        """All is done; results that nobody was given yet wait for the next step."""
-        self._open[:] = [OpenStep(step.results)] if step.results else []
-
-    def _roll_back(self, step: OpenStep) -> None:
-        """Nothing that the step was to fill can be found; its requests wait again or have ended."""
-        self._runner.end_step()
+    def _fail_step(self, results: list[StepResult], failed: Mapping[object, EngineError]) -> None:
+        """Call the scheduled step off; requests that did not fail wait again."""
         self.manager.fail_step()
-        self._scheduler.restart(
-            request for group in self._groups.values() for request in group.going_on()
-        )
-        self.adapters.restore()
+        self._scheduler.restart()
         if self.tiers is not None:
             self.tiers.roll_back()
         if self.images is not None:
             self.images.cache.drop_wanted()
-        if step.phase is Phase.CHANGING and not step.failed:  # interrupted before it was noted
-            step.note_failure(EngineError("the step was interrupted"))
-        for part in step.batch.scheduled if step.batch is not None else ():
-            if part.request in step.failed:
-                self._end(step, part.request.group, step.failed[part.request])
-        for name in [name for name, group in self._groups.items() if group.finished]:
-            del self._groups[name]
+        for request, error in failed.items():
+            assert isinstance(request, Request)
+            self._end(results, request.group, error)
 
-    def _end(self, step: OpenStep, group: RequestGroup, error: EngineError) -> None:
-        """End what is left of a request with an error; told once."""
+    def _end(self, results: list[StepResult], group: RequestGroup, error: EngineError) -> None:
+        """End what is left of a request with an error."""
         if self._groups.get(group.request_id) is group:
-            if all(result.group is not group for result in step.results):
-                step.results.append(StepResult(group, error))
+            results.append(StepResult(group, error))
             self._leave(group, "error")
 
     def _leave(self, group: RequestGroup, reason: str) -> None:
-        """The request is gone: out of the scheduler first, out of the table last."""
+        """Remove a request from the scheduler and the table."""
         for request in group.requests:
             if request.finish_reason is None:
                 self._scheduler.remove(request)
@@ -392,7 +371,6 @@ class Engine:
         """Let go of requests, threads and K/V memory. Later calls, but not `close`, raise."""
         self._closed = self._closed or reason
         self._groups.clear()
-        self._open.clear()
         self.adapters.close()
         if self.images is not None:
             self.images.cache.clear()

@@ -25,8 +25,6 @@ from headstart.frontend.text.output import OutputText
 TokenText = Callable[[int], str]
 """The text of one token."""
 
-_LEFT = ("abort", "error")  # finish reasons of a group that left as a whole
-
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -113,7 +111,7 @@ class Request:
         if self.sampling.processors and reason != "stop" and self.sampling.accept(token.token_id):
             self.text.end()
             reason = "stop"
-        self.finish_reason = reason  # last: from here on it is taken for ended
+        self.finish_reason = reason
 
     def completion(self) -> CompletionOutput:
         """The answer so far."""
@@ -200,14 +198,6 @@ class RequestGroup:
         for tier, tokens in self.loaded:
             counts[tier] += max(0, min(tokens.stop, num_cached_tokens) - tokens.start)
         self.loaded_tokens = dict(+counts)
-
-    def going_on(self) -> list[Request]:
-        """Its requests without an end; none if it had begun to leave and was interrupted."""
-        going = [request for request in self.requests if request.finish_reason is None]
-        left = [one.finish_reason for one in self.requests if one.finish_reason in _LEFT]
-        for request in going if left else ():
-            request.finish_reason = left[0]
-        return [] if left else going
 
     @property
     def finished(self) -> bool:

@@ -159,7 +159,7 @@ class Runner:
         return StepLogits(values, counts, self._nonfinite_parts(parts))
 
     def end_step(self) -> None:
-        """End a pass, also one that was interrupted. May be called at any time."""
+        """End a pass, wherever it was. May be called at any time."""
         self._backend.end_step()
         self._adapters.end_step()
 
@@ -210,9 +210,9 @@ class Runner:
         if any(rows.extras is not None for rows in parts):
             embeddings, places = self._extras(parts), self._places(parts, places)
         plan = StepPlan(self._tensor(slots), tuple(spans), contiguous_gather=self._deterministic)
-        self._begin_adapters(parts)
-        self._backend.begin_step(plan)
         try:
+            self._begin_adapters(parts)
+            self._backend.begin_step(plan)
             answer = compute(self._tensor(tokens), places, self._tensor(logit_rows), embeddings)
             self._note_nonfinite(parts)
             return answer

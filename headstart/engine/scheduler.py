@@ -28,7 +28,7 @@ them finds a short step under way. Decoding requests have their token in each st
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from headstart.cache import Allocation, ComputedBlocks, KVCacheManager, RowCopy
@@ -94,36 +94,32 @@ class Scheduler:
             self.waiting.remove(request)
         self._limited.pop(request, None)
 
-    def restart(self, live: Iterable[Request]) -> None:
-        """Put live requests that hold no blocks back at the head of the waiting ones.
+    def restart(self) -> None:
+        """Queue the requests of a failed step again, once the manager has taken their blocks back.
 
-        For after a step that did not come about, once the manager has taken its blocks back.
-        Wherever `schedule` or `remove` was interrupted, each live request is in one place then.
-        Those that the step was to let in did not run, so that they did not give way either.
+        Those that the step was to let in did not run, so they did not give way either.
         """
-        living = dict.fromkeys(live)
-        kept = {r for r in self.running if r in living and self._manager.is_known(r.sequence)}
-        admitted = {request for request, _ in self._admitted}
-        again = [r for r in self.running if r in living and r not in kept]
-        placed = {*self.running, *self.waiting}
-        lost = [r for r in living if r not in placed]
-        for request in {*placed, *lost} - kept:
-            self._free(request)
+        admitted = dict(self._admitted)
+        lost = [r for r in self.running if not self._manager.is_known(r.sequence)]
+        self.running = [r for r in self.running if self._manager.is_known(r.sequence)]
+        for request in lost:
             self._leave_limits(request)
-        for request, start in self._admitted:
-            request.withdrawn(start)
-        for request in again:
-            if request not in admitted:
+            if request in admitted:
+                request.withdrawn(admitted[request])
+            else:
                 self._count_preemption(request)
-        self._limited = {}
-        for request in living:
             self._find_limits(request)
-        waiting = sorted(dict.fromkeys((*again, *lost, *self.waiting)), key=_rank)
-        self.running, self.waiting = (
-            [request for request in self.running if request in kept],
-            deque(request for request in waiting if request in living and request not in kept),
-        )
+        self.waiting = deque(sorted([*lost, *self.waiting], key=_rank))
         self._admitted.clear()
+
+    def reset(self) -> None:
+        """Forget all requests, whatever state an exception left."""
+        for request in self._limited:
+            self._leave_limits(request)
+        self._limited.clear()
+        self._admitted.clear()
+        self.running.clear()
+        self.waiting.clear()
 
     def committed(self) -> None:
         """The step that `schedule` gave came about: whom it let in stays in."""

@@ -1,11 +1,11 @@
-"""`LLMEngine`: an engine whose steps the program makes itself."""
+"""`LLMEngine`: an engine whose steps the program asks for, one by one."""
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
-from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headstart.engine.adapters.request import LoRARequest
 from headstart.engine.outputs import ShownOutputs
@@ -24,10 +24,18 @@ if TYPE_CHECKING:
 __all__ = ["LLMEngine"]
 
 
+class _Failure(NamedTuple):
+    """A request that ended with an error."""
+
+    request_id: str
+    error: EngineError
+
+
 class LLMEngine(SyncFacade):
     """Takes requests, and answers all of them step by step as `step` is called.
 
-    For one thread: `AsyncLLM`, and `LLM.stream`, have a thread that makes the steps.
+    The engine's thread runs each step while `step` waits, so Ctrl-C interrupts the wait alone. To
+    be called from one thread.
 
     >>> from headstart.models.demo import demo_model_path
     >>> engine = LLMEngine(demo_model_path(), num_blocks=64)
@@ -43,11 +51,9 @@ class LLMEngine(SyncFacade):
 
     def _take(self, started: Started) -> None:
         self.engine, self._chats, self._driver, self._sampling = started
-        self._shown: dict[str, ShownOutputs] = {}
-        self._errors: dict[str, Exception] = {}  # of requests, each for a step of its own
-        # Of steps that were interrupted as they ended: what is to be shown, and what is to be told.
-        self._moved: dict[RequestGroup, EngineError | None] = {}
-        self._outputs: list[list[RequestOutput]] = []
+        # Changed in the engine's thread alone, but that `step` takes the first of `_pending`.
+        self._shown: dict[str, ShownOutputs] = {}  # of unfinished requests
+        self._pending: deque[list[RequestOutput] | _Failure] = deque()  # for the next steps
         weakref.finalize(self, self._driver.close)
 
     def add_request(
@@ -80,8 +86,6 @@ class LLMEngine(SyncFacade):
             }
         )
         self.engine.require_open()
-        if request_id in self._untold():
-            raise RequestError(f"request {request_id!r} has an output that the next step tells")
         [(chosen, choice, rank)] = self._spread(1, params, adapter, lora_request, priority)
         group = self.engine.prepare(
             prompt,
@@ -91,85 +95,93 @@ class LLMEngine(SyncFacade):
             adapter=self._require_adapter(choice),
             priority=rank,
         )
-        self.engine.submit(group)
-        self._shown[group.request_id] = ShownOutputs(group.params.output_kind)
+        self._driver.call(lambda: self._submit(group))
         return group.request_id
-
-    def _untold(self) -> list[str]:
-        """Requests that an interrupted step moved, and of which nobody knows yet."""
-        moved = [*self._moved, *(result.group for result in self.engine.results)]
-        told = [output.request_id for outputs in self._outputs for output in outputs]
-        return [*self._errors, *(group.request_id for group in moved), *told]
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; the outputs of the requests that it moved, as `output_kind` says.
 
         Raises the EngineError of a request that failed; the others' outputs come before it. If it
-        is interrupted, such as by Ctrl-C, what it had to tell comes with the next step.
+        is interrupted, such as by Ctrl-C, its outputs come with the next step.
         """
         self.engine.require_open()
-        if not self._outputs and not self._errors:
-            if not self._moved:
-                self.engine.advance()
-            self._collect()
-            self._show()
-        if self._outputs:
-            return self._outputs.pop()
-        raise self._errors.pop(next(iter(self._errors)))
-
-    def _collect(self) -> None:
-        """Take the engine's results: here first and there last, for none may be in neither."""
-        self._moved.update(self.engine.results)
-        self._moved.update(self.engine.take_results())  # and what rolling back ended
-
-    def _show(self) -> None:
-        """Make the outputs of all that moved. One assignment changes what is known of them."""
-        shown, errors = dict(self._shown), dict(self._errors)
-        outputs: list[RequestOutput] = []
-        for group, error in self._moved.items():
-            name = group.request_id
-            own = copy(shown.pop(name, None)) or ShownOutputs(group.params.output_kind)
-            try:
-                output = group.output() if error is None else None
-            except Exception as found:  # it ends this request alone
-                self.engine.abort(name)
-                error = EngineError(f"an output cannot be made: {type(found).__name__}: {found}")
-                error.__cause__ = found
-            if error is not None:
-                errors[name] = error
-            elif output is not None:
-                if not output.finished:
-                    shown[name] = own
-                if (new := own.next(output)) is not None:
-                    outputs.append(new)
-        told = [outputs] if outputs or not errors else []
-        self._shown, self._errors, self._moved, self._outputs = shown, errors, {}, told
+        if not self._pending:
+            self._driver.call(self._advance)
+        moved = self._pending.popleft()
+        if isinstance(moved, _Failure):
+            raise moved.error
+        return moved
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
         """Forget requests; an id that is not known changes nothing."""
         names = [request_ids] if isinstance(request_ids, str) else request_ids
+        self._driver.call(lambda: self._forget(frozenset(names)))
+
+    # In the engine's thread
+
+    def _submit(self, group: RequestGroup) -> None:
+        name = group.request_id
+        if any(name in _names(moved) for moved in self._pending):
+            raise RequestError(f"request {name!r} has an output that the next step tells")
+        self.engine.submit(group)
+        self._shown[name] = ShownOutputs(group.params.output_kind)
+
+    def _advance(self) -> None:
+        """Run a step and make the outputs of the requests that moved."""
+        outputs: list[RequestOutput] = []
+        failures: list[_Failure] = []
+        ended: list[str] = []
+        for group, error in self.engine.step():
+            name = group.request_id
+            try:
+                output = group.output() if error is None else None
+            except Exception as cause:  # it ends this request alone
+                self.engine.abort(name)
+                error = EngineError(f"an output cannot be made: {type(cause).__name__}: {cause}")
+                error.__cause__ = cause
+            if error is not None:
+                failures.append(_Failure(name, error))
+                ended.append(name)
+                continue
+            assert output is not None
+            if output.finished:
+                ended.append(name)
+            if (new := self._shown[name].next(output)) is not None:
+                outputs.append(new)
+        if outputs or not failures:
+            self._pending.append(outputs)
+        self._pending += failures
+        for name in ended:  # last, so that `has_unfinished_requests` misses nothing
+            del self._shown[name]
+
+    def _forget(self, names: frozenset[str]) -> None:
         for name in names:
             self.engine.abort(name)
             self._shown.pop(name, None)
-            self._errors.pop(name, None)
-        self._collect()
-        gone = frozenset(names)
-        moved = self._moved.items()
-        self._moved = {group: error for group, error in moved if group.request_id not in gone}
-        self._outputs = [[o for o in told if o.request_id not in gone] for told in self._outputs]
+        pending = list(self._pending)
+        self._pending.clear()
+        for moved in pending:
+            if isinstance(moved, list):
+                self._pending.append([o for o in moved if o.request_id not in names])
+            elif moved.request_id not in names:
+                self._pending.append(moved)
 
     def has_unfinished_requests(self) -> bool:
         """Return True if a step would return an output."""
-        return bool(self._outputs or self._errors or self._moved) or self.engine.has_unfinished
+        return bool(self._shown or self._pending)
 
     def get_num_unfinished_requests(self) -> int:
         """Return the number of requests whose answers have not ended."""
-        return sum(map(self.engine.is_unfinished, self._shown))
+        return len(self._shown)
 
     def close(self) -> None:
         """Forget all requests and free the K/V memory. Idempotent."""
-        self._shown.clear()
-        self._errors.clear()
-        self._moved.clear()
-        self._outputs.clear()
         self._driver.close()
+        self._shown.clear()
+        self._pending.clear()
+
+
+def _names(moved: list[RequestOutput] | _Failure) -> list[str]:
+    if isinstance(moved, _Failure):
+        return [moved.request_id]
+    return [output.request_id for output in moved]

@@ -173,6 +173,15 @@ class Pipeline:
             self._end(progress, "abort")
         return progress
 
+    def reset(self, cause: BaseException) -> list[tuple[Progress, HeadstartError | None]]:
+        """End all requests after an unexpected exception; return them with their errors."""
+        ended = list(self._requests.values())
+        for progress in ended:
+            progress.error = EngineError(f"the pipeline broke: {type(cause).__name__}: {cause}")
+            progress.error.__cause__ = cause
+            self._end(progress, "error")
+        return [(progress, progress.error) for progress in ended]
+
     def reset_cache(self) -> bool:
         """Drop the stages' caches; returns False and does nothing while a request runs."""
         self.require_open()

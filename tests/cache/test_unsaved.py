@@ -113,25 +113,6 @@ def test_what_is_handed_on_lies_there_and_nothing_is_left_out(seed: int, dedupli
     assert len(cached - engine.saved) == 0, "a block that lies in the pool was never handed on"
 
 
-def test_a_pool_that_was_built_anew_hands_on_the_same_blocks() -> None:
-    engine = Engine(0)
-    sequence = TokenSequence("one", list(range(30)))
-    assert engine.manager.allocate_slots(sequence, 30)
-    engine.unsaved.note(engine.manager.take_events(), 0)
-    engine.running = [sequence]
-    engine.write()
-    engine.manager.commit_step()
-    engine.unsaved.commit()
-    engine.manager._is_whole = False  # as after an interruption in the middle of a method
-    engine.manager.fail_step()
-    engine.unsaved.roll_back(engine.manager.take_events())
-    engine.manager.check()
-    blocks = engine.unsaved.pending(100)
-    assert [block.depth for block in blocks] == list(range(7))
-    assert [block.name for block in blocks] == engine.manager.block_hashes(sequence)
-    assert engine.save(blocks, has_room=True) == 7
-
-
 def test_nothing_is_left_after_a_reset() -> None:
     engine = Engine(0)
     sequence = TokenSequence("one", list(range(30)))

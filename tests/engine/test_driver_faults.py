@@ -1,4 +1,4 @@
-"""The driver under exceptions and signals at any moment: nobody waits for ever, nothing is lost."""
+"""The driver under faults and signals: no caller waits for ever, nothing is lost."""
 
 import asyncio
 import threading
@@ -61,8 +61,60 @@ def _is_clean(llm: LLM | AsyncLLM) -> bool:
 
 
 @unhandled
-def test_a_call_that_is_never_refused_ends_with_the_thread(folder: Path) -> None:
-    """A task waited for it for ever."""
+@pytest.mark.parametrize("place", ["_step", "_take_orders", "_deliver"])
+def test_a_fault_in_the_drivers_thread(
+    folder: Path, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Callers get an error, and so does or is answered the next call; the memory is given back."""
+    llm = make_llm(folder)
+    method = getattr(llm._driver, place)
+    left = [None]
+
+    def broken(*args: Any) -> Any:
+        answer = method(*args)
+        if llm._driver._followed and left:
+            left.pop()
+            raise MemoryError("on purpose")
+        return answer
+
+    monkeypatch.setattr(llm._driver, place, broken)
+    with pytest.raises(EngineError, match="on purpose"):
+        llm.generate([A, B], SHORT, use_tqdm=False)
+    if place == "_take_orders":
+        with pytest.raises(EngineError, match="on purpose"):
+            llm.generate(B, SHORT)
+    else:
+        assert _tokens(llm.generate(B, SHORT)[0]) == expected[B[0]]
+        assert _is_clean(llm)
+    llm.close()
+    assert not llm._driver.is_alive
+    assert not llm.engine._runner._memory.keys, "the K/V memory is kept"
+
+
+def test_a_cancelled_an_aborted_and_a_closed_stream(folder: Path) -> None:
+    """How three requests and a call end: one cancelled, one aborted, one under way at the close."""
+    asyncio.run(asyncio.wait_for(_cancel_abort_and_close(folder), LIMIT))
+
+
+async def _cancel_abort_and_close(folder: Path) -> None:
+    llm = AsyncLLM(folder, dtype="float32", num_blocks=24, num_threads=1)
+    streams = [llm.generate([*A, at], LONG, f"{at}") for at in range(3)]
+    for stream in streams:
+        await anext(stream)
+    await streams[0].aclose()
+    await llm.abort("1")
+    aborted = [output async for output in streams[1]][-1]
+    assert aborted.outputs[0].finish_reason == "abort"
+    assert await llm.call(lambda: 5) == 5
+    llm.close()
+    with pytest.raises(EngineError, match="closed"):
+        async for _ in streams[2]:
+            pass
+
+
+@unhandled
+def test_an_engine_that_cannot_be_reset_is_closed(folder: Path) -> None:
+    """Nobody waits for ever, and the memory is given back."""
     llm = AsyncLLM(folder, dtype="float32", num_blocks=24, num_threads=1)
     begun, go = threading.Event(), threading.Event()
 
@@ -71,27 +123,29 @@ def test_a_call_that_is_never_refused_ends_with_the_thread(folder: Path) -> None
         assert go.wait(LIMIT)
         raise MemoryError("on purpose")
 
-    llm.engine.step = llm.engine.abort = broken  # type: ignore[method-assign]
-    llm._driver._refuse_orders = broken  # type: ignore[method-assign]
-
-    async def call_and_break() -> list[object]:
+    async def read_and_call(patch: pytest.MonkeyPatch) -> list[object]:
+        patch.setattr(llm.engine, "_step", broken)
+        patch.setattr(llm.engine, "reset", broken)
         async with asyncio.timeout(LIMIT):
             read = asyncio.ensure_future(anext(llm.generate(A, LONG)))
             await asyncio.to_thread(begun.wait)
             called = asyncio.create_task(llm.call(lambda: None))
-            await asyncio.sleep(0)  # it has asked
+            queued = asyncio.ensure_future(anext(llm.generate(B, LONG)))
+            while llm._driver._orders.qsize() < 2:
+                await asyncio.sleep(0)
             go.set()
-            return list(await asyncio.gather(read, called, return_exceptions=True))
+            return list(await asyncio.gather(read, called, queued, return_exceptions=True))
 
-    for end in asyncio.run(call_and_break()):
-        assert isinstance(end, EngineError)
+    with pytest.MonkeyPatch.context() as patch:
+        for end in asyncio.run(read_and_call(patch)):
+            assert isinstance(end, EngineError) and "on purpose" in str(end)
     llm.close()
     assert not llm.engine._runner._memory.keys
 
 
 _SIGNALS = """
 import random, signal, sys
-from headstart import LLM, SamplingParams
+from headstart import LLM, LLMEngine, SamplingParams
 greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 prompts = [list(range(3, 60)), list(range(3, 40)) + [7, 8], list(range(70, 110))]
 chance = random.Random(0)
@@ -129,7 +183,33 @@ def interrupt(dtype):
         assert llm.engine.manager.num_free_blocks == 24 and not llm.engine.has_unfinished, turn
     llm.close()
     return hits
-print(interrupt("float32"), interrupt("bfloat16"))
+def interrupt_steps():
+    # A program that makes the steps itself goes on where Ctrl-C left it: each end comes once.
+    engine = LLMEngine(sys.argv[1], dtype="float32", num_blocks=24, num_threads=1)
+    expected, hits = None, 0
+    while hits < 20:
+        engine.reset_prefix_cache()
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), prompt, greedy)
+        if expected is not None:
+            armed.append(True)
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 0.02))
+        answers = {}
+        while engine.has_unfinished_requests():
+            try:
+                for output in engine.step():
+                    assert output.request_id not in answers or not answers[output.request_id][1]
+                    answers[output.request_id] = output.outputs[0].token_ids, output.finished
+            except KeyboardInterrupt:
+                hits += 1
+        armed.clear()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        assert expected in (None, answers), (expected, answers)
+        expected = answers
+        engine.engine.manager.check()
+    engine.close()
+    return hits
+print(interrupt("float32"), interrupt("bfloat16"), interrupt_steps())
 """
 
 
@@ -137,7 +217,7 @@ def test_real_signals_at_random_moments(folder: Path) -> None:
     """2 of 16 ended so that the next call raised KeyError; one held 13 blocks for ever."""
     done = run_program(_SIGNALS, folder)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["20", "20"]
+    assert done.stdout.split() == ["20", "20", "20"]
 
 
 _FORK = """
@@ -191,7 +271,7 @@ def test_engines_whose_logits_processors_ask_one_another_are_told(folder: Path, 
 
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(begin, llms, reversed(llms)))
-    refusal = "was closed" if ask == "close" else "asked from within a step"
+    refusal = "is closed" if ask == "close" else "asked from within a step"
     assert any(refusal in str(answer) for answer in answers), answers
     assert {a for a in answers if refusal not in str(a)} <= {"length"}
     for one in llms:

@@ -280,23 +280,3 @@ def test_a_sequence_ends_at_the_pool_s_end(engines: Any) -> None:
     assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 64
     with pytest.raises(RequestError, match="63"):
         llm.generate([5] * 64, GREEDY)
-
-
-def test_ctrl_c_in_a_step_leaves_a_whole_engine(
-    engines: Any, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
-    """The interrupt comes through; the step's requests are gone, and the next ones are served."""
-    llm = engines()
-    model = llm.engine.model
-    forward = model.forward
-
-    def interrupted(*tensors: torch.Tensor) -> torch.Tensor:
-        raise KeyboardInterrupt
-
-    model.forward = interrupted  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(prompts[:3], GREEDY, use_tqdm=False)
-    model.forward = forward  # type: ignore[method-assign]
-    llm.engine.manager.check()
-    assert not llm.engine.has_unfinished
-    assert answers(llm, prompts[:3]) == expected[:3]

@@ -236,16 +236,6 @@ def test_one_that_must_wait_for_the_others_is_not_kept_out_for_ever() -> None:
         assert late.times_bypassed <= 3 and steps < 10
 
 
-def test_a_request_that_is_queued_again_keeps_its_limits() -> None:
-    """An interrupted abort took it out of the table of limits, and then it was queued again."""
-    bench = Bench()
-    first, late = bench.add(prompt(1)), bench.make(prompt(2))
-    bench.kept_out.append(late)
-    bench.step()
-    bench.scheduler.restart([first, late])
-    assert [part.request for part in bench.step().scheduled] == [first]
-
-
 def test_who_was_let_in_by_a_step_that_failed_did_not_give_way() -> None:
     bench = Bench()
     requests = [bench.add(prompt(1))]
@@ -254,7 +244,7 @@ def test_who_was_let_in_by_a_step_that_failed_did_not_give_way() -> None:
     for _ in range(2):
         assert len(bench.scheduler.schedule().scheduled) == 3
         bench.manager.fail_step()
-        bench.scheduler.restart(requests)
+        bench.scheduler.restart()
     assert [request.num_preemptions for request in requests] == [1, 0, 0]
     assert bench.scheduler.num_preemptions == 1
     bench.step()

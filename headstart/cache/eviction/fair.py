@@ -183,10 +183,6 @@ class FairLru:
                 kept += max(0, min(cached, share - held - blocks))
         return kept
 
-    def salvage(self) -> list[KVCacheBlock]:
-        rest = [cached.salvage() for cached in self._cached.values()]
-        return [*self._empty.salvage(), *(block for blocks in rest for block in blocks)]
-
     def __len__(self) -> int:
         return len(self._empty) + self._num_cached
 

@@ -45,9 +45,6 @@ class EvictionPolicy(Protocol):
         0 if the policy knows no owners.
         """
 
-    def salvage(self) -> list[KVCacheBlock]:
-        """The rest of the order after one of the verbs was interrupted. Changes nothing."""
-
     def check(self) -> None:
         """Raise AssertionError if an invariant of the policy's own is broken."""
 
@@ -85,9 +82,6 @@ class Lru:
 
     def count_kept(self, taker: str | None, to_come: Mapping[str, int]) -> int:
         return 0
-
-    def salvage(self) -> list[KVCacheBlock]:
-        return self._queue.salvage()
 
     def check(self) -> None:
         pass
@@ -191,9 +185,6 @@ class AdaptiveLru(EmptyFirstLru):
         if self._partial and not self._partial.keys().isdisjoint(taken):
             self._room = max(0, self._room - self._leave(taken))
         return taken
-
-    def salvage(self) -> list[KVCacheBlock]:
-        return [*self._queue.salvage(), *self._retained.salvage()]
 
     def check(self) -> None:
         self._retained.check()

@@ -136,10 +136,6 @@ class RetainedBlocks:
             due += self.popleft(self.count - most)
         return due
 
-    def salvage(self) -> list[KVCacheBlock]:
-        """The order after one of the methods was interrupted. Changes nothing."""
-        return [block for minute in self._minutes for block in self._by_minute[minute].salvage()]
-
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         assert self._minutes == sorted(self._by_minute), "minutes are not in order"

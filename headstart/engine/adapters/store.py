@@ -240,10 +240,7 @@ class AdapterStore(AdapterNames):
         self._layers.end_step()
 
     def restore(self) -> None:
-        """A step was called off at any point: forget what it refused and set up.
-
-        What was refused is refused again if it is asked for again. Again is no error.
-        """
+        """Forget what a step refused and set up, wherever it was."""
         self._failed, self._refused = {}, {}
         self.has_unnamed = True  # perhaps: `forget_unnamed` looks
         self._layers.reset()

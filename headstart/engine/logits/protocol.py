@@ -5,9 +5,8 @@
     change       before a token is sampled                         the step
     accept       after the answer took a token and goes on         the step
 
-A step that is interrupted while it samples ends its requests, and one that is interrupted before
-has neither changed nor accepted anything: so nothing is ever taken back, and a request that is
-preempted keeps its processors as they are.
+A step that fails while it samples ends its requests, so nothing is ever taken back, and a request
+that is preempted keeps its processors as they are.
 """
 
 from abc import ABC, abstractmethod

@@ -219,7 +219,8 @@ class Tiers:
     def committed(self, batch: Batch, *, is_last: bool) -> None:
         """Note that the step is written; is_last: no request is left."""
         self._rate.add(batch.num_tokens, time.perf_counter() - self._began)
-        self._offers.commit()
+        with suppress(MemoryError, RuntimeError):  # torch's: what has no room is offered again
+            self._offers.commit()
         if is_last:
             self.idle()
 
@@ -236,10 +237,14 @@ class Tiers:
         self._object_saver.rest(on)
 
     def roll_back(self) -> None:
-        """Forget the step under way and all loads; it did not come about."""
-        self.loads.end_all()
+        """Call off the step under way."""
         self._offers.roll_back()
         self._rest(False)
+
+    def reset(self) -> None:
+        """Call off the step under way and all loads."""
+        self.loads.end_all()
+        self.roll_back()
 
     def clear(self) -> None:
         """Forget what the stores have. Raises TierError if some may be left; all are called."""

@@ -148,26 +148,6 @@ def test_what_is_discarded_or_reset_is_not_kept() -> None:
     assert [block.block_id for block in pool.manager.pool.free] == list(range(10))
 
 
-@pytest.mark.parametrize("eviction", ["adaptive-lru", "fair-lru"])
-def test_marks_and_ages_outlive_a_pool_that_is_built_anew(eviction: str) -> None:
-    pool = Pool(140, eviction)
-    marked = pool.text(8)
-    pool.ask(marked, Mark(99, 5 * MINUTES))
-    pool.flood(200)
-    evicted = pool.manager.num_evictions
-    ages = sum(pool.manager.stats.eviction_ages.counts)
-    pool.manager._is_whole = False  # as an interruption leaves it
-    pool.manager.fail_step()
-    pool.manager.check()
-    pool.flood(300)
-    assert pool.kept(marked) == 8
-    assert pool.manager.num_evictions > evicted > 0
-    assert sum(pool.manager.stats.eviction_ages.counts) > ages > 0
-    pool.now = 5 * MINUTES
-    pool.flood(300)
-    assert pool.kept(marked) == 0
-
-
 def test_ages_are_told_of_blocks_that_are_evicted() -> None:
     """Blocks that were let go of at 0 s and used again at 10 s, and are evicted at 37 s."""
     pool = Pool(256)

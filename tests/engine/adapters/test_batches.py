@@ -2,8 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +10,9 @@ import torch
 
 from headstart import LLM, LoRARequest, SamplingParams
 from headstart.cache import MissReason
-from headstart.engine.adapters import store as adapter_store
-from headstart.engine.adapters.store import AdapterStore
 from headstart.engine.engine import Engine
-from headstart.engine.request import Request
 from headstart.errors import ConfigError, DamagedAdapterError, EngineError, RequestError
-from headstart.models.lora import modules as lora_modules
 from headstart.models.lora.stack import ResidentAdapter
-from tests.interruptions import Interrupted, Interruption
 from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import save_tiny
 
@@ -330,58 +323,3 @@ def test_closing_ends_the_thread_that_reads_adapters(llama: World) -> None:
         llm.close()
         assert set(threading.enumerate()) <= before
         assert llm.engine.adapters.resident == []
-
-
-def fetch(store: AdapterStore, *requests: Request) -> None:
-    """Have the adapters of these requests alone in memory, however long reading them takes."""
-    for request in list(store._running):
-        store.leave(request)
-    for request in requests:
-        while not store.reach(request, 0, 1):
-            assert store.wait_for_reading() is not None
-            store.take_in()
-        store.enter(request, 0, 1)
-
-
-def test_an_interruption_at_any_line_mixes_up_no_adapters(llama: World) -> None:
-    """While adapters are fetched, hooked into the model and let go of, restored after it or not.
-
-    An adapter used to count as hooked before its layers were.
-    """
-    llm = llama.open(max_loras=2)
-    engine, store = llm.engine, llm.engine.adapters
-    names = ["everything", "with the head", "one layer"]
-    requests = [engine.prepare([5], GREEDY, adapter=name).requests[0] for name in names]
-    digests = [store.find(name).digest for name in names]
-    places = [NAMES.index(name) for name in names]
-    answered = 0
-    for number in count(1, 11):
-        interruption = Interruption(number - 1, Interrupted(), adapter_store, lora_modules)
-        with suppress(Interrupted), interruption as run:
-            for one, two in ((0, 1), (2, 1), (2, 0)):
-                fetch(store, requests[one], requests[two])
-                store.begin_step((digests[at], 2, 1) for at in (one, two))
-                store.end_step()
-            store.unload(names[2])
-            store.forget_unnamed([])
-        fetch(store)
-        if number % 2:
-            store.restore()
-            store.restore()
-        assert store.take_refused() == {}
-        assert len(store.resident) <= 2
-        store.load(names[2], llama.adapters[names[2]], lambda add: add())
-        if number % 55 == 1 or not run.raised:
-            groups = [
-                engine.prepare(llama.prompts[at], GREEDY, adapter=NAMES[at]) for at in (*places, 1)
-            ]
-            for group in groups:
-                engine.submit(group)
-            drain(engine)
-            found = [group.output().outputs[0].token_ids for group in groups]
-            assert found == [llama.expected[at] for at in (*places, 1)]
-            answered += 1
-        if not run.raised:
-            break
-    assert answered > 5
-    llm.close()

@@ -1,9 +1,6 @@
 """The encoder cache: what may go, and who holds what."""
 
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import count
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart.cache import MultiModalItem, Shares
-from headstart.engine.images import budget, encoder_cache
-from headstart.engine.images.budget import EncoderBudget
 from headstart.engine.images.encoder_cache import (
     EncoderCache,
     EncoderKey,
@@ -23,7 +18,6 @@ from headstart.engine.images.encoder_cache import (
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PromptExtras
 from headstart.models.image_encoder import ProcessedImage
-from tests.interruptions import Interrupted, Interruption
 
 
 @dataclass
@@ -193,50 +187,6 @@ class Shows:
         self.group = self
         self.params = SamplingParams(skip_storing_prefix_cache=not is_stored)
         self.extras = PromptExtras(embeddings=PromptImages(images, cache))
-
-
-def test_an_interruption_at_any_line_leaves_the_cache_whole() -> None:
-    """At each line of three steps of two requests, which show an image in common; then both leave
-    and the step is called off, itself interrupted and done again. What was encoded may stay."""
-    numbers = [1, 2, 3, 4]
-    for number in count(1):
-        is_stored = number % 3 > 0
-        encoder = Encoder()
-        cache = EncoderCache(encoder, 30)
-        gate = EncoderBudget(cache, None)
-        shown = [image(name, offset=10 * at) for at, name in enumerate(numbers)]
-        one: Any = Shows(cache, *shown, is_stored=is_stored)
-        two: Any = Shows(cache, shown[0])
-        with (
-            suppress(Interrupted),
-            Interruption(number - 1, Interrupted(), encoder_cache, budget) as run,
-        ):
-            for start, stop in ((0, 25), (15, 30), (30, 40)):
-                gate.enter(one, start, stop)
-                gate.enter(two, 0, 10)
-                cache.encode_wanted()
-                gate.leave(two)
-            cache.clear()
-        for again in (number % 40 + 1, 0):
-            with (
-                suppress(Interrupted),
-                Interruption(again - 1, Interrupted(), encoder_cache, budget),
-            ):
-                gate.leave(one)
-                gate.leave(two)
-                cache.drop_wanted()
-        cache.check()
-        assert all(not entry.users for entry in cache._entries.values())
-        for each in shown:
-            assert cache.fits([each])
-            cache.hold(("later", 0), each)
-            assert cache.encode_wanted() == {}
-            assert cache.rows(each.key)[:, 0].tolist() == [float(each.image.shape[0])] * 10
-            cache.leave(("later", 0), each)
-        cache.check()
-        if not run.raised:
-            break
-    assert number > 300
 
 
 def test_rows_of_a_request_that_is_not_stored_go_with_it() -> None:

@@ -84,11 +84,11 @@ class Simulation:
         self.scheduler.remove(request)
         request.finish_reason = "abort"
 
-    def fail(self, live: list[Request]) -> None:
+    def fail(self) -> None:
         """A step that does not come about."""
         assert self.scheduler.schedule().scheduled
         self.manager.fail_step()
-        self.scheduler.restart(live)
+        self.scheduler.restart()
 
     def step(self) -> int:
         """Run a step; how many tokens were computed."""

@@ -164,7 +164,7 @@ def test_an_owner_pays_once_for_a_prompt_whose_step_failed(is_answered: bool) ->
             simulation.step()
         second = simulation.ask("a", list(range(80)))
         for _ in range(failures):
-            simulation.fail([second])
+            simulation.fail()
         if not is_answered:
             simulation.end(second)
         third = simulation.ask("b", list(range(100, 200)))
@@ -180,7 +180,7 @@ def test_who_asked_before_he_was_made_an_owner_is_not_limited() -> None:
     simulation = Simulation(("a",))
     early = simulation.ask("b", [7] * 64)
     simulation.manager.shares.set("b", 1.0)
-    simulation.fail([early])
+    simulation.fail()
     simulation.step()
     late = simulation.ask("b", [8] * 64)
     while late.finish_reason is None:

@@ -115,7 +115,7 @@ def test_a_preempted_request_that_is_aborted_while_it_is_loaded(
     llm.close()
 
 
-def test_a_preempted_request_is_loaded_after_a_step_that_was_rolled_back(
+def test_a_preempted_request_is_loaded_after_all_loads_were_ended(
     model: Path, tmp_path: Path
 ) -> None:
     llm = make_llm(model, num_blocks=NUM_BLOCKS, cache_dir=str(tmp_path), debug=True)
@@ -130,7 +130,7 @@ def test_a_preempted_request_is_loaded_after_a_step_that_was_rolled_back(
             break
     [request] = loads._tried
     assert request in loads._waiting
-    engine.tiers.roll_back()
+    loads.end_all()
     assert not loads.are_under_way
     assert not loads._tried, "it would be computed, though the store has it"
     assert loads.reach(request, 0, 1) is None

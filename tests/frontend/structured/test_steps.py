@@ -7,16 +7,11 @@ from pathlib import Path
 import pytest
 
 from headstart import LLM, SamplingParams, StructuredOutputsParams
-from headstart.engine import engine, request, step
 from headstart.engine.engine import Engine
-from headstart.engine.logits import bad_words, bias, protocol
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
-from headstart.engine.sampling import sampler
 from headstart.errors import EngineError
-from headstart.frontend.structured import grammar, processor
 from tests.engine.tiny_llm import make_llm, save_smallest
-from tests.interruptions import Interruption, points
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
 REGEX = "(ab|ba)[0-9]{2}x"
@@ -76,60 +71,6 @@ def _alone(llm: LLM, bound: SamplingParams) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> list[list[int]]:
     return _alone(llm, BOUND)
-
-
-WITHIN = (engine, request, step, sampler, protocol, bias, bad_words, processor, grammar)
-ERRORS = (KeyboardInterrupt, MemoryError, RuntimeError)
-
-
-@pytest.mark.parametrize(
-    ("steps", "bound"),
-    [(1, BOUND), (2, BOUND), (2, GREEDY)],
-    ids=["mixed", "decode", "decode, masked before the model's pass"],
-)
-def test_an_exception_at_any_line_of_a_step(llm: LLM, steps: int, bound: SamplingParams) -> None:
-    """A request that goes on afterwards answers as if nothing had been: no matcher is ahead."""
-    runs, expected = llm.engine, _alone(llm, bound)
-
-    def begin() -> list[RequestGroup]:
-        assert runs.reset_prefix_cache()
-        groups = _both(runs, bound)
-        for group in groups:
-            runs.submit(group)
-        for _ in range(steps):
-            runs.step()
-        return groups
-
-    def finish(groups: list[RequestGroup], failed: list[RequestGroup]) -> int:
-        while runs.has_unfinished:
-            failed += [group for group, error in runs.step() if error is not None]
-        runs.manager.check()
-        for group, tokens in zip(groups, expected, strict=True):
-            assert group.finished
-            if group not in failed:
-                assert group.output().outputs[0].token_ids == tokens
-        assert runs.manager.num_free_blocks == NUM_BLOCKS
-        return len(groups) - len(failed)
-
-    groups = begin()
-    with Interruption(-1, None, *WITHIN) as counted:
-        runs.step()
-    assert finish(groups, []) == 2
-    places = points(counted.lines)
-    assert any("structured/processor.py" in name for name, _ in counted.lines)
-    went_on = 0
-    for turn, at in enumerate(places):
-        groups = begin()
-        kind = ERRORS[turn % len(ERRORS)]
-        failed: list[RequestGroup] = []
-        try:
-            with Interruption(at, kind("on purpose"), *WITHIN):
-                failed = [group for group, error in runs.step() if error is not None]
-        except kind:
-            pass
-        went_on += finish(groups, failed)
-    assert went_on > len(places) / 3
-    assert [_run(runs, group)[0] for group in _both(runs, bound)] == expected
 
 
 def test_a_preempted_request_is_told_nothing_twice(

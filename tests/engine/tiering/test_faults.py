@@ -1,13 +1,14 @@
-"""A step that fails while blocks are loaded leaves nothing wrong."""
+"""A fault in a step that loads blocks, or offers them, leaves nothing wrong."""
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from typing import Any
 
 import pytest
 
 from headstart import LLM, SamplingParams
 from headstart.engine.engine import Engine
 from headstart.engine.request import RequestGroup
+from headstart.errors import EngineError
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 NUM_BLOCKS = 20
@@ -73,31 +74,49 @@ def check(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("begin", [begin, begin_again])
-def test_a_model_that_fails_in_a_step_that_loads_leaves_nothing_wrong(
-    monkeypatch: pytest.MonkeyPatch, llm: LLM, begin: Callable[[Engine], list[RequestGroup]]
+@pytest.mark.parametrize("place", ["model", "offering", "taking in", "writing", "committing"])
+def test_a_fault_in_a_step_that_loads(
+    monkeypatch: pytest.MonkeyPatch,
+    llm: LLM,
+    begin: Callable[[Engine], list[RequestGroup]],
+    place: str,
 ) -> None:
+    """The loads go on where the model fails, and end where the engine is reset."""
     monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
     engine = llm.engine
+    tiers = engine.tiers
+    assert tiers is not None
     expected = answers(engine, begin(engine))
+    owner, name = {
+        "model": (engine.model, "forward"),
+        "offering": (tiers._offers, "note"),
+        "taking in": (tiers.loads, "_insert"),
+        "writing": (tiers.loads._payload, "write"),
+        "committing": (tiers._offers, "commit"),
+    }[place]
+    groups = begin(engine)
+    method = getattr(owner, name)
 
-    def fail(*arguments: object, **options: object) -> None:
-        raise RuntimeError("on purpose")
+    def broken(*args: Any, **options: Any) -> Any:
+        method(*args, **options)
+        raise KeyError("on purpose")
 
-    for steps in range(4):
-        groups = begin(engine)
-        for _ in range(steps):
-            engine.step()
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.model.module, "forward", fail)
-            with suppress(RuntimeError):
-                engine.step()
-        while engine.has_unfinished:
-            engine.step()
+    errors: dict[str, EngineError] = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, broken)
+        while engine.has_unfinished and not errors:
+            results = engine.step()
             check(engine)
-        assert all(group.finished for group in groups)
-        assert engine.tiers is not None and not engine.tiers.loads.are_under_way
-        assert engine.manager.num_free_blocks == NUM_BLOCKS
-        assert answers(engine, begin(engine)) == expected
+            errors = {group.request_id: error for group, error in results if error is not None}
+    assert errors and all("on purpose" in str(error) for error in errors.values())
+    ended = answers(engine, groups)
+    check(engine)
+    for group, tokens, answer in zip(groups, ended, expected, strict=True):
+        assert group.finished
+        assert group.request_id in errors or tokens == answer
+    assert not tiers.loads.are_under_way
+    assert engine.manager.num_free_blocks == NUM_BLOCKS
+    assert answers(engine, begin(engine)) == expected
 
 
 def test_requests_that_are_aborted_while_their_prefix_is_loaded(llm: LLM) -> None:

@@ -13,10 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from headstart.engine.params import SamplingParams
 from headstart.errors import RequestError
 from headstart.frontend.structured.params import StructuredOutputsParams
-from headstart.server.answers.formats import HERMES, CallFormat, choose_format, shows_reasoning
-from headstart.server.answers.parser import AnswerParser
-from headstart.server.answers.reasoning import CLOSE, OPEN, read_reasoning
-from headstart.server.answers.source import Reading, Source
+from headstart.server.answers.formats import (
+    HERMES,
+    THINK_CLOSE,
+    THINK_OPEN,
+    CallFormat,
+    choose_format,
+    read_reasoning,
+    shows_reasoning,
+)
+from headstart.server.answers.parser import AnswerParser, Reading, Source
 from headstart.server.errors import ApiError, telling_form_as
 from headstart.server.message_fields import check_fields
 from headstart.server.service import Service
@@ -269,7 +275,7 @@ def _read_dialect(service: Service, call: ChatCall) -> _Dialect:
     if call.tools.may_call:
         needed.update(calls.markers)
     if thought != "none":
-        needed.update((OPEN, CLOSE))
+        needed.update((THINK_OPEN, THINK_CLOSE))
     is_shown = call.sampling.get("skip_special_tokens") is False
     if is_shown or needed.isdisjoint(special):
         return _Dialect(calls, thought, special, None)
@@ -300,4 +306,4 @@ def _read_thought(tokenizer: PreTrainedTokenizerBase, text: str, call: ChatCall)
         )
     except Exception:  # whatever a template raises; the conversation's own rendering says it
         return "possible"
-    return "begun" if str(shown).rstrip().endswith(OPEN) else "possible"
+    return "begun" if str(shown).rstrip().endswith(THINK_OPEN) else "possible"

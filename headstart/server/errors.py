@@ -39,7 +39,7 @@ from headstart.errors import (
     RequestError,
     TierError,
 )
-from headstart.server.openai.paths import tell_missing
+from headstart.server.openai.compat import tell_missing
 from headstart.validation import in_one_line, shorten
 
 __all__ = [

@@ -11,8 +11,7 @@ from typing import Any, Literal, TypeVar
 from headstart.errors import RequestError
 from headstart.frontend.structured.params import StructuredOutputsParams, adapt_schema
 from headstart.frontend.structured.tags import spell_text
-from headstart.server.answers.formats import CallFormat
-from headstart.server.answers.reasoning import CLOSE
+from headstart.server.answers.formats import THINK_CLOSE, CallFormat
 from headstart.validation import describe
 
 __all__ = ["Thought", "Tool", "ToolUse", "after_reasoning", "force_calls", "make_tools"]
@@ -163,8 +162,8 @@ def _json(schema: Mapping[str, Any], spelling: Mapping[str, Any]) -> str:
 
 
 def _thought_rules(special: Mapping[str, int]) -> Iterable[str]:
-    if CLOSE in special:
-        rule = f"thought: /(?s:.*)/ {spell_text(CLOSE, special)}"
+    if THINK_CLOSE in special:
+        rule = f"thought: /(?s:.*)/ {spell_text(THINK_CLOSE, special)}"
     else:
-        rule = f'thought[suffix="{CLOSE}"]: /(?s:.*)/'
+        rule = f'thought[suffix="{THINK_CLOSE}"]: /(?s:.*)/'
     return (rule, "gap: /\\n{0,2}/")

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from headstart.cluster.index import prefix_keys
 from headstart.cluster.load import RouteRequest
 from headstart.server.cache import api
-from headstart.server.cache.schema import CachePromptRequest
+from headstart.server.cache.api import CachePromptRequest
 from headstart.server.errors import JsonResponse
 from headstart.server.service import service_of
 

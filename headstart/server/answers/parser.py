@@ -1,13 +1,230 @@
-"""An answer's text to its parts, piece by piece."""
+"""An answer's text to its parts: content, reasoning and calls of tools, piece by piece.
+
+A reader is a generator that waits for the next character, so it is written as if the whole text
+were there, and the same characters give the same parts however they arrive.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeVar
 
-from headstart.server.answers.parts import Content, Part, Reasoning, join
-from headstart.server.answers.source import END, Reading, Source, beginnings_of
+__all__ = [
+    "AnswerParser",
+    "Call",
+    "CallArguments",
+    "CallBegin",
+    "Content",
+    "END",
+    "Part",
+    "Reading",
+    "Reasoning",
+    "Source",
+    "beginnings_of",
+    "gather",
+    "join",
+]
 
-__all__ = ["AnswerParser"]
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model wrote for itself before its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """The next call of a tool; `index` counts the calls of an answer from 0."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A piece of a call's arguments, which together are JSON if the model wrote it well."""
+
+    index: int
+    text: str
+
+
+Part = Content | Reasoning | CallBegin | CallArguments
+
+
+def join(parts: Iterable[Part]) -> list[Part]:
+    """The same with neighbours of a kind put together.
+
+    >>> join([Content("a"), Content("b"), CallBegin(0, "f")])
+    [Content(text='ab'), CallBegin(index=0, name='f')]
+    """
+    joined: list[Part] = []
+    pieces: list[str] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if isinstance(part, CallBegin) or last is None or not _continues(last, part):
+            _close(joined, pieces)
+            joined.append(part)
+            pieces = [] if isinstance(part, CallBegin) else [part.text]
+        else:
+            pieces.append(part.text)
+    _close(joined, pieces)
+    return joined
+
+
+def _continues(last: Part, part: Part) -> bool:
+    if isinstance(last, CallArguments) and isinstance(part, CallArguments):
+        return last.index == part.index
+    return type(last) is type(part)
+
+
+def _close(joined: list[Part], pieces: list[str]) -> None:
+    """Give the last part the text of all its pieces."""
+    if len(pieces) > 1:
+        last = joined[-1]
+        assert not isinstance(last, CallBegin)
+        joined[-1] = replace(last, text="".join(pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A whole call of a tool."""
+
+    name: str
+    arguments: str
+
+
+def gather(parts: Iterable[Part]) -> list[Content | Reasoning | Call]:
+    """Whole texts and calls, in their order."""
+    gathered: list[Content | Reasoning | Call] = []
+    for part in join(parts):
+        if isinstance(part, CallBegin):
+            gathered.append(Call(part.name, ""))
+        elif isinstance(part, CallArguments):
+            begun = gathered[-1]
+            assert isinstance(begun, Call)
+            gathered[-1] = Call(begun.name, begun.arguments + part.text)
+        else:
+            gathered.append(part)
+    return gathered
+
+
+END = ""
+"""What a reader gets in place of a character when the text has ended."""
+
+Result = TypeVar("Result")
+Reading = Generator[None, str, Result]
+
+
+class Source:
+    """Characters that can be put back, and the parts that were read from them."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self._returned: list[str] = []  # what was put back, the next one last
+        self._kept: list[str] | None = None
+        self.left_out = ""
+        """White space that `until` left out before the last marker."""
+
+    def content(self, text: str) -> None:
+        """Tell a piece of content."""
+        self.parts.append(Content(text))
+
+    def reasoning(self, text: str) -> None:
+        """Tell a piece of reasoning."""
+        self.parts.append(Reasoning(text))
+
+    def next(self) -> Reading[str]:
+        """The next character, or END, which comes again and again."""
+        character = self._returned.pop() if self._returned else (yield)
+        if character == END:
+            self._returned.append(END)
+        elif self._kept is not None:
+            self._kept.append(character)
+        return character
+
+    def back(self, text: str) -> None:
+        """Put characters back that were read last; END needs no putting back."""
+        self._returned += reversed(text)
+        if self._kept is not None and text:
+            del self._kept[-len(text) :]
+
+    def keep(self) -> None:
+        """Remember what is read from here on, until it is asked for by `kept`."""
+        self._kept = []
+
+    def kept(self) -> str:
+        """What was read since `keep`; nothing more is remembered."""
+        kept, self._kept = self._kept or [], None
+        return "".join(kept)
+
+    def space(self) -> Reading[str]:
+        """White space, up to the next other character, which stays."""
+        space = ""
+        while True:
+            character = yield from self.next()
+            if not character.isspace():
+                self.back(character)
+                return space
+            space += character
+
+    def solid(self) -> Reading[str]:
+        """The next character that is no white space, or END."""
+        yield from self.space()
+        return (yield from self.next())
+
+    def match(self, text: str) -> Reading[bool]:
+        """Whether `text` comes next; it is read only then."""
+        read = ""
+        for wanted in text:
+            character = yield from self.next()
+            read += character
+            if character != wanted:
+                self.back(read)
+                return False
+        return True
+
+    def until(
+        self, markers: Sequence[str], tell: Callable[[str], None], *, keeps_space: bool = True
+    ) -> Reading[str]:
+        """Tell the text up to the first marker, which is returned, or up to the end: then END.
+
+        No marker begins another. White space before a marker is left out, and before the end too
+        unless it is kept. Text that may be the beginning of a marker waits until that is known.
+        """
+        beginnings = beginnings_of(tuple(markers))
+        held = space = ""
+        while True:
+            character = yield from self.next()
+            held += character
+            while held and (character == END or held not in beginnings):
+                first, held = held[0], held[1:]
+                space += first
+                if not first.isspace():
+                    tell(space)
+                    space = ""
+            if held in markers:
+                self.left_out = space
+                return held
+            if character == END:
+                if space and keeps_space:
+                    tell(space)
+                return END
+
+
+@lru_cache(64)
+def beginnings_of(markers: tuple[str, ...]) -> frozenset[str]:
+    """Every text that begins a marker, itself included."""
+    return frozenset(marker[: n + 1] for marker in markers for n in range(len(marker)))
 
 
 class AnswerParser:

@@ -1,26 +1,40 @@
-"""Why prompts missed, in words, and what would have helped most over the traffic of late."""
+"""Why prompts missed, in words, and what would have saved most over the recent traffic."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headstart.cache import MissExplanation, MissReason, Namespace
-from headstart.server.cache.difference import (
-    ENDS,
-    OTHER,
-    PASSAGES,
-    Difference,
-    describe_difference,
-    find_remedy,
+from headstart.server.cache.traffic import (
+    Closest,
+    Seen,
+    Tokens,
+    Traffic,
+    count_again,
+    count_common,
+    sort_key,
 )
-from headstart.server.cache.traffic import Closest, Seen, Tokens, Traffic, count_again
 
-__all__ = ["Adviser", "Explanation"]
+__all__ = [
+    "Adviser",
+    "Difference",
+    "ENDS",
+    "Explanation",
+    "OTHER",
+    "PASSAGES",
+    "PoolSize",
+    "advise_memory",
+    "describe_difference",
+    "find_remedy",
+]
 
 _BEFORE, _AFTER = 64, 512  # tokens shown to `describe_difference`
 _MOST_FORKS = 10
@@ -209,3 +223,222 @@ def _ago(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s ago"
     return f"{seconds / 60:.0f} min ago" if seconds < 5400 else f"{seconds / 3600:.1f} h ago"
+
+
+ENDS = "one ends where the other goes on"
+OTHER = "another text"
+PASSAGES = "the same passages in another order"
+_TOOLS = "the same tools in another order"
+_ENTRIES = "the same entries in another order"
+_SPACE = "white space"
+_REMEDIES = {
+    _TOOLS: "keeping one order of the tools",
+    _ENTRIES: "keeping one order of the entries",
+    PASSAGES: "sorting the passages, or moving them behind what stays the same,",
+    _SPACE: "writing it with the same white space",
+    OTHER: "if this is an edited turn, nothing needs to be done; otherwise moving it to the end",
+}
+_AROUND = 80  # characters shown on either side
+_NEAR = 24  # characters in which a date or an id is looked for
+_FAR = 2000  # characters in which the same lines or keys in another order are looked for
+_MOST = 0.75  # of the entries; the last one may be cut off
+_MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
+_DAYS = "mon|tue|wed|thu|fri|sat|sun"
+_TIMES = re.compile(
+    rf"\d{{4}}-\d\d?-\d\d?|\d\d?[./]\d\d?[./]\d{{2,4}}|\d\d?:\d\d|\b1\d{{9}}(\d{{3}})?\b"
+    rf"|\b({_MONTHS})[a-z]*\.?\s+\d|\b\d{{1,2}}\.?\s+({_MONTHS})|\b({_DAYS})[a-z]*day\b",
+    re.IGNORECASE,
+)
+_IDS = re.compile(
+    r"[0-9a-f]{8}-[0-9a-f]{4}-|\b[0-9a-f]{12,}\b|\b(?=\w*\d)(?=\w*[a-z])[\w-]{10,}\b",
+    re.IGNORECASE,
+)
+_KEYS = re.compile(r'"([^"\\]{1,80})"\s*:')
+_TOOL_WORDS = re.compile(r'"(parameters|input_schema|function)"')
+_NAMES = re.compile(r'"name"\s*:\s*"([^"\\]{1,80})"')  # of tools, whose keys are all the same
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """before: the text that both have in front of it; here, there: how each goes on."""
+
+    before: str
+    here: str
+    there: str
+    looks_like: str
+
+
+def describe_difference(before: str, here: str, there: str) -> Difference:
+    """Classify the difference between two texts after their common beginning.
+
+    >>> describe_difference("It is 2026-11-", "21. Hello", "22. Hello").looks_like
+    'a date or time'
+    """
+    kind = _kind(before[-_AROUND:], here, there)
+    return Difference(before[-_AROUND:], here[:_AROUND], there[:_AROUND], kind)
+
+
+def find_remedy(looks_like: str) -> str:
+    """Return what to do about a difference, as the subject of "would have saved".
+
+    >>> find_remedy("a date or time")
+    'moving it to the end'
+    """
+    return _REMEDIES.get(looks_like, "moving it to the end")
+
+
+def _kind(before: str, here: str, there: str) -> str:
+    if not here or not there:
+        return ENDS
+    mine, theirs = _around(before, here), _around(before, there)
+    if _TIMES.search(mine) and _TIMES.search(theirs):
+        return "a date or time"
+    if _IDS.search(mine) and _IDS.search(theirs):
+        return "a random id"
+    if "".join(here[:_AROUND].split())[:40] == "".join(there[:_AROUND].split())[:40]:
+        return _SPACE
+    if order := _find_order(before, here, there):
+        return order
+    if _word(before, here).isdigit() and _word(before, there).isdigit():
+        return "a number"
+    return OTHER
+
+
+def _around(before: str, after: str) -> str:
+    """The words about the difference: what is cut off in front of it belongs to it."""
+    same_line = before.rsplit("\n", 1)[-1][-_NEAR:]
+    return same_line + after[:_NEAR].split("\n", 1)[0]
+
+
+def _word(before: str, after: str) -> str:
+    """The word that the first character of `after` is part of."""
+    head = "".join(takewhile(str.isalnum, reversed(before)))[::-1]
+    return head + "".join(takewhile(str.isalnum, after))
+
+
+def _find_order(before: str, here: str, there: str) -> str | None:
+    """Return the kind of things that are the same in another order; None if they differ."""
+    line = before.rsplit("\n", 1)[-1]
+    mine, theirs = line + here[:_FAR], line + there[:_FAR]
+    if _is_moved(_NAMES.findall(mine), _NAMES.findall(theirs)):
+        return _TOOLS if _TOOL_WORDS.search(mine) else _ENTRIES
+    if _is_moved(_KEYS.findall(mine), _KEYS.findall(theirs)):
+        return _ENTRIES
+    if _is_moved(*(re.split(r"\n\s*\n", text) for text in (mine, theirs))):
+        return PASSAGES
+    return _ENTRIES if _is_moved(mine.splitlines(), theirs.splitlines()) else None
+
+
+def _is_moved(mine: list[str], theirs: list[str]) -> bool:
+    """Whether most entries are in both lists, and the first that differ are further on.
+
+    >>> _is_moved(["id", "a", "b"], ["id", "b", "a"]), _is_moved(["a", "b"], ["c", "b"])
+    (True, False)
+    """
+    pairs = zip(mine, theirs, strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    mine, theirs = mine[same:], theirs[same:]
+    if not mine or not theirs or mine[0] not in theirs or theirs[0] not in mine:
+        return False
+    return (Counter(mine) & Counter(theirs)).total() >= _MOST * min(len(mine), len(theirs))
+
+
+_MOST_WINDOWS = 256  # of more evicted prompts, evenly spaced samples
+_SHARE = 0.9  # of the tokens computed again that the advised size saves
+_Numbers = NDArray[np.int64]
+
+
+class PoolSize(NamedTuple):
+    """Blocks of the pool, their tokens, and the bytes of each."""
+
+    num_blocks: int
+    block_size: int
+    bytes_per_block: int
+
+
+class _History:
+    """Prompts by rank in byte order, and the tokens that each shares with the one before it."""
+
+    def __init__(self, prompts: Sequence[Seen], block_size: int) -> None:
+        self._block_size = block_size
+        keys = [(repr(seen.namespace), sort_key(seen.tokens)) for seen in prompts]
+        order = sorted(range(len(prompts)), key=keys.__getitem__)
+        ranked = [prompts[at] for at in order]
+        self._common: _Numbers = np.zeros(len(ranked) + 1, np.int64)  # and the end
+        for at in range(1, len(ranked)):
+            left, right = ranked[at - 1], ranked[at]
+            if left.namespace == right.namespace:
+                self._common[at] = count_common(left.tokens, right.tokens)
+        self._lengths = np.array([len(seen.tokens) for seen in ranked], np.int64)
+        self._blocks = np.array([-(-seen.num_computed // block_size) for seen in ranked], np.int64)
+        self._ended = np.array([seen.ended for seen in ranked])
+        self._looked_up = np.array([seen.times.looked_up for seen in ranked])
+        self._computed = np.array([seen.times.computed for seen in ranked])
+        self._ranks = {id(seen): rank for rank, seen in enumerate(ranked)}
+
+    def reuse_distance(self, seen: Seen, forgotten: float) -> int | None:
+        """Return the blocks that had to stay for what the prompt shares with the closest one.
+
+        None where nothing is known of its last use before, or of all since.
+        """
+        assert seen.closest is not None
+        rank = self._ranks[id(seen)]
+        before = self._looked_up < seen.times.looked_up
+        uses = before & (self._share(rank) >= seen.closest.num_common)
+        last = self._ended[uses & (self._computed <= seen.times.looked_up)].max(initial=-np.inf)
+        if last <= forgotten:
+            return None
+        others = before & (self._ended > last)
+        others[rank] = True  # stands for the prefix alone: its other blocks come after the lookup
+        ranks = np.flatnonzero(others)
+        size = self._block_size
+        lengths, blocks = self._lengths[ranks], self._blocks[ranks]
+        own = int(np.searchsorted(ranks, rank))
+        lengths[own] = seen.closest.num_common
+        blocks[own] = seen.closest.num_common // size
+        # Between neighbours of a window: the least that any two on the way have in common.
+        common = np.minimum.reduceat(self._common, ranks + 1)[:-1]
+        common = np.minimum(common, np.minimum(lengths[:-1], lengths[1:]))
+        shared = common // size
+        goes_on = common == lengths[:-1]  # then the next prompt may have the earlier answer in it
+        tails = np.minimum(blocks[:-1], blocks[1:]) - shared
+        shared += np.where(goes_on, np.maximum(tails, 0), 0)
+        return int(blocks.sum() - shared.sum())
+
+    def _share(self, rank: int) -> _Numbers:
+        """Tokens that each prompt shares with the one of this rank from the first on."""
+        below = np.minimum.accumulate(self._common[rank:0:-1])[::-1]
+        above = np.minimum.accumulate(self._common[rank + 1 : -1])
+        return np.concatenate([below, self._lengths[rank : rank + 1], above])
+
+
+def advise_memory(prompts: Sequence[Seen], forgotten: float, pool: PoolSize) -> dict[str, Any]:
+    """Return how many more blocks would have saved most of the tokens that were evicted.
+
+    prompts: of all tenants. forgotten: when the last prompt ended that is not among them. Values
+    are None where no reuse distance is known: the earlier use is older than that, or the prompts
+    account for fewer blocks than the pool has, as when requests that left no trace took the rest.
+    """
+    evicted = [seen for seen in prompts if seen.num_lost >= pool.block_size]
+    samples = evicted[:: -(-len(evicted) // _MOST_WINDOWS) or 1]
+    distances = []
+    history = _History(prompts, pool.block_size) if samples else None
+    for seen in samples:
+        assert history is not None
+        distance = history.reuse_distance(seen, forgotten)
+        if distance is not None and distance > pool.num_blocks:
+            distances.append((distance, seen.num_lost))
+    more = saved = None
+    if distances:
+        distances.sort()
+        sums = np.cumsum([lost for _, lost in distances])
+        at = int(np.searchsorted(sums, _SHARE * sums[-1]))
+        more = distances[at][0] - pool.num_blocks
+        saved = int(sums[at]) * len(evicted) // len(samples)
+    return {
+        "evicted_prompts": len(evicted),
+        "tokens_computed_again": sum(seen.num_lost for seen in evicted),
+        "more_blocks": more,
+        "more_bytes": more * pool.bytes_per_block if more is not None else None,
+        "tokens_saved": saved,
+    }

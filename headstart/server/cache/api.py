@@ -11,12 +11,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headstart.cache import MissExplanation, MissReason
-from headstart.server.bodies import read_keeping, read_retention, read_salt
+from headstart.frontend.vllm_api.rows import accepted, refused
+from headstart.server.bodies import (
+    Body,
+    CacheFields,
+    Flag,
+    Many,
+    Whole,
+    read_keeping,
+    read_retention,
+    read_salt,
+)
 from headstart.server.cache.advice import Explanation
-from headstart.server.cache.schema import CachePromptRequest, CacheResetRequest
 from headstart.server.chats import read_roles
 from headstart.server.errors import ApiError, JsonResponse
 from headstart.server.openai.reading import as_tools, read_template
+from headstart.server.openai.schema import ChatCompletionRequest, CompletionRequest, TemplateFields
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, frame
 from headstart.server.tenants import tenant_of
@@ -26,7 +36,36 @@ if TYPE_CHECKING:
     from headstart.cache import BlockHash
     from headstart.engine.request import RequestGroup
 
-__all__ = ["prepare", "read_advice", "router"]
+__all__ = ["CachePromptRequest", "CacheResetRequest", "prepare", "read_advice", "router"]
+
+_OF_REQUESTS = [*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields]
+
+
+class CachePromptRequest(CacheFields, TemplateFields):
+    """A prompt: a text, token ids or messages.
+
+    The body of a completion or a chat is accepted as it is; its fields for the answer have no
+    effect. `add_generation_prompt` adds the beginning of the model's reply to messages. By default
+    `explain` adds it, as a chat does, and `prewarm` does not.
+    """
+
+    rows = accepted({"no answer is made": _OF_REQUESTS}) | refused(
+        {"give a chat's `messages`": dict.fromkeys(("input", "instructions", "system"), ())}
+    )
+    model: str | None = None
+    prompt: str | Many[Whole] | None = None
+    messages: Many[dict[str, Any]] | None = None
+
+
+class CacheResetRequest(Body):
+    """reset_running_requests: have those that run wait, and be computed anew.
+
+    reset_tiers: forget what the model has on disk or another machine, too.
+    """
+
+    reset_running_requests: Flag = False
+    reset_tiers: Flag = False
+
 
 router = APIRouter(prefix="/cache")
 

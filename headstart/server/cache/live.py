@@ -1,7 +1,7 @@
-"""The pool as the page draws it: cells in the colours of prefixes, and what goes on, every second.
+"""The pool as the page draws it: cells in the colours of prefixes, and the traffic, every second.
 
 A look takes the engine's thread 0.4 us a block. So that watching costs at most a fiftieth of its
-time, the next one comes after fifty times as long as the last took, and all who ask share it. A
+time, the next look comes after fifty times as long as the last took, and all viewers share it. A
 pool of more than `MAX_CELLS` blocks is drawn with several blocks to a cell.
 """
 
@@ -9,29 +9,38 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.cache import Stretch, read_tokens
-from headstart.server.cache.owners import Owners
-from headstart.server.cache.state import (
-    PrefixView,
-    describe_batch,
-    describe_engine,
-    describe_pool,
-    describe_prefixes,
-)
+from headstart.cache import BlockKey, MissReason, Namespace, Stretch, read_tokens
+from headstart.cache.identity import PUBLIC, TOKEN_BYTES
+from headstart.server.cache.traffic import Seen
 
 if TYPE_CHECKING:
+    from headstart.cache import KVCacheManager
+    from headstart.engine.engine import Engine
     from headstart.frontend.async_llm import AsyncLLM
     from headstart.server.monitoring.watch import Watch
     from headstart.server.tenants import Tenants
 
-__all__ = ["MAX_CELLS", "Live", "draw_cells"]
+__all__ = [
+    "Live",
+    "MAX_CELLS",
+    "Owner",
+    "Owners",
+    "PrefixView",
+    "count_hits",
+    "describe_batch",
+    "describe_engine",
+    "describe_pool",
+    "describe_prefixes",
+    "draw_cells",
+]
 
 MAX_CELLS = 8192
 _MOST_PREFIXES = 64
@@ -154,3 +163,213 @@ def draw_cells(
     lengths = np.diff(starts, append=len(states))
     runs = np.stack([lengths, states[starts], owners[starts]], axis=1)
     return {"blocks_per_cell": per_cell, "runs": runs.tolist()}
+
+
+_SHOWN_TOKENS = 48
+Decode = Callable[[Sequence[int]], str]
+
+
+def describe_engine(engine: Engine) -> dict[str, Any]:
+    """Counts since the start, and requests of now. For the engine's thread."""
+    stats = engine.manager.stats
+    running, waiting = map(len, engine.requests)
+    return {
+        "requests": stats.requests,
+        "queried_tokens": stats.queried_tokens,
+        "hit_tokens": stats.hit_tokens,
+        "hit_rate": round(stats.hit_rate, 4),
+        "missed": {reason.name.lower(): count for reason, count in stats.missed.items()},
+        "reasons": {reason.name.lower(): reason.value for reason in MissReason},
+        "preemptions": engine.num_preemptions,
+        "running": running,
+        "waiting": waiting,
+    }
+
+
+def describe_batch(engine: Engine, most: int) -> list[dict[str, Any]]:
+    """The first requests that run, and how far each is. For the engine's thread."""
+    return [
+        {
+            "id": request.group.request_id,
+            "prompt_tokens": len(request.group.prompt_token_ids),
+            "cached_tokens": request.num_cached_tokens,
+            "read_tokens": min(
+                max(request.num_read, request.num_cached_tokens),
+                len(request.group.prompt_token_ids),
+            ),
+            "generated_tokens": len(request.sampling.output_token_ids),
+        }
+        for request in engine.requests[0][:most]
+    ]
+
+
+def describe_pool(
+    manager: KVCacheManager, stretches: Sequence[Stretch], owners: Owners
+) -> dict[str, Any]:
+    """Blocks by state, and who has them. For the engine's thread."""
+    by_owner: dict[Owner, Counter[str]] = defaultdict(Counter)
+    for stretch in stretches:
+        owner = by_owner[owners.of(stretch.namespace)]
+        owner["blocks"] += len(stretch.ids)
+        owner["held"] += stretch.num_held
+    named = sum(owner["blocks"] for owner in by_owner.values())
+    named_held = sum(owner["held"] for owner in by_owner.values())
+    num_blocks, free = manager.config.num_blocks, manager.num_free_blocks
+    return {
+        "block_size": manager.block_size,
+        "num_blocks": num_blocks,
+        "held": num_blocks - free,
+        "cached": named - named_held,
+        "empty": free - (named - named_held),
+        "owners": [
+            {**owners.tell(owner), **counts}
+            for owner, counts in sorted(by_owner.items(), key=lambda item: -item[1]["blocks"])
+        ],
+    }
+
+
+class PrefixView(NamedTuple):
+    """How prefixes are told.
+
+    decode: how their first tokens are told as text; None tells none. prompts: those whose hits are
+    counted.
+    """
+
+    owners: Owners
+    decode: Decode | None
+    prompts: Iterable[Seen]
+    block_size: int
+
+
+def describe_prefixes(
+    stretches: Sequence[Stretch], most: int, view: PrefixView
+) -> list[dict[str, Any]]:
+    """The `most` stretches with most blocks and those that they go on from, parents first."""
+    ranked = sorted(range(len(stretches)), key=lambda at: -len(stretches[at].ids))
+    chosen: set[int] = set()
+    for at in ranked[:most]:
+        while at >= 0 and at not in chosen:
+            chosen.add(at)
+            at = stretches[at].parent
+    by_depth = sorted(chosen, key=lambda at: (stretches[at].start, -len(stretches[at].ids)))
+    hits = count_hits(stretches, by_depth, view.prompts, view.block_size)
+    return [_describe(at, stretches[at], view) | {"hits": hits[at]} for at in by_depth]
+
+
+def _describe(at: int, stretch: Stretch, view: PrefixView) -> dict[str, Any]:
+    tokens: list[int] = []
+    owners, decode = view.owners, view.decode
+    for key in stretch.keys:
+        if len(tokens) >= _SHOWN_TOKENS or decode is None:
+            break
+        tokens += read_tokens(key)
+    return {
+        "id": at,
+        "parent": stretch.parent if stretch.parent >= 0 else None,
+        **owners.tell(owners.of(stretch.namespace)),
+        "first_block": stretch.start,
+        "blocks": len(stretch.ids),
+        "held": stretch.num_held,
+        "text": decode(tokens[:_SHOWN_TOKENS]) if decode is not None else None,
+    }
+
+
+# A stretch's parent, at the root also whose it is, and its first block.
+_Place = tuple[int, Namespace | None, BlockKey]
+
+
+def count_hits(
+    stretches: Sequence[Stretch], places: Iterable[int], prompts: Iterable[Seen], block_size: int
+) -> Counter[int]:
+    """For each of these places in `stretches`: prompts that found all of its first block cached.
+
+    `places` come with their parents. Blocks of tokens alone are compared: an image, or the salt of
+    a tenant behind a public prefix, is in a block's key, and not in what is kept of a prompt.
+    """
+    known: dict[_Place, int] = {}
+    for at in places:
+        stretch = stretches[at]
+        if not stretch.keys:  # its blocks were evicted
+            continue
+        owner = stretch.namespace if stretch.parent < 0 else None
+        known[stretch.parent, owner, stretch.keys[0]] = at
+    hits: Counter[int] = Counter()
+    for seen in prompts:
+        hits.update(_path(stretches, known, seen, block_size))
+    return hits
+
+
+def _path(
+    stretches: Sequence[Stretch], known: dict[_Place, int], seen: Seen, block_size: int
+) -> list[int]:
+    """The places of the stretches that a prompt found, from the root on."""
+    step = block_size * TOKEN_BYTES
+    found = seen.num_cached // block_size  # of a prompt that ends with a block, that one is not
+    data = seen.tokens[: found * block_size].astype("<i4").tobytes()
+    public = seen.namespace._replace(salt=PUBLIC)
+    path: list[int] = []
+    owners: tuple[Namespace | None, ...] = (public, seen.namespace)
+    parent, block = -1, 0
+    while block < found:
+        key = BlockKey(data[block * step : (block + 1) * step])
+        places = [(parent, owner, key) for owner in owners]
+        at = next((known[place] for place in places if place in known), None)
+        if at is None:
+            break
+        path.append(at)
+        keys = stretches[at].keys
+        last = block + len(keys)
+        if data[(last - 1) * step : last * step] != keys[-1]:
+            break
+        parent, block, owners = at, last, (None,)
+    return path
+
+
+_SHOWN = 16  # characters of a salt or digest
+
+
+class Owner(NamedTuple):
+    """Who has blocks, and with which adapter.
+
+    kind: "key", "group" or "operator" of the tenant `name`, "public" for a public prefix. Where
+    there is one, nothing is said of the salt.
+    """
+
+    adapter: str | None
+    salt: str | None
+    kind: str | None = None
+    name: str | None = None
+
+
+class Owners:
+    """Finds the owner of a namespace.
+
+    >>> owners = Owners({"d2a1": ("group", "research")})
+    >>> owners.tell(owners.of(Namespace(None, "d2a1/77f0")))
+    {'kind': 'group', 'tenant': 'research', 'salt': None, 'adapter': None}
+    """
+
+    def __init__(self, tenants: Mapping[str, tuple[str, str]] | None = None) -> None:
+        """tenants: kind and name by what all salts of a tenant begin with; None without keys."""
+        self._tenants = tenants
+
+    def of(self, namespace: Namespace) -> Owner:
+        """The owner of a namespace: of a tenant's one, also if a request has narrowed it."""
+        adapter, salt = namespace
+        if self._tenants is None or salt is None:
+            return Owner(adapter, salt)
+        if salt == PUBLIC:
+            return Owner(adapter, None, "public")
+        found = self._tenants.get(salt.partition("/")[0])
+        return Owner(adapter, salt) if found is None else Owner(adapter, None, *found)
+
+    def tell(self, owner: Owner) -> dict[str, Any]:
+        """An owner as the API tells it; without keys only its salt and its adapter's digest."""
+        told = {"salt": _short(owner.salt), "adapter": _short(owner.adapter)}
+        if self._tenants is None:
+            return told
+        return {"kind": owner.kind, "tenant": owner.name, **told}
+
+
+def _short(text: str | None) -> str | None:
+    return None if text is None else text[:_SHOWN]

@@ -11,8 +11,7 @@ from contextvars import Context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headstart.cache import MissExplanation, Namespace
-from headstart.server.cache.advice import Adviser, Explanation
-from headstart.server.cache.reuse import PoolSize, advise_memory
+from headstart.server.cache.advice import Adviser, Explanation, PoolSize, advise_memory
 from headstart.server.cache.traffic import Seen, Times, Traffics
 from headstart.server.monitoring.metrics import Metrics
 

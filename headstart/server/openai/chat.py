@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headstart.frontend.streams import PromptProgress, prompt_progress
-from headstart.server.answers.parts import Call, CallBegin, Content, Part, Reasoning, gather
+from headstart.server.answers.parser import Call, CallBegin, Content, Part, Reasoning, gather
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
 from headstart.server.counting import TokenCount

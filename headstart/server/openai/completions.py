@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: texts that continue prompts, whole or as they come."""
+"""`POST /v1/completions`: texts that continue prompts, whole or streamed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -18,7 +18,6 @@ from headstart.server.bodies import read_retention, read_salt
 from headstart.server.counting import TokenCount
 from headstart.server.errors import as_api_error, body_of, telling_form_as
 from headstart.server.long_answers import tell_event, tell_whole
-from headstart.server.openai.merging import merge
 from headstart.server.openai.reading import form_field, read_completion_sampling
 from headstart.server.openai.schema import CompletionRequest
 from headstart.server.openai.usage import completion_logprobs, prompt_logprobs, usage_of
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup
     from headstart.frontend.inputs import Prompt
 
-__all__ = ["router"]
+__all__ = ["merge", "router"]
 
 router = APIRouter()
 _MAX_PROMPTS = 256
@@ -227,3 +226,44 @@ async def _answer_all(service: Service, requests: Sequence[RequestGroup]) -> lis
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+Item = TypeVar("Item")
+
+
+def merge(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[Item]:
+    """The items of all streams as they come; all streams are closed at the end.
+
+    A stream is asked for its next item when the last one was taken, so a slow reader holds up all
+    of them and nothing piles up here. The first exception ends all.
+    """
+    if len(streams) == 1:  # a task for each item is as much work as the rest of a small answer
+        return streams[0]
+    return _merge(streams)
+
+
+async def _merge(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[Item]:
+    waiting = {asyncio.ensure_future(_next(stream)): at for at, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                at = waiting.pop(task)
+                found = task.result()
+                if found:
+                    yield found[0]
+                    waiting[asyncio.ensure_future(_next(streams[at]))] = at
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            async with aclosing(stream):
+                pass
+
+
+async def _next(stream: AsyncGenerator[Item]) -> tuple[Item] | tuple[()]:
+    """The next item, or nothing at the end: a task cannot end with StopAsyncIteration."""
+    async for item in stream:
+        return (item,)
+    return ()

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Many, Real, Whole
-from headstart.server.openai.fields import CHAT_ROWS, COMPLETION_ROWS
+from headstart.server.openai.compat import CHAT_ROWS, COMPLETION_ROWS
 from headstart.validation import describe, shorten
 
 __all__ = [

@@ -23,6 +23,7 @@ from headstart.server.responses.conversation import (
     read_input,
     read_sampling,
     read_template,
+    read_tools,
     telling_items,
 )
 from headstart.server.responses.schema import (
@@ -33,7 +34,6 @@ from headstart.server.responses.schema import (
     as_items,
 )
 from headstart.server.responses.store import ResponseStore, StoredResponse
-from headstart.server.responses.tools import read_tools
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream
 from headstart.validation import describe, shorten

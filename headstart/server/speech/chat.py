@@ -26,9 +26,8 @@ from headstart.server.errors import ApiError, JsonResponse, as_api_error, body_o
 from headstart.server.openai.reading import read_chat_sampling
 from headstart.server.openai.schema import ChatCompletionRequest
 from headstart.server.service import unless_gone
-from headstart.server.speech.conversation import read_prompt
+from headstart.server.speech.conversation import read_prompt, write_sound
 from headstart.server.speech.service import SpeechService, speech_service_of
-from headstart.server.speech.sounds import write_sound
 from headstart.server.sse import EventStream, frame
 
 if TYPE_CHECKING:

@@ -9,18 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.server.answers.formats import HERMES, LLAMA, MISTRAL, CallFormat, choose_format
-from headstart.server.answers.parser import AnswerParser
-from headstart.server.answers.parts import (
+from headstart.server.answers.formats import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    CallFormat,
+    choose_format,
+    read_reasoning,
+)
+from headstart.server.answers.parser import (
+    AnswerParser,
     CallArguments,
     CallBegin,
     Content,
     Part,
+    Reading,
     Reasoning,
+    Source,
     join,
 )
-from headstart.server.answers.reasoning import read_reasoning
-from headstart.server.answers.source import Reading, Source
 
 FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
 NAMES = {"f", "get_weather"}

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.cache import Namespace, TokenSequence, read_tokens
-from headstart.server.cache.hits import count_hits
+from headstart.server.cache.live import count_hits
 from headstart.server.cache.traffic import Traffic
 from tests.cache.steps import finish, make_manager
 

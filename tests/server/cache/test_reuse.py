@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headstart.cache import CacheConfig, KVCacheManager, Namespace, TokenSequence
-from headstart.server.cache.reuse import PoolSize, advise_memory
+from headstart.server.cache.advice import PoolSize, advise_memory
 from headstart.server.cache.traffic import Traffic
 
 PLAIN = Namespace(None, None)

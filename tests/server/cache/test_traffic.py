@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headstart.cache import MissExplanation, MissReason, Namespace
 from headstart.server.cache import traffic
-from headstart.server.cache.difference import describe_difference
+from headstart.server.cache.advice import describe_difference
 from headstart.server.cache.traffic import Times, Traffic, Traffics, count_again, count_common
 
 MISSED = MissExplanation(MissReason.TOKEN, 0)

@@ -27,8 +27,8 @@ from headstart.server.app import create_speech_app
 from headstart.server.errors import ApiError
 from headstart.server.options import ServerOptions
 from headstart.server.speech import chat, conversation, service
+from headstart.server.speech.conversation import read_sound
 from headstart.server.speech.service import Transcripts
-from headstart.server.speech.sounds import read_sound
 from tests.omni.tiny_omni import save_qwen25
 from tests.server.running import listening
 

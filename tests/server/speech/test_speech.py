@@ -187,7 +187,7 @@ class TestMedia:
     @pytest.mark.parametrize("rate", [8_000, 44_100])
     def test_a_sound_of_another_rate_and_two_channels(self, speaking: Speaking, rate: int) -> None:
         """As long as it was, and nearly what it would have been."""
-        from headstart.server.speech.sounds import read_sound
+        from headstart.server.speech.conversation import read_sound
 
         stereo = np.stack([waves(1, rate)] * 2, axis=1)
         found = read_sound(as_file(stereo, rate), RATE)

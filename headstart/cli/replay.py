@@ -156,7 +156,7 @@ def _as_json(
         "trace": trace.name,
         "requests": len(trace.requests),
         "fleet": asdict(fleet),
-        "routers": [result.as_dict() for result in results],
+        "routers": [asdict(result) for result in results],
         "one_engine": asdict(optimum),
     }
 

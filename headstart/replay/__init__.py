@@ -1,11 +1,9 @@
 """Replays of request traces through the real cache manager and router; no torch, no model."""
 
 from headstart.replay.optimum import Optimum, best_hit_rate
-from headstart.replay.readers import read_trace
-from headstart.replay.results import ReplayResult
-from headstart.replay.simulator import Fleet, replay
-from headstart.replay.speed import SpeedModel
-from headstart.replay.trace import Trace, TraceRequest
+from headstart.replay.replica import SpeedModel
+from headstart.replay.simulator import Fleet, ReplayResult, replay
+from headstart.replay.trace import Trace, TraceRequest, read_trace
 from headstart.replay.workloads import WORKLOADS, make_workload
 
 __all__ = [

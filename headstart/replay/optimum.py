@@ -1,4 +1,4 @@
-"""What no router can beat: one engine that sees every request, and computes in no time."""
+"""The bound of any router: one engine that sees every request, and computes in no time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ class Optimum:
 def best_hit_rate(
     trace: Trace, fleet: Fleet, progress: Callable[[int, int], None] | None = None
 ) -> Optimum:
-    """Both hit rates. Raises ConfigError for a request that memory does not hold."""
+    """Return both hit rates. Raises ConfigError for a request that exceeds the memory."""
     return Optimum(
         _with_memory(trace, fleet, progress or (lambda done, total: None)), _unlimited(trace, fleet)
     )
 
 
 def _with_memory(trace: Trace, fleet: Fleet, progress: Callable[[int, int], None]) -> float:
-    """The real manager: each prompt is looked up, computed with its reply, and freed."""
+    """Look up each prompt in a real manager, compute it with its reply, and free it."""
     manager = KVCacheManager(fleet.cache_config(trace.grain, fleet.replicas))
     fresh, hit, grain = private_units(), 0, trace.grain
     for number, request in enumerate(trace.requests):
@@ -52,7 +52,7 @@ def _with_memory(trace: Trace, fleet: Fleet, progress: Callable[[int, int], None
 
 
 def _unlimited(trace: Trace, fleet: Fleet) -> float:
-    """A trie of blocks that forgets nothing; hits end at block borders."""
+    """Look up each prompt in a trie of blocks without evictions; hits end at block borders."""
     size = fleet.cache_config(trace.grain).block_size
     nodes: dict[tuple[int, BlockKey], int] = {}
     hit = 0

@@ -11,7 +11,7 @@ _STYLE = (
 
 
 def draw_bars(title: str, panels: Mapping[str, Mapping[str, float]]) -> str:
-    """The SVG's text: a panel for each heading, a bar for each name, from 0 to the largest."""
+    """Return an SVG: a panel for each heading, a bar for each name, from 0 to the largest."""
     parts, y = [_text(16, 24, title, bold=True)], _HEAD
     for heading, values in panels.items():
         y += _HEAD

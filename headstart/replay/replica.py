@@ -12,19 +12,52 @@ simulated as one event.
 from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 from headstart.cache import BlockNames, CacheConfig, KVCacheManager, TokenSequence
 from headstart.errors import ConfigError
-from headstart.replay.speed import SpeedModel
+from headstart.validation import Number, check_fields, option
 
 MAX_SKIPPED = 16
 """Requests at the head of the line that may wait for others' blocks before nobody is asked."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedModel:
+    """A step that computes p tokens of prompts while n requests decode takes, in seconds,
+
+        step_time + p / prefill_rate + n * decode_time
+
+    and gives each decoding request a token. The defaults are those of a 70B model on four
+    accelerators, roughly: 15,000 tokens of prompts or 50 steps of decoding a second. Attention
+    over a long context costs what over a short one.
+
+    chunk: tokens of prompts in a step at the most. max_running: requests that run at once.
+    transfer_rate: of each replica that computes prompts for others; 13 GB/s for 128 KB a token.
+    Raises ConfigError.
+    """
+
+    prefill_rate: float = option(15_000.0, "tokens of prompts a second", Number(float, 1))
+    step_time: float = option(0.02, "seconds of a step without any prompt", Number(float, 0))
+    decode_time: float = option(0.0001, "seconds a decoding request adds", Number(float, 0))
+    chunk: int = option(2048, "tokens of prompts in a step", Number(int, 1))
+    max_running: int = option(128, "requests that run at once", Number(int, 1))
+    transfer_rate: float = option(
+        100_000.0, "tokens a second whose K/V a prefill replica sends on", Number(float, 1)
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        if not self.step_time + self.decode_time:
+            raise ConfigError("step_time and decode_time are 0; allowed: one of them above 0")
+
+    def seconds(self, num_tokens: int, num_decoding: int) -> float:
+        """Return the seconds of one step."""
+        return self.step_time + num_tokens / self.prefill_rate + num_decoding * self.decode_time
+
+
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way: its sequence of units, and when what happened to it.
+    """A request: its sequence of units, and the times of its events.
 
     num_blocks: of prompt and reply. reply: unit ids of the reply beyond the prompt's last unit.
     is_moved: its prompt was computed elsewhere, and its K/V came here. computed: units that are
@@ -44,13 +77,6 @@ class Job:
     hit_tokens: int = 0
     first_token: float = -1.0
     finished: float = -1.0
-
-
-class StepResult(NamedTuple):
-    """Requests whose prompts are computed since this step, and those whose replies are whole."""
-
-    started: list[Job]
-    finished: list[Job]
 
 
 @dataclass(slots=True)
@@ -81,7 +107,7 @@ class Replica:
 
     @property
     def num_active(self) -> int:
-        """Requests here that are not finished."""
+        """Number of requests here that are not finished."""
         return len(self.waiting) + len(self._prompts) + len(self._decoding)
 
     def check_fits(self, num_blocks: int, name: str) -> None:
@@ -94,12 +120,12 @@ class Replica:
             )
 
     def add(self, job: Job) -> None:
-        """The request waits in line."""
+        """Queue a request."""
         self.num_requests += 1
         self.waiting.append(job)
 
     def begin(self, now: float) -> float | None:
-        """Plan the next step; when it ends, or None if there is nothing to do."""
+        """Plan the next step; return when it ends, None if there is nothing to do."""
         num_tokens = 0
         for job in self._prompts:
             if num_tokens >= self.speed.chunk:
@@ -114,7 +140,7 @@ class Replica:
         return now + count * seconds
 
     def interrupt(self, now: float) -> float | None:
-        """A request came: repeat a step no further than needed. The new end, if it changes."""
+        """End a repeated step early, since a request came; return its new end if it changes."""
         step = self._step
         if step is None or step.count == 1:
             return None
@@ -124,8 +150,8 @@ class Replica:
         step.count = done
         return step.start + done * step.seconds
 
-    def end(self, now: float) -> StepResult:
-        """The step is over."""
+    def end(self, now: float) -> tuple[list[Job], list[Job]]:
+        """End the step; return the requests with a first token since, and the finished ones."""
         step, self._step = self._step, None
         assert step is not None
         self.manager.commit_step()
@@ -148,7 +174,7 @@ class Replica:
             job.finished = now
             self.manager.free(job.sequence)
             self._reserved -= job.num_blocks - self._blocks(job.computed)
-        return StepResult(started, finished)
+        return started, finished
 
     def _blocks(self, num_units: int) -> int:
         return -(-num_units // self.manager.block_size)
@@ -160,11 +186,11 @@ class Replica:
         return min(num_units * self.grain, job.num_tokens)
 
     def _chunk(self, job: Job, start: int, budget: int) -> int:
-        """Units to compute next; one at least, though it may be more than the budget."""
+        """Return the units to compute next: at least one, even if it exceeds the budget."""
         return min(max(budget // self.grain, 1), len(job.sequence.token_ids) - start)
 
     def _compute(self, job: Job, budget: int) -> int:
-        """Continue a prompt; how many tokens of it are computed in this step."""
+        """Continue a prompt; return its tokens in this step."""
         start = job.computed
         count = self._chunk(job, start, budget)
         moved = self.manager.append_slots(job.sequence, count)
@@ -177,7 +203,7 @@ class Replica:
         return self._tokens(job, stop) - self._tokens(job, start)
 
     def _admit(self, budget: int) -> int:
-        """Admit requests from the head of the line; how many of their tokens are computed."""
+        """Admit requests from the head of the queue; return their tokens in this step."""
         num_tokens = 0
         skipped: list[Job] = []
         while (
@@ -212,7 +238,7 @@ class Replica:
         return num_tokens
 
     def _decode(self, job: Job) -> None:
-        """The prompt is computed: room for the whole reply is taken now."""
+        """Allocate the whole reply of a request whose prompt is computed."""
         for unit in job.reply:
             job.sequence.append(unit)
         if job.reply:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from statistics import fmean as mean
 
 from headstart.cache import CacheConfig, TokenSequence
 from headstart.cluster import EventPublisher, Router, make_policy
@@ -26,20 +27,17 @@ from headstart.cluster.holders import PrefixKey
 from headstart.cluster.index import prefix_keys
 from headstart.cluster.load import RouteRequest
 from headstart.errors import ConfigError
-from headstart.replay.replica import Job, Replica
-from headstart.replay.results import ReplayResult, summarise
-from headstart.replay.speed import SpeedModel
+from headstart.replay.replica import Job, Replica, SpeedModel
 from headstart.replay.trace import Trace, TraceRequest, private_units
-from headstart.replay.transfers import Transfers
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """How many replicas, and how much KV memory each has, in tokens. Raises ConfigError.
+    """The replicas and the KV memory of each, in tokens. Raises ConfigError.
 
-    prefill_replicas: so many compute prompts alone, and the others decode; 0: each does both.
+    prefill_replicas: replicas that only compute prompts for the others; 0: each does both.
     """
 
     replicas: int
@@ -54,11 +52,11 @@ class Fleet:
 
     @property
     def computing(self) -> int:
-        """Replicas that compute prompts: the first ones."""
+        """Number of the replicas that compute prompts: the first ones."""
         return self.prefill_replicas or self.replicas
 
     def cache_config(self, grain: int, share: int = 1, *, events: bool = False) -> CacheConfig:
-        """The options of a manager with the memory of `share` replicas, in units of a trace.
+        """Return the options of a manager with the memory of `share` replicas, in a trace's units.
 
         Raises ConfigError for a block size that is no multiple of the trace's.
         """
@@ -76,6 +74,35 @@ class Fleet:
         )
 
 
+@dataclass(slots=True)
+class ReplayResult:
+    """The figures of one trace, router and fleet.
+
+    hit_rate: tokens of prompts that were hit, of all. ttft_*: seconds from a request's arrival
+    to its first token. tpot_*: seconds a token after the first, of requests with more than one.
+    imbalance: tokens of prompts that the busiest replica computed, over the mean. load: tokens of
+    prompts computed, over what the replicas could compute in that time if they did nothing else.
+    evictions: cached blocks whose memory was reused. seconds: from the first request to the last
+    token. events_per_second: requests and steps simulated in a second of this machine.
+    """
+
+    router: str
+    replicas: int
+    requests: int
+    prompt_tokens: int
+    hit_rate: float
+    ttft_mean: float
+    ttft_p50: float
+    ttft_p99: float
+    tpot_mean: float
+    tpot_p99: float
+    imbalance: float
+    load: float
+    evictions: int
+    seconds: float
+    events_per_second: float = 0.0
+
+
 def replay(
     trace: Trace,
     fleet: Fleet,
@@ -83,7 +110,7 @@ def replay(
     speed: SpeedModel | None = None,
     progress: Progress | None = None,
 ) -> ReplayResult:
-    """Send a trace through a router of this policy. `progress` is told of each finished reply.
+    """Send a trace through a router of this policy. `progress` gets the finished replies, and all.
 
     Raises ConfigError for options out of range, or a request that no replica can hold.
     """
@@ -101,16 +128,52 @@ def replay(
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Look for garbage rarely: millions of blocks live long, and hardly any is in a ring.
-
-    With Python's own thresholds a replay takes half as long again.
-    """
+    """Collect garbage rarely: with Python's own thresholds a replay takes 1.5 times as long."""
     before = gc.get_threshold()
     gc.set_threshold(200_000, 20, 50)
     try:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+class Transfers:
+    """K/V on their way from the replicas that compute prompts to those that decode.
+
+    Each sender sends one prompt after another, to the receiver with the fewest requests, those on
+    their way to it included.
+    """
+
+    def __init__(self, receivers: Sequence[Replica], senders: int, speed: SpeedModel) -> None:
+        self._receivers = receivers
+        self._rate = speed.transfer_rate
+        self._free_at = [0.0] * senders  # when the last prompt is sent
+        self._coming = [0] * len(receivers)
+        self._arrivals: list[tuple[float, int, int, Job]] = []  # a heap of time, ticket, receiver
+        self._ticket = 0
+
+    def next_time(self) -> float:
+        """Return when the next prompt arrives; infinity if none is on its way."""
+        return self._arrivals[0][0] if self._arrivals else math.inf
+
+    def send(self, job: Job, sender: int, now: float) -> None:
+        """Choose a receiver, and send the prompt there."""
+        loads = [
+            (replica.num_active + coming, at)
+            for at, (replica, coming) in enumerate(zip(self._receivers, self._coming, strict=True))
+        ]
+        receiver = min(loads)[1]
+        self._coming[receiver] += 1
+        end = max(now, self._free_at[sender]) + job.num_tokens / self._rate
+        self._free_at[sender] = end
+        self._ticket += 1
+        heappush(self._arrivals, (end, self._ticket, receiver, job))
+
+    def take(self) -> tuple[float, int, Job]:
+        """Return the time, the receiver and the job of the next prompt that arrives."""
+        end, _, receiver, job = heappop(self._arrivals)
+        self._coming[receiver] -= 1
+        return end, receiver, job
 
 
 class _Simulation:
@@ -135,7 +198,7 @@ class _Simulation:
         self._num_steps = 0
 
     def run(self, progress: Progress | None) -> ReplayResult:
-        """All events in the order of their times."""
+        """Handle all events in the order of their times."""
         start, now = time.perf_counter(), 0.0
         for number, request in enumerate(self.trace.requests):
             while self._next_time() <= request.time:
@@ -176,7 +239,7 @@ class _Simulation:
         self._give(self.router.route(asked, request.time), job, request.time)
 
     def _give(self, at: int, job: Job, now: float) -> None:
-        """The request waits in line at this replica, from now on."""
+        """Queue the request at this replica."""
         job.replica = at
         replica = self.replicas[at]
         replica.add(job)
@@ -208,7 +271,7 @@ class _Simulation:
         )
 
     def _schedule(self, replica: int, end: float | None) -> None:
-        """The replica's step ends then; an end that was planned before counts no more."""
+        """Plan the end of the replica's step, in place of an end that was planned before."""
         self._is_idle[replica] = end is None
         if end is not None:
             self._versions[replica] += 1
@@ -220,14 +283,14 @@ class _Simulation:
             return now
         replica = self.replicas[at]
         self._num_steps += 1
-        result = replica.end(now)
+        started, finished = replica.end(now)
         if at < self.fleet.computing:
             self._publish(at)
-            for job in result.started:
+            for job in started:
                 self.router.first_token(job.name, now)
-            for job in result.finished:
+            for job in finished:
                 self.router.finish(job.name)
-        whole = [job for job in result.finished if not self._send_on(job, now)]
+        whole = [job for job in finished if not self._send_on(job, now)]
         self.jobs += whole
         if progress is not None and whole:
             progress(len(self.jobs), len(self.trace.requests))
@@ -235,7 +298,7 @@ class _Simulation:
         return now
 
     def _send_on(self, job: Job, now: float) -> bool:
-        """Have a request decoded elsewhere if it is to be; False if its reply is whole."""
+        """Send on a request that is decoded elsewhere; return False if its reply is whole."""
         request = self._requests.pop(job.name, None)
         if request is None:
             return False
@@ -254,3 +317,45 @@ class _Simulation:
             batch = self.publishers[at].publish(events)
             if batch is not None and not self.router.index.apply(batch):
                 self.router.index.apply(self.publishers[at].snapshot())
+
+
+def summarise(
+    router: str, jobs: Sequence[Job], replicas: Sequence[Replica], computing: int, seconds: float
+) -> ReplayResult:
+    """Return the result of finished jobs; the first `computing` replicas compute prompts."""
+    waits = sorted(job.first_token - job.arrived for job in jobs)
+    paces = sorted(
+        (job.finished - job.first_token) / (job.num_output - 1)
+        for job in jobs
+        if job.num_output > 1
+    ) or [0.0]
+    work = [replica.computed_tokens for replica in replicas[:computing]]
+    asked = sum(job.num_tokens for job in jobs)
+    return ReplayResult(
+        router=router,
+        replicas=len(replicas),
+        requests=len(jobs),
+        prompt_tokens=asked,
+        hit_rate=sum(job.hit_tokens for job in jobs) / asked,
+        ttft_mean=mean(waits),
+        ttft_p50=_percentile(waits, 0.5),
+        ttft_p99=_percentile(waits, 0.99),
+        tpot_mean=mean(paces),
+        tpot_p99=_percentile(paces, 0.99),
+        imbalance=max(work) / mean(work),
+        load=mean(work) / replicas[0].speed.prefill_rate / seconds,
+        evictions=sum(replica.manager.num_evictions for replica in replicas),
+        seconds=seconds,
+    )
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    """Return a percentile, interpolated between the two nearest values.
+
+    >>> _percentile([1.0, 2.0, 4.0], 0.5), _percentile([1.0, 2.0, 4.0], 0.75)
+    (2.0, 3.0)
+    """
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

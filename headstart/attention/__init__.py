@@ -4,11 +4,15 @@ Nothing here knows a request, a scheduler or a model: a step arrives as a `StepP
 layer calls `AttentionBackend.attend` with its queries, keys and values.
 """
 
-from headstart.attention.backend import AttentionBackend, AttentionOptions
-from headstart.attention.choice import make_backend, name_backend
-from headstart.attention.layout import LayerLayout, Span, StepPlan
+from headstart.attention.backend import (
+    AttentionBackend,
+    AttentionOptions,
+    LayerLayout,
+    Span,
+    StepPlan,
+)
 from headstart.attention.memory import PagedKVMemory
-from headstart.attention.native import NativeAttention
+from headstart.attention.native import NativeAttention, make_backend, name_backend
 from headstart.attention.torch_ops import TorchAttention
 
 __all__ = [

@@ -1,19 +1,22 @@
 """The paged K/V memory: for every layer, one row of K and one of V per slot."""
 
 import math
+import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headstart.attention.backend import LayerLayout
 from headstart.attention.int8_rows import quantize_rows, scale_rows
-from headstart.attention.layout import LayerLayout
-from headstart.attention.prefault import prefault
+from headstart.native.pages import POPULATE_WRITE, advise_pages
 
 __all__ = ["PagedKVMemory", "RowCopyLike", "contiguous_runs"]
+
 
 _CACHE_LINE = 64  # bytes
 _PREFAULTED = 64 << 20  # bytes of the first blocks, at the most
@@ -133,15 +136,23 @@ class PagedKVMemory:
             start += rows.shape[1]
 
     def prefault(self, num_blocks: int) -> threading.Thread | None:
-        """Get the pages of the first blocks from the system before a step needs them.
+        """Get the pages of the first blocks, 64 MB at most, before a step needs them.
 
-        For memory on a CPU that is about to be written from block 0 on; 64 MB at the most. Returns
-        the thread that does so; None if there is nothing to do, or the system cannot.
+        The system clears each page of new memory at its first use, and in a virtual machine the
+        host may have to find one as well. A thread does this in advance; it changes no byte.
+        Returns the thread; None for memory that is not on a CPU and where the system cannot do it.
         """
         count = min(num_blocks, self.num_blocks, _PREFAULTED // self.block_bytes)
-        if self.device.type != "cpu" or count <= 0:
+        if self.device.type != "cpu" or count <= 0 or sys.platform != "linux":
             return None
-        return prefault([tensor[: count * self.block_size] for tensor in self._tensors])
+        tensors = [tensor[: count * self.block_size] for tensor in self._tensors]
+        thread = threading.Thread(
+            target=_prefault, args=(tensors,), name="headstart-pages", daemon=True
+        )
+        with suppress(RuntimeError):  # no more threads can be started
+            thread.start()
+            return thread
+        return None
 
     def release(self) -> None:
         """Free all K and V; nothing can be written or read afterwards."""
@@ -239,3 +250,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     data = np.zeros(nbytes + _CACHE_LINE, dtype=np.uint8)
     start = -data.ctypes.data % _CACHE_LINE
     return torch.from_numpy(data[start : start + nbytes]).view(dtype).view(shape)
+
+
+def _prefault(tensors: Sequence[Tensor]) -> None:
+    """Get the pages of these tensors, as far as the kernel can."""
+    for tensor in tensors:
+        if not advise_pages(tensor.data_ptr(), tensor.nbytes, POPULATE_WRITE):
+            return

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headstart.attention.layout import Span, StepPlan
+from headstart.attention.backend import Span, StepPlan
 from headstart.attention.shared import SharedPlan
 from headstart.errors import EngineError
 from headstart.native.bindings import AttentionStep, Merger, Segment

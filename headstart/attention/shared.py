@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headstart.attention.layout import Span
+from headstart.attention.backend import Span
 
 __all__ = ["PrefixGroup", "SharedPlan", "SharedPlanner", "SharingCost", "find_groups"]
 

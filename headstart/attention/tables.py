@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.attention.layout import Span, StepPlan
+from headstart.attention.backend import Span, StepPlan
 from headstart.attention.shared import SharedPlan
 
 __all__ = [

@@ -14,8 +14,7 @@ as much as a gather.
 import torch
 from torch import Tensor
 
-from headstart.attention.backend import AttentionOptions, RowShapes
-from headstart.attention.layout import StepPlan
+from headstart.attention.backend import AttentionOptions, RowShapes, StepPlan
 from headstart.attention.memory import PagedKVMemory
 from headstart.attention.shared import SharedPlanner, SharingCost
 from headstart.attention.tables import (

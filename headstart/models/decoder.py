@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headstart.attention.backend import AttentionBackend
-from headstart.attention.layout import LayerLayout
+from headstart.attention.backend import AttentionBackend, LayerLayout
 from headstart.errors import ModelError
 from headstart.models.files import FileStamp, stamp_files
 from headstart.models.lora.files import Widths

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headstart.attention import LayerLayout, PagedKVMemory
-from headstart.attention import prefault as prefaulting
+from headstart.attention import memory as prefaulting
 from headstart.native import pages
 
 # 40 MB in each tensor: the system may use pages of 2 MB there, and above 32 MB malloc never hands

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from headstart.attention.layout import LayerLayout, Span, StepPlan
+from headstart.attention.backend import LayerLayout, Span, StepPlan
 from headstart.attention.memory import PagedKVMemory
 from headstart.attention.register import (
     AttentionCall,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from headstart.attention.layout import LayerLayout
+from headstart.attention.backend import LayerLayout
 from headstart.models.compatibility.paged_kv import probe_model
 from headstart.models.files import FileStamp
 

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headstart.attention.backend import AttentionBackend
-from headstart.attention.layout import LayerLayout
+from headstart.attention.backend import AttentionBackend, LayerLayout
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.dense.compiled import compile_layers
 from headstart.models.dense.modules import DecoderLayer, LayerStep, RMSNorm

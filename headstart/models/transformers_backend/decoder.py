@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from headstart.attention.backend import AttentionBackend
-from headstart.attention.layout import LayerLayout
+from headstart.attention.backend import AttentionBackend, LayerLayout
 from headstart.attention.register import BackendFunction, register, unregister
 from headstart.imports import load_module
 from headstart.models.context_length import context_length

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headstart.attention.layout import LayerLayout
+from headstart.attention.backend import LayerLayout
 from headstart.models.decoder import EmbeddingOverlay
 from headstart.models.files import FileStamp
 from headstart.models.transformers_backend.decoder import TransformersDecoder, fingerprint_memory

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.weights.grouped import GROUP, GroupedLinear
-from headstart.weights.linear import QuantizedLinear
+from headstart.weights.format import Linear, WeightFormat
+from headstart.weights.grouped import GROUP, GroupedWeight
 
 __all__ = [
     "apart_in_most_rows",
@@ -30,9 +30,9 @@ def round_groups(rows: Tensor) -> Tensor:
     return (numbers.double() * (largest / TOP)).flatten(-2)[..., : rows.shape[-1]]
 
 
-def round_rows(layer: QuantizedLinear, rows: Tensor) -> Tensor:
+def round_rows(layer: WeightFormat, rows: Tensor) -> Tensor:
     """What a compiled product takes for finite rows, float64."""
-    columns = layer.columns if isinstance(layer, GroupedLinear) else None
+    columns = layer.columns if isinstance(layer, GroupedWeight) else None
     columns = torch.ones(rows.shape[-1]) if columns is None else columns
     return round_groups(rows.float() * columns) / columns.double()
 
@@ -40,13 +40,13 @@ def round_rows(layer: QuantizedLinear, rows: Tensor) -> Tensor:
 def round_inputs(plain: nn.Module, quantised: nn.Module) -> None:
     """Let a float model multiply rows as a model does whose layers have a compiled product."""
     for name, layer in quantised.named_modules():
-        if isinstance(layer, QuantizedLinear) and layer.float_weight is not None:
+        if isinstance(layer, Linear) and layer.matrix.rounds_rows:
             module = plain.get_submodule(name)
             assert isinstance(module, nn.Linear)
-            _add_what_rounding_loses(module, layer)
+            _add_what_rounding_loses(module, layer.matrix)
 
 
-def _add_what_rounding_loses(module: nn.Linear, layer: QuantizedLinear) -> None:
+def _add_what_rounding_loses(module: nn.Linear, layer: WeightFormat) -> None:
     def add(module: nn.Linear, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         # Added to the output, so that an adapter's part of it takes the rows as they are.
         rows = inputs[0]
@@ -56,11 +56,11 @@ def _add_what_rounding_loses(module: nn.Linear, layer: QuantizedLinear) -> None:
     module.register_forward_hook(add)
 
 
-def check_rows_that_are_not_finite(layer: QuantizedLinear, rows: Tensor) -> None:
+def check_rows_that_are_not_finite(layer: WeightFormat, rows: Tensor) -> None:
     """Three of at least four rows get NaN or an infinity: these stay so, others have their bits."""
-    expected, others = layer(rows), [0, *range(4, len(rows))]
+    expected, others = layer.multiply(rows), [0, *range(4, len(rows))]
     rows[1, 3], rows[2, 5], rows[3, 0] = float("nan"), float("inf"), -float("inf")
-    found = layer(rows)
+    found = layer.multiply(rows)
     assert not found[1:4].isfinite().any()
     assert torch.equal(found[others], expected[others])
 

@@ -51,8 +51,8 @@ SPREAD = ("-n", "logical", "--maxprocesses", "8", "--dist", "worksteal")
 TESTS = (
     *("tests/native", "tests/attention", "tests/models/lora", "tests/engine/test_paths.py"),
     *("tests/models/dense", "tests/models/transformers_backend/test_pack.py"),
-    *(f"tests/models/test_{name}.py" for name in ("greedy_head", "packed", "nonfinite")),
-    "tests/weights/test_half_weight.py",
+    *(f"tests/weights/test_{name}.py" for name in ("greedy_head", "packed", "half_weight")),
+    "tests/models/test_nonfinite.py",
     "tests/weights/test_grouped.py",
     "tests/weights/test_int8.py",
 )

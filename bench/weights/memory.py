@@ -38,9 +38,7 @@ llm.generate([{"prompt_token_ids": list(range(3, 40))}], params, use_tqdm=False)
 weights = {}
 for part in llm.engine.model.module.modules():
     held = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-    held += [part.matrix.weight] if hasattr(part, "matrix") else []
-    packed = getattr(part, "packed", None)
-    held += [packed.panels] if packed is not None else []
+    held += part.matrix.tensors if hasattr(part, "matrix") else []
     weights |= {tensor.data_ptr(): tensor.nbytes for tensor in held}
 print("figures", before, mebibytes("VmHWM"), mebibytes("VmRSS"), sum(weights.values()) / 1e6)
 """

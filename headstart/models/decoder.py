@@ -14,8 +14,9 @@ from headstart.errors import ModelError
 from headstart.models.files import FileStamp, stamp_files
 from headstart.models.lora.files import Widths
 from headstart.native import level
+from headstart.weights.format import Embedding, Linear
 from headstart.weights.greedy_head import greedy_tokens, mask_logits
-from headstart.weights.linear import QuantizedEmbedding, QuantizedLinear
+from headstart.weights.quantize import is_made_of
 
 __all__ = ["DecoderModel", "EmbeddingOverlay"]
 
@@ -111,8 +112,10 @@ class DecoderModel(ABC):
         module = dict(self.module.named_modules()).get(name)
         given = weight.to(self.device)
         # Made of the file's weight, or of a converted one.
-        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
-            return module.is_of(given) or module.is_of(given.to(self.dtype))
+        if isinstance(module, Linear | Embedding) and module.matrix.kind is not None:
+            return is_made_of(module.matrix, given) or is_made_of(
+                module.matrix, given.to(self.dtype)
+            )
         own = self.weight(name)
         return own is not None and torch.equal(given.to(own.dtype), own)
 
@@ -141,7 +144,14 @@ class DecoderModel(ABC):
 
     def products(self) -> str:
         """What computes the linear layers here: it decides on the last bits of K and V."""
-        kinds = {type(module).__name__ for module in self.module.modules()}
+        kinds = set()
+        for module in self.module.modules():
+            if isinstance(module, Linear):
+                kinds.add(module.matrix.name)
+            elif isinstance(module, Embedding):
+                kinds.add(module.matrix.table_name)
+            else:
+                kinds.add(type(module).__name__)
         return f"{' '.join(sorted(kinds))}, kernels of level {level()}"
 
     def recall_fingerprint(self, fingerprint: str) -> None:

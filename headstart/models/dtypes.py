@@ -12,7 +12,7 @@ from headstart.machine import X86, available_memory, multiplies_bfloat16, why_no
 from headstart.models.config_values import find_values
 from headstart.models.files import read_json, weight_files
 from headstart.validation import describe
-from headstart.weights.half_weight import can_halve
+from headstart.weights.bf16 import can_halve
 from headstart.weights.scheme import is_read
 
 __all__ = ["computes_wider", "fast_dtype", "find_device", "find_dtype", "own_dtype"]

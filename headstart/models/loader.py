@@ -14,7 +14,7 @@ from headstart.models.dtypes import computes_wider, fast_dtype, find_device, fin
 from headstart.models.files import check_files, find_folder, is_gguf
 from headstart.native import release_threads
 from headstart.native.pages import ReadyMemory
-from headstart.weights.linear import find_kind
+from headstart.weights.format import find_kind
 from headstart.weights.scheme import UnsupportedLayerError
 
 __all__ = ["load_model"]

@@ -1,26 +1,50 @@
-"""The tensors of a GGUF file under transformers' names, one at a time."""
+"""The tensors of a GGUF file, llama.cpp's format, under transformers' names, one at a time.
+
+Its formats of 4, 5 and 8 bits become weights of ours with the same values; steps are rounded to
+float16:
+
+    Q4_0    32 weights: d, 16 bytes                     weight = d * (value - 8)
+    Q4_1    32 weights: d, m, 16 bytes                  weight = d * value + m
+    Q4_K    256 weights: d, least, 8 times 2 * 6 bits   weight = d * scale * value - least * min
+    Q8_0    32 weights: d, 32 signed bytes              weight = d * value
+
+A byte of the first two holds the values at i and i + 16 of its block. Q5_0, Q5_1 and Q5_K have the
+fifth bits besides: 4 bytes with a bit for each weight, or 32 with a bit for each group of a block.
+The package `gguf`, an optional dependency, reads the files.
+"""
 
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.errors import DamagedModelError, UnsupportedModelError
+from headstart.imports import install
 from headstart.native.pages import drop_pages
-from headstart.weights.gguf_blocks import FORMATS, read_weight
-from headstart.weights.gguf_library import ROPE_FACTORS, import_gguf
-from headstart.weights.grouped import GroupedWeight
-from headstart.weights.linear import WeightKind
+from headstart.weights.format import WeightKind
+from headstart.weights.grouped import GROUP, Form, Grid, GroupedValues, pack_groups
 from headstart.weights.scheme import UnsupportedLayerError
 
-__all__ = ["ARCHITECTURES", "GGUFCheckpoint", "read_architecture"]
+__all__ = [
+    "ARCHITECTURES",
+    "FORMATS",
+    "ROPE_FACTORS",
+    "GGUFCheckpoint",
+    "import_gguf",
+    "read_architecture",
+    "read_weight",
+]
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor with a factor for each pair of elements that are rotated together."""
 
 _log = logging.getLogger(__name__)
 _ROUNDED = "rounded again"
@@ -97,7 +121,7 @@ def read_architecture(reader: Any) -> str:
 
 
 class GGUFCheckpoint:
-    """The tensors of `model.gguf` in a folder, as `Checkpoint` has those of safetensors files.
+    """The tensors of `model.gguf` in a folder.
 
     Raises `UnsupportedLayerError` for an architecture that is not in `ARCHITECTURES`.
     """
@@ -141,7 +165,7 @@ class GGUFCheckpoint:
         if causal is not None and not causal.contents():
             raise UnsupportedLayerError("its tokens see tokens after them")
 
-    def __enter__(self) -> "GGUFCheckpoint":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -179,14 +203,14 @@ class GGUFCheckpoint:
             return None
         return FORMATS.get(own, "int4" if own in _NARROW else "int8")
 
-    def packed(self, name: str) -> GroupedWeight | None:
+    def packed(self, name: str) -> GroupedValues | None:
         """The tensor in its own 4, 5 or 8 bits; None if it has others."""
         own = self._type(name)
         if own not in FORMATS:
             return None
         return read_weight(self._rows(name), own, self._gguf)
 
-    def tell(self, tied: bool) -> None:
+    def log(self, tied: bool) -> None:
         """Log in one line what becomes of the file's formats; in a warning where numbers change."""
         counts = Counter((self._type(n), self._becomes(n, tied)) for n in self._tensors)
         said = [f"{count} {own} {becomes}" for (own, becomes), count in sorted(counts.items())]
@@ -244,3 +268,118 @@ class GGUFCheckpoint:
         heads = self._heads if part == "q_proj" else self._kv_heads
         halves = data.reshape(heads, len(data) // heads // 2, 2, *data.shape[1:])
         return halves.swapaxes(1, 2).reshape(data.shape)
+
+
+_OUTPUTS = 2048  # whole panels
+_Bytes = NDArray[np.uint8]
+_Floats = NDArray[np.float32]
+
+
+_BITS: dict[WeightKind, Literal[4, 5, 8]] = {"int4": 4, "int5": 5, "int8": 8}
+
+
+class _Blocks(NamedTuple):
+    """Values `[blocks, groups, 32]` and, for each group, weight = step * value + start.
+
+    128 is taken off a value of 8 bits first.
+    """
+
+    values: _Bytes
+    step: _Floats
+    start: _Floats
+
+
+def read_weight(data: _Bytes, name: str, gguf: Any) -> GroupedValues:
+    """A weight of rows of blocks, uint8 `[outputs, bytes]`, in one of `FORMATS`."""
+    # In pieces of whole panels: a few copies of each are made on the way.
+    pieces = [_read(data[at : at + _OUTPUTS], name, gguf) for at in range(0, len(data), _OUTPUTS)]
+    panels, scales = (torch.cat(parts) for parts in zip(*(p[:2] for p in pieces), strict=True))
+    return pieces[0]._replace(panels=panels, scales=scales)
+
+
+def _read(data: _Bytes, name: str, gguf: Any) -> GroupedValues:
+    size, kind, read = _FORMATS[name]
+    outputs = len(data)
+    blocks = read(np.ascontiguousarray(data).reshape(-1, size), gguf)
+    values = blocks.values.reshape(outputs, -1)
+    step, start = (part.reshape(outputs, -1) for part in (blocks.step, blocks.start))
+    assert values.shape[1] == GROUP * step.shape[1]
+    grid = Grid(*map(torch.from_numpy, (values, step, start)))
+    return pack_groups(grid, Form(_BITS[kind], in_bytes=False))
+
+
+def _halves(data: _Bytes) -> _Bytes:
+    """The lower halves of the bytes, then the upper ones."""
+    return np.concatenate((data & 15, data >> 4), axis=1)
+
+
+def _spread(data: _Bytes) -> _Bytes:
+    """The bits of each row's bytes, from the lowest on, as fifth bits of values."""
+    return np.unpackbits(data, axis=1, bitorder="little") * np.uint8(16)
+
+
+def _float(data: _Bytes) -> _Floats:
+    return data.copy().view(np.float16).astype(np.float32)
+
+
+def _q4_0(blocks: _Bytes, _: Any) -> _Blocks:
+    step = _float(blocks[:, :2])
+    return _Blocks(_halves(blocks[:, 2:]), step, -8 * step)
+
+
+def _q4_1(blocks: _Bytes, _: Any) -> _Blocks:
+    return _Blocks(_halves(blocks[:, 4:]), _float(blocks[:, :2]), _float(blocks[:, 2:4]))
+
+
+def _q5_0(blocks: _Bytes, _: Any) -> _Blocks:
+    step = _float(blocks[:, :2])
+    return _Blocks(_halves(blocks[:, 6:]) | _spread(blocks[:, 2:6]), step, -16 * step)
+
+
+def _q5_1(blocks: _Bytes, _: Any) -> _Blocks:
+    values = _halves(blocks[:, 8:]) | _spread(blocks[:, 4:8])
+    return _Blocks(values, _float(blocks[:, :2]), _float(blocks[:, 2:4]))
+
+
+def _q8_0(blocks: _Bytes, _: Any) -> _Blocks:
+    step = _float(blocks[:, :2])
+    return _Blocks(blocks[:, 2:] ^ np.uint8(128), step, 0 * step)
+
+
+def _q5_k(blocks: _Bytes, gguf: Any) -> _Blocks:
+    fours = _q4_k(np.concatenate((blocks[:, :16], blocks[:, 48:]), axis=1), gguf)
+    groups = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
+    fifths = (blocks[:, 16:48].reshape(-1, 1, GROUP) >> groups & np.uint8(1)) * np.uint8(16)
+    return fours._replace(values=fours.values.reshape(-1, 8, GROUP) | fifths)
+
+
+def _q4_k(blocks: _Bytes, gguf: Any) -> _Blocks:
+    scale, least = gguf.quants.Q4_K.get_scale_min(blocks[:, 4:16])
+    step = _float(blocks[:, :2]) * scale.astype(np.float32)
+    start = -_float(blocks[:, 2:4]) * least.astype(np.float32)
+    pairs = blocks[:, 16:].reshape(len(blocks), 4, 1, GROUP)
+    return _Blocks(np.concatenate((pairs & 15, pairs >> 4), axis=2), step, start)
+
+
+_FORMATS: dict[str, tuple[int, WeightKind, Callable[[_Bytes, Any], _Blocks]]] = {
+    "Q4_0": (18, "int4", _q4_0),
+    "Q4_1": (20, "int4", _q4_1),
+    "Q4_K": (144, "int4", _q4_k),
+    "Q5_0": (22, "int5", _q5_0),
+    "Q5_1": (24, "int5", _q5_1),
+    "Q5_K": (176, "int5", _q5_k),
+    "Q8_0": (34, "int8", _q8_0),
+}
+FORMATS: dict[str, WeightKind] = {name: kind for name, (_, kind, _) in _FORMATS.items()}
+"""The formats whose bits are kept, and the kinds of our own that they become."""
+
+
+def import_gguf(file: Path) -> Any:
+    """The package; raises `UnsupportedModelError` where it is missing."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"{file} is a GGUF file, and the package that reads it is missing: " + install("gguf")
+        ) from error
+    return gguf

@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart.native import library
 from headstart.native.bindings import Screen
 from headstart.native.pages import request_huge_pages
-from headstart.weights.packed import PackedWeight
+from headstart.weights.bf16 import PackedWeight
 
 __all__ = ["MOST_INPUTS", "GreedyHead", "every_token", "greedy_tokens", "mask_logits"]
 
@@ -126,7 +126,7 @@ class GreedyHead:
         start = self._panels.data_ptr() + -self._panels.data_ptr() % _ALIGNMENT
         self._struct = Screen(panels=start, inputs=weight.inputs, outputs=weight.outputs)
         self._screen = ctypes.addressof(self._struct)
-        self._exact = ctypes.addressof(weight.struct)
+        self._exact = ctypes.addressof(weight.product.struct)
         found.headstart_screen(self._exact, self._screen, torch.get_num_threads())
         request_huge_pages(start, size)
         self._pause = 0  # length of the next pause, in steps
@@ -139,7 +139,7 @@ class GreedyHead:
         logit is not finite. Only tokens with a bit in `allowed` are chosen from, as in
         `mask_logits`; no other logit matters then, be it NaN.
         """
-        self.weight.check_rows(hidden)
+        self.weight.product.check_rows(hidden)
         if not len(hidden):
             return []
         if self._waiting:

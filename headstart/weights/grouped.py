@@ -17,28 +17,22 @@ but for `scales` is rounded to bfloat16 as it is read (`native/linear.h`). Witho
 and on other devices, the weight is made float32 tile by tile in scratch memory.
 """
 
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from headstart.native.bindings import INT8_IN_GROUPS
-from headstart.weights.base import QuantizedLinear, WeightKind, scratch, tile_outputs
-from headstart.weights.float_weight import FloatParts, FloatWeight
-from headstart.weights.int8 import Int8Linear
-from headstart.weights.packed import NarrowPanels, PackedWeight, check_numbers
-from headstart.weights.products import WeightForm, choose_product
+from headstart.weights.format import WeightFormat, WeightKind, check_numbers, scratch, tile_outputs
+from headstart.weights.products import CompiledProduct, Parts, choose_product
 
 __all__ = [
     "GROUP",
     "Common",
     "Form",
     "Grid",
-    "GroupedLinear",
+    "GroupedValues",
     "GroupedWeight",
-    "Int4Linear",
-    "Int5Linear",
-    "Int8GroupsLinear",
     "pack_groups",
     "quantize_groups",
 ]
@@ -111,8 +105,8 @@ class Form(NamedTuple):
         return values
 
 
-class GroupedWeight(NamedTuple):
-    """A packed weight.
+class GroupedValues(NamedTuple):
+    """A weight in panels.
 
     `panels` uint8 `[panels, groups, bytes]`, `scales` float32 `[outputs]`; `columns` float32
     `[inputs]`, or None for ones.
@@ -125,7 +119,7 @@ class GroupedWeight(NamedTuple):
     form: Form
 
     def is_finite(self) -> bool:
-        """Whether all steps and starts are; those that are bytes always are."""
+        """True if all steps and starts are finite; bytes always are."""
         if self.form.in_bytes:
             return True
         return bool(torch.isfinite(self.form.grid(self.panels)).all())
@@ -148,6 +142,20 @@ class GroupedWeight(NamedTuple):
             found.sub_(form.zero)
         found.mul_(steps).add_(starts * form.start_unit)
         return tile.view(panels * _PANEL, groups * GROUP)
+
+    def to(self, device: torch.device) -> "GroupedValues":
+        """Return the values on a device."""
+        columns = None if self.columns is None else self.columns.to(device)
+        return self._replace(
+            panels=self.panels.to(device), scales=self.scales.to(device), columns=columns
+        )
+
+    def store(
+        self, bias: Tensor | None, rows: torch.dtype = torch.float32, table: bool = False
+    ) -> "GroupedWeight":
+        """Return the matrix for rows in a dtype."""
+        # Each row read from AMX's panels would cost a copy of the whole weight.
+        return GroupedWeight(self, bias, torch.float32 if table else rows)
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Outputs of the weight by number, integers of any shape: float32 `[..., inputs]`.
@@ -179,7 +187,7 @@ class Common(NamedTuple):
     columns: Tensor
 
 
-def quantize_groups(weight: Tensor, bits: Literal[4, 5]) -> GroupedWeight:
+def quantize_groups(weight: Tensor, bits: Literal[4, 5]) -> GroupedValues:
     """A weight of 4 or 5 bits near a floating-point `[outputs, inputs]`."""
     outputs, inputs = weight.shape
     rows = max(1, _ROUNDED // max(1, inputs))
@@ -235,7 +243,7 @@ def _common(weight: Tensor, rows: int) -> Common:
     return Common(scales, (squares / max(1, len(weight))).sqrt_().clamp_min_(_SMALLEST_COLUMN))
 
 
-def pack_groups(grid: Grid, form: Form, common: Common | None = None) -> GroupedWeight:
+def pack_groups(grid: Grid, form: Form, common: Common | None = None) -> GroupedValues:
     """A weight of these values; `common.columns` says how many inputs count."""
     outputs, groups = grid.steps.shape
     fill = (0, 0, 0, -outputs % _PANEL)
@@ -259,112 +267,81 @@ def pack_groups(grid: Grid, form: Form, common: Common | None = None) -> Grouped
     blocks = torch.cat(parts, dim=-1)
     if common is None:
         ones = torch.ones(outputs, dtype=torch.float32, device=blocks.device)
-        return GroupedWeight(blocks, ones, None, grid.values.shape[1], form)
-    return GroupedWeight(blocks, common.scales, common.columns, len(common.columns), form)
+        return GroupedValues(blocks, ones, None, grid.values.shape[1], form)
+    return GroupedValues(blocks, common.scales, common.columns, len(common.columns), form)
 
 
-class GroupedLinear(QuantizedLinear):
-    """A linear layer with a weight in groups."""
-
-    bits: ClassVar[Literal[4, 5, 8]]
-    rounding: ClassVar[float] = 1 / 127
-    panels: Tensor
-    columns: Tensor | None
-
-    def __init__(
-        self, weight: GroupedWeight, bias: Tensor | None = None, rows: torch.dtype = torch.float32
-    ) -> None:
-        assert weight.form.bits == self.bits
-        super().__init__(weight.inputs, len(weight.scales), bias)
-        self.form = weight.form
-        form: WeightForm = "fewer bits" if self.bits < 8 else "int8 in groups"
-        product = choose_product(form, rows, weight.panels.device)
-        if product == "bfloat16":
-            self.packed = PackedWeight.of_panels(_to_panels(weight), bias)
-        plain = weight.panels.contiguous() if self.packed is None else None
-        self.register_buffer("panels", plain, persistent=False)
-        self.register_buffer("scales", weight.scales, persistent=False)
-        self.register_buffer("columns", weight.columns, persistent=False)
-        if plain is not None and product == "integers":
-            parts = FloatParts(plain, weight.form.number, self.scales, self.columns)
-            size = (self.out_features, self.in_features)
-            self.float_weight = FloatWeight(parts, *size, self.bias)
-
-    @classmethod
-    def quantize(
-        cls, weight: Tensor, bias: Tensor | None, rows: torch.dtype = torch.float32
-    ) -> QuantizedLinear:
-        assert cls.bits != 8
-        return cls(quantize_groups(weight, cls.bits), bias, rows)
-
-    @property
-    def parts(self) -> GroupedWeight:
-        """The packed weight."""
-        narrow = None if self.packed is None else self.packed.narrow
-        panels = self.panels if narrow is None else _from_panels(narrow)
-        return GroupedWeight(panels, self.scales, self.columns, self.in_features, self.form)
-
-    def unpack(self) -> Tensor:
-        return self.rows(torch.arange(self.out_features))
-
-    def rows(self, numbers: Tensor) -> Tensor:
-        return self.parts.rows(numbers)
-
-    def multiply(self, rows: Tensor) -> Tensor:
-        rows = rows if self.columns is None else rows * self.columns
-        rows = nn.functional.pad(rows, (0, -self.in_features % GROUP))
-        out = rows.new_empty((len(rows), len(self.panels) * _PANEL))
-        step = max(1, tile_outputs(rows.shape[1]) // _PANEL)
-        for first in range(0, len(self.panels), step):
-            last = min(len(self.panels), first + step)
-            tile = self.parts.tile(first, last)
-            torch.matmul(rows, tile.T, out=out[:, first * _PANEL : last * _PANEL])
-        return out[:, : self.out_features] * self.scales
+_KINDS: dict[int, WeightKind] = {4: "int4", 5: "int5", 8: "int8"}
+_NAMES = {4: "Int4Linear", 5: "Int5Linear", 8: "Int8GroupsLinear"}
 
 
-def _to_panels(weight: GroupedWeight) -> NarrowPanels:
-    """Two panels of 16 outputs, group by group, and columns of whole groups."""
-    count, groups, size = weight.panels.shape
-    panels = nn.functional.pad(weight.panels, (0, 0, 0, 0, 0, count % 2))
-    panels = panels.view(-1, 2, groups, size).transpose(1, 2).contiguous()
-    columns = torch.ones(weight.inputs) if weight.columns is None else weight.columns
-    columns = nn.functional.pad(columns.float(), (0, -weight.inputs % GROUP))
-    scales = weight.scales.float().contiguous()
-    return NarrowPanels(panels, weight.form.number, weight.inputs, scales, columns)
+class GroupedWeight(WeightFormat):
+    """A weight in groups, laid out for its product with rows in a dtype.
 
-
-def _from_panels(narrow: NarrowPanels) -> Tensor:
-    """The panels of `GroupedWeight`."""
-    panels = narrow.panels.transpose(1, 2).flatten(0, 1)
-    return panels[: -(-len(narrow.scales) // _PANEL)]
-
-
-class Int4Linear(GroupedLinear):
-    """A linear layer with a weight of 4 bits."""
-
-    kind: ClassVar[WeightKind] = "int4"
-    bits: ClassVar[Literal[4, 5, 8]] = 4
-
-
-class Int5Linear(GroupedLinear):
-    """A linear layer with a weight of 5 bits."""
-
-    kind: ClassVar[WeightKind] = "int5"
-    bits: ClassVar[Literal[4, 5, 8]] = 5
-
-
-class Int8GroupsLinear(GroupedLinear):
-    """A linear layer with a weight of 8 bits in groups, as a checkpoint has it.
-
-    Rows in bfloat16 are multiplied as those in float32 are, with AMX too.
+    With 8 bits, rows in bfloat16 are multiplied like those in float32, with AMX too.
     """
 
-    kind: ClassVar[WeightKind] = "int8"
-    bits: ClassVar[Literal[4, 5, 8]] = 8
+    rounding = 1 / 127
 
-    @classmethod
-    def quantize(
-        cls, weight: Tensor, bias: Tensor | None, rows: torch.dtype = torch.float32
-    ) -> QuantizedLinear:
-        """Without groups: a step for each output is enough for floats."""
-        return Int8Linear.quantize(weight, bias, rows)
+    def __init__(
+        self, weight: GroupedValues, bias: Tensor | None = None, rows: torch.dtype = torch.float32
+    ) -> None:
+        shape = (len(weight.scales), weight.inputs)
+        own_bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
+        super().__init__(*shape, own_bias)
+        self.form, self.scales, self.columns = weight.form, weight.scales, weight.columns
+        self.kind, self.name = _KINDS[self.form.bits], _NAMES[self.form.bits]
+        product = choose_product(
+            "fewer bits" if self.form.bits < 8 else "int8 in groups", rows, weight.panels.device
+        )
+        self._panels = weight.panels.contiguous()
+        if product == "bfloat16":
+            self._panels = _to_wide(weight.panels)
+            self.product = CompiledProduct(torch.bfloat16, self._wide_parts(), shape, bias)
+        elif product == "integers":
+            parts = Parts(self._panels, self.form.number, self.scales, self.columns)
+            self.product = CompiledProduct(torch.float32, parts, shape, own_bias)
+
+    def _wide_parts(self) -> Parts:
+        """Return the memory for rows in bfloat16, with columns of whole groups."""
+        columns = torch.ones(self.inputs) if self.columns is None else self.columns
+        columns = nn.functional.pad(columns.float(), (0, -self.inputs % GROUP))
+        return Parts(self._panels, self.form.number, self.scales.float().contiguous(), columns)
+
+    @property
+    def values(self) -> GroupedValues:
+        """The weight in panels of 16 outputs."""
+        panels = self._panels
+        if self.struct(torch.bfloat16) is not None:
+            panels = _from_wide(panels, self.outputs)
+        return GroupedValues(panels, self.scales, self.columns, self.inputs, self.form)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self._panels, self.scales] + ([] if self.columns is None else [self.columns])
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        return self.values.rows(numbers)
+
+    def _multiply(self, rows: Tensor) -> Tensor:
+        rows = rows if self.columns is None else rows * self.columns
+        rows = nn.functional.pad(rows, (0, -self.inputs % GROUP))
+        count = len(self._panels)
+        out = rows.new_empty((len(rows), count * _PANEL))
+        step = max(1, tile_outputs(rows.shape[1]) // _PANEL)
+        for first in range(0, count, step):
+            last = min(count, first + step)
+            tile = self.values.tile(first, last)
+            torch.matmul(rows, tile.T, out=out[:, first * _PANEL : last * _PANEL])
+        return out[:, : self.outputs] * self.scales
+
+
+def _to_wide(panels: Tensor) -> Tensor:
+    """Return two panels of 16 outputs each together, group by group (`native/linear.h`)."""
+    count, groups, size = panels.shape
+    panels = nn.functional.pad(panels, (0, 0, 0, 0, 0, count % 2))
+    return panels.view(-1, 2, groups, size).transpose(1, 2).contiguous()
+
+
+def _from_wide(panels: Tensor, outputs: int) -> Tensor:
+    return panels.transpose(1, 2).flatten(0, 1)[: -(-outputs // _PANEL)]

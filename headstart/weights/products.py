@@ -1,28 +1,188 @@
-"""Which product multiplies rows by a weight on this machine: decided here, and nowhere else.
+"""The products of rows and a weight, and which of them this machine takes.
 
-The CPU's flags decide, by what was measured on such CPUs (docs/log.md); integers with AVX-512 VNNI
-were not. What a product uses besides, VNNI or AMX, the compiled library knows (`headstart.native`).
+The CPU's flags decide, by measurements on such CPUs. Integers with AVX-512 VNNI were not measured.
+The compiled library itself knows what a product may use besides, VNNI or AMX (`headstart.native`).
+
+FBGEMM, which torch brings for x86, takes 7 bits of an input: with 8, a CPU without VNNI saturates
+the sum of two products. So a row is split into two digits of 7 bits, two rows of one product:
+
+    x  ~  top / 63 * (high + low / 126)              high, low: whole numbers, -63 .. 63
+
+which has 14 bits. The second row costs nothing while the product waits for memory. A row has the
+same bits in any batch.
 """
 
+import ctypes
+import warnings
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from headstart.native import AMX, avx2_library, level, library
-from headstart.weights.fbgemm import has_fbgemm
+from headstart.native import AMX, avx2_library, level, library, required
+from headstart.native.bindings import Weight
 
-__all__ = ["Product", "WeightForm", "choose_product"]
+__all__ = [
+    "CompiledProduct",
+    "Parts",
+    "Product",
+    "WeightForm",
+    "choose_product",
+    "fbgemm_multiply",
+    "fbgemm_pack",
+    "fbgemm_unpack",
+    "has_fbgemm",
+]
 
 WeightForm = Literal["bfloat16", "int8", "int8 in groups", "fewer bits"]
-"""How a weight is kept: in bfloat16; in 8 bits with one scale for an output; in 8 bits, or 5 or 4,
-with steps for a group of inputs."""
+"""A stored weight: bfloat16; 8 bits with one scale for each output; 8 bits, or 5 or 4, with steps
+for groups of inputs."""
 
 Product = Literal["bfloat16", "float32", "integers", "fbgemm", "torch"]
-"""bfloat16: compiled, over panels of pairs, of which fewer bits become bfloat16 as they are read.
+"""bfloat16: compiled, over panels of pairs; fewer bits become bfloat16 as they are read.
 float32: compiled for few rows; for many, the weight becomes float32 tile by tile. integers:
 compiled; rows are rounded to 8 bits for each 32 inputs. fbgemm: rows in 14 bits. torch: the weight
-as torch has it, or dequantised tile by tile."""
+in torch's layout, or dequantized tile by tile."""
+
+
+class Parts(NamedTuple):
+    """The memory of a weight on the CPU, laid out as `native/weight.h` describes for its kind.
+
+    `scales` float32 `[outputs]` for 8 bits and fewer; `columns` float32 `[inputs]` or None, in
+    whole groups for rows in bfloat16.
+    """
+
+    values: Tensor
+    kind: int
+    scales: Tensor | None = None
+    columns: Tensor | None = None
+
+
+class CompiledProduct:
+    """The product of rows in `dtype`, float32 or bfloat16, and a weight, plus its bias or None.
+
+    Each row's result has the same bits alone, in any batch and on any number of threads. A copy, or
+    what is unpickled, has its own memory. Raises `ModelError` without the kernels.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        parts: Parts,
+        shape: tuple[int, int],
+        bias: Tensor | None = None,
+    ) -> None:
+        is_bfloat16 = dtype == torch.bfloat16
+        kernels = required(library() if is_bfloat16 else avx2_library())
+        self._function: ctypes._NamedFuncPointer = (
+            kernels.headstart_linear if is_bfloat16 else kernels.headstart_float_linear
+        )
+        bias = None if bias is None else bias.detach().to(dtype, copy=True)
+        self.dtype, self.parts, self.bias = dtype, parts, bias
+        self._outputs, self._inputs = shape
+        addresses = [_address(part) for part in (parts.values, bias, parts.scales, parts.columns)]
+        self.struct = Weight(*addresses, inputs=shape[1], outputs=shape[0], kind=parts.kind)
+        """The kernels' struct; it points into memory that this object owns."""
+        self._struct_address = ctypes.addressof(self.struct)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Rebuild the struct in a copy, with the addresses of the copy's tensors."""
+        shape = (self._outputs, self._inputs)
+        return CompiledProduct, (self.dtype, self.parts, shape, self.bias)
+
+    def check_rows(self, x: Tensor) -> None:
+        """Raise `ValueError` unless `x` is `[..., inputs]` in the product's dtype on the CPU."""
+        width = x.shape[-1] if x.dim() else 0
+        if (x.dtype, x.device.type, width) != (self.dtype, "cpu", self._inputs):
+            raise ValueError(
+                f"a weight of {self._inputs} inputs under {self.dtype} on cpu was given {width} "
+                f"in {x.dtype} on {x.device.type}"
+            )
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return `[..., inputs]` times the weight, plus the bias: `[..., outputs]`, in `dtype`."""
+        self.check_rows(x)
+        x = x.contiguous()
+        out = torch.empty((*x.shape[:-1], self._outputs), dtype=self.dtype)
+        rows = x.numel() // self._inputs
+        self._function(
+            self._struct_address, x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads()
+        )
+        return out
+
+
+def _address(part: Tensor | None) -> int | None:
+    assert part is None or part.is_contiguous()
+    return None if part is None else part.data_ptr()
+
+
+_DIGIT = 63  # the largest digit
+_ZERO_POINT = 64
+_TINY = 1e-30  # an all-zero row has no scale
+
+
+def fbgemm_pack(values: Tensor, scales: Tensor) -> Any:
+    """Return a weight int8 `[outputs, inputs]`, float32 `[outputs]` in FBGEMM's layout.
+
+    Scaled for digits; the original tensors can be freed.
+    """
+    before = torch.backends.quantized.engine
+    torch.backends.quantized.engine = "fbgemm"  # others take no input of whole numbers
+    zeros = torch.zeros(len(scales), dtype=torch.int64)
+    try:
+        with warnings.catch_warnings():
+            # A later torch may have no quantized tensors: `has_fbgemm` is False there.
+            warnings.filterwarnings("ignore", ".*quantized tensor creation functions.*")
+            weight = torch._make_per_channel_quantized_tensor(
+                values, scales.double() / _DIGIT, zeros, 0
+            )
+            return torch.ops.quantized.linear_prepack(weight, None)
+    finally:
+        torch.backends.quantized.engine = before
+
+
+def fbgemm_unpack(packed: Any) -> Tensor:
+    """Return the values, int8 `[outputs, inputs]`."""
+    values: Tensor = torch.ops.quantized.linear_unpack(packed)[0].int_repr()
+    return values
+
+
+def fbgemm_multiply(rows: Tensor, packed: Any) -> Tensor:
+    """Multiply rows float32 `[rows, inputs]` by a packed weight, as integers."""
+    count = len(rows)
+    # NaN and infinity pass through `top` into the result.
+    top = torch.linalg.vector_norm(rows, float("inf"), dim=-1, keepdim=True).clamp_min_(_TINY)
+    digits = torch.empty((2 * count, rows.shape[1]))
+    high, low = digits[:count], digits[count:]
+    torch.mul(rows, _DIGIT / top, out=low)
+    torch.round(low, out=high)
+    low.sub_(high).mul_(2 * _DIGIT)
+    products = _multiply_digits(digits, packed)
+    return torch.add(products[:count], products[count:], alpha=0.5 / _DIGIT).mul_(top)
+
+
+def _multiply_digits(digits: Tensor, packed: Any) -> Tensor:
+    multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+    products: Tensor = multiply(digits, 1.0, _ZERO_POINT, packed)
+    return products
+
+
+@cache
+def has_fbgemm() -> bool:
+    """True if FBGEMM multiplies and unpacks a weight correctly here."""
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        return False
+    values = torch.arange(-96, 96, dtype=torch.int8).view(4, 48)
+    digits = torch.arange(96.0).view(2, 48).remainder(127).sub(_DIGIT)
+    try:
+        packed = fbgemm_pack(values, torch.ones(4))
+        products = _multiply_digits(digits, packed)
+        same = torch.equal(fbgemm_unpack(packed), values)
+    except (RuntimeError, AttributeError):  # torch was built without, or has another name for it
+        return False
+    return same and torch.allclose(products, digits @ values.float().T / _DIGIT)
 
 
 class _Row(NamedTuple):
@@ -47,7 +207,7 @@ _TABLE = (
 
 
 def choose_product(form: WeightForm, rows: torch.dtype, device: torch.device) -> Product:
-    """The product of a weight kept in a form, for rows of a dtype: the first row that fits."""
+    """Return the product for a stored weight and rows of a dtype: the first row that fits."""
     for row in _TABLE:
         fits = form in row.forms and row.rows in (None, rows) and device.type == "cpu"
         if fits and row.is_here():

@@ -4,164 +4,51 @@ Nothing is in memory twice: a tensor is copied (and converted, or packed) out of
 and the file is unmapped after every layer.
 """
 
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
-from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from headstart.errors import DamagedModelError, UnsupportedModelError
+from headstart.machine import return_freed_memory
+from headstart.native import advise
 from headstart.native.pages import ReadyMemory
-from headstart.weights.half_weight import Bf16Weight, HalfEmbedding, HalfLinear
-from headstart.weights.packed import Arena, PackedEmbedding, PackedLinear, PackedWeight
-from headstart.weights.scheme import UnsupportedLayerError
+from headstart.weights.bf16 import Bf16Weight, PackedWeight, packed_bytes
+from headstart.weights.checkpoint import SAVED_SO, Checkpoint
+from headstart.weights.format import Embedding, Linear, WeightFormat, WeightKind
+from headstart.weights.memory import Arena
+from headstart.weights.products import choose_product
+from headstart.weights.quantize import FORMATS, kind_of_layer
 
-__all__ = [
-    "FLOATS",
-    "SAVED_SO",
-    "Checkpoint",
-    "Entry",
-    "FloatReader",
-    "HalfReader",
-    "Outline",
-    "PackedReader",
-    "Reader",
-    "Tensors",
-]
+__all__ = ["Outline", "Reader", "TorchReader", "WeightReader"]
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
 _EMBEDDING = "model.embed_tokens.weight"
-
-FLOATS = frozenset(_DTYPES.values())
-"""The dtypes of weights that are read here."""
-
-SAVED_SO = "in the file itself: it is damaged, or was saved so; download the model again"
-"""The end of an error that says what a weight of a file holds."""
+_LARGEST_SCALE = 1e28
+"""Times the whole numbers of weight and row, of thousands of inputs, it is far from infinite."""
 
 
 class Reader(Protocol):
     """Makes modules and tensors of a checkpoint's tensors, by dotted name."""
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        """A linear layer: rows `[..., inputs]` to `[..., outputs]`."""
+        """Return a linear layer: rows `[..., inputs]` to `[..., outputs]`."""
         ...
 
     def vector(self, name: str, width: int) -> Tensor:
-        """A norm's weight `[width]`."""
-        ...
-
-    def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
-        """The LM head; with the weight of `embedding`, if that is given."""
+        """Return a norm's weight `[width]`."""
         ...
 
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
-        """Token ids to rows `[..., width]`."""
+        """Return a module from token ids to rows `[..., width]`."""
+        ...
+
+    def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
+        """Return the LM head; with the weight of `embedding`, if that is given."""
         ...
 
     def release(self) -> None:
         """Unmap what was read."""
         ...
-
-
-class Tensors(Protocol):
-    """A checkpoint's tensors by name."""
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's shape."""
-        ...
-
-    def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
-        """The dtypes of these tensors; raises `UnsupportedLayerError` unless all are floats."""
-        ...
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor; it may lie in the file until `release`."""
-        ...
-
-    def release(self) -> None:
-        """Unmap what was read."""
-        ...
-
-
-class Entry(NamedTuple):
-    """Where a tensor lies, and its dtype as safetensors names it."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class Checkpoint:
-    """The tensors in safetensors files, by name.
-
-    A context: files are open while it lasts. Raises `UnsupportedLayerError` for other formats.
-    """
-
-    def __init__(self, files: Iterable[Path]) -> None:
-        self._files = ExitStack()
-        self._open: dict[Path, Any] = {}
-        self.entries: dict[str, Entry] = {}
-        self.metadata: dict[str, str] = {}
-        for file in files:
-            if file.suffix != ".safetensors":
-                raise UnsupportedLayerError("its weights are not in safetensors files")
-            with safe_open(file, framework="pt") as opened:
-                self.metadata |= opened.metadata() or {}
-                for name in opened.keys():  # noqa: SIM118 - no mapping, it only has keys()
-                    if name in self.entries:
-                        before = self.entries[name].file.name
-                        raise UnsupportedLayerError(f"{name} is in {before} and in {file.name}")
-                    part = opened.get_slice(name)
-                    entry = Entry(file, tuple(part.get_shape()), part.get_dtype())
-                    self.entries[name] = entry
-
-    def __enter__(self) -> "Checkpoint":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's shape."""
-        return {name: entry.shape for name, entry in self.entries.items()}
-
-    def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
-        """The dtypes of these tensors; raises `UnsupportedLayerError` unless all are floats."""
-        found = [self.entries[name].dtype for name in names]
-        if others := sorted(set(found) - _DTYPES.keys()):
-            raise UnsupportedLayerError(f"its weights are {', '.join(others)}")
-        return [_DTYPES[name] for name in found]
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor, in memory that is the file's until `release`."""
-        file, shape, _ = self.entries[name]
-        if file not in self._open:
-            self._open[file] = self._files.enter_context(safe_open(file, framework="pt"))
-        found: Tensor = self._open[file].get_tensor(name)
-        if found.shape != shape:
-            raise DamagedModelError(f"{file} was written to while it was read")
-        return found
-
-    def release(self) -> None:
-        """Close the files; tensors that still lie in them keep them mapped."""
-        self._open.clear()
-        self._files.close()
 
 
 class Outline:
@@ -205,28 +92,15 @@ class _Linear(nn.Linear):
         """Draw no random weights: on meta tensors that imports torch's compiler."""
 
 
-class FloatReader:
+class TorchReader:
     """Modules of torch, in one dtype, on any device."""
 
-    def __init__(self, checkpoint: Tensors, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of rows."""
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the modules are."""
-        return self._device
-
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        made = _Linear(inputs, outputs, bias, device="meta")
-        made.weight = self._parameter(f"{name}.weight")
-        if bias:
-            made.bias = self._parameter(f"{name}.bias")
-        return made
+        own = self._parameter(f"{name}.bias") if bias else None
+        return _torch_linear(self._parameter(f"{name}.weight"), own)
 
     def vector(self, name: str, width: int) -> Tensor:
         return self._parameter(f"{name}.weight")
@@ -234,35 +108,27 @@ class FloatReader:
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
         # Not checked: a row that is not finite harms only those who use the token.
         weight = self._copy(f"{name}.weight")
-        made: nn.Module = nn.Embedding.from_pretrained(weight)  # type: ignore[no-untyped-call]
-        return made
+        table: nn.Module = nn.Embedding.from_pretrained(weight)  # type: ignore[no-untyped-call]
+        return table
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
         if embedding is None:
             return self.linear(name, inputs, outputs, bias=False)
         assert isinstance(embedding, nn.Embedding)
         self._check_finite(_EMBEDDING, embedding.weight)
-        made = _Linear(inputs, outputs, bias=False, device="meta")
-        made.weight = embedding.weight
-        return made
+        return _torch_linear(embedding.weight)
 
     def release(self) -> None:
         self._checkpoint.release()
 
-    def close(self) -> None:
-        """Call it when all weights are read."""
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor as the file has it, until `release`; in float32 if it has 64 bits."""
-        found = self._checkpoint.tensor(name).to(self._device)
-        found = found.float() if found.dtype == torch.float64 else found
-        self._check_finite(name, found)
-        return found
-
     def _parameter(self, name: str) -> nn.Parameter:
-        copied = self._copy(name)
-        self._check_finite(name, copied)
-        return copied
+        parameter = self._copy(name)
+        self._check_finite(name, parameter)
+        return parameter
+
+    def _copy(self, name: str) -> nn.Parameter:
+        tensor = self._checkpoint.tensor(name)
+        return nn.Parameter(tensor.to(self._device, self._dtype, copy=True), requires_grad=False)
 
     def _check_finite(self, name: str, weight: Tensor) -> None:
         """Raise for infinities and NaN in the weight that a tensor of the file became.
@@ -278,79 +144,147 @@ class FloatReader:
             f"{name} holds weights that are not finite in {weight.dtype}; another dtype may help"
         )
 
-    def _copy(self, name: str) -> nn.Parameter:
-        found = self._checkpoint.tensor(name)
-        return nn.Parameter(found.to(self._device, self._dtype, copy=True), requires_grad=False)
 
+class WeightReader(TorchReader):
+    """Every matrix in the format that is fastest here, by one policy.
 
-class HalfReader(FloatReader):
-    """As `FloatReader` in float32 on the CPU, with the matrices `halves` left in bfloat16."""
+    With a `kind`, linear layers are rounded to their `kind_of_layer`, and the LM head to int8.
+    Without one, a quantized matrix keeps the checkpoint's bits where a format has them, and is
+    rounded again to the nearest kind elsewhere; floats stay floats. An embedding whose weight is
+    the quantized LM head's reads its rows there; any other is float.
+    """
 
     def __init__(
         self,
-        checkpoint: Tensors,
-        halves: Mapping[str, torch.Size],
-        ready_memory: ReadyMemory | None,
+        checkpoint: Checkpoint,
+        matrices: dict[str, torch.Size],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        kind: WeightKind | None = None,
+        tied: bool = False,
+        ready_memory: ReadyMemory | None = None,
     ) -> None:
-        super().__init__(checkpoint, torch.float32, torch.device("cpu"))
-        self._halves = halves
-        self._arena = Arena(halves.values(), ready_memory)
+        super().__init__(checkpoint, dtype, device)
+        self._kind, self._tied = kind, tied
+        floats = [
+            name
+            for name in matrices
+            if self._bits(name) is None or (name == _EMBEDDING and not tied)
+        ]
+        self._halves = frozenset(
+            name
+            for name in floats
+            if checkpoint.kind(name) is None and checkpoint.dtypes([name]) == [torch.bfloat16]
+        )
+        self._product = choose_product("bfloat16", dtype, device)
+        sizes: list[int] = []
+        if self._product == "bfloat16":
+            sizes = [packed_bytes(*matrices[name]) for name in floats]
+        elif self._product == "float32":
+            sizes = [matrices[name].numel() * torch.bfloat16.itemsize for name in self._halves]
+        elif self._halves and device.type == "cpu":
+            advise()
+        self._arena = Arena(sizes, ready_memory if sizes else None)
+        if kind is None:
+            checkpoint.log(tied)
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        if f"{name}.weight" not in self._halves:
-            return super().linear(name, inputs, outputs, bias)
-        made = self._half(f"{name}.weight", self._parameter(f"{name}.bias") if bias else None)
-        self._check_finite(f"{name}.weight", made.weight)
-        return HalfLinear(made)
+        kind = self._bits(f"{name}.weight")
+        if self._kind is not None:
+            kind = kind_of_layer(name, self._kind, inputs, outputs)
+        if kind is None:
+            return self._float_linear(name, inputs, outputs, bias)
+        own = self._tensor(f"{name}.bias") if bias else None
+        return Linear(self._quantized(name, own, kind))
 
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
-        if f"{name}.weight" not in self._halves:
+        if self._tied and self._bits(f"{name}.weight") is not None:
+            return Embedding(self._quantized(name, None, "int8", table=True), self._dtype)
+        matrix = self._float(f"{name}.weight")
+        if matrix is None:
             return super().embedding(name, count, width)
-        return HalfEmbedding(self._half(f"{name}.weight"))
+        return Embedding(matrix, self._dtype)
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
-        if not isinstance(embedding, HalfEmbedding):
-            return super().head(embedding, name, outputs, inputs)
-        self._check_finite(_EMBEDDING, embedding.matrix.weight)
-        return HalfLinear(embedding.matrix)
-
-    def _half(self, name: str, bias: Tensor | None = None) -> Bf16Weight:
-        found = self._checkpoint.tensor(name)
-        memory = self._arena.take(found.numel() * torch.bfloat16.itemsize)
-        kept = memory.view(torch.bfloat16).view(found.shape)
-        return Bf16Weight(kept.copy_(found), bias)  # of bfloat16, or of its numbers in float32
-
-
-class PackedReader(FloatReader):
-    """As `FloatReader` in bfloat16 on the CPU, with weights packed for the compiled kernels."""
-
-    def __init__(
-        self, checkpoint: Tensors, matrices: list[torch.Size], ready_memory: ReadyMemory | None
-    ) -> None:
-        super().__init__(checkpoint, torch.bfloat16, torch.device("cpu"))
-        self._arena = Arena(matrices, ready_memory)
-
-    def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        rounded = self._rounded(f"{name}.weight")
-        self._check_finite(f"{name}.weight", rounded)
-        own = self._parameter(f"{name}.bias") if bias else None
-        return PackedLinear(PackedWeight(rounded, own, self._arena))
-
-    def embedding(self, name: str, count: int, width: int) -> nn.Module:
-        return PackedEmbedding(PackedWeight(self._rounded(f"{name}.weight"), arena=self._arena))
-
-    def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
+        if embedding is None and self._bits(f"{name}.weight") is not None:
+            return Linear(self._quantized(name, None, "int8"))
         if embedding is None:
-            return self.linear(name, inputs, outputs, bias=False)
-        assert isinstance(embedding, PackedEmbedding)
-        self._check_finite(_EMBEDDING, self._rounded(_EMBEDDING))
-        return PackedLinear(embedding.packed)
+            return self._float_linear(name, inputs, outputs, bias=False)
+        if not isinstance(embedding, Embedding):
+            return super().head(embedding, name, outputs, inputs)
+        if embedding.matrix.kind is None:
+            self._check_finite(_EMBEDDING, self._checkpoint.tensor(_EMBEDDING).to(torch.bfloat16))
+        return Linear(embedding.matrix)
+
+    def release(self) -> None:
+        super().release()
+        return_freed_memory()
 
     def close(self) -> None:
-        self._arena.close()
+        """Request huge pages for packed weights; call it when all are read."""
+        if self._product == "bfloat16":
+            self._arena.close()
 
-    def _rounded(self, name: str) -> Tensor:
-        return self._checkpoint.tensor(name).to(torch.bfloat16)
+    def _bits(self, name: str) -> WeightKind | None:
+        """Return the kind of a matrix, None for floats."""
+        return self._kind or self._checkpoint.kind(name)
+
+    def _quantized(
+        self, name: str, bias: Tensor | None, kind: WeightKind, table: bool = False
+    ) -> WeightFormat:
+        """Return a matrix in the checkpoint's bits, if it keeps them, or rounded to `kind`."""
+        weight = f"{name}.weight"
+        values = None if self._kind is not None else self._checkpoint.packed(weight)
+        if values is not None:
+            if not values.is_finite():
+                raise UnsupportedModelError(f"{weight} has scales that are not finite in float16")
+            matrix = values.to(self._device).store(bias, self._dtype, table)
+            matrix.is_prequantized = True
+            return matrix
+        values = FORMATS[kind](self._tensor(weight), self._dtype)
+        if float(values.scales.amax()) > _LARGEST_SCALE:
+            raise UnsupportedModelError(
+                f'{weight} holds weights that are too large for {kind}; weights="auto" may help'
+            )
+        return values.store(bias, self._dtype, table)
+
+    def _float_linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
+        own = self._parameter(f"{name}.bias") if bias else None
+        matrix = self._float(f"{name}.weight", own, check=True)
+        return super().linear(name, inputs, outputs, bias) if matrix is None else Linear(matrix)
+
+    def _float(
+        self, name: str, bias: Tensor | None = None, check: bool = False
+    ) -> WeightFormat | None:
+        """Return a matrix for a compiled product; None if torch multiplies."""
+        is_packed = self._product == "bfloat16"
+        if not is_packed and not (self._product == "float32" and name in self._halves):
+            return None
+        weight = self._checkpoint.tensor(name)
+        if is_packed:
+            weight = weight.to(torch.bfloat16)
+        else:  # of bfloat16, or of its numbers in float32
+            memory = self._arena.take(weight.numel() * torch.bfloat16.itemsize)
+            weight = memory.view(torch.bfloat16).view(weight.shape).copy_(weight)
+        if check:
+            self._check_finite(name, weight)
+        return PackedWeight(weight, bias, self._arena) if is_packed else Bf16Weight(weight, bias)
+
+    def _tensor(self, name: str) -> Tensor:
+        """Return a tensor as the file has it, until `release`; in float32 if it has 64 bits."""
+        tensor = self._checkpoint.tensor(name).to(self._device)
+        tensor = tensor.float() if tensor.dtype == torch.float64 else tensor
+        self._check_finite(name, tensor)
+        return tensor
+
+
+def _torch_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
+    layer = _Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    layer.weight = weight
+    if bias is not None:
+        layer.bias = bias  # type: ignore[assignment]
+    return layer
 
 
 def _is_finite(weight: Tensor) -> bool:

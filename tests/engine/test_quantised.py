@@ -14,11 +14,12 @@ from headstart import LLM, LoRARequest, SamplingParams
 from headstart.errors import UnsupportedAdapterError
 from headstart.models.loader import load_model
 from headstart.models.lora.files import read_weights
-from headstart.weights.linear import QuantizedLinear, WeightKind
+from headstart.weights.format import WeightKind
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.rounded_rows import round_inputs
 from tests.tiny_adapters import make_adapter
 from tests.tiny_models import VOCABULARY, save_tiny
+from tests.weights.stored import quantized_matrices
 
 KINDS: tuple[WeightKind, ...] = get_args(WeightKind)
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
@@ -29,9 +30,8 @@ def save_unpacked(llm: LLM, folder: Path) -> Path:
     assert llm.engine.model.folder is not None
     shutil.copytree(llm.engine.model.folder, folder)
     plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for name, module in llm.engine.model.module.named_modules():
-        if isinstance(module, QuantizedLinear):
-            plain.get_submodule(name).weight = torch.nn.Parameter(module.unpack())
+    for name, matrix in quantized_matrices(llm.engine.model.module).items():
+        plain.get_submodule(name).weight = torch.nn.Parameter(matrix.unpack())
     plain.save_pretrained(folder)
     return folder
 

@@ -13,8 +13,9 @@ from headstart.models import prefetch
 from headstart.models.loader import load_model
 from headstart.models.prefetch import ReadyMemory, read_ahead
 from headstart.native import avx2_library, library
-from headstart.weights.half_weight import HalfLinear
-from headstart.weights.packed import Arena, PackedWeight
+from headstart.weights.bf16 import Bf16Weight, PackedWeight, packed_bytes
+from headstart.weights.format import Linear
+from headstart.weights.memory import Arena
 from tests.models.paged import Paged
 from tests.tiny_models import TINY
 
@@ -71,9 +72,9 @@ def test_a_file_that_has_gone_is_left_to_the_loader(tmp_path: Path) -> None:
 def test_packed_weights_lie_in_it() -> None:
     weight = torch.randn(64, 32).to(torch.bfloat16)
     memory = ReadyMemory(MEGABYTE, [])
-    packed = PackedWeight(weight, arena=Arena([weight.shape], memory))
+    packed = PackedWeight(weight, arena=Arena([packed_bytes(*weight.shape)], memory))
     start = torch.frombuffer(memory._memory, dtype=torch.uint8).data_ptr()
-    assert start <= packed.panels_address < start + MEGABYTE
+    assert start <= packed.panels.data_ptr() < start + MEGABYTE
     assert torch.equal(packed.unpack(), weight)
 
 
@@ -110,12 +111,12 @@ def test_weights_that_stay_in_bfloat16_under_float32_lie_in_it(folder: Path) -> 
     one, other = load_model(folder), load_model(folder, ready_memory=memory)
     start = torch.frombuffer(memory._memory, dtype=torch.uint8).data_ptr()
     for name, module in other.module.named_modules():
-        if isinstance(module, HalfLinear):
+        if isinstance(module, Linear):
+            assert isinstance(module.matrix, Bf16Weight)
             assert start <= module.matrix.weight.data_ptr() < start + len(memory._memory)
-            expected = one.layer(name)
-            assert isinstance(expected, HalfLinear)
-            assert torch.equal(module.matrix.weight, expected.matrix.weight)
-    assert isinstance(other.layer("lm_head"), HalfLinear)
+            expected = one.weight(name)
+            assert expected is not None and torch.equal(module.matrix.unpack(), expected)
+    assert isinstance(other.layer("lm_head"), Linear)
 
 
 @pytest.mark.usefixtures("without_bfloat16")

@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from headstart.models.loader import load_model
 from headstart.models.transformers_backend.pack import pack_linears
 from headstart.native import library
-from headstart.weights.packed import PackedLinear, can_pack, has_memory, map_pages
+from headstart.weights.bf16 import can_pack
+from headstart.weights.format import Linear
+from headstart.weights.memory import has_memory, map_pages
 from tests.models.paged import Paged
 from tests.tiny_models import TINY
 
@@ -93,7 +95,7 @@ def test_weights_of_a_subclass_stay_and_their_modules_run(kind: str) -> None:
     pack_linears(model)
     engine = Paged(model)
     assert sum(isinstance(weight, Quantized) for weight in model.parameters()) == count
-    linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
     assert bool(linears) == (library() is not None)
     sequence = engine.add(PROMPT)
     engine.step([(sequence, 5)])

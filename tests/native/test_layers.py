@@ -18,7 +18,7 @@ from headstart.attention import (
 from headstart.attention.backend import RowShapes
 from headstart.native import library
 from headstart.native.bindings import Layer, LayerRun, Norm
-from headstart.weights.packed import PackedWeight
+from headstart.weights.bf16 import PackedWeight
 from tests.attention.rows import BLOCK, TOLERANCE, plan_of, reference, spoil
 from tests.native.foreign_rows import among_nonfinite
 from tests.native.near import Near, exactly
@@ -89,7 +89,7 @@ class RandomLayer:
         self._packed = {name: PackedWeight(*parts) for name, parts in self.weights.items()}
         self.struct = Layer(head_dim=one.head_dim)
         for name, packed in self._packed.items():
-            setattr(self.struct, name, packed.struct)
+            setattr(self.struct, name, packed.product.struct)
         for name, norm in self.norms.items():
             if norm is not None:
                 setattr(self.struct, name, Norm(weight=norm.data_ptr(), epsilon=EPSILON))

@@ -20,7 +20,7 @@ from headstart import native
 from headstart.attention import LayerLayout, PagedKVMemory, make_backend
 from headstart.errors import ConfigError
 from headstart.machine import cpu_flags
-from headstart.weights.packed import PackedWeight
+from headstart.weights.bf16 import PackedWeight
 
 FOLDER = Path(native.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def multiply(library: ctypes.CDLL) -> Callable[[int], torch.Tensor]:
 
     def run(threads: int) -> torch.Tensor:
         out = torch.empty(5, 100, dtype=torch.bfloat16)
-        address = ctypes.addressof(weight.struct)
+        address = ctypes.addressof(weight.product.struct)
         library.headstart_linear(address, x.data_ptr(), len(x), out.data_ptr(), threads)
         return out
 

@@ -14,11 +14,11 @@ from headstart.errors import ModelError
 from headstart.models.loader import load_model
 from headstart.native import AMX, avx2_library, library
 from headstart.weights import products
-from headstart.weights.grouped import Form, Grid, Int4Linear, Int8GroupsLinear, pack_groups
-from headstart.weights.half_weight import HalfEmbedding, HalfLinear
-from headstart.weights.int8 import Int8Linear, quantize_int8
-from headstart.weights.linear import QuantizedEmbedding, QuantizedLinear, WeightKind
-from headstart.weights.packed import PackedEmbedding, PackedLinear
+from headstart.weights.bf16 import PackedWeight
+from headstart.weights.format import Embedding, Linear, WeightFormat, WeightKind
+from headstart.weights.grouped import Form, Grid, GroupedWeight, pack_groups
+from headstart.weights.int8 import Int8Weight, quantize_int8
+from headstart.weights.quantize import quantize
 from tests.tiny_models import TINY
 
 NUMBERS = torch.arange(0, 40, 3)
@@ -26,12 +26,9 @@ NUMBERS = torch.arange(0, 40, 3)
 
 def wipe(module: nn.Module) -> None:
     """Overwrite all weights of a module."""
-    packed = getattr(module, "packed", None)
-    kept = [*module.parameters(), *module.buffers()]
-    kept += [module.matrix.weight] if isinstance(module, HalfLinear | HalfEmbedding) else []
-    kept += [packed.panels] if packed is not None else []
+    stored = module.matrix.tensors if isinstance(module, Linear | Embedding) else []
     with torch.no_grad():
-        for tensor in kept:
+        for tensor in (*module.parameters(), *stored):
             tensor.zero_()
 
 
@@ -55,7 +52,7 @@ def test_a_copy_multiplies_by_weights_of_its_own(
     for name, layer in model.named_modules():
         other = copied.get_submodule(name)
         width = getattr(layer, "in_features", None)
-        if isinstance(layer, nn.Embedding | HalfEmbedding | PackedEmbedding):
+        if isinstance(layer, nn.Embedding | Embedding):
             given = NUMBERS
         elif width is not None:
             given = torch.randn(3, width).to(getattr(torch, dtype))
@@ -65,23 +62,23 @@ def test_a_copy_multiplies_by_weights_of_its_own(
             before = layer(given)
             wipe(layer)
             assert torch.equal(other(given), before)
-            seen.add(type(layer))
+            seen.add(type(layer.matrix if isinstance(layer, Linear | Embedding) else layer))
     if weights == "auto" and dtype == "bfloat16" and library() is not None:
-        assert seen == {PackedLinear, PackedEmbedding}
+        assert seen == {PackedWeight}
 
 
-def _int8() -> QuantizedLinear:
-    return Int8Linear(quantize_int8(torch.randn(40, 70)), table=True)
+def _int8() -> WeightFormat:
+    return Int8Weight(quantize_int8(torch.randn(40, 70)), table=True)
 
 
-def _int4() -> QuantizedLinear:
-    return Int4Linear.quantize(torch.randn(40, 70), None)
+def _int4() -> WeightFormat:
+    return quantize(torch.randn(40, 70), None, "int4")
 
 
-def _int8_in_groups() -> QuantizedLinear:
+def _int8_in_groups() -> WeightFormat:
     values = torch.randint(256, (40, 96), dtype=torch.uint8)
     grid = Grid(values, torch.rand(40, 3), torch.rand(40, 3))
-    return Int8GroupsLinear(pack_groups(grid, Form(8, False)))
+    return GroupedWeight(pack_groups(grid, Form(8, False)))
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch's, of FBGEMM's weights
@@ -89,21 +86,22 @@ def _int8_in_groups() -> QuantizedLinear:
 @pytest.mark.parametrize("kernels", ["1", "0"])
 @pytest.mark.parametrize("make", [_int8, _int4, _int8_in_groups])
 def test_an_embedding_and_the_head_that_it_reads_are_copied_as_one(
-    make: Callable[[], QuantizedLinear],
+    make: Callable[[], WeightFormat],
     kernels: str,
     copied: Callable[[nn.Module], nn.Module],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HEADSTART_NATIVE", kernels)
-    head = make()
-    table = QuantizedEmbedding(head, torch.float32)
+    head = Linear(make())
+    table = Embedding(head.matrix, torch.float32)
     numbers, rows = NUMBERS % 40, torch.randn(3, head.in_features)
     before, product = table(numbers), head(rows)
     model = nn.ModuleList([table, head])
     assert not model.state_dict() and [*dict(model.named_modules())] == ["", "0", "1"]
     other = copied(model)
     other_table, other_head = other.children()
-    assert isinstance(other_table, QuantizedEmbedding) and other_table.head is other_head
+    assert isinstance(other_table, Embedding) and isinstance(other_head, Linear)
+    assert other_table.matrix is other_head.matrix
     wipe(head)
     assert not table(numbers).any()
     assert torch.equal(other_table(numbers), before) and torch.equal(other_head(rows), product)

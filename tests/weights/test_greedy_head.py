@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart.native import library
+from headstart.weights.bf16 import PackedWeight
 from headstart.weights.greedy_head import GreedyHead, every_token, greedy_tokens
-from headstart.weights.packed import PackedWeight
 from tests.examples import at_least
 from tests.native.foreign_rows import among_nonfinite
 
@@ -198,5 +198,5 @@ def test_one_weight_or_hidden_number_that_is_not_finite(rows: int, bad: float) -
 def test_rows_of_another_width_or_dtype_are_refused() -> None:
     head = GreedyHead(PackedWeight(noise(40, 8, seed=0)))
     for x in (noise(2, 7, seed=1), noise(2, 8, seed=1).float(), noise(2, 8, seed=1).to("meta")):
-        with pytest.raises(ValueError, match="8 inputs in bfloat16 on cpu was given"):
+        with pytest.raises(ValueError, match=r"8 inputs under torch\.bfloat16 on cpu was given"):
             head.choose(x)

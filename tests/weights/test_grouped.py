@@ -1,5 +1,7 @@
 """Weights in groups: against the product in float64, alone and in batches, in every shape."""
 
+from typing import Literal
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,20 +10,19 @@ from torch import Tensor
 
 from headstart.native import AMX, library
 from headstart.weights import products
+from headstart.weights.format import WeightFormat, WeightKind
 from headstart.weights.grouped import (
     GROUP,
     Common,
     Form,
     Grid,
-    GroupedLinear,
+    GroupedValues,
     GroupedWeight,
-    Int4Linear,
-    Int5Linear,
-    Int8GroupsLinear,
     pack_groups,
+    quantize_groups,
 )
-from headstart.weights.int8 import Int8Linear
-from headstart.weights.linear import QuantizedLinear, WeightKind, make_linear
+from headstart.weights.int8 import Int8Weight
+from headstart.weights.quantize import is_made_of, quantize
 from tests.examples import at_least
 from tests.native.byte_products import BYTE_PRODUCTS, use_byte_product
 from tests.native.foreign_rows import among_nonfinite
@@ -29,9 +30,7 @@ from tests.rounded_rows import check_rows_that_are_not_finite, round_rows
 
 SHAPES = [(1, 1), (7, 3), (64, 48), (131, 95), (300, 896), (2100, 512)]
 COUNTS = [1, 2, 16, 65, 200]
-LAYERS = (Int4Linear, Int5Linear)
 FORMS = [Form(4, False), Form(4, True), Form(5, False), Form(5, True), Form(8, False)]
-MADE: dict[int, type[GroupedLinear]] = {4: Int4Linear, 5: Int5Linear, 8: Int8GroupsLinear}
 KINDS = pytest.mark.parametrize("kind", ["int4", "int5"])
 PATHS = pytest.mark.parametrize("path", ["bfloat16", *BYTE_PRODUCTS, "tiles"])
 COMPILED = pytest.mark.parametrize("path", ["bfloat16", *BYTE_PRODUCTS])
@@ -43,7 +42,7 @@ def draw(rows: int, columns: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
-def draw_weight(outputs: int, inputs: int, seed: int, form: Form) -> tuple[GroupedWeight, Tensor]:
+def draw_weight(outputs: int, inputs: int, seed: int, form: Form) -> tuple[GroupedValues, Tensor]:
     """Any values, steps and starts of a form; with what outputs and inputs share, or without.
 
     And how large the two parts of each output's weights are, which may cancel out.
@@ -82,14 +81,15 @@ def make_layer(
     path: str,
     patch: pytest.MonkeyPatch,
     kind: WeightKind = "int5",
-) -> QuantizedLinear:
+) -> WeightFormat:
     use(path, patch)
-    layer = make_linear(weight, bias, kind, own_dtype(path))
-    assert isinstance(layer, GroupedLinear) and (layer.packed is not None) == (path == "bfloat16")
+    layer = quantize(weight, bias, kind, own_dtype(path))
+    assert isinstance(layer, GroupedWeight)
+    assert (layer.struct(torch.bfloat16) is not None) == (path == "bfloat16")
     return layer
 
 
-def limits(layer: GroupedLinear, rows: Tensor, path: str) -> Tensor:
+def limits(layer: GroupedWeight, rows: Tensor, path: str) -> Tensor:
     """How far a product may be from float64's: half a step of each input, and of sums.
 
     Where rows are bfloat16, half a step of each weight and of the result.
@@ -112,19 +112,19 @@ def limits(layer: GroupedLinear, rows: Tensor, path: str) -> Tensor:
     return limit + 0.501 * steps @ weight.T + 1e-30
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("bits", [4, 5])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_a_weight_is_near(outputs: int, inputs: int, layer: type[GroupedLinear]) -> None:
+def test_a_weight_is_near(outputs: int, inputs: int, bits: Literal[4, 5]) -> None:
     """Half a step of its group's range apart, in units of what its output and input share."""
     weight = draw(outputs, inputs) * torch.logspace(-3, 3, inputs)
     weight *= torch.logspace(-9, 9, outputs).unsqueeze(1)
-    found = layer.quantize(weight, None)
-    assert isinstance(found, layer) and found.columns is not None
+    found = GroupedWeight(quantize_groups(weight, bits))
+    assert found.columns is not None
     common = weight.abs().amax(1, keepdim=True) * found.columns
     fill = torch.nn.functional.pad(weight / common, (0, -inputs % GROUP)).view(outputs, -1, GROUP)
     low, high = fill.amin(-1, keepdim=True), fill.amax(-1, keepdim=True)
     low, high = low.clamp_max(0), high.clamp_min(0)
-    levels = 2**layer.bits - 1
+    levels = 2**bits - 1
     # Steps and starts are 255th parts of the largest, and a start moves by half of one.
     largest = torch.maximum((high - low) / levels, -2 * low / (levels + 1)).amax(1, keepdim=True)
     units = largest / 255
@@ -137,13 +137,11 @@ def test_a_weight_is_near(outputs: int, inputs: int, layer: type[GroupedLinear])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_rows_are_read_by_number(form: Form) -> None:
     for seed in (0, 1):  # without what is common to outputs and inputs, and with it
-        layer = MADE[form.bits](draw_weight(37, 70, seed, form)[0])
+        layer = GroupedWeight(draw_weight(37, 70, seed, form)[0])
         numbers = torch.tensor([[36, 0, 0], [15, 16, 31]])
         found = layer.rows(numbers)
-        assert found.shape == (2, 3, layer.in_features) and torch.equal(
-            found, layer.unpack()[numbers]
-        )
-        assert layer.rows(numbers[:, :0]).shape == (2, 0, layer.in_features)
+        assert found.shape == (2, 3, layer.inputs) and torch.equal(found, layer.unpack()[numbers])
+        assert layer.rows(numbers[:, :0]).shape == (2, 0, layer.inputs)
         for outside in (-1, 37):
             with pytest.raises(IndexError, match="weight that has 37"):
                 layer.rows(torch.tensor([outside]))
@@ -157,7 +155,7 @@ def test_values_on_a_grid_are_kept_bit_for_bit(
     use(path, monkeypatch)
     if form.bits == 8 and path == "bfloat16":
         pytest.skip("8 bits in groups have no product of bfloat16")
-    generator, made = torch.Generator().manual_seed(0), MADE[form.bits]
+    generator = torch.Generator().manual_seed(0)
     values = torch.randint(2**form.bits, (70, 96), generator=generator, dtype=torch.uint8)
     steps, starts = draw(70, 3).half(), draw(70, 3, 1).half()
     if form.in_bytes:
@@ -165,14 +163,16 @@ def test_values_on_a_grid_are_kept_bit_for_bit(
     wide = [part.double().repeat_interleave(GROUP, dim=1) for part in (steps, starts)]
     unit = -(2 ** (form.bits - 1)) if form.in_bytes else 1
     expected = (values.double() - 128 * (form.bits == 8)) * wide[0] + unit * wide[1]
-    layer = made(pack_groups(Grid(values, steps, starts), form), rows=own_dtype(path))
+    layer = GroupedWeight(pack_groups(Grid(values, steps, starts), form), rows=own_dtype(path))
     torch.testing.assert_close(layer.unpack().double(), expected, rtol=1e-6, atol=1e-6)
     common = Common(draw(70, 1).exp().flatten(), draw(90, 1, 2).exp().flatten())
     expected = expected[:, :90] * common.scales.double().unsqueeze(1) * common.columns.double()
-    layer = made(pack_groups(Grid(values, steps, starts), form, common), rows=own_dtype(path))
+    layer = GroupedWeight(
+        pack_groups(Grid(values, steps, starts), form, common), rows=own_dtype(path)
+    )
     torch.testing.assert_close(layer.unpack().double(), expected, rtol=1e-5, atol=1e-4)
     rows = draw(5, 90, 3).to(own_dtype(path))
-    apart = (layer(rows).double() - rows.double() @ expected.T).abs()
+    apart = (layer.multiply(rows).double() - rows.double() @ expected.T).abs()
     assert (apart <= limits(layer, rows, path)).all()
 
 
@@ -183,12 +183,12 @@ def test_products_are_those_of_float64(
     outputs: int, inputs: int, path: str, kind: WeightKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = make_layer(draw(outputs, inputs), None, path, monkeypatch, kind)
-    assert isinstance(layer, GroupedLinear)
+    assert isinstance(layer, GroupedWeight)
     weight = layer.unpack().double()
     for count in COUNTS:
         rows = draw(count, inputs, 1) * torch.logspace(-4, 4, count).unsqueeze(1)
         rows = rows.to(own_dtype(path))
-        apart = (layer(rows).double() - rows.double() @ weight.T).abs()
+        apart = (layer.multiply(rows).double() - rows.double() @ weight.T).abs()
         assert (apart <= limits(layer, rows, path)).all()
 
 
@@ -199,9 +199,11 @@ def test_a_compiled_product_is_that_of_the_rounded_rows(
     outputs: int, inputs: int, path: str, kind: WeightKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = make_layer(draw(outputs, inputs), None, path, monkeypatch, kind)
-    assert isinstance(layer, GroupedLinear)
+    assert isinstance(layer, GroupedWeight)
     rows = draw(9, inputs, 1) * torch.logspace(-4, 4, 9).unsqueeze(1)
-    apart = (layer(rows).double() - round_rows(layer, rows) @ layer.unpack().double().T).abs()
+    apart = (
+        layer.multiply(rows).double() - round_rows(layer, rows) @ layer.unpack().double().T
+    ).abs()
     assert (apart <= 1.02 * limits(layer, rows, "tiles")).all()
 
 
@@ -231,19 +233,21 @@ def test_any_shape_and_form_on_any_number_of_threads(
         use(path, patch)
         dtype = torch.float32 if form.bits == 8 else own_dtype(path)
         taken = "avx2" if form.bits == 8 else path
-        size, made = torch.zeros(outputs), MADE[form.bits]
-        if is_rounded and form.bits < 8:
-            layer = made.quantize(draw(outputs, inputs, seed), None, dtype)
+        size = torch.zeros(outputs)
+        if is_rounded and form.bits != 8:
+            layer = GroupedWeight(
+                quantize_groups(draw(outputs, inputs, seed), form.bits), None, dtype
+            )
         else:
             weight, size = draw_weight(outputs, inputs, seed, form)
-            layer = made(weight, None, dtype)
-        assert isinstance(layer, made) and (layer.packed is not None) == (taken == "bfloat16")
-        rows = among_nonfinite(draw(count, layer.in_features, seed + 1).to(dtype))
-        alone = torch.cat([layer(row) for row in rows.split(1)])
+            layer = GroupedWeight(weight, None, dtype)
+        assert (layer.struct(torch.bfloat16) is not None) == (taken == "bfloat16")
+        rows = among_nonfinite(draw(count, layer.inputs, seed + 1).to(dtype))
+        alone = torch.cat([layer.multiply(row) for row in rows.split(1)])
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            together = layer(rows)
+            together = layer.multiply(rows)
         finally:
             torch.set_num_threads(before)
     apart = (alone.double() - rows.double() @ layer.unpack().double().T).abs()
@@ -262,9 +266,9 @@ def test_bias_dtype_and_leading_axes(
     bias = torch.linspace(-5, 5, 20)
     layer = make_layer(draw(20, 48).to(dtype), bias.to(dtype), path, monkeypatch)
     rows = draw(6, 48, 2).view(2, 3, 48).to(dtype)
-    found = layer(rows)
+    found = layer.multiply(rows)
     assert found.shape == (2, 3, 20) and found.dtype == dtype
-    assert isinstance(layer, GroupedLinear)
+    assert isinstance(layer, GroupedWeight)
     if path == "bfloat16":  # rows and a bias of another dtype are rounded to it
         rows, bias = rows.bfloat16(), bias.bfloat16()
     flat = rows.view(6, 48)
@@ -274,7 +278,7 @@ def test_bias_dtype_and_leading_axes(
     for step in (torch.finfo(torch.float32).eps, torch.finfo(rows.dtype).eps):
         limit += step / 2 * (expected.abs() + limit)
     assert ((found.double() - expected).abs() <= limit).all()
-    assert layer(rows[:, :0]).shape == (2, 0, 20)
+    assert layer.multiply(rows[:, :0]).shape == (2, 0, 20)
 
 
 @COMPILED
@@ -284,9 +288,9 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
 ) -> None:
     layer = make_layer(draw(300, 896), None, path, monkeypatch, kind)
     rows = draw(130, 896, 1).to(own_dtype(path))
-    together = layer(rows)
+    together = layer.multiply(rows)
     for start, stop in [(0, 1), (5, 6), (47, 48), (3, 7), (0, 17), (20, 48), (60, 130)]:
-        assert torch.equal(layer(rows[start:stop]), together[start:stop])
+        assert torch.equal(layer.multiply(rows[start:stop]), together[start:stop])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -294,29 +298,31 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
 def test_all_cpus_give_the_same_bits(path: str, form: Form) -> None:
     use_byte_product("avx2")
     rows = draw(9, 95, 1)
-    layer = MADE[form.bits](draw_weight(131, 95, 1, form)[0])
-    expected = layer(rows)
+    layer = GroupedWeight(draw_weight(131, 95, 1, form)[0])
+    expected = layer.multiply(rows)
     use_byte_product(path)
-    assert torch.equal(layer(rows), expected)
+    assert torch.equal(layer.multiply(rows), expected)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_sums_of_the_largest_values_do_not_overflow(form: Form) -> None:
-    ones, made = torch.ones(20, 2, dtype=torch.uint8), MADE[form.bits]
+    ones = torch.ones(20, 2, dtype=torch.uint8)
     for value in (0, form.levels):
         values = torch.full((20, 64), value, dtype=torch.uint8)
-        layer = made(pack_groups(Grid(values, ones, 0 * ones), form))
+        layer = GroupedWeight(pack_groups(Grid(values, ones, 0 * ones), form))
         expected = torch.full((5, 20), 64.0 * (value - form.zero))
-        torch.testing.assert_close(layer(torch.ones(5, 64)), expected)
-        torch.testing.assert_close(layer(-torch.ones(5, 64)), -expected)
+        torch.testing.assert_close(layer.multiply(torch.ones(5, 64)), expected)
+        torch.testing.assert_close(layer.multiply(-torch.ones(5, 64)), -expected)
 
 
 def test_eight_bits_in_groups_take_rows_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """With AMX, too, by the product of rows in float32."""
     monkeypatch.setattr(products, "level", lambda: AMX)
-    layer = Int8GroupsLinear(draw_weight(40, 70, 1, FORMS[-1])[0], rows=torch.bfloat16)
+    layer = GroupedWeight(draw_weight(40, 70, 1, FORMS[-1])[0], rows=torch.bfloat16)
     rows = draw(3, 70, 1).bfloat16()
-    assert layer.packed is None and torch.equal(layer(rows), layer(rows.float()).bfloat16())
+    assert layer.struct(torch.bfloat16) is None and torch.equal(
+        layer.multiply(rows), layer.multiply(rows.float()).bfloat16()
+    )
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("nan")])
@@ -331,8 +337,8 @@ def test_a_step_or_a_start_may_be_not_finite(form: Form, number: float) -> None:
 
 def test_floats_are_rounded_to_eight_bits_without_groups() -> None:
     weight, bias = draw(20, 48), draw(20, 1).flatten()
-    layer = Int8GroupsLinear.quantize(weight, bias)
-    assert isinstance(layer, Int8Linear) and layer.is_of(weight)
+    layer = quantize(weight, bias, "int8")
+    assert isinstance(layer, Int8Weight) and is_made_of(layer, weight)
     assert layer.bias is not None and torch.equal(layer.bias, bias)
 
 
@@ -350,7 +356,7 @@ def test_constant_and_zero_groups_are_finite(path: str, monkeypatch: pytest.Monk
     weight = draw(64, 96)
     weight[0], weight[1], weight[2], weight[3], weight[:, 7] = 0, 0.7, 1e-38, 1e30, 0
     layer = make_layer(weight, None, path, monkeypatch)
-    found = layer(torch.zeros(3, 96) + torch.tensor([[0.0], [1e-42], [1.0]]))
+    found = layer.multiply(torch.zeros(3, 96) + torch.tensor([[0.0], [1e-42], [1.0]]))
     assert found.isfinite().all() and (found[0] == 0).all() and (found[:, 0] == 0).all()
     near = layer.unpack()
     assert (near[:, 7].abs() <= 1e-14 * weight.abs().amax(1)).all()
@@ -364,4 +370,4 @@ def test_memory_beyond_the_rows_is_not_read(path: str, monkeypatch: pytest.Monke
     layer = make_layer(draw(5, 13), None, path, monkeypatch)
     room = torch.full((3 + 2 * 13 + 3,), float("nan"))
     room[3:-3] = draw(2, 13, 1).flatten()
-    assert torch.equal(layer(room[3:-3].view(2, 13)), layer(draw(2, 13, 1)))
+    assert torch.equal(layer.multiply(room[3:-3].view(2, 13)), layer.multiply(draw(2, 13, 1)))

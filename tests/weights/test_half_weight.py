@@ -7,14 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart.native import avx2_library
-from headstart.weights import base
-from headstart.weights.half_weight import (
-    MANY_ROWS,
-    Bf16Weight,
-    HalfEmbedding,
-    HalfLinear,
-    can_halve,
-)
+from headstart.weights import format as formats
+from headstart.weights.bf16 import MANY_ROWS, Bf16Weight, can_halve
+from headstart.weights.format import Embedding, Linear
 from tests.examples import at_least
 from tests.native.foreign_rows import among_nonfinite
 
@@ -70,13 +65,13 @@ def test_a_row_has_the_same_bits_alone_and_among_others(inputs: int) -> None:
 
 def test_few_rows_alone_take_the_compiled_product(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, seen = make(5, 8, 0, bias=False), []
-    compiled = weight.few.multiply
+    compiled = weight.product.multiply
 
     def spy(rows: Tensor) -> Tensor:
         seen.append(len(rows))
         return compiled(rows)
 
-    monkeypatch.setattr(weight.few, "multiply", spy)
+    monkeypatch.setattr(weight.product, "multiply", spy)
     for rows in (0, 1, MANY_ROWS - 1, MANY_ROWS):
         assert weight.multiply(torch.ones(rows, 8)).shape == (rows, 5)
     assert seen == [1, MANY_ROWS - 1]
@@ -86,8 +81,8 @@ def test_few_rows_alone_take_the_compiled_product(monkeypatch: pytest.MonkeyPatc
 def test_many_rows_are_multiplied_tile_by_tile(
     elements: int, outputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "_TILE", elements)
-    assert min(131, base.tile_outputs(96)) == outputs
+    monkeypatch.setattr(formats, "_TILE", elements)
+    assert min(131, formats.tile_outputs(96)) == outputs
     for bias in (False, True):
         weight = make(131, 96, 3, bias)
         x = torch.randn(MANY_ROWS, 96)
@@ -121,7 +116,7 @@ def test_what_is_not_finite_stays_in_its_row(value: float) -> None:
 
 def test_modules() -> None:
     weight = make(20, 12, 2, bias=True)
-    linear, embedding = HalfLinear(weight), HalfEmbedding(weight)
+    linear, embedding = Linear(weight), Embedding(weight, torch.float32)
     x = torch.randn(2, 3, 12)
     assert torch.equal(linear(x)[1, 2], weight.multiply(x[1, 2]))
     assert linear(x).shape == (2, 3, 20)
@@ -130,7 +125,7 @@ def test_modules() -> None:
 
 @pytest.mark.parametrize("x", [torch.zeros(2, 11), torch.zeros(2, 12).bfloat16()])
 def test_rows_that_do_not_fit(x: Tensor) -> None:
-    with pytest.raises(ValueError, match="a weight of 12 inputs under float32 was given"):
+    with pytest.raises(ValueError, match="a weight of 12 inputs under"):
         make(20, 12, 2, bias=False).multiply(x)
 
 

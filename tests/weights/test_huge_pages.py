@@ -11,7 +11,7 @@ from torch import nn
 
 from headstart.machine import return_freed_memory
 from headstart.native.pages import make_huge_pages
-from headstart.weights.huge_pages import move_to_huge_pages
+from headstart.weights.memory import move_to_huge_pages
 
 HUGE = 1 << 21
 

@@ -8,13 +8,10 @@ from torch import Tensor
 
 from headstart.native import AMX, library
 from headstart.weights import int8, products
-from headstart.weights.fbgemm import has_fbgemm
-from headstart.weights.int8 import Int8Linear, Int8Weight, quantize_int8
-from headstart.weights.linear import (
-    QuantizedEmbedding,
-    QuantizedLinear,
-    make_linear,
-)
+from headstart.weights.format import Embedding, WeightFormat
+from headstart.weights.int8 import Int8Values, Int8Weight, quantize_int8
+from headstart.weights.products import has_fbgemm
+from headstart.weights.quantize import quantize
 from tests.native.byte_products import BYTE_PRODUCTS, use_byte_product
 from tests.native.foreign_rows import among_nonfinite
 from tests.rounded_rows import check_rows_that_are_not_finite, round_groups
@@ -64,11 +61,11 @@ def own_dtype(path: str) -> torch.dtype:
 
 def make_layer(
     weight: Tensor, bias: Tensor | None, path: str, patch: pytest.MonkeyPatch
-) -> QuantizedLinear:
+) -> WeightFormat:
     take_path(path, patch)
-    layer = make_linear(weight, bias, "int8", own_dtype(path))
-    assert (layer.packed is not None) == (path == "bfloat16")
-    assert isinstance(layer, QuantizedLinear)
+    layer = quantize(weight, bias, "int8", own_dtype(path))
+    assert (layer.struct(torch.bfloat16) is not None) == (path == "bfloat16")
+    assert isinstance(layer, WeightFormat)
     return layer
 
 
@@ -120,7 +117,7 @@ def test_products_are_those_of_float64(
     layer = make_layer(make_weight(outputs, inputs), None, path, monkeypatch)
     for count in COUNTS:
         rows = make_rows(count, inputs).to(own_dtype(path))
-        assert_near(layer(rows), rows, layer.unpack(), path)
+        assert_near(layer.multiply(rows), rows, layer.unpack(), path)
 
 
 @pytest.mark.parametrize("path", BYTE_PRODUCTS)
@@ -129,7 +126,7 @@ def test_rounding_is_the_step_of_a_row(path: str, monkeypatch: pytest.MonkeyPatc
     layer = make_layer(torch.eye(64), None, path, monkeypatch)
     rows = torch.rand(20, 64, generator=torch.Generator().manual_seed(0))
     rows[:, ::32] = 1
-    lost = float((layer(rows) - rows).abs().max())
+    lost = float((layer.multiply(rows) - rows).abs().max())
     assert 0.45 * layer.rounding < lost < 0.501 * layer.rounding
 
 
@@ -152,7 +149,7 @@ def test_any_shape(
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            assert_near(layer(rows), rows, layer.unpack(), path)
+            assert_near(layer.multiply(rows), rows, layer.unpack(), path)
         finally:
             torch.set_num_threads(before)
 
@@ -167,10 +164,10 @@ def test_sums_of_long_rows_do_not_overflow(
     expected = torch.full((3, 5), 7.0 * inputs)
     dtype = own_dtype(path)
     expected = expected.to(dtype)
-    torch.testing.assert_close(layer(torch.full((3, inputs), 7.0, dtype=dtype)), expected)
+    torch.testing.assert_close(layer.multiply(torch.full((3, inputs), 7.0, dtype=dtype)), expected)
     lowest = torch.full((5, inputs), -128, dtype=torch.int8)
-    layer = Int8Linear(Int8Weight(lowest, torch.full((5,), 1 / 128)), rows=dtype)
-    torch.testing.assert_close(layer(torch.full((3, inputs), -7.0, dtype=dtype)), expected)
+    layer = Int8Weight(Int8Values(lowest, torch.full((5,), 1 / 128), inputs), rows=dtype)
+    torch.testing.assert_close(layer.multiply(torch.full((3, inputs), -7.0, dtype=dtype)), expected)
 
 
 @PATHS
@@ -183,12 +180,12 @@ def test_checkpoints_may_have_128_steps_down(
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(-128, 128, (outputs, inputs), generator=generator).char()
     values[0] = -128
-    weight = Int8Weight(values, torch.logspace(-3, 3, outputs))
-    layer = Int8Linear(weight, rows=own_dtype(path))
+    weight = Int8Values(values, torch.logspace(-3, 3, outputs), inputs)
+    layer = Int8Weight(weight, rows=own_dtype(path))
     assert torch.equal(layer.unpack(), weight.unpack())
     rows = make_rows(33, inputs).to(own_dtype(path))
     rows[0], rows[1] = 7.0, -7.0
-    assert_near(layer(rows), rows, weight.unpack(), path)
+    assert_near(layer.multiply(rows), rows, weight.unpack(), path)
 
 
 @COMPILED
@@ -198,12 +195,12 @@ def test_any_number_of_rows_and_threads(
 ) -> None:
     layer = make_layer(make_weight(67, 101), None, path, monkeypatch)
     rows = make_rows(67, 101).to(own_dtype(path))
-    alone = torch.cat([layer(row) for row in rows.split(1)])
+    alone = torch.cat([layer.multiply(row) for row in rows.split(1)])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for count in (*range(1, 21), 65, 67):  # two threads: blocks of odd numbers of rows
-            assert torch.equal(layer(rows[:count]), alone[:count])
+            assert torch.equal(layer.multiply(rows[:count]), alone[:count])
     finally:
         torch.set_num_threads(before)
 
@@ -224,24 +221,21 @@ def test_rows_that_a_weight_does_not_have_are_refused(
 ) -> None:
     """Its panels have 16: what fills them is no row."""
     layer = make_layer(make_weight(7, 3), None, "avx2", monkeypatch)
-    assert isinstance(layer, Int8Linear) and layer.panels is not None
-    assert layer.panels.rows(torch.tensor([6, 0])).shape == (2, 3)
+    assert layer.rows(torch.tensor([6, 0])).shape == (2, 3)
     with pytest.raises(IndexError, match="asked for of a weight that has 7"):
-        layer.panels.rows(torch.tensor([0, number]))
+        layer.rows(torch.tensor([0, number]))
 
 
 @PATHS
 def test_a_layer_has_its_values_once(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer(make_weight(64, 96), None, path, monkeypatch)
-    assert isinstance(layer, Int8Linear)
-    kept = {
-        "bfloat16": layer.packed,
-        "integers": layer.panel_bytes,
-        "fbgemm": layer._for_fbgemm,
-        "tiles": layer.values,
-    }
-    way = "integers" if path in BYTE_PRODUCTS else path
-    assert [name for name, values in kept.items() if values is not None] == [way]
+    assert isinstance(layer, Int8Weight)
+    if path in BYTE_PRODUCTS:
+        assert layer.product is not None and layer.values is not None
+        assert layer.product.parts.values is layer.values.values
+    else:
+        assert (layer.product is not None) == (path == "bfloat16")
+        assert (layer.values is not None) == (path == "tiles")
 
 
 @PATHS
@@ -249,17 +243,17 @@ def test_an_embedding_reads_its_rows_where_the_head_has_them(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take_path(path, monkeypatch)
-    weight = Int8Weight((torch.arange(40 * 33) * 37).view(40, 33).char(), torch.rand(40))
-    head = Int8Linear(weight, rows=own_dtype(path), table=True)
-    table, numbers = QuantizedEmbedding(head, torch.float32), torch.tensor([[39, 0], [16, 15]])
+    weight = Int8Values((torch.arange(40 * 33) * 37).view(40, 33).char(), torch.rand(40), 33)
+    head = Int8Weight(weight, rows=own_dtype(path), table=True)
+    table, numbers = Embedding(head, torch.float32), torch.tensor([[39, 0], [16, 15]])
     for kind in (torch.int64, torch.int32, torch.int16, torch.uint8):
         assert torch.equal(table(numbers.to(kind)), weight.unpack()[numbers])
-    assert (head.values is None) == (path in ("bfloat16", *BYTE_PRODUCTS))
+    assert (head.values is None) == (path == "bfloat16")
     for outside in (-1, 40):
         with pytest.raises(IndexError, match="weight that has 40"):
             table(torch.tensor([0, outside]))
     rows = torch.ones(3, 33)
-    assert torch.equal(head(rows), Int8Linear(weight, rows=own_dtype(path))(rows))
+    assert torch.equal(head.multiply(rows), Int8Weight(weight, rows=own_dtype(path)).multiply(rows))
 
 
 @PATHS
@@ -270,14 +264,14 @@ def test_bias_dtype_and_leading_axes(
     weight, bias = make_weight(20, 48).clamp(-10, 10), torch.linspace(-5, 5, 20)
     layer = make_layer(weight.to(dtype), bias.to(dtype), path, monkeypatch)
     rows = torch.randn(2, 3, 48, generator=torch.Generator().manual_seed(2)).to(dtype)
-    found = layer(rows)
+    found = layer.multiply(rows)
     assert found.shape == (2, 3, 20) and found.dtype == dtype
     if path == "bfloat16":  # rows and a bias of another dtype are rounded to it
         rows, bias = rows.bfloat16(), bias.bfloat16()
     taken = round_groups(rows) if path in BYTE_PRODUCTS else rows.double()
     expected = taken @ layer.unpack().double().T + bias.to(dtype).double()
     torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0.01)
-    assert layer(rows[:, :0]).shape == (2, 0, 20)
+    assert layer.multiply(rows[:, :0]).shape == (2, 0, 20)
 
 
 @pytest.mark.parametrize(
@@ -288,9 +282,9 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
 ) -> None:
     layer = make_layer(make_weight(300, 896), None, path, monkeypatch)
     rows = make_rows(count, 896).to(own_dtype(path))
-    together = layer(rows)
+    together = layer.multiply(rows)
     for start, stop in [(0, 1), (5, 6), (count - 1, count), (3, 7), (0, 20), (count // 5, count)]:
-        assert torch.equal(layer(rows[start:stop]), together[start:stop])
+        assert torch.equal(layer.multiply(rows[start:stop]), together[start:stop])
 
 
 @pytest.mark.parametrize("inputs", [1, 33, 95, 896])
@@ -301,8 +295,8 @@ def test_tiny_numbers_of_a_row_count_alone_as_in_a_batch(
     layer = make_layer(make_weight(70, inputs), None, "bfloat16", monkeypatch)
     rows = make_rows(40, inputs) * torch.logspace(-41, -33, 40).unsqueeze(1)
     rows = rows.bfloat16()
-    alone = torch.cat([layer(row) for row in rows.split(1)])
-    assert torch.equal(layer(rows).view(torch.int16), alone.view(torch.int16))
+    alone = torch.cat([layer.multiply(row) for row in rows.split(1)])
+    assert torch.equal(layer.multiply(rows).view(torch.int16), alone.view(torch.int16))
 
 
 @pytest.mark.parametrize("path", BYTE_PRODUCTS[1:])
@@ -312,9 +306,9 @@ def test_all_cpus_give_the_same_bits(
 ) -> None:
     layer = make_layer(make_weight(67, inputs), None, "avx2", monkeypatch)
     rows = make_rows(67, inputs)
-    expected = layer(rows)
+    expected = layer.multiply(rows)
     use_byte_product(path)
-    assert torch.equal(layer(rows), expected)
+    assert torch.equal(layer.multiply(rows), expected)
 
 
 @PATHS
@@ -333,6 +327,6 @@ def test_finite_rows_of_any_size_give_finite_rows(
     layer = make_layer(make_weight(64, 48).clamp(-1, 1), None, path, monkeypatch)
     rows = torch.stack([torch.zeros(48), torch.full((48,), 1e-42), torch.full((48,), 1e30)])
     rows = rows.to(own_dtype(path))
-    found = layer(rows)
+    found = layer.multiply(rows)
     assert found.isfinite().all() and (found[0] == 0).all()
     assert_near(found[2:], rows[2:], layer.unpack(), path)

@@ -17,17 +17,15 @@ from headstart.models.transformers_backend import loader as zoo_loader
 from headstart.models.transformers_backend.decoder import forward_rows
 from headstart.models.transformers_backend.loader import load_transformers
 from headstart.native import AMX, library
-from headstart.weights import grouped, products, quantized
-from headstart.weights.int8 import Int8Linear
-from headstart.weights.linear import (
-    QuantizedEmbedding,
-    QuantizedLinear,
-    WeightKind,
-    kind_of_layer,
-)
+from headstart.weights import products, reader
+from headstart.weights.format import Embedding, Linear, WeightFormat, WeightKind
+from headstart.weights.grouped import quantize_groups
+from headstart.weights.int8 import Int8Weight
+from headstart.weights.quantize import kind_of_layer
 from tests.models.paged import Paged
 from tests.rounded_rows import apart_in_most_rows, round_inputs
 from tests.tiny_models import VOCABULARY, save_tiny, tiny_config, tiny_model
+from tests.weights.stored import quantized_matrices
 
 KINDS: tuple[WeightKind, ...] = get_args(WeightKind)
 # Ties, biases, fused projections, experts, capped logits, learned positions.
@@ -35,9 +33,8 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3_moe", "gemma2", "phi3", "opt", "gpt_ne
 TOKENS = torch.arange(3, 23) % VOCABULARY
 
 
-def quantised(model: DecoderModel) -> dict[str, QuantizedLinear]:
-    modules = model.module.named_modules()
-    return {name: module for name, module in modules if isinstance(module, QuantizedLinear)}
+def quantised(model: DecoderModel) -> dict[str, WeightFormat]:
+    return quantized_matrices(model.module)
 
 
 def logits(model: DecoderModel) -> Tensor:
@@ -56,7 +53,9 @@ def in_float(folder: Path, model: DecoderModel, dtype: torch.dtype = torch.float
         module = plain.get_submodule(name)
         module.weight = nn.Parameter(layer.unpack().to(dtype))
     round_inputs(plain, model.module)
-    table = next((m for m in model.module.modules() if isinstance(m, QuantizedEmbedding)), None)
+    table = next(
+        (m for m in model.module.modules() if isinstance(m, Embedding) and m.matrix.kind), None
+    )
     if table is not None:
         rows = table(torch.arange(table.num_embeddings))
         plain.get_input_embeddings().weight = nn.Parameter(rows)
@@ -163,15 +162,15 @@ def test_embeddings_that_share_the_heads_weight_share_its_values(
         monkeypatch.setattr(products, "level", lambda: AMX)
     model = load(tied_llama(tmp_path), dtype, weights="int8")
     table, head = model.layer("model.embed_tokens"), model.layer("lm_head")
-    assert isinstance(table, QuantizedEmbedding) and isinstance(head, Int8Linear)
-    is_packed = head.packed is not None or head.panels is not None
-    assert table.head is head and (head.values is None) == is_packed  # there are no two copies
-    assert (table.num_embeddings, table.embedding_dim) == head.unpack().shape
+    assert isinstance(table, Embedding) and isinstance(head, Linear)
+    assert table.matrix is head.matrix and isinstance(head.matrix, Int8Weight)
+    unpacked = head.matrix.unpack()
+    assert (table.num_embeddings, table.embedding_dim) == unpacked.shape
     for name in ("model.embed_tokens", "lm_head"):
         weight = model.weight(name)
-        assert weight is not None and torch.equal(weight, head.unpack())
+        assert weight is not None and torch.equal(weight, unpacked)
     numbers = torch.arange(VOCABULARY).flip(0)[1:].view(2, -1)
-    assert torch.equal(table(numbers), head.unpack()[numbers].to(model.dtype))
+    assert torch.equal(table(numbers), unpacked[numbers].to(model.dtype))
     assert table(numbers[:, :0]).shape[:2] == (2, 0)
     with pytest.raises(IndexError):
         table(torch.tensor([VOCABULARY]))
@@ -193,11 +192,10 @@ def test_a_table_is_not_put_into_panels_that_no_row_is_read_from(
 ) -> None:
     """With AMX, each row would cost a copy of the whole weight."""
     monkeypatch.setattr(products, "level", lambda: AMX)
-    weight = grouped.quantize_groups(torch.randn(16, 64), 4)
-    given = (weight, None, torch.device("cpu"), torch.bfloat16)
-    assert quantized._make_packed(*given, table=True).packed is None
+    values = quantize_groups(torch.randn(16, 64), 4)
+    assert values.store(None, torch.bfloat16, table=True).struct(torch.bfloat16) is None
     if library() is not None:
-        assert quantized._make_packed(*given).packed is not None
+        assert values.store(None, torch.bfloat16).struct(torch.bfloat16) is not None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -224,7 +222,7 @@ def test_freed_memory_is_returned_after_the_embedding_each_layer_and_the_head(
 ) -> None:
     """What reading them takes beside the weights would add up, and stay until the process ends."""
     returned: list[None] = []
-    monkeypatch.setattr(quantized, "return_freed_memory", lambda: returned.append(None))
+    monkeypatch.setattr(reader, "return_freed_memory", lambda: returned.append(None))
     folder = save_tiny("llama", tmp_path)
     model = load_model(folder, "float32", weights=kind)
     assert isinstance(model, DenseDecoder)

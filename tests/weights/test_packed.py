@@ -11,13 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from headstart.native import library
-from headstart.weights.packed import (
-    PackedEmbedding,
-    PackedLinear,
-    PackedWeight,
-    can_pack,
-    map_pages,
-)
+from headstart.weights.bf16 import PackedWeight, can_pack
+from headstart.weights.format import Embedding, Linear
+from headstart.weights.memory import map_pages
 from tests.examples import at_least
 from tests.native.foreign_rows import among_nonfinite
 
@@ -94,18 +90,18 @@ def test_packing_and_reading_on_several_threads() -> None:
 
 def test_modules_take_any_shape() -> None:
     weight = noise(40, 24)
-    module, x = PackedLinear(PackedWeight(weight, noise(40))), noise(2, 3, 24)
+    module, x = Linear(PackedWeight(weight, noise(40))), noise(2, 3, 24)
     assert module(x).shape == (2, 3, 40)
     assert module(x[:, :0]).shape == (2, 0, 40)
     assert torch.equal(module(x.transpose(0, 1)), module(x).transpose(0, 1))
-    table = PackedEmbedding(PackedWeight(weight))
+    table = Embedding(PackedWeight(weight), BF16)
     assert table(torch.tensor([[[3]]])).shape == (1, 1, 1, 24)
     assert table(torch.empty(0, dtype=torch.int64)).shape == (0, 24)
 
 
 def test_wrong_inputs_are_refused() -> None:
     packed = PackedWeight(noise(40, 24))
-    with pytest.raises(ValueError, match="24 inputs in bfloat16 on cpu was given 23"):
+    with pytest.raises(ValueError, match=r"24 inputs under torch\.bfloat16 on cpu was given 23"):
         packed.multiply(noise(1, 23))
     with pytest.raises(ValueError, match="float32"):
         packed.multiply(noise(1, 24).float())

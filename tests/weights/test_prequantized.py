@@ -14,17 +14,13 @@ from transformers import LlamaConfig, Qwen2Config
 from headstart import LLM, SamplingParams
 from headstart.models.decoder import DecoderModel
 from headstart.models.loader import load_model
-from headstart.weights import prequantized as checkpoint
-from headstart.weights.grouped import (
-    GroupedLinear,
-    Int4Linear,
-    Int8GroupsLinear,
-)
-from headstart.weights.int8 import Int8Linear
-from headstart.weights.linear import QuantizedLinear
-from headstart.weights.prequantized_values import Grouped
+from headstart.weights import prequantized
+from headstart.weights.grouped import GroupedWeight
+from headstart.weights.int8 import Int8Weight
+from headstart.weights.prequantized import Grouped
 from headstart.weights.scheme import UnsupportedLayerError, read_scheme
 from tests.models.paged import Paged
+from tests.weights.stored import quantized_matrices
 from tests.weights.written import (
     AWQ,
     BASE,
@@ -50,7 +46,6 @@ from compressed_tensors.entrypoints.convert.converters.autoawq import (  # noqa:
 )
 
 TOKENS = torch.arange(3, 23)
-GROUPED: dict[int, type[GroupedLinear]] = {4: Int4Linear, 8: Int8GroupsLinear}
 
 
 def logits(model: DecoderModel) -> Tensor:
@@ -78,7 +73,7 @@ def test_awq_is_what_the_library_makes_of_it(seed: int, inputs: int, outputs: in
     expected = decompressed(theirs_are, "pack-quantized", theirs)
     found = read(scheme("awq"), (outputs, inputs), parts)
     torch.testing.assert_close(found.weight(), expected.float(), rtol=1e-6, atol=1e-6)
-    kept = Int4Linear(found.in_groups()).unpack()
+    kept = GroupedWeight(found.in_groups()).unpack()
     # A start is a step times a zero point, which is rounded to 11 bits.
     limit = 16 * parts["scales"].float().abs().T.repeat_interleave(32, dim=1) * 2**-11
     assert ((kept - expected.float()).abs() <= limit).all()
@@ -98,14 +93,14 @@ def test_gptq_is_what_its_format_says(bits: int, less: int, shuffled: bool) -> N
     if kept is not None:
         # A start is a step times a zero point, which is rounded to 11 bits.
         limit = float(parts["scales"].float().abs().max()) * 2 ** (bits - 12)
-        assert (GROUPED[bits](kept).unpack() - expected).abs().max() <= limit
+        assert (GroupedWeight(kept).unpack() - expected).abs().max() <= limit
 
 
 def test_gptq_of_8_bits_for_an_output_is_int8() -> None:
     parts = gptq(torch.randn(24, 96), 8, 96)
     parts["qzeros"] = pack(torch.full((1, 24), 127), 8)
     found = read(scheme("gptq", 8, 96, zeros_less=1), (24, 96), parts)
-    layer = Int8Linear(found.as_int8())
+    layer = Int8Weight(found.as_int8())
     torch.testing.assert_close(layer.unpack(), gptq_weight(parts, 8, 1), rtol=1e-6, atol=1e-7)
 
 
@@ -124,10 +119,10 @@ def test_compressed_tensors_are_what_the_library_makes_of_them(kind: str) -> Non
     wanted = {"w4 in 16": (False, False), "w8 in 32": (True, False)}
     assert tuple(one is not None for one in packed) == wanted.get(kind, (True, "w8" in kind))
     if packed[0] is not None:
-        layer = GROUPED[found.bits](packed[0])
+        layer = GroupedWeight(packed[0])
         torch.testing.assert_close(layer.unpack(), expected, rtol=0, atol=2e-3)
     if packed[1] is not None:
-        torch.testing.assert_close(Int8Linear(packed[1]).unpack(), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(Int8Weight(packed[1]).unpack(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("bits", "zero"), [(4, 16.0), (8, 0.0)])
@@ -142,7 +137,7 @@ def test_a_last_group_may_be_short_and_starts_as_large_as_they_can_be(
     found = Grouped(values, steps, zeros, torch.arange(70) // 32, bits)
     kept = found.in_groups()
     assert kept is not None
-    apart = (GROUPED[bits](kept).unpack() - found.weight()).abs()
+    apart = (GroupedWeight(kept).unpack() - found.weight()).abs()
     assert apart.max() <= 2 ** (bits - 11)  # steps and starts are rounded to 11 bits
 
 
@@ -157,7 +152,7 @@ def test_eight_bits_with_a_zero_point_for_an_output_are_kept_in_groups() -> None
     found = Grouped(values, steps, zeros, groups, 8)
     kept = found.in_groups()
     assert found.as_int8() is None and kept is not None
-    assert (Int8GroupsLinear(kept).unpack() - found.weight()).abs().max() <= 2**-3
+    assert (GroupedWeight(kept).unpack() - found.weight()).abs().max() <= 2**-3
 
 
 def test_neighbouring_outputs_may_share_a_step_in_torchao() -> None:
@@ -196,9 +191,7 @@ def test_a_checkpoint_answers_as_the_model_of_its_weights(
     original = save(tmp_path, config, about, quantise)
     model = load_model(tmp_path, "float32")
     assert model.fallback_reason is None
-    layers = {
-        name: one for name, one in model.module.named_modules() if isinstance(one, QuantizedLinear)
-    }
+    layers = quantized_matrices(model.module)
     assert len(layers) == 14 and {layer.kind for layer in layers.values()} == {wanted}
     for name, layer in layers.items():
         weight = original.get_submodule(name).weight
@@ -239,7 +232,7 @@ def test_why_a_weight_is_rounded_again_is_told(
 ) -> None:
     """It was "8 bits in 2 groups", which is also said of what is kept."""
     lines: list[str] = []
-    monkeypatch.setattr(checkpoint._log, "info", lambda text, *told: lines.append(text % told))
+    monkeypatch.setattr(prequantized._log, "info", lambda text, *told: lines.append(text % told))
     save(tmp_path, LlamaConfig(**BASE), GPTQ | about, quantise)
     load_model(tmp_path, "float32")
     [told] = [line for line in lines if line.startswith("model.layers.1.mlp.down_proj")]
@@ -250,7 +243,7 @@ def test_weights_that_are_rounded_again_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(checkpoint._log, "info", lambda text, *told: lines.append(text % told))
+    monkeypatch.setattr(prequantized._log, "info", lambda text, *told: lines.append(text % told))
     about, quantise, _ = FOLDERS["w4 in 16"]
     save(tmp_path, LlamaConfig(**BASE), about, quantise)
     load_model(tmp_path, "float32")
@@ -310,7 +303,7 @@ def test_weights_may_be_asked_for_where_transformers_keeps_them_compressed(
     expected = logits(load_model(tmp_path, "float32"))
     model = load_model(tmp_path, "float32", weights=weights)
     assert model.fallback_reason is not None
-    kinds = [one.kind for one in model.module.modules() if isinstance(one, QuantizedLinear)]
+    kinds = [matrix.kind for matrix in quantized_matrices(model.module).values()]
     assert kinds == ["int8"]  # the head's
     assert float((logits(model) - expected).norm()) <= 0.03 * float(expected.norm())
 
@@ -319,7 +312,7 @@ def test_weights_may_be_asked_for_where_transformers_keeps_them_compressed(
 def test_weights_may_be_asked_for_all_the_same(weights: str, tmp_path: Path) -> None:
     save(tmp_path, LlamaConfig(**BASE), GPTQ, gptq)
     model = load_model(tmp_path, "float32", weights=weights)
-    kinds = {one.kind for one in model.module.modules() if isinstance(one, QuantizedLinear)}
+    kinds = {matrix.kind for matrix in quantized_matrices(model.module).values()}
     more = {"int5"} if weights == "int4" else set()
     assert kinds == {weights, "int8", *more}  # the head's, and what int4 gives more bits
 

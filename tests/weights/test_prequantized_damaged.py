@@ -16,7 +16,6 @@ from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.loader import load_model
 from headstart.weights.grouped import quantize_groups
 from headstart.weights.int8 import quantize_int8
-from headstart.weights.quantized import _make_packed
 from tests.weights.written import (
     BASE,
     COMPRESSED,
@@ -191,5 +190,5 @@ def test_ways_to_read_one_file_do_not_share_kept_prefixes(tmp_path: Path) -> Non
 def test_a_weight_in_its_own_bits_lies_where_the_model_runs() -> None:
     packed = quantize_groups(torch.randn(16, 64), 4), quantize_int8(torch.randn(16, 64))
     for weight in packed:
-        made = _make_packed(weight, None, torch.device("meta"), torch.bfloat16)
-        assert {part.device.type for part in made.buffers()} == {"meta"}
+        matrix = weight.to(torch.device("meta")).store(None, torch.bfloat16)
+        assert {part.device.type for part in matrix.tensors} == {"meta"}

@@ -10,13 +10,13 @@ from transformers import LlamaConfig
 
 from headstart.models.loader import load_model
 from headstart.native import avx2_library, library
-from headstart.weights.half_weight import HalfEmbedding, HalfLinear
-from headstart.weights.packed import PackedEmbedding, PackedLinear
+from headstart.weights.bf16 import Bf16Weight, PackedWeight
+from tests.weights.stored import matrix_of
 from tests.weights.written import AWQ, BASE, awq, save
 
 HEAD, TABLE = "lm_head", "model.embed_tokens"
-HALF = (HalfLinear, HalfEmbedding) if avx2_library() is not None else (nn.Linear, nn.Embedding)
-PACKED = (PackedLinear, PackedEmbedding) if library() is not None else (nn.Linear, nn.Embedding)
+HALF = (Bf16Weight, Bf16Weight) if avx2_library() is not None else (nn.Linear, nn.Embedding)
+PACKED = (PackedWeight, PackedWeight) if library() is not None else (nn.Linear, nn.Embedding)
 
 
 def keep_floats(folder: Path, dtype: torch.dtype) -> None:
@@ -51,7 +51,7 @@ def test_floats_are_read_as_in_a_checkpoint_of_floats(
     model = load_model(tmp_path, dtype, weights=weights)
     for name, kind in zip((HEAD, TABLE), expected, strict=True):
         if weights == "auto" or (name == TABLE and not tied):
-            assert isinstance(model.layer(name), kind)
+            assert isinstance(matrix_of(model.layer(name)), kind)
             found = model.weight(name)
             assert found is not None
             wanted = original.get_submodule(name).weight.bfloat16().to(held)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from headstart.native import avx2_library
-from headstart.weights.grouped import GROUP, Form, Grid, Int4Linear, Int5Linear, pack_groups
-from headstart.weights.int8 import Int8Linear
-from headstart.weights.linear import REVISIONS, QuantizedLinear, WeightKind
+from headstart.weights.format import REVISIONS, WeightFormat, WeightKind
+from headstart.weights.grouped import GROUP, Form, Grid, GroupedWeight, pack_groups
+from headstart.weights.quantize import quantize
 
 OUTPUTS, INPUTS = 40, 96
 KNOWN = {
@@ -25,15 +25,15 @@ def spread(rows: int, columns: int, most: int) -> Tensor:
     return (torch.arange(rows * columns) * 7919 % (most + 1)).view(rows, columns)
 
 
-def make_layer(kind: WeightKind) -> QuantizedLinear:
+def make_layer(kind: WeightKind) -> WeightFormat:
     if kind == "int8":
-        return Int8Linear.quantize(spread(OUTPUTS, INPUTS, 1000).float() - 400, None)
+        return quantize(spread(OUTPUTS, INPUTS, 1000).float() - 400, None, "int8")
     bits: Literal[4, 5] = 4 if kind == "int4" else 5
     groups = INPUTS // GROUP
     steps, starts = spread(OUTPUTS, groups, 250) + 1, spread(OUTPUTS, groups, 240)
     values = spread(OUTPUTS, INPUTS, 2**bits - 1)
     grid = Grid(*(numbers.to(torch.uint8) for numbers in (values, steps, starts)))
-    return (Int4Linear if kind == "int4" else Int5Linear)(pack_groups(grid, Form(bits, True)))
+    return GroupedWeight(pack_groups(grid, Form(bits, True)))
 
 
 @pytest.mark.parametrize("kind", REVISIONS)
@@ -41,6 +41,6 @@ def test_other_bits_have_another_revision(kind: WeightKind) -> None:
     """A change of rounding that keeps its number answers from K and V of the old one."""
     if avx2_library() is None:
         pytest.skip("no compiled products here")
-    found = make_layer(kind)(spread(5, INPUTS, 996) / 7 - 50)
+    found = make_layer(kind).multiply(spread(5, INPUTS, 996) / 7 - 50)
     digest = hashlib.sha256(found.numpy().tobytes()).hexdigest()
     assert KNOWN[kind, REVISIONS[kind]] == digest[:16]

@@ -16,12 +16,13 @@ from headstart.errors import UnsupportedModelError
 from headstart.models.decoder import DecoderModel
 from headstart.models.families import FAMILIES
 from headstart.models.loader import load_model
-from headstart.weights.grouped import GroupedLinear
-from headstart.weights.int8 import Int8Linear
-from headstart.weights.linear import QuantizedEmbedding, QuantizedLinear
+from headstart.weights.format import Embedding, WeightFormat
+from headstart.weights.grouped import GroupedWeight
+from headstart.weights.int8 import Int8Weight
 from tests.models.paged import Paged
 from tests.rounded_rows import apart_in_most_rows, round_inputs
 from tests.tiny_models import TINY
+from tests.weights.stored import quantized_matrices
 
 quantization: Any = pytest.importorskip("torchao.quantization")
 from transformers import TorchAoConfig  # noqa: E402 - needs torchao
@@ -121,9 +122,8 @@ def apart(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def layers_of(model: DecoderModel) -> dict[str, QuantizedLinear]:
-    modules = model.module.named_modules()
-    return {name: one for name, one in modules if isinstance(one, QuantizedLinear)}
+def layers_of(model: DecoderModel) -> dict[str, WeightFormat]:
+    return quantized_matrices(model.module)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,12 +143,12 @@ def test_a_checkpoint_has_torchaos_weights_and_answers(
     original = in_float(theirs)
     for name, layer in layers.items():
         weight = original.get_submodule(name).weight
-        if isinstance(layer, Int8Linear):
+        if isinstance(layer, Int8Weight):
             torch.testing.assert_close(layer.unpack(), weight, rtol=1e-6, atol=1e-7)
         else:  # a start is a step times a zero point, rounded to 11 bits
-            assert isinstance(layer, GroupedLinear)
+            assert isinstance(layer, GroupedWeight)
             largest = theirs.get_submodule(name).weight.scale.float().max()
-            limit = 2**layer.bits * largest * 2**-12
+            limit = 2**layer.form.bits * largest * 2**-12
             assert (layer.unpack() - weight).abs().max() <= limit
     rounded = in_float(theirs)
     for name, layer in layers.items():
@@ -251,10 +251,10 @@ def test_an_embedding_may_share_its_bits_with_the_head(
     layers, original = layers_of(model), in_float(theirs)
     assert all(layer.is_prequantized for layer in layers.values()) and "lm_head" in layers
     embedding = model.module.get_submodule("model.embed_tokens")
-    assert isinstance(embedding, QuantizedEmbedding) and embedding.head is layers["lm_head"]
-    assert embedding.head.kind == ("int4" if bits == torch.int4 else "int8")
+    assert isinstance(embedding, Embedding) and embedding.matrix is layers["lm_head"]
+    assert embedding.matrix.kind == ("int4" if bits == torch.int4 else "int8")
     weight = original.get_submodule("lm_head").weight
-    torch.testing.assert_close(embedding.head.unpack(), weight, rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(embedding.matrix.unpack(), weight, rtol=1e-3, atol=1e-7)
     round_inputs(original, model.module)
     with torch.no_grad():
         expected = original(TOKENS[None]).logits[0]

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from headstart.errors import DamagedModelError, HeadstartError, UnsupportedModelError
 from headstart.models.loader import load_model
-from headstart.weights.reader import Entry
+from headstart.weights.checkpoint import Entry
+from headstart.weights.layout import find_described
 from headstart.weights.scheme import Scheme, UnsupportedLayerError, read_scheme
-from headstart.weights.torchao import find_described
 from tests.weights.written import BASE, Tensors, save
 
 About = dict[str, Any]
@@ -125,7 +125,7 @@ def test_what_is_written_here_is_read(tmp_path: Path) -> None:
     assert model.fallback_reason is None
     expected = first[f"{UP}._weight_qdata"] * first[f"{UP}._weight_scale"]
     layer: Any = model.module.get_submodule(UP)
-    torch.testing.assert_close(layer.unpack(), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(layer.matrix.unpack(), expected, rtol=1e-6, atol=1e-7)
 
 
 DAMAGE: dict[str, tuple[Any, str]] = {

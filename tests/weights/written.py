@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from headstart.weights.prequantized_layout import Module
-from headstart.weights.prequantized_values import Grouped, read_grouped
+from headstart.weights.layout import Module
+from headstart.weights.prequantized import Grouped, read_grouped
 from headstart.weights.scheme import Scheme
 
 pytest.importorskip("compressed_tensors")

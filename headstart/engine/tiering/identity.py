@@ -24,12 +24,7 @@ from headstart.models.files import BUILT_IN, find_folder
 from headstart.tiers import ModelRecord
 from headstart.tiers.safe_files import read_file, replace_file
 from headstart.version import __version__
-from headstart.weights.linear import (
-    OWN_BITS_REVISION,
-    REVISIONS,
-    QuantizedEmbedding,
-    QuantizedLinear,
-)
+from headstart.weights.format import PREQUANTIZED_REVISION, REVISIONS, Embedding, Linear
 
 __all__ = ["identify"]
 
@@ -79,21 +74,22 @@ def _kept_weights(decoder: DecoderModel) -> list[str]:
     """
     kept = []
     for name, module in sorted(decoder.module.named_modules()):
-        layer = module.head if isinstance(module, QuantizedEmbedding) else module
-        if isinstance(layer, QuantizedLinear):
-            own = f" as it was, {OWN_BITS_REVISION}" if layer.is_prequantized else ""
-            rounds = layer is module and layer.float_weight is not None
+        matrix = module.matrix if isinstance(module, Linear | Embedding) else None
+        if matrix is not None and matrix.kind is not None:
+            own = f" as it was, {PREQUANTIZED_REVISION}" if matrix.is_prequantized else ""
+            rounds = isinstance(module, Linear) and matrix.rounds_rows
             rows = " of rows in 8 bits" if rounds else ""
-            kept.append(f"{name} {layer.kind} {REVISIONS[layer.kind]}{own}{rows}")
+            kept.append(f"{name} {matrix.kind} {REVISIONS[matrix.kind]}{own}{rows}")
     return kept
 
 
 def _kinds(decoder: DecoderModel, memory: PagedKVMemory, config: EngineConfig) -> list[str]:
     """What tells people a model's K/V from others of the same files."""
     found = [str(decoder.dtype).removeprefix("torch.")]
-    layers = [one for one in decoder.module.modules() if isinstance(one, QuantizedLinear)]
-    rounded = [one.kind for one in layers if not one.is_prequantized]
-    if 2 * len(rounded) > len(layers):  # int4 has layers of more bits
+    layers = [one.matrix for one in decoder.module.modules() if isinstance(one, Linear)]
+    quantized = [matrix for matrix in layers if matrix.kind is not None]
+    rounded = [matrix.kind for matrix in quantized if not matrix.is_prequantized and matrix.kind]
+    if 2 * len(rounded) > len(quantized):  # int4 has layers of more bits
         found.append(f"{min(rounded, key=lambda kind: kind.removeprefix('int'))} weights")
     if memory.has_scales:
         found.append("int8 K/V")

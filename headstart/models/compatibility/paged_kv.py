@@ -39,8 +39,8 @@ from headstart.models.compatibility.far_positions import check_far_positions
 from headstart.models.compatibility.substitute_attention import Attending
 from headstart.models.context_length import context_length
 from headstart.models.transformers_backend.decoder import forward_rows
-from headstart.weights.linear import QuantizedLinear
-from headstart.weights.reader import SAVED_SO
+from headstart.weights.checkpoint import SAVED_SO
+from headstart.weights.format import Linear
 
 __all__ = ["check_config", "probe_model"]
 
@@ -303,8 +303,8 @@ class _Shaken:
 
 def _rounding(model: PreTrainedModel) -> float:
     """The unit in the last place of what layers compute with; coarser in quantised layers."""
-    layers = (module for module in model.modules() if isinstance(module, QuantizedLinear))
-    return max(torch.finfo(model.dtype).eps, *(layer.rounding for layer in layers), 0.0)
+    layers = (module for module in model.modules() if isinstance(module, Linear))
+    return max(torch.finfo(model.dtype).eps, *(layer.matrix.rounding for layer in layers), 0.0)
 
 
 def _run(model: PreTrainedModel, tokens: Tensor, positions: Tensor | None) -> Tensor:

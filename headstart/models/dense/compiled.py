@@ -17,9 +17,8 @@ from headstart.models.dense.rotary import Angles
 from headstart.models.dense.shape import DecoderShape
 from headstart.native import avx2_library, library
 from headstart.native.bindings import Layer, LayerRun, Norm, Weight
-from headstart.weights.half_weight import MANY_ROWS, HalfLinear
-from headstart.weights.linear import QuantizedLinear
-from headstart.weights.packed import PackedLinear
+from headstart.weights.bf16 import MANY_ROWS
+from headstart.weights.format import Linear
 
 __all__ = ["CompiledLayers", "compile_layers"]
 
@@ -48,7 +47,12 @@ def compile_layers(
         and not (shape.fused or shape.partial_rotary or shape.exact_angles)
         and {layer.angles for layer in shape.layers} == {""}
     )
-    linears = [module for layer in layers for module in layer.modules() if _is_linear(module)]
+    linears = [
+        module
+        for layer in layers
+        for module in layer.modules()
+        if isinstance(module, nn.Linear | Linear)
+    ]
     if not plain or any(_struct(module, dtype) is None for module in linears):
         return None
     return (Bf16Layers if dtype == torch.bfloat16 else FloatLayers)(layers, shape)
@@ -198,18 +202,6 @@ def _layer_struct(layer: DecoderLayer, head_dim: int, dtype: torch.dtype) -> Lay
     return struct
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | HalfLinear | PackedLinear | QuantizedLinear)
-
-
 def _struct(module: nn.Module, dtype: torch.dtype) -> Weight | None:
-    """The struct of a linear layer's weight for rows in `dtype`, if the kernels have one."""
-    if dtype == torch.bfloat16:
-        packed = module.packed if isinstance(module, PackedLinear | QuantizedLinear) else None
-        return None if packed is None else packed.struct
-    if dtype != torch.float32:
-        return None
-    if isinstance(module, HalfLinear):
-        return module.matrix.few.struct
-    found = module.float_weight if isinstance(module, QuantizedLinear) else None
-    return None if found is None else found.struct
+    """Return the struct of a linear layer's weight for rows in `dtype`, if the kernels have one."""
+    return module.matrix.struct(dtype) if isinstance(module, Linear) else None

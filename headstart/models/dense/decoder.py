@@ -16,10 +16,9 @@ from headstart.models.dense.rotary import AngleTable, Frequencies
 from headstart.models.dense.shape import DecoderShape
 from headstart.models.files import fingerprint_files
 from headstart.models.lora.files import Widths
+from headstart.weights.bf16 import PackedWeight
+from headstart.weights.format import Embedding, Linear
 from headstart.weights.greedy_head import MOST_INPUTS, GreedyHead
-from headstart.weights.half_weight import HalfEmbedding, HalfLinear
-from headstart.weights.linear import QuantizedEmbedding, QuantizedLinear
-from headstart.weights.packed import PackedEmbedding, PackedLinear
 from headstart.weights.reader import Reader
 
 __all__ = ["DenseDecoder", "DenseModules", "Description"]
@@ -121,17 +120,13 @@ class DenseDecoder(DecoderModel):
         return {
             name: Widths(module.in_features, module.out_features)
             for name, module in self._modules.named_modules()
-            if isinstance(module, (nn.Linear, PackedLinear, HalfLinear, QuantizedLinear))
+            if isinstance(module, nn.Linear | Linear)
         }
 
     def weight(self, name: str) -> Tensor | None:
         module = dict(self._modules.named_modules()).get(name)
-        if isinstance(module, (PackedLinear, PackedEmbedding)):
-            return module.packed.unpack()
-        if isinstance(module, (HalfLinear, HalfEmbedding)):
-            return module.matrix.weight.float()
-        if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
-            return module.unpack()
+        if isinstance(module, Linear | Embedding):
+            return module.matrix.unpack()
         found = getattr(module, "weight", None)
         return found.detach() if isinstance(found, Tensor) else None
 
@@ -219,6 +214,7 @@ class DenseDecoder(DecoderModel):
     def _greedy_head(self) -> GreedyHead | None:
         head, shape = self._modules.lm_head, self._about.shape
         changed = shape.logit_divisor is not None or shape.logit_softcap is not None
-        if changed or not isinstance(head, PackedLinear) or head.in_features > MOST_INPUTS:
+        matrix = head.matrix if isinstance(head, Linear) else None
+        if changed or not isinstance(matrix, PackedWeight) or matrix.inputs > MOST_INPUTS:
             return None
-        return GreedyHead(head.packed)
+        return GreedyHead(matrix)

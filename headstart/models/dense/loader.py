@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,25 +19,13 @@ from headstart.models.dtypes import own_dtype
 from headstart.models.families import FAMILIES, read_shape
 from headstart.models.files import is_gguf, read_json, stamp_files, weight_files
 from headstart.models.out_of_memory import is_out_of_memory
-from headstart.native import advise
 from headstart.native.pages import ReadyMemory
+from headstart.weights.checkpoint import FLOATS, Checkpoint, SafetensorsCheckpoint
+from headstart.weights.format import WeightKind
 from headstart.weights.gguf import GGUFCheckpoint
-from headstart.weights.half_weight import can_halve
-from headstart.weights.huge_pages import move_to_huge_pages
-from headstart.weights.linear import WeightKind
+from headstart.weights.memory import move_to_huge_pages
 from headstart.weights.prequantized import PrequantizedCheckpoint
-from headstart.weights.products import choose_product
-from headstart.weights.quantized import PrequantizedReader, QuantizedReader
-from headstart.weights.reader import (
-    FLOATS,
-    Checkpoint,
-    FloatReader,
-    HalfReader,
-    Outline,
-    PackedReader,
-    Reader,
-    Tensors,
-)
+from headstart.weights.reader import Outline, WeightReader
 from headstart.weights.scheme import Scheme, UnsupportedLayerError, read_scheme
 
 __all__ = ["check_tensors", "describe_decoder", "load_dense"]
@@ -75,10 +63,16 @@ def load_dense(
             kept = torch.bfloat16  # of rows: no kernel is made for float16
         wanted = dtype if isinstance(dtype, torch.dtype) else own_dtype(kept, held, device)
         try:
-            floats = _float_matrices(checkpoint, outline, weights, about.shape.tied)
-            read = _float_reader(checkpoint, floats, wanted, device, ready_memory)
-            quantised = _quantised_reader(checkpoint, read, weights, about.shape.tied)
-            modules = DenseModules(about.shape, quantised or read)
+            read = WeightReader(
+                checkpoint,
+                outline.matrices,
+                wanted,
+                device,
+                kind=weights,
+                tied=about.shape.tied,
+                ready_memory=ready_memory,
+            )
+            modules = DenseModules(about.shape, read)
             read.close()
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -93,7 +87,7 @@ def load_dense(
 
 
 @contextmanager
-def _opened(folder: Path, scheme: Scheme | None) -> Iterator[Checkpoint | GGUFCheckpoint]:
+def _opened(folder: Path, scheme: Scheme | None) -> Iterator[Checkpoint]:
     """The checkpoint; what goes wrong with its files meanwhile is a `DamagedModelError`.
 
     But for want of memory to map them.
@@ -113,60 +107,11 @@ def _no_memory(folder: Path, error: Exception) -> OutOfMemoryError:
     )
 
 
-def _open_checkpoint(folder: Path, scheme: Scheme | None) -> Checkpoint | GGUFCheckpoint:
+def _open_checkpoint(folder: Path, scheme: Scheme | None) -> Checkpoint:
+    files = weight_files(folder)
     if is_gguf(folder):
         return GGUFCheckpoint(folder)
-    files = weight_files(folder)
-    return Checkpoint(files) if scheme is None else PrequantizedCheckpoint(files, scheme)
-
-
-class _Floats(NamedTuple):
-    """The matrices that stay floats: their shapes, and those in bfloat16 by name."""
-
-    shapes: list[torch.Size]
-    halves: dict[str, torch.Size]
-
-
-def _float_matrices(
-    checkpoint: Tensors, outline: Outline, weights: WeightKind | None, tied: bool
-) -> _Floats:
-    found = _Floats([], {})
-    own = checkpoint if isinstance(checkpoint, GGUFCheckpoint | PrequantizedCheckpoint) else None
-    for name, shape in outline.matrices.items():
-        is_float = own is None or own.kind(name) is None
-        if (weights is None and is_float) or (name == _EMBEDDING and not tied):
-            found.shapes.append(shape)
-            if is_float and checkpoint.dtypes([name]) == [torch.bfloat16]:
-                found.halves[name] = shape
-    return found
-
-
-def _float_reader(
-    checkpoint: Tensors,
-    floats: _Floats,
-    dtype: torch.dtype,
-    device: torch.device,
-    ready_memory: ReadyMemory | None,
-) -> FloatReader:
-    """Makes the layers of floats that are fastest here."""
-    if floats.shapes and choose_product("bfloat16", dtype, device) == "bfloat16":
-        return PackedReader(checkpoint, floats.shapes, ready_memory)
-    if floats.halves and can_halve({torch.bfloat16}, dtype, device):
-        return HalfReader(checkpoint, floats.halves, ready_memory)
-    if floats.halves and device.type == "cpu":
-        advise()
-    return FloatReader(checkpoint, dtype, device)
-
-
-def _quantised_reader(
-    checkpoint: Tensors, floats: FloatReader, weights: WeightKind | None, tied: bool
-) -> Reader | None:
-    """Makes layers of the wanted kind, or of the checkpoint's own; None if that is float."""
-    if weights is not None:
-        return QuantizedReader(floats, weights, tied)
-    if isinstance(checkpoint, GGUFCheckpoint | PrequantizedCheckpoint):
-        return PrequantizedReader(checkpoint, floats, tied)
-    return None
+    return SafetensorsCheckpoint(files) if scheme is None else PrequantizedCheckpoint(files, scheme)
 
 
 def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
@@ -207,7 +152,7 @@ def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
     return frozenset(map(int, [found] if isinstance(found, int) else found))
 
 
-def check_tensors(checkpoint: Tensors, outline: Outline, tied: bool) -> None:
+def check_tensors(checkpoint: Checkpoint, outline: Outline, tied: bool) -> None:
     """Raise `UnsupportedLayerError` unless the checkpoint has exactly the outline's tensors."""
     held, needed = checkpoint.shapes, outline.shapes
     checkpoint.dtypes(held.keys() & needed.keys())
@@ -236,6 +181,6 @@ def check_tensors(checkpoint: Tensors, outline: Outline, tied: bool) -> None:
         )
 
 
-def _adds_nothing(checkpoint: Tensors, name: str) -> bool:
+def _adds_nothing(checkpoint: Checkpoint, name: str) -> bool:
     """True for a bias of zeros, as GPTQ's checkpoints have for layers without one."""
     return name.endswith(".bias") and not checkpoint.tensor(name).any()

@@ -15,7 +15,7 @@ from torch.nn import functional
 from headstart.attention.backend import AttentionBackend, AttentionOptions
 from headstart.models.dense.rotary import Angles, rotate
 from headstart.models.dense.shape import Activation, DecoderShape, NormKind
-from headstart.weights.linear import QuantizedLinear
+from headstart.weights.format import Linear
 from headstart.weights.reader import Reader
 
 __all__ = ["MLP", "Attention", "DecoderLayer", "LayerStep", "RMSNorm"]
@@ -128,7 +128,7 @@ class MLP(nn.Module):
         self._activation = _ACTIVATIONS[shape.activation]
         # Then rows in bfloat16 become float32 once, and not before and behind each product.
         self._computes_float32 = all(
-            isinstance(linear, QuantizedLinear) and linear.packed is None
+            isinstance(linear, Linear) and linear.matrix.computes_float32
             for linear in self.children()
         )
 

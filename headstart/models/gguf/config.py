@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from headstart.weights.gguf_library import ROPE_FACTORS
+from headstart.weights.gguf import ROPE_FACTORS
 from headstart.weights.scheme import UnsupportedLayerError
 
 __all__ = ["Metadata", "make_config"]

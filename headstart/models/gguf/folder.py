@@ -23,8 +23,7 @@ from headstart.models.gguf.header import CUT_OFF, check_header
 from headstart.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from headstart.models.out_of_memory import is_out_of_memory
 from headstart.models.silence_transformers import silence_transformers
-from headstart.weights.gguf import read_architecture
-from headstart.weights.gguf_library import import_gguf
+from headstart.weights.gguf import import_gguf, read_architecture
 from headstart.weights.scheme import UnsupportedLayerError
 
 __all__ = ["gguf_folder"]

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from headstart.weights.grouped import GROUP
-from headstart.weights.prequantized_values import Grouped
+from headstart.weights.prequantized import Grouped
 
 __all__ = ["SCHEME", "CheckpointFolder", "pack"]
 

@@ -28,8 +28,9 @@ from headstart.models.gptq.text import cut_windows, describe_text, read_text
 from headstart.models.gptq.units import apply_units
 from headstart.models.tokenizer import load_tokenizer
 from headstart.validation import describe
+from headstart.weights.checkpoint import SafetensorsCheckpoint
 from headstart.weights.grouped import GROUP
-from headstart.weights.reader import Checkpoint, FloatReader, Outline
+from headstart.weights.reader import Outline, TorchReader
 from headstart.weights.scheme import UnsupportedLayerError
 
 __all__ = ["Plan", "Written", "check_target", "plan_quantizing", "quantize"]
@@ -111,7 +112,7 @@ def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
     try:
         about, _ = describe_decoder(source)
         DenseModules(about.shape, outline)
-        with Checkpoint(weight_files(source)) as checkpoint:
+        with SafetensorsCheckpoint(weight_files(source)) as checkpoint:
             check_tensors(checkpoint, outline, about.shape.tied)
     except UnsupportedLayerError as error:
         raise UnsupportedModelError(f"{source} cannot be quantised: {error}") from error
@@ -134,7 +135,7 @@ def quantize(plan: Plan, progress: Callable[[int], None] = lambda layers: None) 
     try:
         with (
             torch.no_grad(),
-            Checkpoint(weight_files(plan.source)) as checkpoint,
+            SafetensorsCheckpoint(weight_files(plan.source)) as checkpoint,
             CheckpointFolder(plan.target, plan.source) as folder,
         ):
             _write_layers(plan, checkpoint, folder, progress)
@@ -153,10 +154,13 @@ def _weigh(folder: Path) -> int:
 
 
 def _write_layers(
-    plan: Plan, checkpoint: Checkpoint, folder: CheckpointFolder, progress: Callable[[int], None]
+    plan: Plan,
+    checkpoint: SafetensorsCheckpoint,
+    folder: CheckpointFolder,
+    progress: Callable[[int], None],
 ) -> None:
     about = plan.about
-    read = FloatReader(checkpoint, torch.float32, torch.device("cpu"))
+    read = TorchReader(checkpoint, torch.float32, torch.device("cpu"))
     step = make_step(about, *plan.tokens.shape)
     rows = checkpoint.tensor("model.embed_tokens.weight")[plan.tokens.flatten()].float()
     if about.shape.embedding_scale is not None:

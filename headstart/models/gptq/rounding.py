@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from headstart.weights.grouped import GROUP
-from headstart.weights.prequantized_values import Grouped
+from headstart.weights.prequantized import Grouped
 
 __all__ = ["Rows", "round_weight"]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headstart.models.lora.files import LoraPair, LoraWeights
-from headstart.weights.packed import PackedWeight, can_pack
+from headstart.weights.bf16 import PackedWeight, can_pack
 from headstart.weights.products import choose_product
 
 __all__ = ["AdapterStack", "StackedLayer"]

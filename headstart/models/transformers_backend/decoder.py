@@ -17,8 +17,7 @@ from headstart.models.context_length import context_length
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.files import fingerprint_files
 from headstart.models.lora.files import Widths
-from headstart.weights.linear import QuantizedEmbedding, QuantizedLinear
-from headstart.weights.packed import PackedEmbedding, PackedLinear
+from headstart.weights.format import Embedding, Linear
 
 __all__ = ["TransformersDecoder", "fingerprint_memory", "forward_rows", "text_part"]
 
@@ -104,16 +103,14 @@ class TransformersDecoder(DecoderModel):
                 continue
             if isinstance(module, Conv1D):
                 found[name] = Widths(*module.weight.shape)
-            elif isinstance(module, (nn.Linear, PackedLinear, QuantizedLinear)):
+            elif isinstance(module, nn.Linear | Linear):
                 found[name] = Widths(module.in_features, module.out_features)
         return found
 
     def weight(self, name: str) -> Tensor | None:
         module = dict(self._model.named_modules()).get(name)
-        if isinstance(module, (PackedLinear, PackedEmbedding)):
-            return module.packed.unpack()
-        if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
-            return module.unpack()
+        if isinstance(module, Linear | Embedding):
+            return module.matrix.unpack()
         found = dict(self._model.named_parameters(remove_duplicate=False)).get(f"{name}.weight")
         return None if found is None else found.detach()
 

@@ -30,7 +30,7 @@ from headstart.models.transformers_backend.pretrained import (
 )
 from headstart.models.transformers_backend.quantize import quantize_linears
 from headstart.native.pages import ReadyMemory
-from headstart.weights.linear import WeightKind
+from headstart.weights.format import WeightKind
 
 __all__ = ["load_transformers"]
 

@@ -1,9 +1,9 @@
 """Packs the linear layers of one of transformers' models for the compiled kernels.
 
-Every plain `nn.Linear` becomes a `PackedLinear`, and an `nn.Embedding` that shares the LM head's
-weight a `PackedEmbedding`. Weights are packed one at a time: at most one is in memory twice. A few
-rows through both confirm each; and a model that does not run with packed weights, since other code
-reads them, gets all of them back.
+Every plain `nn.Linear` becomes a `Linear` over a `PackedWeight`, and an `nn.Embedding` that shares
+the LM head's weight an `Embedding`. Weights are packed one at a time: at most one is in memory
+twice. A few rows through both confirm each; and a model that does not run with packed weights,
+since other code reads them, gets all of them back.
 """
 
 from collections import defaultdict
@@ -15,15 +15,9 @@ from transformers import PreTrainedModel
 
 from headstart.models.transformers_backend.decoder import forward_rows
 from headstart.native.pages import ReadyMemory
-from headstart.weights.packed import (
-    Arena,
-    PackedEmbedding,
-    PackedLinear,
-    PackedWeight,
-    can_pack,
-    has_memory,
-    map_pages,
-)
+from headstart.weights.bf16 import PackedWeight, can_pack, packed_bytes
+from headstart.weights.format import Embedding, Linear, WeightFormat
+from headstart.weights.memory import Arena, has_memory, map_pages
 from headstart.weights.products import choose_product
 
 __all__ = ["leave_file", "pack_linears"]
@@ -97,7 +91,7 @@ def _pack(model: PreTrainedModel, ready_memory: ReadyMemory | None) -> int:
                     users[id(weight)].append((parent, name))
                     weights[id(weight)] = weight
     wanted = [key for key, places in users.items() if _can_swap(weights[key], places)]
-    arena = Arena((weights[key].shape for key in wanted), ready_memory)
+    arena = Arena((packed_bytes(*weights[key].shape) for key in wanted), ready_memory)
     size = sum(weights[key].nbytes for key in wanted)
     for key in wanted:
         _swap_weight(weights.pop(key), users.pop(key), arena)
@@ -126,32 +120,33 @@ def _swap_weight(weight: Tensor, places: list[tuple[nn.Module, str]], arena: Are
             rows = _noise(_ROWS, child.in_features)
             if not _near(own.multiply(rows), child(rows)):
                 return
-            setattr(parent, name, PackedLinear(own))
+            setattr(parent, name, Linear(own))
         else:
-            setattr(parent, name, PackedEmbedding(packed))
+            setattr(parent, name, Embedding(packed, weight.dtype))
 
 
 def _unpack(model: PreTrainedModel) -> None:
     """Restore plain modules; modules of one packed weight share one parameter."""
-    made: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
 
-    def weight(packed: PackedWeight) -> nn.Parameter:
-        if packed.panels_address not in made:
-            made[packed.panels_address] = nn.Parameter(packed.unpack(), requires_grad=False)
-        return made[packed.panels_address]
+    def weight(packed: WeightFormat) -> nn.Parameter:
+        address = packed.tensors[0].data_ptr()
+        if address not in parameters:
+            parameters[address] = nn.Parameter(packed.unpack(), requires_grad=False)
+        return parameters[address]
 
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, PackedLinear):
-                bias = child.packed.bias
+            if isinstance(child, Linear):
+                bias = child.bias
                 plain = nn.Linear(child.in_features, child.out_features, bias is not None, "meta")
-                plain.weight = weight(child.packed)
+                plain.weight = weight(child.matrix)
                 if bias is not None:
                     plain.bias = nn.Parameter(bias, requires_grad=False)
                 setattr(parent, name, plain)
-            elif isinstance(child, PackedEmbedding):
+            elif isinstance(child, Embedding):
                 table = nn.Embedding(child.num_embeddings, child.embedding_dim, device="meta")
-                table.weight = weight(child.packed)
+                table.weight = weight(child.matrix)
                 setattr(parent, name, table)
 
 

@@ -5,11 +5,9 @@ from transformers import PreTrainedModel
 
 from headstart.models.transformers_backend.decoder import text_part
 from headstart.models.transformers_backend.pack import leave_file
-from headstart.weights.base import WeightKind
-from headstart.weights.embedding import QuantizedEmbedding
-from headstart.weights.int8 import Int8Linear, quantize_int8
-from headstart.weights.make import kind_of_layer, make_linear
-from headstart.weights.packed import has_memory
+from headstart.weights.format import Embedding, Linear, WeightKind
+from headstart.weights.memory import has_memory
+from headstart.weights.quantize import kind_of_layer, quantize
 
 __all__ = ["quantize_linears"]
 
@@ -34,10 +32,9 @@ def quantize_linears(model: PreTrainedModel, kind: WeightKind) -> None:
             if child_name not in _ROUTERS and child is not head and _can_replace(child):
                 assert isinstance(child, nn.Linear)
                 own = kind_of_layer(child_name, kind, child.in_features, child.out_features)
-                made = make_linear(child.weight, child.bias, own, child.weight.dtype)
+                matrix = quantize(child.weight, child.bias, own, child.weight.dtype)
                 replaced_bytes += child.weight.nbytes
-                setattr(parent, child_name, made)
-    # No buffers: compiled code has the addresses of a quantised layer's.
+                setattr(parent, child_name, Linear(matrix))
     leave_file(model.parameters(), replaced_bytes)
 
 
@@ -55,10 +52,10 @@ def _can_replace(module: nn.Module) -> bool:
 def _replace_head(model: PreTrainedModel, head: nn.Linear) -> None:
     dtype, embedding = head.weight.dtype, model.get_input_embeddings()
     tied = type(embedding) is nn.Embedding and embedding.weight is head.weight
-    made = Int8Linear(quantize_int8(head.weight, dtype), head.bias, dtype, table=tied)
-    places: dict[int, nn.Module] = {id(head): made}
+    matrix = quantize(head.weight, head.bias, "int8", dtype, table=tied)
+    places: dict[int, nn.Module] = {id(head): Linear(matrix)}
     if tied:
-        places[id(embedding)] = QuantizedEmbedding(made, dtype)
+        places[id(embedding)] = Embedding(matrix, dtype)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if id(child) in places:

@@ -18,9 +18,9 @@ from headstart.models.files import BUILT_IN, find_folder
 from headstart.models.loader import load_model
 from headstart.native import avx2_library
 from headstart.tiers.contents import read_models
-from headstart.weights.linear import QuantizedLinear
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiny_models import TINY
+from tests.weights.stored import quantized_matrices
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_kinds_of_one_model_are_told_apart(tmp_path: Path) -> None:
 def test_few_layers_that_were_rounded_are_no_kind_of_a_model(tmp_path: Path) -> None:
     """Of a file in few bits, whose name says so, a head may be rounded."""
     model = load_model(save_smallest(tmp_path), "float32", weights="int8")
-    layers = [m for m in model.module.modules() if isinstance(m, QuantizedLinear)]
+    layers = [*quantized_matrices(model.module).values()]
     about = (model, PagedKVMemory(model.layouts, 1, 16, torch.float32, "cpu"), EngineConfig())
     assert _kinds(*about) == ["float32", "int8 weights"]
     for layer in layers[1:]:
@@ -154,7 +154,7 @@ def test_blocks_are_those_of_the_same_way_to_round_and_to_read(
     config.tie_word_embeddings = True
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = load_model(tmp_path, weights="int8")
-    layers = [m for m in model.module.modules() if isinstance(m, QuantizedLinear)]
+    layers = [*quantized_matrices(model.module).values()]
     seen = [_kept_weights(model)]
     assert len(seen[0]) == len(layers) + 1, "the embedding shares the head's weight"
     monkeypatch.setitem(identity.REVISIONS, "int8", 1000)
@@ -162,7 +162,7 @@ def test_blocks_are_those_of_the_same_way_to_round_and_to_read(
     for layer in layers:
         layer.is_prequantized = True
     seen.append(_kept_weights(model))
-    monkeypatch.setattr(identity, "OWN_BITS_REVISION", 1000)
+    monkeypatch.setattr(identity, "PREQUANTIZED_REVISION", 1000)
     seen.append(_kept_weights(model))
     for lines in zip(*seen, strict=True):
         assert len({*lines}) == 4

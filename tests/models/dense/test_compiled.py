@@ -17,8 +17,9 @@ from headstart.models.dense.compiled import FloatLayers, compile_layers
 from headstart.models.dense.modules import DecoderLayer, LayerStep, RMSNorm
 from headstart.models.dense.shape import DecoderShape, LayerShape
 from headstart.native import avx2_library
-from headstart.weights.half_weight import MANY_ROWS, Bf16Weight, HalfLinear
-from headstart.weights.linear import make_linear
+from headstart.weights.bf16 import MANY_ROWS, Bf16Weight
+from headstart.weights.format import Linear
+from headstart.weights.quantize import quantize
 from tests.attention.rows import BLOCK, plan_of, reference, spoil
 from tests.native.foreign_rows import among_nonfinite
 
@@ -38,8 +39,8 @@ class RandomReader:
         weight = (self.draw(outputs, inputs) / inputs**0.5).bfloat16()
         own = self.draw(outputs) if bias else None
         if self._kind == "bfloat16":
-            return HalfLinear(Bf16Weight(weight, own))
-        return make_linear(weight, own, self._kind)  # type: ignore[arg-type]
+            return Linear(Bf16Weight(weight, own))
+        return Linear(quantize(weight, own, self._kind))  # type: ignore[arg-type]
 
     def vector(self, name: str, width: int) -> Tensor:
         return 1 + self.draw(width) / 4
@@ -116,7 +117,7 @@ class Exact:
 
 
 def _linear(module: nn.Module, x: Tensor) -> Tensor:
-    assert isinstance(module, HalfLinear)
+    assert isinstance(module, Linear) and isinstance(module.matrix, Bf16Weight)
     weight, bias = module.matrix.weight.double(), module.matrix.bias
     return x @ weight.T + (0.0 if bias is None else bias.double())
 

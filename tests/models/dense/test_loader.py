@@ -23,11 +23,12 @@ from headstart.models.dense.rotary import read_frequencies
 from headstart.models.families import FAMILIES, read_shape
 from headstart.models.loader import load_model
 from headstart.native import avx2_library
-from headstart.weights.half_weight import HalfLinear
-from headstart.weights.reader import Checkpoint
+from headstart.weights.bf16 import Bf16Weight
+from headstart.weights.checkpoint import SafetensorsCheckpoint
 from headstart.weights.scheme import UnsupportedLayerError
 from tests.forked import run_program
 from tests.tiny_models import TINY, save_tiny, tiny_config, tiny_model
+from tests.weights.stored import matrix_of
 
 WEIGHTS = "model.safetensors"
 LIBRARY = avx2_library()
@@ -239,7 +240,7 @@ def test_weights_in_bfloat16_stay_so_under_float32(
     monkeypatch.setenv("HEADSTART_NATIVE", "0")
     plain = load_model(tmp_path, "float32")
     name = "model.layers.1.mlp.down_proj"
-    halved = [isinstance(model.layer(name), HalfLinear) for model in (own, plain)]
+    halved = [isinstance(matrix_of(model.layer(name)), Bf16Weight) for model in (own, plain)]
     assert halved == [LIBRARY is not None, False]
     assert own.dtype == plain.dtype == torch.float32
     assert own.linear_widths() == plain.linear_widths()
@@ -249,7 +250,7 @@ def test_weights_in_bfloat16_stay_so_under_float32(
 
 def test_no_memory_is_said_to_be_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny("llama", tmp_path)
-    monkeypatch.setattr(Checkpoint, "tensor", lambda *_: torch.empty(1 << 50))  # a PiB
+    monkeypatch.setattr(SafetensorsCheckpoint, "tensor", lambda *_: torch.empty(1 << 50))  # a PiB
     with pytest.raises(OutOfMemoryError, match="memory does not hold the model in"):
         load_model(folder)
 
@@ -276,9 +277,7 @@ def test_weights_outlive_their_file(tmp_path: Path) -> None:
 
 MEASURE = """
 import sys
-from headstart.weights.half_weight import HalfLinear
 from headstart.models.loader import load_model
-from headstart.native import avx2_library
 def now(kind):
     for line in open("/proc/self/status"):
         if line.startswith(kind): return int(line.split()[1])
@@ -322,14 +321,14 @@ def test_files_that_are_replaced_while_they_are_read(
     folder, other = save_tiny("llama", tmp_path / "a"), tmp_path / "b"
     shutil.copytree(folder, other)
     edit_weights(other, lambda w: w["lm_head.weight"].add_(1))
-    release = Checkpoint.release
+    release = SafetensorsCheckpoint.release
 
-    def replace(self: Checkpoint) -> None:
+    def replace(self: SafetensorsCheckpoint) -> None:
         release(self)
         if (other / WEIGHTS).exists():
             (other / WEIGHTS).replace(folder / WEIGHTS)
 
-    monkeypatch.setattr(Checkpoint, "release", replace)
+    monkeypatch.setattr(SafetensorsCheckpoint, "release", replace)
     with pytest.raises(DamagedModelError, match="were written to while they were read"):
         load_model(folder)
     assert isinstance(load_model(folder), DenseDecoder)
@@ -340,13 +339,13 @@ def test_files_that_are_damaged_while_they_are_read(
     change: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_tiny("llama", tmp_path)
-    release = Checkpoint.release
+    release = SafetensorsCheckpoint.release
 
-    def damage(self: Checkpoint) -> None:
+    def damage(self: SafetensorsCheckpoint) -> None:
         release(self)
         change(folder / WEIGHTS) if (folder / WEIGHTS).exists() else None
 
-    monkeypatch.setattr(Checkpoint, "release", damage)
+    monkeypatch.setattr(SafetensorsCheckpoint, "release", damage)
     with pytest.raises(DamagedModelError, match="cannot be read"):
         load_model(folder)
 
@@ -372,4 +371,6 @@ def test_matrices_tell_the_dtype_where_the_configuration_does_not(
     path.write_text(json.dumps(content))
     monkeypatch.setattr(dtypes, "multiplies_bfloat16", lambda: False)
     model = load_model(tmp_path)
-    assert isinstance(model.layer("lm_head"), HalfLinear) == (LIBRARY is not None)
+    assert isinstance(getattr(model.layer("lm_head"), "matrix", None), Bf16Weight) == (
+        LIBRARY is not None
+    )

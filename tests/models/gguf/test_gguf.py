@@ -16,17 +16,13 @@ from headstart.models.gguf.folder import gguf_folder
 from headstart.models.loader import load_model
 from headstart.models.tokenizer import load_tokenizer
 from headstart.models.transformers_backend.decoder import forward_rows
-from headstart.weights import gguf as checkpoint
-from headstart.weights import gguf_blocks as blocks
-from headstart.weights import gguf_library as library
-from headstart.weights.gguf import _NARROW, GGUFCheckpoint
-from headstart.weights.gguf_blocks import FORMATS, read_weight
-from headstart.weights.grouped import Int4Linear, Int5Linear, Int8GroupsLinear
-from headstart.weights.half_weight import HalfLinear
-from headstart.weights.linear import QuantizedEmbedding, QuantizedLinear
-from headstart.weights.packed import PackedLinear
+from headstart.weights import gguf as reading
+from headstart.weights.bf16 import Bf16Weight, PackedWeight
+from headstart.weights.gguf import _NARROW, FORMATS, GGUFCheckpoint, import_gguf, read_weight
+from headstart.weights.grouped import GroupedWeight
 from tests.models.gguf.files import BASE, CONFIGS, TOKENS, VOCABULARY, make_model, write_gguf
 from tests.models.paged import Paged
+from tests.weights.stored import matrix_of, quantized_matrices
 
 gguf: Any = pytest.importorskip("gguf")
 
@@ -47,7 +43,7 @@ def test_a_file_of_floats_is_the_model(architecture: str, tmp_path: Path) -> Non
     expected = forward_rows(original, TOKENS, places, places)
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
     assert model.fallback_reason is None and model.eos_token_ids == {2}
-    assert not any(isinstance(m, QuantizedLinear) for m in model.module.modules())
+    assert not quantized_matrices(model.module)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +71,13 @@ def test_weights_are_those_of_the_file(
         expected, found = torch.from_numpy(data).float(), model.weight(name)
         assert found is not None
         assert float((found - expected).norm()) <= apart * float(expected.norm())
-        assert getattr(layer, "kind", None) == wanted
+        assert getattr(matrix_of(layer), "kind", None) == wanted
         own: Any = layer.bias
         bias = original.get_submodule(name).bias
         assert torch.equal(own, bias) if bias is not None else own is None
     tied = wanted is not None and original.config.tie_word_embeddings
     table, numbers = model.layer("model.embed_tokens"), torch.arange(VOCABULARY).flip(0)
-    assert isinstance(table, QuantizedEmbedding) == tied
+    assert (getattr(matrix_of(table), "kind", None) is not None) == tied
     if tied:
         head = model.weight("lm_head")
         assert head is not None and torch.equal(table(numbers), head[numbers])
@@ -105,15 +101,15 @@ def test_floats_are_kept_as_in_a_checkpoint_of_floats(architecture: str, tmp_pat
     """They were copied to float32, and multiplied by torch, whatever the kernels do."""
     original = make_model(architecture).to(torch.bfloat16).float()
     original.tie_weights()
-    kinds: dict[str, tuple[str, type]] = {"float32": ("BF16", HalfLinear)}
+    kinds: dict[str, tuple[str, type]] = {"float32": ("BF16", Bf16Weight)}
     if native.library() is not None:
-        kinds["bfloat16"] = ("F16", PackedLinear)
+        kinds["bfloat16"] = ("F16", PackedWeight)
     for dtype, (kind, layer) in kinds.items():
         file = write_gguf(tmp_path / f"{kind}.gguf", architecture, original, kind)
         model = load_model(file, dtype)
         expected = layer if native.avx2_library() is not None else torch.nn.Linear
         for part in ("model.layers.1.mlp.up_proj", "lm_head"):
-            assert isinstance(model.layer(part), expected)
+            assert isinstance(matrix_of(model.layer(part)), expected)
             found = model.weight(part)
             assert found is not None
             assert torch.equal(found.float(), original.get_submodule(part).weight)
@@ -137,7 +133,8 @@ def test_floats_beside_blocks_run_with_them_as_one_call(
     model = load_model(file, "float32")
     assert isinstance(model, DenseDecoder)
     if native.avx2_library() is not None:
-        assert isinstance(model.layer("model.layers.1.mlp.down_proj"), HalfLinear)
+        down = model.layer("model.layers.1.mlp.down_proj")
+        assert isinstance(matrix_of(down), Bf16Weight)
         assert model._compiled is not None
     found = logits(model)
     model.calls_each_layer = True
@@ -156,8 +153,9 @@ def test_blocks_of_any_bytes(kind: str) -> None:
     one = kind in ("Q4_0", "Q5_0", "Q8_0")
     blocks[:, :, : 2 if one else 4] = scales[:, :, : 1 if one else 2].copy().view(np.uint8)
     expected = torch.from_numpy(gguf.quants.dequantize(data, number))
-    layers = {"int4": Int4Linear, "int5": Int5Linear, "int8": Int8GroupsLinear}
-    found = layers[FORMATS[kind]](read_weight(data, kind, gguf)).unpack()
+    matrix = GroupedWeight(read_weight(data, kind, gguf))
+    assert matrix.kind == FORMATS[kind]
+    found = matrix.unpack()
     # Q4_K and Q5_K: a step and a start are products, which are rounded to 11 bits.
     limit = expected.view(40, -1, 32).abs().amax(-1, keepdim=True) * 0.002
     apart = (found - expected).abs().view(40, -1, 32)
@@ -167,8 +165,8 @@ def test_blocks_of_any_bytes(kind: str) -> None:
 def test_a_weight_in_several_pieces_is_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     data = np.random.default_rng(0).integers(0, 60, (65, 34), dtype=np.uint8)
     whole = read_weight(data, "Q8_0", gguf)
-    assert blocks._OUTPUTS % 16 == 0
-    monkeypatch.setattr(blocks, "_OUTPUTS", 32)
+    assert reading._OUTPUTS % 16 == 0
+    monkeypatch.setattr(reading, "_OUTPUTS", 32)
     pieces = read_weight(data, "Q8_0", gguf)
     assert torch.equal(pieces.panels, whole.panels) and torch.equal(pieces.scales, whole.scales)
     assert pieces[2:] == whole[2:]
@@ -212,7 +210,7 @@ def test_pages_are_given_back_after_the_embedding_each_layer_and_the_head(
     weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_back: list[int] = []
-    monkeypatch.setattr(checkpoint, "drop_pages", lambda start, size: given_back.append(size))
+    monkeypatch.setattr(reading, "drop_pages", lambda start, size: given_back.append(size))
     file = write_gguf(tmp_path / "tiny.gguf", "llama", make_model("llama"), "Q8_0")
     model = load_model(file, weights=weights)
     assert given_back == [file.stat().st_size] * (1 + len(model.layouts) + 1 + 1)  # and at its end
@@ -339,7 +337,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         UnsupportedModelError, match=r'pip install "\.\[gguf\]" in the folder of the clone'
     ):
-        library.import_gguf(tmp_path / "some.gguf")
+        import_gguf(tmp_path / "some.gguf")
     with pytest.raises(
         UnsupportedModelError, match=r'pip install "\.\[gguf\]" in the folder of the clone'
     ):

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from headstart.errors import DamagedModelError, ModelError, OutOfMemoryError, UnsupportedModelError
 from headstart.models.loader import load_model
 from headstart.weights import gguf as checkpoint
-from headstart.weights.linear import QuantizedEmbedding, QuantizedLinear
+from headstart.weights.format import Embedding, Linear
 from tests.models.gguf.files import BASE, make_model, write_gguf
 
 
@@ -260,11 +260,13 @@ def test_what_becomes_of_a_file_is_logged(
     _, _, told = line.partition(" F32 stay float, ")
     assert told == said.format(name)
     head = model.layer("lm_head")
-    assert isinstance(head, QuantizedLinear)
-    assert head.kind == ("int8" if "again" in said else "int4")
-    assert head.is_prequantized == ("again" not in said)
+    assert isinstance(head, Linear)
+    assert head.matrix.kind == ("int8" if "again" in said else "int4")
+    assert head.matrix.is_prequantized == ("again" not in said)
     table = model.layer("model.embed_tokens")
-    assert isinstance(table, QuantizedEmbedding) == (architecture == "qwen2")
+    assert (isinstance(table, Embedding) and table.matrix is head.matrix) == (
+        architecture == "qwen2"
+    )
     if architecture == "qwen2":
         bias = original.model.layers[1].self_attn.k_proj.bias
         found: Any = model.layer("model.layers.1.self_attn.k_proj").bias

@@ -10,7 +10,8 @@ from headstart.models.dense.modules import DecoderLayer
 from headstart.models.files import weight_files
 from headstart.models.gptq.inputs import make_step, see_input, see_inputs, stages
 from headstart.models.gptq.units import apply_units
-from headstart.weights.reader import Checkpoint, FloatReader
+from headstart.weights.checkpoint import SafetensorsCheckpoint
+from headstart.weights.reader import TorchReader
 from tests.models.gptq.small import FAMILY_NAMES, save_small
 
 WINDOWS, LENGTH = 3, 40
@@ -24,8 +25,8 @@ def test_layers_are_transformers_and_units_change_nothing(name: str, tmp_path: P
     states = original(tokens, output_hidden_states=True).hidden_states
     about, _ = describe_decoder(tmp_path)
     step = make_step(about, WINDOWS, LENGTH)
-    with Checkpoint(weight_files(tmp_path)) as checkpoint:
-        read = FloatReader(checkpoint, torch.float32, torch.device("cpu"))
+    with SafetensorsCheckpoint(weight_files(tmp_path)) as checkpoint:
+        read = TorchReader(checkpoint, torch.float32, torch.device("cpu"))
         layer = DecoderLayer(about.shape, 0, "model.layers.0", read)
         read.release()
     rows = states[0].flatten(0, 1)

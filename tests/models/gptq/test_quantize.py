@@ -19,11 +19,11 @@ from headstart.errors import ConfigError, ModelError, ModelNotFoundError, Unsupp
 from headstart.models.gptq import folder as folders
 from headstart.models.gptq import plan_quantizing, quantize
 from headstart.models.loader import load_model
-from headstart.weights import quantized
-from headstart.weights.linear import QuantizedLinear
+from headstart.weights import reader
 from tests.models.gptq.small import FAMILY_NAMES, TEXT, save_small
 from tests.models.paged import Paged
 from tests.tiny_tokenizers import TINY_TOKENIZERS
+from tests.weights.stored import quantized_matrices
 
 pytest.importorskip("compressed_tensors")
 
@@ -40,7 +40,7 @@ def logits(folder: Path, **options: Any) -> torch.Tensor:
     """Of all tokens, in headstart."""
     model = load_model(folder, "float32", **options)
     assert model.fallback_reason is None
-    kinds = [one.kind for one in model.module.modules() if isinstance(one, QuantizedLinear)]
+    kinds = [matrix.kind for matrix in quantized_matrices(model.module).values()]
     assert set(kinds) - {"int8"} == {"int4"}  # the head's
     paged = Paged(model)
     sequence = paged.add(TOKENS.tolist())
@@ -79,7 +79,7 @@ def test_transformers_and_headstart_read_the_same_model(
     assert apart(logits(tmp_path / "small"), expected) < 0.03  # rows are rounded to 8 bits
     by_float = original(TOKENS[None]).logits[0]
     # Without a text, and no layer in more bits.
-    monkeypatch.setattr(quantized, "kind_of_layer", lambda name, kind, *sizes: kind)
+    monkeypatch.setattr(reader, "kind_of_layer", lambda name, kind, *sizes: kind)
     plain = logits(tmp_path / "float", weights="int4")
     assert 0.01 < apart(expected, by_float) < 0.9 * apart(plain, by_float)
 

@@ -5,7 +5,7 @@ import torch
 
 from headstart.models.gptq.folder import SCHEME, pack
 from headstart.models.gptq.rounding import Rows, round_weight
-from headstart.weights.prequantized_values import Grouped
+from headstart.weights.prequantized import Grouped
 
 compressors = pytest.importorskip("compressed_tensors.compressors")
 from compressed_tensors.quantization import QuantizationScheme  # noqa: E402

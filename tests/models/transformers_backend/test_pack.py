@@ -14,13 +14,14 @@ from headstart.models.transformers_backend.loader import load_transformers
 from headstart.models.transformers_backend.pack import pack_linears
 from headstart.native import library
 from headstart.weights import products
-from headstart.weights.packed import PackedEmbedding, PackedLinear, PackedWeight
+from headstart.weights.bf16 import PackedWeight
+from headstart.weights.format import Embedding, Linear
 from tests.models.paged import Paged
 from tests.tiny_models import TINY, VOCABULARY, tiny_config
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
-LINEAR = {PackedLinear, PackedEmbedding, nn.Linear}
+LINEAR = {Linear, Embedding, nn.Linear}
 
 
 def tiny(name: str) -> PreTrainedModel:
@@ -52,7 +53,7 @@ def test_every_architecture_packed(name: str) -> None:
     expected = logits(tiny(name))
     model = tiny(name)
     pack_linears(model)
-    assert kinds(model)[PackedLinear] >= 1
+    assert kinds(model)[Linear] >= 1
     noise = apart(expected, logits(TINY[name]()))
     assert apart(logits(model), expected) <= 2 * noise
     paged = Paged(model)
@@ -98,7 +99,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     model = tiny("llama")
     pack_linears(model)
     assert kinds(model)[nn.Linear] == 6  # gate and up of three layers
-    assert kinds(model)[PackedLinear] == 16
+    assert kinds(model)[Linear] == 16
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="maps are listed by Linux alone")
@@ -106,7 +107,7 @@ def test_a_loaded_model_lets_its_file_go(tmp_path: Path) -> None:
     """A norm that is a view of the mapped file would keep all weights in memory a second time."""
     tiny("qwen2").save_pretrained(tmp_path)
     model = load_transformers(tmp_path, torch.bfloat16, torch.device("cpu")).module
-    assert kinds(model)[PackedLinear] == 22
+    assert kinds(model)[Linear] == 22
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
     own = load_model(tmp_path, "bfloat16")
     assert own.fallback_reason is None

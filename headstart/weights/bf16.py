@@ -1,0 +1,157 @@
+"""Weights in bfloat16, for rows in bfloat16 and for rows in float32.
+
+A `PackedWeight` is for CPUs with compiled products of bfloat16. It is the only copy of its weight:
+the original tensor can be freed, since `unpack` restores it bit for bit. `native/linear.h`
+describes the layout.
+
+A `Bf16Weight` is for CPUs without such products, under arithmetic in float32. The numbers are the
+checkpoint's, so nothing is lost, in half the memory of float32. Few rows take the compiled product,
+which reads 2 bytes for each number: one row waits for memory, and takes half as long as with
+float32. Many rows wait for arithmetic: the weight is made float32 tile by tile, and multiplied by
+torch.
+"""
+
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from headstart.native import library, required
+from headstart.native.bindings import BF16
+from headstart.weights.format import WeightFormat, check_numbers, scratch, tile_outputs
+from headstart.weights.memory import Arena, has_memory
+from headstart.weights.products import CompiledProduct, Parts, choose_product
+
+__all__ = [
+    "MANY_ROWS",
+    "Bf16Weight",
+    "PackedWeight",
+    "can_halve",
+    "can_pack",
+    "packed_bytes",
+]
+
+_PANEL = 32  # outputs
+MANY_ROWS = 64
+"""From this many rows on torch's product is faster; fewer read the weight once, compiled."""
+
+
+def can_pack(weight: Tensor) -> bool:
+    """True if the kernels support this weight: bfloat16 `[outputs, inputs]` on the CPU."""
+    return (
+        has_memory(weight)
+        and weight.dtype == torch.bfloat16
+        and weight.device.type == "cpu"
+        and weight.dim() == 2
+        and weight.numel() > 0
+    )
+
+
+def packed_bytes(outputs: int, inputs: int) -> int:
+    """Return the size of a packed weight."""
+    return -(-outputs // _PANEL) * _PANEL * (inputs + inputs % 2) * 2
+
+
+class PackedWeight(WeightFormat):
+    """A weight `[outputs, inputs]` in panels, and its bias bfloat16 `[outputs]` or None.
+
+    Raises `ModelError` without the kernels.
+    """
+
+    name = "PackedLinear"
+    table_name = "PackedEmbedding"
+    product: CompiledProduct
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, arena: Arena | None = None
+    ) -> None:
+        kernels = required(library())
+        assert can_pack(weight)
+        outputs, inputs = weight.shape
+        size = packed_bytes(outputs, inputs)
+        panels = (arena or Arena([size])).take(size)
+        source = weight.detach().contiguous()
+        kernels.headstart_pack(
+            source.data_ptr(), outputs, inputs, panels.data_ptr(), torch.get_num_threads()
+        )
+        self._use(panels, (outputs, inputs), bias)
+
+    def _use(self, panels: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
+        self.panels = panels
+        self.product = CompiledProduct(torch.bfloat16, Parts(panels, BF16), shape, bias)
+        super().__init__(*shape, self.product.bias)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pack again in a copy: panels are aligned to pages."""
+        return PackedWeight, (self.unpack(), self.bias)
+
+    def with_bias(self, bias: Tensor) -> "PackedWeight":
+        """Return the same weight, in the same memory, with a bias `[outputs]`."""
+        other = PackedWeight.__new__(PackedWeight)
+        other._use(self.panels, (self.outputs, self.inputs), bias)
+        return other
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.panels]
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return self.product.multiply(x)
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        numbers = check_numbers(numbers, self.outputs)
+        flat = numbers.reshape(-1)
+        pairs = self.panels.view(torch.int32).view(-1, self.inputs + 1 >> 1, _PANEL)
+        rows = pairs[flat // _PANEL, :, flat % _PANEL].view(torch.bfloat16)
+        return rows[:, : self.inputs].reshape(*numbers.shape, self.inputs)
+
+
+def can_halve(held: Set[torch.dtype], wanted: torch.dtype, device: torch.device) -> bool:
+    """True for weights of dtypes `held` under arithmetic in `wanted`, if the kernels run here."""
+    return held == {torch.bfloat16} and choose_product("bfloat16", wanted, device) == "float32"
+
+
+class Bf16Weight(WeightFormat):
+    """A weight bfloat16 `[outputs, inputs]` under float32, and its bias float32 or None."""
+
+    name = "HalfLinear"
+    table_name = "HalfEmbedding"
+    product: CompiledProduct  # for fewer than `MANY_ROWS`
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        assert weight.dtype == torch.bfloat16
+        outputs, inputs = shape = (weight.shape[0], weight.shape[1])
+        super().__init__(outputs, inputs, bias)
+        self.weight = weight
+        self.product = CompiledProduct(torch.float32, Parts(weight, BF16), shape, bias)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.weight]
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        return functional.embedding(numbers, self.weight)
+
+    def unpack(self) -> Tensor:
+        return self.weight.float()
+
+    def multiply(self, x: Tensor) -> Tensor:
+        self.product.check_rows(x)
+        rows = x.reshape(-1, self.inputs)
+        if 0 < len(rows) < MANY_ROWS:
+            out = self.product.multiply(rows)
+        else:
+            out = x.new_empty((len(rows), self.outputs))
+            self._multiply_tiles(rows, out)
+        return out.view(*x.shape[:-1], self.outputs)
+
+    def _multiply_tiles(self, rows: Tensor, out: Tensor) -> None:
+        outputs = tile_outputs(self.inputs)
+        for start in range(0, self.outputs, outputs):
+            part = self.weight[start : start + outputs]
+            tile = scratch(part.numel(), part.device).view(part.shape).copy_(part)
+            torch.mm(rows, tile.T, out=out[:, start : start + outputs])
+        if self.bias is not None:
+            out += self.bias

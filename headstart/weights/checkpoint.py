@@ -1,0 +1,132 @@
+"""The tensors of a checkpoint by name, as a model of floats has them."""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from headstart.errors import DamagedModelError
+from headstart.weights.format import StoredValues, WeightKind
+from headstart.weights.scheme import UnsupportedLayerError
+
+__all__ = ["FLOATS", "SAVED_SO", "Checkpoint", "Entry", "SafetensorsCheckpoint"]
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+
+FLOATS = frozenset(_DTYPES.values())
+"""The dtypes of weights that are read here."""
+
+SAVED_SO = "in the file itself: it is damaged, or was saved so; download the model again"
+"""The end of an error that says what a weight of a file holds."""
+
+
+class Checkpoint(Protocol):
+    """The tensors of a model by name. A context: its files are open while it lasts."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's shape."""
+        ...
+
+    def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
+        """Return the dtypes; raises `UnsupportedLayerError` unless all are floats."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the tensor in floats; it may lie in the file until `release`."""
+        ...
+
+    def kind(self, name: str) -> WeightKind | None:
+        """Return the nearest kind to a quantized tensor's bits; None for a float."""
+        ...
+
+    def packed(self, name: str) -> StoredValues | None:
+        """Return a quantized tensor value for value; None if no format of ours has such bits."""
+        ...
+
+    def log(self, tied: bool) -> None:
+        """Log in one line what quantized tensors become; tied: the LM head is the embedding's."""
+        ...
+
+    def release(self) -> None:
+        """Unmap what was read."""
+        ...
+
+
+class Entry(NamedTuple):
+    """A tensor's file and shape, and its dtype as safetensors names it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class SafetensorsCheckpoint:
+    """The tensors in safetensors files. Raises `UnsupportedLayerError` for other formats."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files = ExitStack()
+        self._open: dict[Path, Any] = {}
+        self.entries: dict[str, Entry] = {}
+        self.metadata: dict[str, str] = {}
+        for file in files:
+            if file.suffix != ".safetensors":
+                raise UnsupportedLayerError("its weights are not in safetensors files")
+            with safe_open(file, framework="pt") as opened:
+                self.metadata |= opened.metadata() or {}
+                for name in opened.keys():  # noqa: SIM118 - no mapping, it only has keys()
+                    if name in self.entries:
+                        before = self.entries[name].file.name
+                        raise UnsupportedLayerError(f"{name} is in {before} and in {file.name}")
+                    part = opened.get_slice(name)
+                    self.entries[name] = Entry(file, tuple(part.get_shape()), part.get_dtype())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: entry.shape for name, entry in self.entries.items()}
+
+    def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
+        dtypes = [self.entries[name].dtype for name in names]
+        if others := sorted(set(dtypes) - _DTYPES.keys()):
+            raise UnsupportedLayerError(f"its weights are {', '.join(others)}")
+        return [_DTYPES[name] for name in dtypes]
+
+    def tensor(self, name: str) -> Tensor:
+        file, shape, _ = self.entries[name]
+        if file not in self._open:
+            self._open[file] = self._files.enter_context(safe_open(file, framework="pt"))
+        tensor: Tensor = self._open[file].get_tensor(name)
+        if tensor.shape != shape:
+            raise DamagedModelError(f"{file} was written to while it was read")
+        return tensor
+
+    def kind(self, name: str) -> WeightKind | None:
+        return None
+
+    def packed(self, name: str) -> StoredValues | None:
+        return None
+
+    def log(self, tied: bool) -> None: ...
+
+    def release(self) -> None:
+        self._open.clear()
+        self._files.close()

@@ -1,0 +1,215 @@
+"""How a matrix is stored, and the modules that multiply by it or read its rows.
+
+A `WeightFormat` is a value: a matrix in one layout, with the bias of its layer. `Linear` and
+`Embedding` work over any of them, and may share one. A new format is one subclass, and one entry
+of `headstart.weights.quantize.FORMATS` if weights are rounded to it.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from typing import Literal, Protocol, Self, get_args
+
+import torch
+from torch import Tensor, nn
+
+from headstart.errors import ConfigError
+from headstart.native.bindings import Weight
+from headstart.weights.products import CompiledProduct
+
+__all__ = [
+    "PREQUANTIZED_REVISION",
+    "REVISIONS",
+    "Embedding",
+    "Linear",
+    "StoredValues",
+    "WeightFormat",
+    "WeightKind",
+    "check_numbers",
+    "find_kind",
+    "scratch",
+    "tile_outputs",
+]
+
+WeightKind = Literal["int8", "int5", "int4"]
+"""The bits of linear layers' weights, if they are not floats."""
+
+REVISIONS: dict[WeightKind, int] = {"int8": 6, "int5": 3, "int4": 4}
+"""Versions of how a kind rounds weights and rows. Increase one when its results change."""
+
+PREQUANTIZED_REVISION = 4
+"""Version of the reader for already quantized weights. Increase it when its results change."""
+
+
+def find_kind(name: str) -> WeightKind | None:
+    """Return the kind of this name, None for "auto" (the checkpoint's); raises `ConfigError`."""
+    kinds: tuple[WeightKind, ...] = get_args(WeightKind)
+    if name != "auto" and name not in kinds:
+        raise ConfigError(f"weights is {name!r}; it may be auto, {', '.join(kinds)}")
+    return next((kind for kind in kinds if kind == name), None)
+
+
+class WeightFormat(ABC):
+    """A matrix `[outputs, inputs]` as it is stored, and its bias `[outputs]` or None.
+
+    `kind` is None for floats. `name` and `table_name` are part of cache identities, which they
+    must not change: the names of a `Linear` and an `Embedding` over such a matrix.
+    """
+
+    kind: WeightKind | None = None
+    name: str
+    table_name = "QuantizedEmbedding"
+    rounding = 0.0
+    """The unit in the last place of a row as it is multiplied, relative to its largest element."""
+
+    is_prequantized = False
+    """True if the checkpoint has the matrix in these bits: nothing was rounded."""
+    product: CompiledProduct | None = None
+    """The compiled product; None if torch multiplies."""
+
+    def __init__(self, outputs: int, inputs: int, bias: Tensor | None = None) -> None:
+        self.outputs, self.inputs, self.bias = outputs, inputs, bias
+
+    @abstractmethod
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Return rows by number, integers of any shape: `[..., inputs]`.
+
+        Raises `IndexError` for a row that the matrix does not have.
+        """
+
+    @property
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """The memory that the matrix is in."""
+
+    def unpack(self) -> Tensor:
+        """Return the matrix that rows are multiplied by, `[outputs, inputs]`."""
+        return self.rows(torch.arange(self.outputs))
+
+    def struct(self, dtype: torch.dtype) -> Weight | None:
+        """Return the kernels' struct for rows in `dtype`, if compiled code can multiply them."""
+        if self.product is None or self.product.dtype != dtype:
+            return None
+        return self.product.struct
+
+    @property
+    def rounds_rows(self) -> bool:
+        """True if a compiled product rounds rows to 8 bits."""
+        return self.kind is not None and self.struct(torch.float32) is not None
+
+    @property
+    def computes_float32(self) -> bool:
+        """True if rows of any dtype are multiplied in float32."""
+        return self.kind is not None and self.struct(torch.bfloat16) is None
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return `[..., inputs]` times the matrix, plus the bias: `[..., outputs]`, x's dtype.
+
+        A row that is not finite gives a row that is not finite.
+        """
+        if not x.numel():
+            return x.new_empty((*x.shape[:-1], self.outputs))
+        if self.product is not None:
+            return self.product.multiply(x.to(self.product.dtype)).to(x.dtype)
+        out = self._multiply(x.reshape(-1, self.inputs).float())
+        if self.bias is not None:
+            out += self.bias
+        return out.to(x.dtype).view(*x.shape[:-1], self.outputs)
+
+    def _multiply(self, rows: Tensor) -> Tensor:
+        """Multiply rows float32 `[rows, inputs]`, at least one, with torch, without the bias."""
+        raise NotImplementedError
+
+
+class StoredValues(Protocol):
+    """The values of a quantized matrix before they are laid out for a product."""
+
+    @property
+    def scales(self) -> Tensor:
+        """A factor for each output, float32."""
+        ...
+
+    def is_finite(self) -> bool:
+        """True if all steps are finite."""
+        ...
+
+    def to(self, device: torch.device) -> Self:
+        """Return the values on a device, in memory that is no file's."""
+        ...
+
+    def store(
+        self, bias: Tensor | None, rows: torch.dtype = torch.float32, table: bool = False
+    ) -> WeightFormat:
+        """Return the matrix for rows in a dtype; table: single rows of it are read, too."""
+        ...
+
+
+class Linear(nn.Module):
+    """A linear layer over a stored matrix; it has no parameter `weight`."""
+
+    def __init__(self, matrix: WeightFormat) -> None:
+        super().__init__()
+        self.matrix = matrix
+        self.in_features, self.out_features = matrix.inputs, matrix.outputs
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias `[outputs]`."""
+        return self.matrix.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matrix.multiply(x)
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return (
+            f"{self.matrix.name}, in_features={self.in_features}, "
+            f"out_features={self.out_features}, bias={bias}"
+        )
+
+
+class Embedding(nn.Module):
+    """Rows of a stored matrix by token id, in `dtype`; the matrix may be the LM head's."""
+
+    def __init__(self, matrix: WeightFormat, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.matrix = matrix
+        self._dtype = dtype
+        self.num_embeddings, self.embedding_dim = matrix.outputs, matrix.inputs
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.matrix.rows(numbers).to(self._dtype)
+
+
+def check_numbers(numbers: Tensor, rows: int) -> Tensor:
+    """Return row numbers on the CPU; raises `IndexError` for one beyond `rows`."""
+    numbers = numbers.to("cpu", torch.int64)
+    if numbers.numel():
+        first, last = int(numbers.min()), int(numbers.max())
+        if first < 0 or last >= rows:
+            raise IndexError(f"rows {first} to {last} are asked for of a weight that has {rows}")
+    return numbers
+
+
+_TILE = 1 << 21  # elements: 8 MiB, which stay in a core's caches between writing and multiplying
+_WHOLE = 32  # outputs: MKL's product takes a quarter longer with a number that is no multiple
+
+
+def tile_outputs(inputs: int) -> int:
+    """Return how many outputs are made float32 at a time for a product of many rows."""
+    outputs = max(1, _TILE // max(1, inputs))
+    return outputs if outputs < _WHOLE else outputs // _WHOLE * _WHOLE
+
+
+_local = threading.local()
+
+
+def scratch(size: int, device: torch.device) -> Tensor:
+    """Return this thread's memory for `size` float32 values, valid until the next call.
+
+    Fresh memory would cost a page fault for every 4 KiB: as much as dequantizing into it.
+    """
+    buffers: dict[torch.device, Tensor] = _local.__dict__.setdefault("buffers", {})
+    if device not in buffers or len(buffers[device]) < size:
+        with torch.inference_mode(False):  # for uses outside it, too
+            buffers[device] = torch.empty(size, dtype=torch.float32, device=device)
+    return buffers[device][:size]

@@ -1,0 +1,112 @@
+"""The memory of weights: one block for many, mapped at once, in pages of 2 MiB.
+
+A decode reads all weights, and else looks up an address each 4 KB. Many systems give huge pages
+only to memory for which they are requested, and then slowly: requested before weights are written,
+each first write would wait until 2 MiB are found and cleared. So they are requested afterwards, or
+made once the model is loaded, by a thread of their own.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from headstart.native import library
+from headstart.native.pages import (
+    POPULATE_READ,
+    ReadyMemory,
+    advise_pages,
+    make_huge_pages,
+    request_huge_pages,
+)
+
+__all__ = ["Arena", "has_memory", "map_pages", "move_to_huge_pages"]
+
+_ALIGNMENT = 4096
+_FEWEST = 32 << 20  # bytes of weights for which it is worth a thread
+_APART = 1 << 21  # tensors nearer to one another share pages
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """True if a tensor's memory layout is the one that its dtype and strides describe.
+
+    A subclass of `Tensor` may have another layout: torchao's quantized weights report bfloat16 and
+    hold integers and scales. Only its own operations may read such a tensor.
+    """
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
+class Arena:
+    """One block of memory for many weights, so that the system can use huge pages.
+
+    sizes: bytes of the weights. The block is `ready_memory` if that is given and large enough.
+    """
+
+    def __init__(self, sizes: Iterable[int], ready_memory: ReadyMemory | None = None) -> None:
+        total = sum(size + _ALIGNMENT for size in sizes)
+        ready = ready_memory.take(total) if ready_memory is not None else None
+        if ready is None:
+            self._memory = torch.empty(total, dtype=torch.uint8)
+        else:
+            self._memory = torch.frombuffer(ready, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, size: int) -> Tensor:
+        """Return the next `size` bytes, aligned to a page."""
+        start = self._used + -(self._memory.data_ptr() + self._used) % _ALIGNMENT
+        self._used = start + size
+        assert self._used <= len(self._memory), "the arena was made for fewer weights"
+        return self._memory[start : self._used]
+
+    def close(self) -> None:
+        """Request huge pages; call it when all weights are written."""
+        request_huge_pages(self._memory.data_ptr(), self._used)
+
+
+def map_pages(weights: Iterable[Tensor]) -> None:
+    """Map the pages of memory-mapped weights at once; a fault for each takes four times as long.
+
+    Does nothing for weights in other memory, for subclasses of `Tensor`, or without the kernels.
+    """
+    if library() is not None:
+        for weight in filter(has_memory, weights):
+            advise_pages(weight.data_ptr(), weight.nbytes, POPULATE_READ)
+
+
+def move_to_huge_pages(module: nn.Module) -> threading.Thread | None:
+    """Start a thread that moves the weights of a module on the CPU; None if they are few.
+
+    The weights must not lie in files. It takes their addresses alone, so they may be freed.
+    """
+    spans = _merged({tensor.data_ptr(): tensor.nbytes for tensor in _weights(module)})
+    if sum(end - start for start, end in spans) < _FEWEST:
+        return None
+
+    def move() -> None:
+        for start, end in spans:
+            make_huge_pages(start, end - start)
+
+    thread = threading.Thread(target=move, name="headstart-huge-pages", daemon=True)
+    thread.start()
+    return thread
+
+
+def _weights(module: nn.Module) -> Iterator[Tensor]:
+    for part in module.modules():
+        matrix = getattr(part, "matrix", None)
+        stored = [] if matrix is None else matrix.tensors
+        for tensor in (*stored, *part.parameters(recurse=False), *part.buffers(recurse=False)):
+            if tensor.device.type == "cpu":
+                yield tensor
+
+
+def _merged(sizes: dict[int, int]) -> list[tuple[int, int]]:
+    """Return the start and end of the memory at these addresses, neighbors together."""
+    spans: list[tuple[int, int]] = []
+    for start, size in sorted(sizes.items()):
+        if spans and start - spans[-1][1] < _APART:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], start + size))
+        else:
+            spans.append((start, start + size))
+    return spans

@@ -1,0 +1,60 @@
+"""Rounding of float weights to a kind, and the kind of each layer of a quantized model."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from headstart.weights.format import StoredValues, WeightFormat, WeightKind
+from headstart.weights.grouped import quantize_groups
+from headstart.weights.int8 import quantize_int8
+
+__all__ = ["FORMATS", "is_made_of", "kind_of_layer", "quantize"]
+
+FORMATS: dict[WeightKind, Callable[[Tensor, torch.dtype], StoredValues]] = {
+    "int8": quantize_int8,
+    "int5": lambda weight, rows: quantize_groups(weight, 5),
+    "int4": lambda weight, rows: quantize_groups(weight, 4),
+}
+"""The rounding of floats `[outputs, inputs]` to each kind, for rows of a dtype."""
+
+# These are a third of the weights, and lose more than half of what 4 bits lose. Where several heads
+# share a key, keys and values are a few hundredths.
+_KEYS = frozenset({"k_proj", "v_proj"})
+_FUSED = frozenset({"qkv_proj", "gate_up_proj"})  # which hold one of the others
+_MORE_BITS = _KEYS | {"o_proj", "up_proj"} | _FUSED
+
+
+def kind_of_layer(name: str, kind: WeightKind, inputs: int, outputs: int) -> WeightKind:
+    """Return the kind of one linear layer of a model of floats that is quantized to `kind`.
+
+    name: the module's, with or without those of its parents.
+    """
+    own = name.rpartition(".")[2]
+    if kind != "int4" or own not in _MORE_BITS:
+        return kind
+    return "int8" if own in _KEYS and outputs < inputs else "int5"
+
+
+def quantize(
+    weight: Tensor,
+    bias: Tensor | None,
+    kind: WeightKind,
+    rows: torch.dtype = torch.float32,
+    table: bool = False,
+) -> WeightFormat:
+    """Round a float weight `[outputs, inputs]` with a bias `[outputs]` or None.
+
+    rows: the dtype of the rows. table: single rows of the weight are read, too.
+    """
+    return FORMATS[kind](weight, rows).store(bias, rows, table)
+
+
+def is_made_of(matrix: WeightFormat, weight: Tensor) -> bool:
+    """True if a quantized matrix is `weight`, in its dtype, or what quantizing it gives."""
+    if matrix.kind is None or weight.shape != (matrix.outputs, matrix.inputs):
+        return False
+    own = matrix.unpack()
+    return torch.equal(own.to(weight.dtype), weight) or torch.equal(
+        quantize(weight, None, matrix.kind).unpack(), own
+    )

@@ -4,8 +4,7 @@
 
 The parameters of its functions and the fields of its classes, each with its default as Python
 source (null if it must be given, "..." if it is computed), the public names of its classes, the
-flags of `vllm serve`, and its modules, to the second level. `docs/vllm.md` has a row for each, or
-for the package that it is in.
+flags of `vllm serve`, and its modules, to the second level.
 """
 
 import ast

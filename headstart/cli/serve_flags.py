@@ -51,7 +51,7 @@ _SAME = _OUR_NAMES | {
     "lora_modules": "adapters",
     "adapter": "adapters",
 }
-_HINT = "Flags of `vllm serve` are taken too: docs/vllm.md says what becomes of each."
+_HINT = "Flags of `vllm serve` are taken too: docs/vllm.md lists them."
 _WORKS = SERVE_WORKS | {*WORKS}
 _ABSENT = {**ABSENT, **SERVE_ABSENT}
 _IGNORED = (IGNORED | SERVE_IGNORED) - _WORKS - SERVE_ABSENT.keys()

@@ -21,7 +21,16 @@ from headstart import (
 )
 from headstart.engine.config import EngineConfig, make_config
 from headstart.frontend.engine_args import SWITCHES
-from headstart.frontend.vllm_compat import ABSENT, IGNORED, WORKS, read_config, read_options
+from headstart.frontend.vllm_compat import (
+    ABSENT,
+    IGNORED,
+    SERVE_ABSENT,
+    SERVE_IGNORED,
+    SERVE_WORKS,
+    WORKS,
+    read_config,
+    read_options,
+)
 from headstart.utils import FlexibleArgumentParser
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.house.source import ROOT
@@ -299,3 +308,19 @@ def test_what_arguments_have_and_what_they_have_not() -> None:
     assert repr(args) == "AsyncEngineArgs(model='headstart-tiny', seed=3)"
     for name in ("abort", "create_engine_config", "cache_config"):
         assert not hasattr(args, name)
+
+
+def test_the_page_lists_every_name() -> None:
+    """In the section that says what becomes of it."""
+    page = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
+    works, rest = page.split("\n## Works differently\n")
+    ignored, absent = rest.split("\n## Without effect\n")[1].split("\n## Not here\n")
+    serve = {name: f"`--{name.replace('_', '-')}`" for name in (*SERVE_WORKS, *SERVE_IGNORED)}
+    serve |= {name: f"`--{name.replace('_', '-')}`" for name in SERVE_ABSENT}
+    assert [name for name in WORKS if f"`{name}`" not in works] == []
+    assert [name for name in SERVE_WORKS if serve[name] not in works] == []
+    assert [name for name in IGNORED if f"`{name}`" not in ignored] == []
+    assert [name for name in SERVE_IGNORED if serve[name] not in ignored] == []
+    assert [name for name in ABSENT if f"`{name}`" not in absent] == []
+    assert [name for name in SERVE_ABSENT if serve[name] not in absent] == []
+    assert page.count("\n") <= 300

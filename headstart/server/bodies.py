@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from headstart.errors import RequestError
-from headstart.frontend.vllm_api.rows import JsonNames, Row
+from headstart.server.field_rows import JsonNames, Row
 from headstart.validation import describe, shorten
 
 __all__ = [

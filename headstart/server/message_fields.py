@@ -11,8 +11,8 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from headstart.errors import RequestError
-from headstart.frontend.vllm_api.rows import JsonNames
 from headstart.server.errors import ApiError
+from headstart.server.field_rows import JsonNames
 from headstart.validation import shorten
 
 __all__ = ["check_fields"]

@@ -10,9 +10,9 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from headstart.frontend.vllm_api.rows import Row, Verdict
 from headstart.server.bodies import Body
 from headstart.server.errors import ApiError, as_api_error
+from headstart.server.field_rows import Row, Verdict
 from headstart.server.openai.compat import CHAT_ROWS, COMPLETION_ROWS
 from headstart.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from tests.house.source import ROOT

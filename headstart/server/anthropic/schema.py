@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from headstart.frontend.vllm_api.rows import refused
 from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Label, Many, Real, Whole
+from headstart.server.field_rows import refused
 from headstart.server.hosted import HostedTool, tag_tool
 
 __all__ = [

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headstart.cache import MissExplanation, MissReason
-from headstart.frontend.vllm_api.rows import accepted, refused
 from headstart.server.bodies import (
     Body,
     CacheFields,
@@ -25,6 +24,7 @@ from headstart.server.bodies import (
 from headstart.server.cache.advice import Explanation
 from headstart.server.chats import read_roles
 from headstart.server.errors import ApiError, JsonResponse
+from headstart.server.field_rows import accepted, refused
 from headstart.server.openai.reading import as_tools, read_template
 from headstart.server.openai.schema import ChatCompletionRequest, CompletionRequest, TemplateFields
 from headstart.server.service import Service, service_of, unless_gone

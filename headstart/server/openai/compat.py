@@ -6,7 +6,7 @@ The rows of `SAMPLING` hold for fields that are parameters of `SamplingParams` t
 from collections.abc import Mapping
 from typing import Any
 
-from headstart.frontend.vllm_api.rows import Row, accepted, refused, works
+from headstart.server.field_rows import Row, accepted, refused, works
 from headstart.validation import in_one_line
 
 __all__ = ["CHAT_ROWS", "COMPLETION_ROWS", "tell_missing"]

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import PydanticCustomError
 
-from headstart.frontend.vllm_api.rows import refused
 from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Label, Many, Real, Whole
+from headstart.server.field_rows import refused
 from headstart.server.hosted import HostedTool, tag_tool
 
 __all__ = [

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from examples.small_models.vision import demo_vision_path
 from headstart import LLM, RequestOutput, SamplingParams
-from headstart.cli.demo import PANEL, Figures, demo_console
+from headstart.cli.demo import PANEL, demo_console, figures_table
 from headstart.cli.pool_picture import PoolPicture, colour_of
 from headstart.cli.progress import cached_share, duration
 
@@ -103,7 +103,7 @@ def draw_panel(
     number: int, ask: Ask, output: RequestOutput, encoded: int, pictures: RenderableType
 ) -> Panel:
     """Draw a request's numbers, its point and the pool."""
-    figures = Figures(
+    figures = figures_table(
         {
             "prompt tokens": f"{len(output.prompt_token_ids):,}",
             "of images": f"{sum(image.num_tokens for image in output.images):,}",

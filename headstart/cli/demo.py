@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
@@ -41,7 +41,15 @@ if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.frontend.llm import LLM
 
-__all__ = ["INSTRUCTION", "PANEL", "Figures", "demo", "demo_asks", "demo_console", "people_table"]
+__all__ = [
+    "INSTRUCTION",
+    "PANEL",
+    "demo",
+    "demo_asks",
+    "demo_console",
+    "figures_table",
+    "people_table",
+]
 
 INSTRUCTION = (
     "You are a helpful assistant in recognizes the content of tables in markdown format. "
@@ -192,10 +200,10 @@ def _warm_up(llm: LLM) -> None:
     llm.engine.manager.reset_prefix_cache()
 
 
-def _figures(outputs: list[RequestOutput]) -> Figures:
+def _figures(outputs: list[RequestOutput]) -> Table:
     output = outputs[-1]
     note = "cold" if len(outputs) == 1 else f"{_ratio(outputs):.0f}× sooner"
-    return Figures(
+    return figures_table(
         {
             "prompt tokens": f"{len(output.prompt_token_ids):,}",
             "cached tokens": cached_share(output),
@@ -228,26 +236,13 @@ def _totals(outputs: list[RequestOutput], right: int) -> Text:
     return totals
 
 
-class Figures:
-    """Numbers below their names in a row; one line for each where the row does not fit."""
-
-    def __init__(self, figures: Mapping[str, str]) -> None:
-        self._figures = figures
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        columns = [max(len(name), len(value)) for name, value in self._figures.items()]
-        gap = (options.max_width - sum(columns)) // max(len(columns) - 1, 1)
-        if gap < 2:
-            table = Table.grid(padding=(0, 2))
-            for name, value in self._figures.items():
-                table.add_row(Text(name, style="dim"), Text(value, style="bold"))
-        else:
-            table = Table.grid(padding=(0, min(gap, 4)))
-            for name in self._figures:
-                table.add_column(min_width=len(name))
-            table.add_row(*self._figures, style="dim")
-            table.add_row(*self._figures.values(), style="bold")
-        yield table
+def figures_table(figures: Mapping[str, str]) -> Table:
+    """Return a table of one row: figures below their names."""
+    table = Table(box=None, pad_edge=False, padding=(0, 4, 0, 0), header_style="dim")
+    for name in figures:
+        table.add_column(name, style="bold")
+    table.add_row(*figures.values())
+    return table
 
 
 def _draw(parts: Iterable[RenderableType]) -> str:

@@ -1,4 +1,4 @@
-"""`headstart doctor`: what this machine has, what of it is used, and what would be faster."""
+"""`headstart doctor`: the hardware and packages of this machine, and which of them are used."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
 
 import click
 
@@ -25,9 +24,7 @@ from headstart.machine import (
 )
 from headstart.version import __version__
 
-__all__ = ["doctor"]
-
-# What the kernels and torch ask for, as people call it.
+# Instruction sets that the kernels and torch use, by their usual names.
 _SETS = {
     "avx2": "AVX2",
     "fma": "FMA",
@@ -41,24 +38,19 @@ _SETS = {
 }
 
 
-class _Extra(NamedTuple):
-    """What an extra of the package is for, and what pip must have installed for it."""
-
-    gives: str
-    packages: tuple[str, ...]
-
-
+# What each extra of the package gives, and the packages that it installs.
 _SERVER = ("fastapi", "uvicorn", "httptools", "prometheus-client")
-_EXTRAS = {
-    "serve": _Extra("the server", _SERVER),
-    "vision": _Extra("images in prompts", ("pillow",)),
-    "gguf": _Extra("GGUF files", ("gguf",)),
-    "structured": _Extra("JSON schemas, regular expressions, grammars", ("llguidance",)),
-    "audio": _Extra("sound over HTTP", ("soundfile", "soxr")),
-    "cluster": _Extra("replicas", (*_SERVER, "ray")),
-    "remote": _Extra("a cache in Redis or Valkey", ("redis",)),
-    "otel": _Extra(
-        "traces of requests", ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
+EXTRAS = {
+    "serve": ("the server", _SERVER),
+    "vision": ("images in prompts", ("pillow",)),
+    "gguf": ("GGUF files", ("gguf",)),
+    "structured": ("JSON schemas, regular expressions, grammars", ("llguidance",)),
+    "audio": ("sound over HTTP", ("soundfile", "soxr")),
+    "cluster": ("replicas", (*_SERVER, "ray")),
+    "remote": ("a cache in Redis or Valkey", ("redis",)),
+    "otel": (
+        "traces of requests",
+        ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
     ),
 }
 
@@ -67,7 +59,7 @@ _EXTRAS = {
 def doctor() -> None:
     """Show what this machine has, what of it is used, and what would be faster.
 
-    It tells the CPU, the kernels that run on it, free memory, GPUs, and the optional packages.
+    It names the CPU, the kernels that run on it, free memory, GPUs, and the optional packages.
     """
     for name, text in _lines():
         show_field(name, text, 10)
@@ -81,8 +73,8 @@ def _lines() -> Iterator[tuple[str, str]]:
     yield "CPU", f"{cpu_name()}, {cores} cores: {', '.join(has) or 'no instruction set known here'}"
     yield "kernels", _kernels()
     yield "memory", f"{show_bytes(available_memory())} free"
-    torch = load_module("torch")  # which takes seconds: what needs none of it is told before
-    gpus = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+    torch = load_module("torch")  # takes seconds: the lines without it come first
+    gpus = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
     yield "GPUs", ", ".join(gpus) or "none that torch can use"
     yield "dtype", _auto()
     yield from _extras()
@@ -92,31 +84,25 @@ def _lines() -> Iterator[tuple[str, str]]:
 def _kernels() -> str:
     if os.environ.get("HEADSTART_NATIVE") == "0":
         return "switched off by HEADSTART_NATIVE=0"
-    cap = os.environ.get("HEADSTART_CPU")
-    return _usable_kernels() + (f"; no others, by HEADSTART_CPU={cap}" if cap else "")
-
-
-def _usable_kernels() -> str:
     if not native.is_built():
-        return "not built: torch operations are used"
-    if native.library() is not None:
-        amx = ", with AMX" if _has_amx() else ""
-        return f"all: whole layers, attention and the greedy token in bfloat16{amx}"
-    if native.avx2_library() is not None:
+        text = "not built: torch operations are used"
+    elif native.library() is not None:
+        amx = ", with AMX" if native.level() >= native.AMX else ""
+        text = f"all: whole layers, attention and the greedy token in bfloat16{amx}"
+    elif native.avx2_library() is not None:
         vnni = " (of 8 to 4 bits with VNNI)" if native.vnni() else ""
-        return (
+        text = (
             f"attention, products with weights of 16 to 4 bits{vnni} and whole layers of few rows, "
             "in float32; torch operations for the rest"
         )
-    return "built, but none is for this CPU: torch operations are used"
-
-
-def _has_amx() -> bool:
-    return native.level() >= native.AMX
+    else:
+        text = "built, but none is for this CPU: torch operations are used"
+    cap = os.environ.get("HEADSTART_CPU")
+    return f"{text}; no others, by HEADSTART_CPU={cap}" if cap else text
 
 
 def _auto() -> str:
-    """What `dtype=auto` means for a checkpoint in bfloat16."""
+    """Return the meaning of `dtype=auto` for a checkpoint in bfloat16."""
     if multiplies_bfloat16() is not False:
         return "auto is the checkpoint's"
     if native.avx2_library() is not None:
@@ -125,12 +111,14 @@ def _auto() -> str:
 
 
 def _extras() -> Iterator[tuple[str, str]]:
-    has = {name: all(map(_is_installed, extra.packages)) for name, extra in _EXTRAS.items()}
-    told = {name: f"{name} ({extra.gives})" for name, extra in _EXTRAS.items()}
-    yield "extras", ", ".join(told[name] for name in has if has[name]) or "none"
-    if missing := [name for name in has if not has[name]]:
-        what = ", ".join(told[name] for name in missing)
-        yield "missing", f"{what}: {install(','.join(missing))}"
+    here: list[tuple[str, str]] = []
+    missing: list[tuple[str, str]] = []
+    for name, (gives, packages) in EXTRAS.items():
+        (here if all(map(_is_installed, packages)) else missing).append((name, gives))
+    yield "extras", ", ".join(f"{name} ({gives})" for name, gives in here) or "none"
+    if missing:
+        texts = ", ".join(f"{name} ({gives})" for name, gives in missing)
+        yield "missing", f"{texts}: {install(','.join(name for name, _ in missing))}"
 
 
 def _is_installed(package: str) -> bool:

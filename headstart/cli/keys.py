@@ -1,4 +1,4 @@
-"""`headstart keys`: who may ask a server, and whose cache is whose."""
+"""`headstart keys`: the API keys of a server; keys of one group share a cache."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import click
 
 from headstart.cli.streams import note
 from headstart.server.keys import KeyFolder
-
-__all__ = ["keys"]
 
 _folder = partial(
     click.option,
@@ -35,23 +33,23 @@ def keys() -> None:
 @_folder()
 def add(name: str, group: str | None, weight: float, admin: bool, folder: str | None) -> None:
     """Make a key. It is shown once: only its hash is kept."""
-    kept = KeyFolder(folder)
-    key = kept.add(name, group=group, weight=weight, admin=admin)
-    note(f"{name} may ask with this key; it is shown once, and {kept.file} has its hash alone:")
+    keys = KeyFolder(folder)
+    key = keys.add(name, group=group, weight=weight, admin=admin)
+    note(f"{name} may ask with this key; it is shown once, and {keys.file} has only its hash:")
     click.echo(key)
 
 
 @keys.command(name="list")
 @_folder()
 def list_keys(folder: str | None) -> None:
-    """List who has a key."""
-    found = KeyFolder(folder).read()
-    if not found:
+    """List the keys."""
+    rows = KeyFolder(folder).read()
+    if not rows:
         note("there are no keys; headstart keys add NAME makes one")
         return
-    width = max(len(key.name) for key in found)
-    groups = max(len(key.group or "-") for key in found)
-    for key in found:
+    width = max(len(key.name) for key in rows)
+    groups = max(len(key.group or "-") for key in rows)
+    for key in rows:
         made = time.strftime("%Y-%m-%d", time.localtime(key.created))
         line = f"{key.name:<{width}}  {key.group or '-':<{groups}}  weight {key.weight:g}  {made}"
         click.echo(f"{line}  admin" if key.admin else line)

@@ -1,9 +1,9 @@
-"""The block pool as a small picture in the terminal: held, cached, empty, and whose.
+"""The block pool as a picture in the terminal.
 
-    ■ held: some request has it in its block table     □ cached: free, but would be hit
-    · empty                                            the colour: who computed it
+    ■ held: in the block table of a request     □ cached: free, but would be hit     · empty
 
-A pool of more blocks than cells is drawn with several blocks to a cell.
+The colour stands for the request that computed the block. In a pool of more blocks than cells a
+cell stands for several blocks.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ MAX_CELLS = 512
 
 @dataclass(frozen=True)
 class Cell:
-    """One or more neighbouring blocks: the state that matters most, and who computed them."""
+    """One or more neighbouring blocks: the first state in use, and the request that computed it."""
 
     state: str
     owner: int | None
 
 
 class PoolPicture:
-    """Watches requests and remembers who computed what each block of a pool holds.
+    """Watches requests and remembers which of them computed each block of a pool.
 
-    A block's content is known by the identity that the pool gave it, so a block that was
-    evicted and filled anew changes hands, and one that was hit does not.
+    A block that was evicted and filled again has another identity, and so another owner.
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
@@ -52,9 +51,9 @@ class PoolPicture:
         self._states = [EMPTY] * count
 
     def watch(self, replies: Iterator[RequestOutput], owner: int) -> Iterator[RequestOutput]:
-        """Hand a request's outputs on; new content that appears meanwhile is this owner's.
+        """Pass on a request's outputs; new content of the pool belongs to this owner.
 
-        The picture keeps the last moment at which the request held its blocks.
+        The picture shows the last moment at which the request held its blocks.
         """
         for count, output in enumerate(replies):
             states = self._scan(owner)
@@ -63,26 +62,25 @@ class PoolPicture:
             yield output
 
     def look(self, owner: int) -> None:
-        """See the pool as it is; content that is new since the last look is this owner's."""
+        """Update the picture; content that is new since the last look belongs to this owner."""
         self._states = self._scan(owner)
 
     def _scan(self, owner: int) -> list[str]:
         states = []
         for index, (state, content) in enumerate(self._manager.picture()):
-            known = self._contents[index]
+            before = self._contents[index]
             if state is BlockState.EMPTY:
                 self._owners[index] = None
-            elif self._owners[index] is None or (known is not None and known is not content):
+            elif self._owners[index] is None or (before is not None and before is not content):
                 self._owners[index] = owner
             self._contents[index] = content
             states.append(SIGNS[state])
         return states
 
     def draw(self, columns: int = 80) -> Text:
-        """The picture: rows of cells with the first block's id, then what the signs mean.
+        """Draw rows of cells with the first block's id, then a legend.
 
-        A row has as many cells as fit `columns`, 64 at the most. Rows of empty blocks alone are
-        left out; the first stands for all of them where nothing is used.
+        Rows without a used block are left out; in an empty pool only the first is drawn.
         """
         cells = self._cells()
         per_cell = -(-len(self._states) // len(cells))
@@ -90,7 +88,7 @@ class PoolPicture:
         width = max(5, len(f"{len(self._states):,}"))
         per_row = next((n for n in CELLS_PER_ROW if width + 2 + n <= columns), CELLS_PER_ROW[-1])
         starts = range(0, len(cells), per_row)
-        used = [at for at in starts if any(c.state != EMPTY for c in cells[at : at + per_row])]
+        used = [s for s in starts if any(cell.state != EMPTY for cell in cells[s : s + per_row])]
         for start in used or starts[:1]:
             picture.append(f"{start * per_cell:>{width},}  ", style="dim")
             for cell, run in groupby(cells[start : start + per_row]):
@@ -124,7 +122,7 @@ class PoolPicture:
 
 
 def colour_of(owner: int) -> str:
-    """The colour of one owner's blocks."""
+    """Return the colour of an owner's blocks."""
     return COLOURS[(owner - 1) % len(COLOURS)]
 
 

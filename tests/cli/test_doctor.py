@@ -38,8 +38,8 @@ def test_what_needs_no_torch_is_told_before_it_is_imported(
         return import_module(name)
 
     monkeypatch.setattr(doctor, "load_module", load)
-    for name, _ in doctor._lines():
-        told.append(name)
+    monkeypatch.setattr(doctor, "show_field", lambda name, *_: told.append(name))
+    lines()
     assert told[:6] == ["headstart", "CPU", "kernels", "memory", "torch", "GPUs"]
 
 
@@ -67,9 +67,10 @@ def test_other_machines(
     monkeypatch.setattr(native, "is_built", lambda: built)
     monkeypatch.setattr(native, "avx2_library", lambda: object() if level >= 1 else None)
     monkeypatch.setattr(native, "library", lambda: object() if level >= 2 else None)
-    found = [text for name, text in doctor._lines() if name == "kernels"]
-    assert kernels in found[0]
-    hints = list(doctor._hints(has_gpu=False))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    said = CliRunner().invoke(main, ["doctor"]).stdout
+    assert re.search(rf"^kernels +.*{kernels}", said, re.M)
+    hints = re.findall(r"^faster +(.*)", said, re.M)
     assert bool(hints) == (faster is not None)
     assert faster is None or any(faster in hint for hint in hints)
 
@@ -82,11 +83,12 @@ def test_products_with_vnni_are_told(
     vnni: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HEADSTART_CPU", raising=False)
+    monkeypatch.delenv("HEADSTART_NATIVE", raising=False)
     monkeypatch.setattr(native, "is_built", lambda: True)
     monkeypatch.setattr(native, "library", lambda: None)
     monkeypatch.setattr(native, "avx2_library", lambda: object())
     monkeypatch.setattr(native, "vnni", lambda: vnni)
-    assert expected in doctor._usable_kernels()
+    assert expected in lines()["kernels"]
 
 
 def test_kernels_that_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +107,7 @@ def test_kernels_that_are_capped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_extras_are_those_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = project["optional-dependencies"]
-    found = {name: {*extra.packages} for name, extra in doctor._EXTRAS.items()}
+    found = {name: {*packages} for name, (_, packages) in doctor.EXTRAS.items()}
     # uvloop is not for every system, and the server runs without it.
     needed = {
         name: {re.split(r"[^\w-]", one)[0] for one in packages if ";" not in one}
@@ -134,7 +136,7 @@ def test_extras_that_are_missing_are_told_with_the_command(monkeypatch: pytest.M
     )
     missing = set()
     assert "missing" not in lines() and "otel (traces" in lines()["extras"]
-    missing = {package for extra in doctor._EXTRAS.values() for package in extra.packages}
+    missing = {package for _, packages in doctor.EXTRAS.values() for package in packages}
     assert lines()["extras"] == "none"
 
 

@@ -57,7 +57,7 @@ CASES = [
         (SamplingParams, _sampling, RequestError),
     )
     for field in fields(kind)
-    if field.name not in OWN_CHECK
+    if field.name not in OWN_CHECK and field.type is not object
 ]
 
 

@@ -178,7 +178,7 @@ class SamplingParams:
 
     def check(self) -> None:
         """Raise RequestError for a value outside its range. As in vLLM, -1 is no seed."""
-        if self.seed == -1:
+        if isinstance(self.seed, int) and self.seed == -1:
             self.seed = None
         if self.logprobs is True:
             self.logprobs = 1

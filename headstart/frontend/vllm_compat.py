@@ -316,8 +316,19 @@ def _as_config(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_dtype(dtype: object) -> dict[str, Any]:
     """Read torch's dtypes and vLLM's two further names."""
+    if not isinstance(dtype, str) and type(dtype).__name__ != "dtype":
+        return {"dtype": dtype}  # which `EngineConfig` refuses
     name = str(dtype).removeprefix("torch.")
     return {"dtype": {"half": "float16", "float": "float32"}.get(name, name)}
+
+
+def _read_device(device: object) -> dict[str, Any]:
+    return {} if isinstance(device, str) and device == "auto" else {"device": device}
+
+
+def _read_length(length: object) -> dict[str, Any]:
+    is_auto = isinstance(length, int | str) and length in (-1, "auto")
+    return {} if is_auto else {"max_model_len": length}
 
 
 def _read_limits(limits: object) -> dict[str, Any]:
@@ -333,8 +344,8 @@ def _read_limits(limits: object) -> dict[str, Any]:
 
 _CONVERTED: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "dtype": _read_dtype,
-    "device": lambda device: {} if device == "auto" else {"device": device},
-    "max_model_len": lambda size: {} if size in (-1, "auto") else {"max_model_len": size},
+    "device": _read_device,
+    "max_model_len": _read_length,
     "limit_mm_per_prompt": _read_limits,
     "kv_cache_memory_bytes": lambda size: {"kv_cache_memory": size},
     "num_gpu_blocks_override": lambda count: {"num_blocks": count},

@@ -1,12 +1,12 @@
-"""Checks of what callers hand over, and how a wrong value is shown in an error.
+"""Checks of public options and requests, and the text of a wrong value in an error.
 
-A dataclass of options is checked from its fields alone: what a value may be is its annotation,
-and a range stands beside the default.
+A dataclass of options is checked from its fields: the annotation gives the type, and a range
+stands next to the default.
 
 >>> @dataclass
 ... class Options:
-...     name: str | None = option(None, "who asks")
-...     count: int = option(1, "how many", Number(int, 1))
+...     name: str | None = option(None, "name of the user")
+...     count: int = option(1, "number of answers", Number(int, 1))
 >>> check_fields(Options(count=0), ValueError)
 Traceback (most recent call last):
 ValueError: count is 0; allowed: a whole number of at least 1
@@ -27,10 +27,10 @@ from typing import Any, NamedTuple, Protocol, Union, get_args, get_origin, get_t
 from headstart.errors import HeadstartError, RequestError
 
 __all__ = [
+    "NOT_AN_OPTION",
     "Name",
     "Number",
     "OneOf",
-    "NOT_AN_OPTION",
     "check_absent",
     "check_fields",
     "check_flag",
@@ -42,101 +42,85 @@ __all__ = [
     "shorten",
 ]
 
+NOT_AN_OPTION = "not an option of headstart; docs/vllm.md lists them"
+
 _MAX_TEXT = 300
-_MAX_INTEGER_BITS = 256
+_MAX_INTEGER_BITS = 256  # Python does not write integers of more than 4,300 digits
+_MAX_FLOAT = sys.float_info.max
 
 
 class _Repr(reprlib.Repr):
-    """`repr` with bounds on length and depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel = 3
-        self.maxstring = self.maxother = 80
-
     def repr_int(self, x: int, level: int) -> str:
-        """Python refuses to spell integers of more than 4,300 digits."""
         bits = x.bit_length()
         return repr(x) if bits <= _MAX_INTEGER_BITS else f"an integer of {bits} bits"
 
 
 _REPR = _Repr()
+_REPR.maxlevel = 3
+_REPR.maxstring = _REPR.maxother = 80
 
 
 def describe(value: Any) -> str:
-    """A value for the text of an error: short and printable whatever the value is, on one line."""
-    try:
-        return shorten(" ".join(line.strip() for line in _REPR.repr(value).splitlines()))
-    except Exception:  # a class may raise anything when it is asked for its `repr`
-        return f"a {type(value).__name__}"
+    """Return a value for the text of an error, short and on one line."""
+    return shorten(" ".join(line.strip() for line in _REPR.repr(value).splitlines()))
 
 
 def shorten(text: str) -> str:
-    """The text of at most 300 characters, in which half characters are spelled as escapes."""
+    """Return at most 300 characters of a text, with lone surrogates as escapes."""
     short = text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
     return short.encode("utf-8", "backslashreplace").decode()
 
 
 def in_one_line(text: str) -> str:
-    """The same with escapes for line ends, and for all else that cannot be printed."""
-    short = shorten(text)
-    if short.isprintable():
-        return short
+    """Return the same with escapes for line ends and all else that cannot be printed."""
     return "".join(
-        one if one.isprintable() else one.encode("unicode_escape").decode() for one in short
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in shorten(text)
     )
 
 
-def check_utf8(what: str, text: str, refuse: type[HeadstartError] = RequestError) -> int:
-    """The length of a text in UTF-8, in bytes.
-
-    Raises `refuse` for a lone surrogate, which UTF-8 cannot spell and no tokenizer takes.
-    """
+def check_utf8(what: str, text: str, error: type[HeadstartError] = RequestError) -> int:
+    """Return the length of a text in UTF-8, in bytes. Raises `error` for a lone surrogate."""
     try:
         return len(text.encode())
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        raise refuse(
-            f"{what} has the lone surrogate U+{code:04X} at character {error.start}; allowed: "
+    except UnicodeEncodeError as wrong:
+        code = ord(text[wrong.start])
+        raise error(
+            f"{what} has the lone surrogate U+{code:04X} at character {wrong.start}; allowed: "
             "text that UTF-8 can encode"
-        ) from error
+        ) from wrong
 
 
 Name = str | None
-"""What `check_name` takes. The compiler of `headstart.cache` does not see what it stands for, so
-that there, too, a wrong name is refused by `check_name` and not by a TypeError."""
+"""The argument of `check_name`. The compiler of `headstart.cache` does not look into this name, so
+`check_name` refuses a wrong value there, too, before a TypeError does."""
 
 
 def check_name(
     what: str,
     name: object,
-    refuse: type[HeadstartError] = RequestError,
+    error: type[HeadstartError] = RequestError,
     *,
     required: bool = False,
 ) -> None:
-    """Raise `refuse` if a name is no text of at least one character, in UTF-8, nor None.
-
-    With `required`, None is refused, too.
-    """
+    """Raise `error` if a name is neither a text of at least one character nor, unless required,
+    None."""
     if name is None and not required:
         return
     if not isinstance(name, str) or not name:
         kind = "" if name is None else f", a {type(name).__name__}"
         allowed = "" if required else "None or "
-        raise refuse(
+        raise error(
             f"{what} is {describe(name)}{kind}; allowed: {allowed}a text of at least one character"
         )
-    check_utf8(what, name, refuse)
+    check_utf8(what, name, error)
 
 
 def check_flag(what: str, value: object) -> bool:
-    """A value that is True or False. Raises RequestError for any other."""
+    """Return a value that is True or False. Raises RequestError for any other."""
     if not isinstance(value, bool):
         raise RequestError(f"{what} is {describe(value)}; allowed: True or False")
     return value
-
-
-NOT_AN_OPTION = "not an option of headstart; docs/vllm.md lists them"
 
 
 def check_absent(given: Mapping[str, object], error: type[HeadstartError] = RequestError) -> None:
@@ -151,22 +135,15 @@ def check_absent(given: Mapping[str, object], error: type[HeadstartError] = Requ
 
 
 class Allowed(Protocol):
-    """What a value may be, and how an error says it."""
+    """A set of values, with its text for an error."""
 
     def __contains__(self, value: object) -> bool: ...
 
     def __str__(self) -> str: ...
 
 
-_MAX_FLOAT = sys.float_info.max
-_MAX_INT = 2**63 - 1
-
-
 class Number(NamedTuple):
-    """A number of a kind, finite, from `low` (or just above it) to `high`. True is none.
-
-    Whole numbers have 64 bits at the most.
-    """
+    """Finite numbers from `low`, or just above it, to `high`. Whole numbers have 64 bits."""
 
     kind: type[int] | type[float]
     low: float
@@ -174,20 +151,18 @@ class Number(NamedTuple):
     above_low: bool = False
 
     def __contains__(self, value: object) -> bool:
-        kinds = (int,) if self.kind is int else (int, float)
-        if not isinstance(value, kinds) or isinstance(value, bool) or value == math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | self.kind):
             return False
-        if self.kind is float and not -_MAX_FLOAT <= value <= _MAX_FLOAT:
-            return False  # an integer that no float can hold
-        if self.kind is int and not -_MAX_INT - 1 <= value <= _MAX_INT:
-            return False  # torch and C++ take none of more bits
-        return self.low <= value <= self.high and not (self.above_low and value == self.low)
+        low, high = (-(2**63), 2**63 - 1) if self.kind is int else (-_MAX_FLOAT, _MAX_FLOAT)
+        if not low <= value <= high or (self.above_low and value == self.low):
+            return False
+        return self.low <= value <= self.high
 
     def __str__(self) -> str:
         kind = "a whole number" if self.kind is int else "a number"
         if self.above_low:
-            limits = f"above {self.low}"
-            return f"{kind} {limits}" + ("" if self.high == math.inf else f", up to {self.high}")
+            up_to = "" if self.high == math.inf else f", up to {self.high}"
+            return f"{kind} above {self.low}{up_to}"
         if self.high == math.inf:
             return f"{kind} of at least {self.low}"
         return f"{kind} from {self.low} to {self.high}"
@@ -195,7 +170,7 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """One of a few values."""
+    """A few values."""
 
     values: tuple[Any, ...]
 
@@ -207,7 +182,7 @@ class OneOf:
 
 
 class _Instance(NamedTuple):
-    """Anything of a type."""
+    """All values of a type."""
 
     kind: type
 
@@ -229,14 +204,14 @@ class _OrNone(NamedTuple):
 
 
 def option(default: Any = MISSING, help_text: str = "", allowed: Allowed | None = None) -> Any:
-    """A dataclass field with its help, and the range of its values if the type does not say it."""
+    """Make a dataclass field with its help, and its range if the type does not say it."""
     return field(default=default, metadata={"help": help_text, "allowed": allowed})
 
 
 def check_fields(options: Any, error: type[Exception]) -> None:
-    """Raise `error` if a field of a dataclass has a value that its type or range rules out.
+    """Raise `error` if a field of a dataclass has a value outside its type or range.
 
-    A field that may be of several types, besides None, is left to its own check.
+    A field that may be of several types, besides None, is left to a check of its own.
     """
     kind: Any = type(options)
     for name, (allowed, default) in _allowed_values(kind).items():
@@ -247,19 +222,19 @@ def check_fields(options: Any, error: type[Exception]) -> None:
 
 @cache
 def _allowed_values(kind: Any) -> Mapping[str, tuple[Allowed, Any]]:
-    """What each field may be, and its default, which is checked here."""
+    """Return the allowed values and the default of each field."""
     hints = get_type_hints(kind)
-    found: dict[str, tuple[Allowed, Any]] = {}
-    for one in fields(kind):
-        hint = hints[one.name]
+    values: dict[str, tuple[Allowed, Any]] = {}
+    for entry in fields(kind):
+        hint = hints[entry.name]
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         plain = [each for each in kinds if each is not NoneType]
-        allowed: Allowed | None = one.metadata.get("allowed")
+        allowed: Allowed | None = entry.metadata.get("allowed")
         if allowed is None and len(plain) == 1 and isinstance(plain[0], type):
-            assert plain[0] not in (int, float), f"{one.name}: give its range"
+            assert plain[0] not in (int, float), f"{entry.name}: give its range"
             allowed = _Instance(plain[0])
         if allowed is not None:
             allowed = allowed if len(plain) == len(kinds) else _OrNone(allowed)
-            assert one.default is MISSING or one.default in allowed, one.name
-            found[one.name] = allowed, one.default
-    return found
+            assert entry.default is MISSING or entry.default in allowed, entry.name
+            values[entry.name] = allowed, entry.default
+    return values

@@ -27,7 +27,7 @@ from headstart.models.files import (
     tensor_shapes,
     weight_files,
 )
-from headstart.models.lora.settings import read_settings
+from headstart.models.lora.files import read_settings
 from headstart.models.tokenizer import has_vocabulary, load_tokenizer
 from headstart.validation import describe
 

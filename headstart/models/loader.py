@@ -9,8 +9,8 @@ from headstart.errors import UnsupportedModelError
 from headstart.imports import load_module
 from headstart.models.decoder import DecoderModel
 from headstart.models.dense.loader import load_dense
-from headstart.models.dense.shape import UnknownFamilyError
 from headstart.models.dtypes import computes_wider, fast_dtype, find_device, find_dtype
+from headstart.models.families import UnknownFamilyError
 from headstart.models.files import check_files, find_folder, is_gguf
 from headstart.native import release_threads
 from headstart.native.pages import ReadyMemory

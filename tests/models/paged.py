@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.attention import LayerLayout, PagedKVMemory, Span, StepPlan, make_backend
-from headstart.models.compatibility.paged_kv import probe_model
 from headstart.models.decoder import DecoderModel
 from headstart.models.transformers_backend.decoder import TransformersDecoder
+from headstart.models.transformers_backend.probe import probe_model
 
 BLOCK = 4
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headstart.models.dense.loader import load_dense
-from headstart.models.transformers_backend.pack import pack_linears
+from headstart.models.transformers_backend.linears import pack_linears
 from tests.models.paged import Paged
 from tests.tiny_models import TINY
 

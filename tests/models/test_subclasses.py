@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from headstart.models.loader import load_model
-from headstart.models.transformers_backend.pack import pack_linears
+from headstart.models.transformers_backend.linears import pack_linears
 from headstart.native import library
 from headstart.weights.bf16 import can_pack
 from headstart.weights.format import Linear

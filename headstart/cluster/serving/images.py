@@ -20,8 +20,8 @@ from headstart.frontend.images.prompt import ImagePrompts
 from headstart.frontend.images.similar import SimilarImages
 from headstart.models.files import find_folder
 from headstart.models.image_encoder import ProcessedImage, VisionFacts
-from headstart.models.transformers_backend.image_processor import ImageProcessor
-from headstart.models.transformers_backend.pretrained import load_config
+from headstart.models.transformers_backend.image_encoder import ImageProcessor
+from headstart.models.transformers_backend.loader import load_config
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -36,8 +36,7 @@ from headstart.errors import (
 )
 from headstart.models.decoder import DecoderModel
 from headstart.models.lora.files import read_weights
-from headstart.models.lora.modules import AdapterRun, LoraLayers
-from headstart.models.lora.stack import ResidentAdapter
+from headstart.models.lora.modules import AdapterRun, LoraLayers, ResidentAdapter
 from headstart.validation import check_name
 
 __all__ = ["AdapterStore"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headstart.attention.backend import AttentionBackend, RowShapes
 from headstart.models.dense.modules import DecoderLayer, RMSNorm
 from headstart.models.dense.rotary import Angles
-from headstart.models.dense.shape import DecoderShape
+from headstart.models.families import DecoderShape
 from headstart.native import avx2_library, library
 from headstart.native.bindings import Layer, LayerRun, Norm, Weight
 from headstart.weights.bf16 import MANY_ROWS

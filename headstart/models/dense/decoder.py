@@ -13,7 +13,7 @@ from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.dense.compiled import compile_layers
 from headstart.models.dense.modules import DecoderLayer, LayerStep, RMSNorm
 from headstart.models.dense.rotary import AngleTable, Frequencies
-from headstart.models.dense.shape import DecoderShape
+from headstart.models.families import DecoderShape
 from headstart.models.files import fingerprint_files
 from headstart.models.lora.files import Widths
 from headstart.weights.bf16 import PackedWeight

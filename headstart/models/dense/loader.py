@@ -14,9 +14,8 @@ from headstart.models.context_length import context_length
 from headstart.models.dense.config import read_config
 from headstart.models.dense.decoder import DenseDecoder, DenseModules, Description
 from headstart.models.dense.rotary import read_frequencies
-from headstart.models.dense.shape import UnknownFamilyError
 from headstart.models.dtypes import own_dtype
-from headstart.models.families import FAMILIES, read_shape
+from headstart.models.families import FAMILIES, UnknownFamilyError, read_shape
 from headstart.models.files import is_gguf, read_json, stamp_files, weight_files
 from headstart.models.out_of_memory import is_out_of_memory
 from headstart.native.pages import ReadyMemory

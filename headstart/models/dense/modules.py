@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from headstart.attention.backend import AttentionBackend, AttentionOptions
 from headstart.models.dense.rotary import Angles, rotate
-from headstart.models.dense.shape import Activation, DecoderShape, NormKind
+from headstart.models.families import Activation, DecoderShape, NormKind
 from headstart.weights.format import Linear
 from headstart.weights.reader import Reader
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headstart.imports import load_module
-from headstart.models.dense.shape import DecoderShape
+from headstart.models.families import DecoderShape
 from headstart.weights.scheme import UnsupportedLayerError
 
 __all__ = ["AngleTable", "Angles", "Frequencies", "read_frequencies", "rotate"]

@@ -2,30 +2,49 @@
 
 Each layer is read in float32, is given units by what it sees of a text, and then rounded by GPTQ in
 four stages, each of which sees what the rounded layers and stages before it give. The floats of one
-layer are in memory at a time, beside the rows of the text.
+layer are in memory at a time, beside the rows of the text. The layers are headstart's own, with
+attention over whole windows of the text in place of paged memory.
+
+Units of a layer's inputs lessen what rounding loses, at no cost in the product. A layer's input i
+is divided by a unit u[i], and its column of the weight multiplied by it, which changes no output.
+u[i] grows with the input's size on a text: a column that is larger in its group is rounded less, in
+relation to its size (AWQ, Lin et al. 2023, https://arxiv.org/abs/2306.00978). And it falls with the
+column's size: a small column does not take the step of a large neighbor. The division is done once,
+in the file, by what makes the input:
+
+    inputs of          are divided in
+    q, k, v            the norm before them
+    o                  the outputs of v, one unit for all query heads of a KV head
+    gate, up           the norm before them
+    down               the outputs of up
+
+OLMo 2 has no norms before its projections: there only the units of o and down are used.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
+from headstart.attention.backend import AttentionOptions
 from headstart.errors import ConfigError, ModelError, UnsupportedModelError
 from headstart.models.dense.decoder import DenseModules, Description
 from headstart.models.dense.loader import check_tensors, describe_decoder
 from headstart.models.dense.modules import DecoderLayer, LayerStep
-from headstart.models.dense.shape import DecoderShape
+from headstart.models.dense.rotary import AngleTable
+from headstart.models.families import DecoderShape, NormKind
 from headstart.models.files import check_files, find_folder, is_gguf, read_json, weight_files
 from headstart.models.gptq.folder import CheckpointFolder, pack
-from headstart.models.gptq.inputs import linear_of, make_step, see_input, see_inputs, stages
 from headstart.models.gptq.rounding import Rows, round_weight
-from headstart.models.gptq.text import cut_windows, describe_text, read_text
-from headstart.models.gptq.units import apply_units
+from headstart.models.silence_transformers import silence_transformers
 from headstart.models.tokenizer import load_tokenizer
 from headstart.validation import describe
 from headstart.weights.checkpoint import SafetensorsCheckpoint
@@ -33,7 +52,256 @@ from headstart.weights.grouped import GROUP
 from headstart.weights.reader import Outline, TorchReader
 from headstart.weights.scheme import UnsupportedLayerError
 
-__all__ = ["Plan", "Written", "check_target", "plan_quantizing", "quantize"]
+__all__ = [
+    "Plan",
+    "Seen",
+    "Written",
+    "apply_units",
+    "check_target",
+    "cut_windows",
+    "describe_text",
+    "linear_of",
+    "make_step",
+    "plan_quantizing",
+    "quantize",
+    "read_text",
+    "see_input",
+    "see_inputs",
+    "stages",
+]
+
+
+_BY_INPUT = 0.4  # the power of an input's mean size
+_BY_COLUMN = 0.75  # of the size of its column of the weight
+_LARGEST_UNIT = 16.0
+_NONE = 1e-20  # instead of zero
+_TINY = 1e-6  # of the largest: what is never seen has a unit all the same
+
+
+def apply_units(
+    layer: DecoderLayer, shape: DecoderShape, sizes: Mapping[str, Tensor], kept: torch.dtype
+) -> dict[str, Tensor]:
+    """Divide inputs and multiply columns, in place; the layer's outputs stay the same.
+
+    sizes: the mean of |x| of the inputs of each linear layer. kept: the dtype that norms have in
+    the file; units are such that these round to nothing else. Returns what the inputs were divided
+    by, by the names that `sizes` has.
+    """
+    order = stages(shape)
+    if shape.norms == "before":
+        norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    elif shape.norms == "around":
+        norms = [layer.input_layernorm, layer.pre_feedforward_layernorm]
+    else:
+        norms = []
+    linears = {name: linear_of(layer, name) for names in order for name in names}
+    divided = {name: torch.ones_like(one) for name, one in sizes.items()}
+    for norm, names in zip(norms, order[::2], strict=False):
+        wanted = _units(sizes[names[0]], [linears[name] for name in names])
+        units = divided[names[0]] = _divide_norm(norm.weight, shape.norm, wanted, kept)
+        for name in names:
+            linears[name].weight.mul_(units)
+    (*_, value), [output], (*_, up), [down] = ([linears[name] for name in names] for names in order)
+    units = divided["mlp.down_proj"] = _units(sizes["mlp.down_proj"], [down])
+    _divide_outputs(up, units)
+    down.weight.mul_(units)
+    by_head = (shape.kv_heads, -1, shape.head_dim)
+    units = _units(sizes["self_attn.o_proj"], [output]).view(by_head)
+    shared = units.log().mean(dim=1, keepdim=True).exp()
+    _divide_outputs(value, shared.flatten())
+    units = divided["self_attn.o_proj"] = shared.expand_as(units).flatten()
+    output.weight.mul_(units)
+    return divided
+
+
+def _units(sizes: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
+    """Units `[inputs]` around 1, for layers with one input.
+
+    Their range is limited: what is divided by them must stay a number of float16.
+    """
+    weights = [
+        one.weight / one.weight.abs().amax(dim=1, keepdim=True).clamp_min(_NONE) for one in layers
+    ]
+    columns = torch.cat(weights).square_().mean(dim=0).sqrt_()
+    units = _some(sizes).log_() * _BY_INPUT - _some(columns).log_() * _BY_COLUMN
+    return (units - units.mean()).exp_().clamp_(1 / _LARGEST_UNIT, _LARGEST_UNIT)
+
+
+def _some(sizes: Tensor) -> Tensor:
+    """Sizes, none of which is zero."""
+    return sizes.clamp_min(max(_TINY * float(sizes.max()), _NONE))
+
+
+def _divide_norm(weight: Tensor, kind: NormKind, units: Tensor, kept: torch.dtype) -> Tensor:
+    """Divide a norm's weight, in place; returns the units with which it needs no rounding."""
+    offset = 1.0 if kind == "gemma" else 0.0  # which multiplies by 1 + weight
+    divided = ((weight + offset) / units - offset).to(kept).float()
+    exact = (weight + offset) / (divided + offset)
+    usable = torch.isfinite(exact) & (exact != 0)
+    weight.copy_(torch.where(usable, divided, weight))
+    return torch.where(usable, exact, 1.0)
+
+
+def _divide_outputs(linear: nn.Linear, units: Tensor) -> None:
+    """Divide the last outputs of a linear layer: v's of q, k, v, or up's of gate and up."""
+    linear.weight[-len(units) :].div_(units.unsqueeze(1))
+    if linear.bias is not None:
+        linear.bias[-len(units) :].div_(units)
+
+
+LENGTH = 512  # tokens of a window
+_WINDOWS = 32  # at most
+_LEAST = 4
+_CHARACTERS = 4_000_000
+
+
+def describe_text(file: Path | None) -> str:
+    """What a text is called."""
+    return "Python's help topics" if file is None else str(file)
+
+
+def read_text(file: Path | None) -> str:
+    """The text of a file, its first 4 million characters, or of the topics of Python's `help()`.
+
+    Raises `ConfigError` for a file that cannot be read, or is not UTF-8.
+    """
+    if file is None:
+        try:
+            topics: dict[str, str] = import_module("pydoc_data.topics").topics
+        except ImportError as error:
+            raise ConfigError(
+                "this Python has no help topics to calibrate on: give --text"
+            ) from error
+        return "\n\n".join(topics.values())
+    try:
+        with file.open(encoding="utf-8") as opened:
+            return opened.read(_CHARACTERS)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"text {file} cannot be read: {why}; allowed: a file in UTF-8") from error
+
+
+def cut_windows(text: str, told: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> Tensor:
+    """Windows int64 `[windows, tokens]` from all over the text, at most 32 of 512 tokens.
+
+    Each begins with the token that the tokenizer puts before a text, if any. longest: tokens of the
+    model's context. Raises `ConfigError` for a text of fewer than 2,048 tokens.
+    """
+    with silence_transformers():  # it warns of texts that are longer than the context
+        lead = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
+        tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
+    length = max(1, min(LENGTH, longest) - len(lead))
+    least = _LEAST * LENGTH
+    if len(tokens) < least:
+        raise ConfigError(f"{told} has {len(tokens):,} tokens; allowed: {least:,} and more")
+    whole = len(tokens) // length
+    count = min(whole, _WINDOWS * LENGTH // length)
+    starts = [at * whole // count * length for at in range(count)]
+    cut = torch.stack([tokens[at : at + length] for at in starts])
+    return torch.cat((torch.tensor(lead, dtype=torch.int64).expand(count, -1), cut), dim=1)
+
+
+def stages(shape: DecoderShape) -> list[list[str]]:
+    """The linear layers of a decoder layer in their order; those of a list have one input."""
+    qkv = ["qkv"] if shape.fused else ["q", "k", "v"]
+    gate_up = ["gate_up"] if shape.fused else ["gate", "up"]
+    return [
+        [f"self_attn.{part}_proj" for part in qkv],
+        ["self_attn.o_proj"],
+        [f"mlp.{part}_proj" for part in gate_up],
+        ["mlp.down_proj"],
+    ]
+
+
+def linear_of(layer: DecoderLayer, name: str) -> nn.Linear:
+    """The linear layer of this name in a decoder layer of floats."""
+    found = layer.get_submodule(name)
+    assert isinstance(found, nn.Linear)
+    return found
+
+
+def make_step(about: Description, windows: int, length: int) -> LayerStep:
+    """What layers need to read so many windows of so many tokens, one behind another."""
+    places = torch.arange(length).repeat(windows)
+    like = torch.empty(0)
+    angles = {kind: AngleTable(own, like)(places) for kind, own in about.frequencies.items()}
+    return LayerStep(_Windows(length), angles)  # type: ignore[arg-type]
+
+
+class _Seen(Exception):
+    """Ends a layer when the wanted input was seen."""
+
+
+def see_input(layer: DecoderLayer, name: str, rows: Tensor, step: LayerStep) -> Tensor:
+    """The input `[rows, inputs]` of a linear layer; what comes behind it is not computed."""
+    seen: list[Tensor] = []
+
+    def hook(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        seen.append(given[0])
+        raise _Seen
+
+    made = linear_of(layer, name).register_forward_pre_hook(hook)
+    try:
+        with suppress(_Seen):
+            layer(rows, step)
+    finally:
+        made.remove()
+    return seen[0]
+
+
+class Seen(NamedTuple):
+    """What a layer gives `[rows, hidden]`, and the inputs of its linear layers by name."""
+
+    out: Tensor
+    inputs: dict[str, Tensor]
+
+
+def see_inputs(layer: DecoderLayer, names: Sequence[str], rows: Tensor, step: LayerStep) -> Seen:
+    """What a whole layer does."""
+    inputs: dict[str, Tensor] = {}
+    with ExitStack() as hooks:
+        for name in names:
+
+            def hook(_: nn.Module, given: tuple[Tensor, ...], name: str = name) -> None:
+                inputs[name] = given[0]
+
+            made = linear_of(layer, name).register_forward_pre_hook(hook)
+            hooks.callback(made.remove)
+        return Seen(layer(rows, step), inputs)
+
+
+class _Windows:
+    """Attention of rows that are whole windows of `length` tokens, one behind another."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """As `AttentionBackend.attend`; keeps no K/V."""
+        queries, keys, values = (torch.split(part, self._length) for part in (query, key, value))
+        windows = zip(queries, keys, values, strict=True)
+        return torch.cat([self._attend(*window, options) for window in windows])
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """Of one window: `[tokens, heads, head_dim]`."""
+        tokens, heads, width = query.shape
+        by_head = query.reshape(tokens, key.shape[1], -1, width).permute(1, 2, 0, 3)
+        keys, values = key.permute(1, 2, 0).unsqueeze(1), value.transpose(0, 1).unsqueeze(1)
+        scores = by_head @ keys * options.scaling
+        if options.softcap is not None:
+            scores = (scores / options.softcap).tanh_() * options.softcap
+        places = torch.arange(tokens)
+        behind = places.unsqueeze(1) - places
+        hidden = behind < 0
+        if options.sliding_window is not None:
+            hidden |= behind >= options.sliding_window
+        mixed = scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ values
+        return mixed.permute(2, 0, 1, 3).reshape(tokens, heads, width)
+
 
 _LAYERS = "model.layers."
 

@@ -12,7 +12,7 @@ from headstart import LLM, LoRARequest, SamplingParams
 from headstart.cache import MissReason
 from headstart.engine.engine import Engine
 from headstart.errors import ConfigError, DamagedAdapterError, EngineError, RequestError
-from headstart.models.lora.stack import ResidentAdapter
+from headstart.models.lora.modules import ResidentAdapter
 from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import save_tiny
 

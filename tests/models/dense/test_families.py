@@ -8,8 +8,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from headstart.models.context_length import context_length
 from headstart.models.dense.config import DenseConfig, read_config
 from headstart.models.dense.rotary import read_frequencies
-from headstart.models.dense.shape import DecoderShape
-from headstart.models.families import FAMILIES, read_shape
+from headstart.models.families import FAMILIES, DecoderShape, read_shape
 from headstart.weights.scheme import UnsupportedLayerError
 from tests.tiny_models import tiny_config
 

@@ -8,8 +8,7 @@ import torch
 from headstart.models.dense.loader import describe_decoder
 from headstart.models.dense.modules import DecoderLayer
 from headstart.models.files import weight_files
-from headstart.models.gptq.inputs import make_step, see_input, see_inputs, stages
-from headstart.models.gptq.units import apply_units
+from headstart.models.gptq.quantize import apply_units, make_step, see_input, see_inputs, stages
 from headstart.weights.checkpoint import SafetensorsCheckpoint
 from headstart.weights.reader import TorchReader
 from tests.models.gptq.small import FAMILY_NAMES, save_small

@@ -14,7 +14,7 @@ from torch import Tensor
 from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.files import check_files, tensor_shapes
 from headstart.models.loader import load_model
-from headstart.models.transformers_backend import loader, pretrained
+from headstart.models.transformers_backend import loader
 from headstart.omni.models.qwen2_5 import Qwen25Omni
 from headstart.omni.models.qwen3 import Qwen3Omni
 from headstart.weights.reader import Checkpoint
@@ -44,7 +44,7 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a model was built")
 
     monkeypatch.setattr(loader.AutoModelForCausalLM, "from_pretrained", build)
-    monkeypatch.setattr(pretrained.AutoConfig, "from_pretrained", build)
+    monkeypatch.setattr(loader.AutoConfig, "from_pretrained", build)
     monkeypatch.setattr(Checkpoint, "tensor", build)
 
 

@@ -5,9 +5,9 @@ import torch
 from transformers import JetMoeConfig, JetMoeForCausalLM
 
 from headstart.errors import UnsupportedModelError
-from headstart.models.compatibility.paged_kv import probe_model
 from headstart.models.transformers_backend.decoder import TransformersDecoder, forward_rows
 from headstart.models.transformers_backend.experts import check_rows, compute_all_rows
+from headstart.models.transformers_backend.probe import probe_model
 from tests.tiny_models import TINY, VOCABULARY
 
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from headstart.models.loader import load_model
+from headstart.models.transformers_backend.linears import pack_linears
 from headstart.models.transformers_backend.loader import load_transformers
-from headstart.models.transformers_backend.pack import pack_linears
 from headstart.native import library
 from headstart.weights import products
 from headstart.weights.bf16 import PackedWeight

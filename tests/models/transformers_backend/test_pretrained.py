@@ -9,7 +9,7 @@ import torch
 
 from headstart import LLM, OutOfMemoryError
 from headstart.errors import DamagedModelError, UnsupportedModelError
-from headstart.models.transformers_backend import loader, pretrained
+from headstart.models.transformers_backend import loader
 from tests.tiny_models import save_tiny
 
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [no_memory, no_memory_on_a_gpu, no_memory_for_a_tensor, no_memory_for_a_mapping],
 )
 @pytest.mark.parametrize(
-    "where", [pretrained.AutoConfig, loader.AutoModelForCausalLM], ids=["config", "weights"]
+    "where", [loader.AutoConfig, loader.AutoModelForCausalLM], ids=["config", "weights"]
 )
 def test_no_memory_is_said_to_be_that(
     folder: Path, monkeypatch: pytest.MonkeyPatch, where: Any, fail: Any
@@ -72,4 +72,4 @@ def test_a_method_of_the_text_part_is_looked_at_too(part: str, tmp_path: Path) -
     config = config | ({part: text | about} if part else about)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match="are quantised by 'modelopt', in a way that"):
-        pretrained.load_config(tmp_path)
+        loader.load_config(tmp_path)

@@ -7,8 +7,12 @@
    of its beginning with other cuts. The results differ if a model keeps any state between tokens
    outside K and V (convolutions, recurrences, relative biases, shared layers).
 4. The same prompt with positions from 0 on, and without any: the logits must not differ.
-5. A few rows at the last positions of a model (`far_positions.py`), which must not depend on the
-   index of a row in the batch.
+5. A few rows at the last positions of a model, which must not depend on the index of a row in the
+   batch. A batch holds rows of many sequences, so this index is not a position. Some layers use it
+   nevertheless, plus the length of transformers' cache: in Llama 4, layers without rotary angles
+   scale their queries by it, with a visible effect from position 8,192 on. The oracle is
+   transformers' own decoding behind a cache that reports all earlier tokens. In both passes each
+   row attends only to itself, so the earlier tokens need not exist.
 
 The tolerance depends on depth, width and dtype, so it is measured: the same step again, with each
 layer's attention changed by two units in the last place.
@@ -23,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionMaskInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from headstart.attention.backend import LayerLayout, Span, StepPlan
 from headstart.attention.memory import PagedKVMemory
@@ -32,17 +36,147 @@ from headstart.attention.register import (
     AttentionFunction,
     BackendFunction,
     read_options,
+    register,
+    unregister,
 )
 from headstart.attention.torch_ops import TorchAttention
 from headstart.errors import DamagedModelError, UnsupportedModelError
-from headstart.models.compatibility.far_positions import check_far_positions
-from headstart.models.compatibility.substitute_attention import Attending
 from headstart.models.context_length import context_length
-from headstart.models.transformers_backend.decoder import forward_rows
+from headstart.models.files import FileStamp
+from headstart.models.transformers_backend.decoder import forward_rows, text_part
 from headstart.weights.checkpoint import SAVED_SO
 from headstart.weights.format import Linear
 
-__all__ = ["check_config", "probe_model"]
+__all__ = ["Attending", "check_config", "check_far_positions", "probe_model", "probe_once"]
+
+
+class Attending:
+    """A context in which `function` is the model's attention; counts its calls per layer."""
+
+    def __init__(self, model: PreTrainedModel, function: AttentionFunction) -> None:
+        self._model = text_part(model)
+        self._function = function
+        self.calls: Counter[int] = Counter()
+
+    def __enter__(self) -> "Attending":
+        self.name = register(self._count)
+        self._model.set_attn_implementation(self.name)
+        if self._model.config._attn_implementation != self.name:
+            self.__exit__()
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} does not take its attention from transformers' "
+                "AttentionInterface"
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._model.set_attn_implementation("eager")
+        unregister(self.name)
+
+    def _count(self, call: AttentionCall) -> Tensor:
+        layer = getattr(call.layer, "layer_idx", None)
+        if not isinstance(layer, int):
+            raise UnsupportedModelError(
+                f"{type(call.layer).__name__} does not say which layer it is (layer_idx is {layer})"
+            )
+        self.calls[layer] += 1
+        return self._function(call)
+
+
+_ROWS = 3
+_PARTS = 4  # queries, keys, values, scaling
+
+
+_Recorded = list[tuple[str, Tensor]]
+"""The layers' inputs to attention, `_PARTS` per call, then the logits; the first axis is rows."""
+
+
+class _CacheBehind(DynamicCache):
+    """A cache that reports `length` tokens more than it holds."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._length + int(super().get_seq_length(layer_idx))
+
+
+class _AttendToSelf:
+    """An attention function in which each row sees only itself; records its inputs."""
+
+    def __init__(self) -> None:
+        self.asked: _Recorded = []
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        where = f"of layer {call.layer.layer_idx}"
+        scaling = torch.tensor([[read_options(call).scaling]], dtype=torch.float64)
+        self.asked += [
+            (f"the queries {where}", call.query[0].transpose(0, 1).flatten(1)),
+            (f"the keys {where}", call.key[0].transpose(0, 1).flatten(1)),
+            (f"the values {where}", call.value[0].transpose(0, 1).flatten(1)),
+            (f"the scaling {where}", scaling),
+        ]
+        shared = call.query.shape[1] // call.value.shape[1]
+        return call.value.repeat_interleave(shared, dim=1).transpose(1, 2).contiguous()
+
+
+def check_far_positions(model: PreTrainedModel) -> None:
+    """Raise `UnsupportedModelError` if the last rows differ from those behind a cache."""
+    last = context_length(model.config)
+    first = max(0, last - _ROWS)
+    found, expected = _run_at(model, first, last), _run_at(model, first, last, _CacheBehind(first))
+    name = type(model).__name__
+    if [what for what, _ in found] != [what for what, _ in expected]:
+        raise UnsupportedModelError(
+            f"{name} calls attention {len(expected) // _PARTS} times behind a cache of {first} "
+            f"tokens and {len(found) // _PARTS} times without one"
+        )
+    for (what, ours), (_, theirs) in zip(found, expected, strict=True):
+        apart = _apart(ours, theirs)
+        if not apart <= 4 * torch.finfo(model.dtype).eps:  # so that NaN is wrong
+            raise UnsupportedModelError(
+                f"{name} makes {what} from the index of a row in the batch and not from its "
+                f"position: from position {first} to {last - 1} they differ by {apart:.1e} of "
+                "their size from those that transformers makes behind its cache"
+            )
+
+
+def _run_at(
+    model: PreTrainedModel, first: int, last: int, cache: DynamicCache | None = None
+) -> _Recorded:
+    """A pass over the rows at positions `first` to `last - 1`."""
+    positions = torch.arange(first, last, device=model.device)
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    tokens = torch.arange(len(positions), device=model.device) % vocabulary
+    function = _AttendToSelf()
+    behind: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+    try:
+        with Attending(model, function), torch.inference_mode():
+            output: Any = model(
+                input_ids=tokens.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=cache is not None,
+                **behind,
+            )
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        where = "without a cache" if cache is None else f"behind a cache of {first} tokens"
+        raise UnsupportedModelError(
+            f"{type(model).__name__} fails over positions {first} to {last - 1}, the last that it "
+            f"is made for, {where}: {type(error).__name__}: {error}"
+        ) from error
+    return [*function.asked, ("the logits", output.logits[0])]
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    """The largest relative difference between a row of `found` and of `expected`."""
+    if torch.equal(found, expected):
+        return 0.0
+    size = expected.double().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    return float(((found.double() - expected.double()).norm(dim=-1) / size).max())
+
 
 _GOOD_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _WHY_NOT = {
@@ -343,3 +477,24 @@ def _layers(model: PreTrainedModel) -> int:
 
 def _vocabulary(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config().vocab_size)
+
+
+class _Loaded(NamedTuple):
+    """All that decides how a model computes: files, dtype, device, and what its modules are."""
+
+    files: tuple[FileStamp, ...]
+    dtype: torch.dtype
+    device: torch.device
+    modules: tuple[type[torch.nn.Module], ...]
+
+
+_passed: dict[_Loaded, tuple[LayerLayout, ...]] = {}
+
+
+def probe_once(model: PreTrainedModel, files: tuple[FileStamp, ...]) -> tuple[LayerLayout, ...]:
+    """`probe_model` of a model from these files, or its result if it has passed before."""
+    loaded = _Loaded(files, model.dtype, model.device, tuple(map(type, model.modules())))
+    layouts = _passed.get(loaded)
+    if layouts is None:
+        layouts = _passed[loaded] = probe_model(model)
+    return layouts

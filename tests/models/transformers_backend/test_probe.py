@@ -45,8 +45,8 @@ from transformers.models.llama import modeling_llama
 from headstart.attention import AttentionOptions, LayerLayout, register
 from headstart.attention.register import AttentionCall
 from headstart.errors import DamagedModelError, UnsupportedModelError
-from headstart.models.compatibility import paged_kv
-from headstart.models.compatibility.paged_kv import check_config, probe_model
+from headstart.models.transformers_backend import probe as paged_kv
+from headstart.models.transformers_backend.probe import check_config, probe_model
 from tests.tiny_models import TINY, VOCABULARY, tiny_config
 
 SMALL: dict[str, Any] = {

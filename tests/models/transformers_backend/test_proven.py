@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from headstart.attention import LayerLayout
 from headstart.errors import UnsupportedModelError
-from headstart.models.compatibility import proven
 from headstart.models.loader import load_model
+from headstart.models.transformers_backend import probe as proven
 from tests.tiny_models import save_tiny
 
 

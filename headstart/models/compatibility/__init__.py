@@ -1,1 +1,0 @@
-"""Checks that a loaded model gives the same logits over paged K/V."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from headstart.cache import MissReason
 from headstart.cli.chat_input import piped_messages, terminal_messages
 from headstart.cli.chat_session import Chat
 from headstart.cli.conversation import Conversation, read_document, read_image
@@ -253,46 +252,15 @@ def _path(argument: str) -> Path:
     return Path(words[0]).expanduser() if len(words) == 1 else path
 
 
-_REASONS: Mapping[MissReason, str] = {
-    MissReason.NONE: "must be computed for the reply to begin",
-    MissReason.DISABLED: "is not looked up, since prefix caching is off",
-    MissReason.NOT_READ: "was not looked up, as it was asked for",
-    MissReason.UNSEEN: "is new",
-    MissReason.EVICTED: "was cached once, until its memory was needed for something else",
-    MissReason.TOKEN: "differs from every prompt in the cache",
-    MissReason.SALT: "is cached under another salt",
-    MissReason.ITEM: "begins with an image or a sound that is not in the cache",
-    MissReason.SHORT: "is shorter than a block (only full blocks are cached)",
-    MissReason.IN_PROGRESS: "was just being computed by another request",
-    MissReason.OUTPUTS: "is cached without what the next stage needs of it",
-}
-"""Ends of sentences about the part of a prompt that was not cached."""
-
-
 def explain_turn(output: RequestOutput, changed: str = "") -> str:
     """Return a sentence about the cached part of the last turn's prompt, and its tiers.
 
     changed: the command that has changed the conversation since.
     """
-    total, cached = len(output.prompt_token_ids), output.num_cached_tokens
-    whose = "the prompt's" if changed else "the last prompt's"
-    if cached == 1:
-        text = f"the first of {whose} {count(total, 'token')} was cached"
-    elif cached:
-        text = f"the first {cached:,} of {whose} {count(total, 'token')} were cached"
-    else:
-        text = f"none of {whose} {count(total, 'token')} was cached"
+    whose = f"before {changed}, {{}} of the prompt's" if changed else "{} of the last prompt's"
+    text = whose.format(f"{output.num_cached_tokens:,}")
+    text += f" {count(len(output.prompt_token_ids), 'token')} were cached"
     if output.loaded_tokens:
         tiers = (f"{loaded:,} of them from {tier}" for tier, loaded in output.loaded_tokens.items())
         text += f" ({', '.join(tiers)})"
-    if changed:
-        text = f"before {changed}, {text}"
-    why = output.why_missed
-    if why is None:
-        return text
-    if why.reason is MissReason.ADAPTER:
-        where = "without an adapter" if why.adapter is None else f"for the adapter {why.adapter}"
-        reason = f"is cached {where}"
-    else:
-        reason = _REASONS[why.reason]
-    return f"{text}, and the rest {reason}" if cached else f"{text}: it {reason}"
+    return text if output.why_missed is None else f"{text}; {output.why_missed}"

@@ -169,7 +169,7 @@ def test_documents_limits_and_saved_chats(tmp_path: Path) -> None:
     first, _ = terminal.ask("What is the age of John Doe?")
     assert count < first < count + 40
     terminal.send("/explain\r")
-    terminal.wait(r"none of the last\s+prompt's")
+    terminal.wait(r"0 of the last\s+prompt's")
     terminal.wait(READY)
     terminal.send(f"{PASTE}{'Who is it? ' * 40}{END_PASTE}\r")
     terminal.wait("the oldest turn is")

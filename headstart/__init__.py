@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from headstart.engine.adapters.request import LoRARequest
     from headstart.engine.outputs import CompletionOutput, RequestOutput
     from headstart.engine.params import SamplingParams
+    from headstart.engine.structured_outputs import StructuredOutputsParams
     from headstart.errors import (
         AdapterError,
         AdapterNotFoundError,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from headstart.frontend.llm import LLM
     from headstart.frontend.llm_engine import LLMEngine
     from headstart.frontend.prompt_types import PromptType, TextPrompt, TokensPrompt
-    from headstart.frontend.structured.params import StructuredOutputsParams
     from headstart.omni.omni import AsyncOmni, Omni
     from headstart.omni.params import OmniOutput, OmniParams
 
@@ -91,7 +91,7 @@ _HOMES = {
     "AsyncLLMEngine": "headstart.frontend.async_llm",
     "LLMEngine": "headstart.frontend.llm_engine",
     "SamplingParams": "headstart.engine.params",
-    "StructuredOutputsParams": "headstart.frontend.structured.params",
+    "StructuredOutputsParams": "headstart.engine.structured_outputs",
     "LoRARequest": "headstart.engine.adapters.request",
     "PromptType": "headstart.frontend.prompt_types",
     "TextPrompt": "headstart.frontend.prompt_types",

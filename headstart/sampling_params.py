@@ -1,8 +1,8 @@
 """The names of `vllm.sampling_params`."""
 
 from headstart.engine.params import RequestOutputKind, SamplingParams, SamplingType
+from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.frontend.beam_search import BeamSearchParams
-from headstart.frontend.structured.params import StructuredOutputsParams
 
 __all__ = [
     "BeamSearchParams",

@@ -14,8 +14,8 @@ from headstart.cli.conversation import join_content, read_document, read_image, 
 from headstart.cli.progress import describe_wait, waiting
 from headstart.cli.streams import as_typed, hiding_typed, reading_stdin
 from headstart.engine.config import EngineConfig
+from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.errors import RequestError
-from headstart.frontend.structured.params import StructuredOutputsParams
 from headstart.imports import load_module
 from headstart.models.context_length import context_bound
 from headstart.models.files import BUILT_IN, read_json

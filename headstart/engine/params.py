@@ -12,8 +12,8 @@ from headstart.engine.logits.checks import (
     check_words,
     read_bias,
 )
+from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.errors import RequestError
-from headstart.frontend.structured.params import StructuredOutputsParams
 from headstart.validation import Number, check_absent, check_fields, check_utf8, describe, option
 
 MAX_LOGPROBS = 1000

@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headstart.engine.params import SamplingParams
+from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.errors import RequestError
-from headstart.frontend.structured.params import StructuredOutputsParams
 from headstart.server.answers.formats import (
     HERMES,
     THINK_CLOSE,

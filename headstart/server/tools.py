@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from headstart.engine.structured_outputs import StructuredOutputsParams, adapt_schema, spell_text
 from headstart.errors import RequestError
-from headstart.frontend.structured.params import StructuredOutputsParams, adapt_schema
-from headstart.frontend.structured.tags import spell_text
 from headstart.server.answers.formats import THINK_CLOSE, CallFormat
 from headstart.validation import describe
 

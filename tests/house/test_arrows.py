@@ -80,7 +80,6 @@ UPWARD = {
         "engine",
         "logits.bad_words",
         "logits.factory",
-        "params",
         "request",
     )
 }

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headstart.frontend.structured.params import StructuredOutputsParams
+from headstart.engine.structured_outputs import StructuredOutputsParams
 from tests.server.agent_clients import (
     AGENTS,
     Agent,

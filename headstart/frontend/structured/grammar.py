@@ -20,14 +20,13 @@ import numpy as np
 import torch
 
 from headstart.engine.logits.vocabulary import Vocabulary
+from headstart.engine.structured_outputs import Form, write_tags
 from headstart.errors import RequestError
-from headstart.frontend.structured.params import Form
 from headstart.frontend.structured.schema_limits import (
     check_multiples,
     check_recursion,
     schemas_in,
 )
-from headstart.frontend.structured.tags import write_tags
 from headstart.imports import install
 from headstart.validation import in_one_line
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from headstart.frontend.structured.params import StructuredOutputsParams
+from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.server.anthropic.schema import (
     Block,
     CountTokensRequest,

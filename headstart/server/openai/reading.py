@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.errors import RequestError
-from headstart.frontend.structured.params import StructuredOutputsParams
 from headstart.server.bodies import read_keeping
 from headstart.server.errors import ApiError
 from headstart.server.openai.schema import (

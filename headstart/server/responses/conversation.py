@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
+from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.errors import RequestError
-from headstart.frontend.structured.params import StructuredOutputsParams
 from headstart.server.bodies import read_keeping
 from headstart.server.errors import ApiError, as_api_error
 from headstart.server.responses.schema import (

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from headstart import RequestError, StructuredOutputsParams
+from headstart.engine.structured_outputs import FORMATS
 from headstart.frontend.structured.grammar import check_form
-from headstart.frontend.structured.params import FORMATS
 
 llguidance = pytest.importorskip("llguidance")
 

@@ -12,10 +12,10 @@ import pytest
 from headstart import LLM, SamplingParams, StructuredOutputsParams
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.outputs import CompletionOutput
+from headstart.engine.structured_outputs import Form
 from headstart.errors import RequestError
 from headstart.frontend.structured import grammar
 from headstart.frontend.structured.grammar import GrammarCompiler
-from headstart.frontend.structured.params import Form
 from tests.forked import run_program
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 

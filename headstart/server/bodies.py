@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from functools import cache
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from headstart.errors import RequestError
-from headstart.server.field_rows import JsonNames, Row
 from headstart.validation import describe, shorten
 
 __all__ = [
@@ -22,10 +22,13 @@ __all__ = [
     "Label",
     "Many",
     "Real",
+    "Refusal",
     "Whole",
+    "hint",
     "read_keeping",
     "read_retention",
     "read_salt",
+    "refusals",
 ]
 
 # `SamplingParams` checks ranges; here only the type is checked.
@@ -39,23 +42,47 @@ Many = Annotated[list[One], Field(fail_fast=True)]
 """A list in a body. The first entry that is wrong is all that an error tells: to note each of
 300,000 takes C seconds, in which no other thread runs."""
 _DAY = 86_400.0
+_FEW = 10  # names that an error lists
+_LONGEST = 100  # of names that are compared with others: the time grows with both
+
+
+class Refusal(NamedTuple):
+    """The note on a name that is no field: what to do instead. `allowed` values ask for nothing."""
+
+    note: str
+    allowed: tuple[Any, ...] = ()
+
+
+def refusals(notes: Mapping[str, str]) -> dict[str, Refusal]:
+    """Return refusals by name; each note has its names, with an allowed value in JSON.
+
+    >>> refusals({"give n": "best_of=1 draws"})["best_of"]
+    Refusal(note='give n', allowed=(1,))
+    """
+    found = {}
+    for note, names in notes.items():
+        for name, _, value in (item.partition("=") for item in names.split()):
+            found[name] = Refusal(note, (json.loads(value),) if value else ())
+    return found
 
 
 class Body(BaseModel):
-    """A body of JSON whose every field is known.
+    """A body of JSON whose every field is known. A null is absent, unless the field takes it.
 
-    A null is absent, unless the field takes it. rows: what becomes of names that are no fields.
+    accepted: names that are no fields and have no effect. refused: names that are no fields and
+    take only null and what asks for nothing.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
-    rows: ClassVar[Mapping[str, Row]] = {}
+    accepted: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[Mapping[str, Refusal]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _read_names(cls, given: Any) -> Any:
-        """The fields; an error names one that is refused, and the nearest of one that is not known.
+        """Return the fields. An error names a refused field, or the nearest of an unknown one.
 
-        What is in the error's `ctx` is for `headstart.server.errors`.
+        The `ctx` of the error is for `headstart.server.errors`.
         """
         if not isinstance(given, dict):
             return given
@@ -63,21 +90,46 @@ class Body(BaseModel):
         if None in given.values():
             needed = _taking_null(cls)
             given = {name: one for name, one in given.items() if one is not None or name in needed}
-        if not (others := given.keys() - fields):
-            return given
-        names = JsonNames("the request", cls.rows, RequestError, own=fields)
-        for name in sorted(others):
-            try:
-                names.read({name: given[name]})
-            except RequestError as error:
-                known = names.knows(name)
-                told = str(error) if known else names.hint(name)
-                raise PydanticCustomError(
-                    "refused_field" if known else "unknown_field",
-                    "{told}",
-                    {"told": shorten(told), "field": shorten(name)},
-                ) from error
+        for name in sorted(given.keys() - fields - cls.accepted):
+            refusal, value = cls.refused.get(name), given[name]
+            if refusal is None:
+                kind, text = "unknown_field", hint(name, fields | cls.accepted, cls.refused)
+            elif _is_in(value, refusal.allowed):
+                continue
+            else:
+                allowed = ", ".join(map(json.dumps, (None, *refusal.allowed)))
+                text = f"{name} is {_show(value)}; allowed: {allowed}; {refusal.note}"
+                kind = "refused_field"
+            about = {"told": shorten(text), "field": shorten(name)}
+            raise PydanticCustomError(kind, "{told}", about)
         return {name: value for name, value in given.items() if name in fields}
+
+
+def hint(name: str, known: Iterable[str], refused: Mapping[str, Refusal] = {}) -> str:
+    """Return the name that was probably meant, or all if they are few; empty otherwise."""
+    known = sorted(known)
+    if len(name) > _LONGEST:
+        return ""
+    for near in get_close_matches(name, [*known, *refused], 1, 0.8):
+        if near in refused:
+            return f", and refuses {near}: {refused[near].note}"
+        return f"; the nearest is {near}"
+    return f"; it has {', '.join(known)}" if 0 < len(known) <= _FEW else ""
+
+
+def _show(value: object) -> str:
+    """Show a value, but for what may be a prompt's text, which belongs into no log."""
+    if isinstance(value, int | float):
+        return json.dumps(value) if isinstance(value, bool) else describe(value)
+    return "a text" if isinstance(value, str) else "a list or an object"
+
+
+def _is_in(value: object, allowed: tuple[Any, ...]) -> bool:
+    """Return True if a value is one of these, by its type too: False is not 0."""
+    return any(
+        value == one and (type(value) is type(one) or (type(value), type(one)) == (float, int))
+        for one in allowed
+    )
 
 
 @cache

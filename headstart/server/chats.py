@@ -23,36 +23,32 @@ from headstart.server.answers.formats import (
     shows_reasoning,
 )
 from headstart.server.answers.parser import AnswerParser, Reading, Source
-from headstart.server.errors import ApiError, telling_form_as
-from headstart.server.message_fields import check_fields
+from headstart.server.errors import ApiError, as_api_error, telling_form_as
+from headstart.server.messages import read_roles, template_text
 from headstart.server.service import Service
 from headstart.server.tools import Thought, ToolUse, after_reasoning, force_calls
-from headstart.validation import shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headstart.engine.request import RequestGroup
 
-__all__ = ["ChatCall", "PreparedChat", "are_many", "prepare_chat", "read_many", "read_roles"]
+__all__ = ["ChatCall", "PreparedChat", "are_many", "prepare_chat", "read_many"]
 
 Result = TypeVar("Result")
 
+_MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
+_MESSAGE_FIELD = re.compile(r"^(message \d+|messages\[\d+\][\w.\[\]]*)")
 _MANY = 1000  # messages; to read one takes 2 us, and to keep it 3
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-
-# Claude Code begins its system prompt with a line that has a digest of each request. It means
-# nothing to a model, and no prefix would ever be found behind it.
-_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatCall:
     """A conversation to answer.
 
-    messages: in OpenAI's form. sampling: fields of `SamplingParams`; None was not said. retention:
-    seconds that the whole prompt is worth keeping. template: fields of `TemplateOptions`, without
-    the tools.
+    messages: in OpenAI's form. places: their fields in the body; empty for `messages`. sampling:
+    fields of `SamplingParams`; None was not given. retention: seconds that the whole prompt is
+    worth keeping. template: fields of `TemplateOptions`, without the tools.
     """
 
     model: str | None
@@ -63,6 +59,7 @@ class ChatCall:
     priority: int = 0
     tools: ToolUse = field(default_factory=ToolUse)
     template: Mapping[str, Any] = field(default_factory=dict)
+    places: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -128,20 +125,16 @@ async def prepare_chat(
     options = dict(call.template)
     if call.tools.tools:
         options["tools"] = [tool.for_template() for tool in call.tools.tools]
-    given = call.template.get("chat_template")
-    messages = await read_many(
-        len(call.messages),
-        partial(
-            read_roles,
-            service.llm.tokenizer,
-            call.messages,
-            given or service.llm.chat_template,
-            with_tools=bool(call.tools.tools),
-        ),
+    read = partial(
+        read_roles,
+        service.llm.tokenizer,
+        call.messages,
+        call.template.get("chat_template") or service.llm.chat_template,
+        with_tools=bool(call.tools.tools),
     )
-    async with _naming_tools(service, call):
+    async with _naming_fields(service, call):
         request = await service.prepare_chat(
-            messages,
+            await read_many(len(call.messages), read),
             service.params(sampling, stream=stream),
             request_id,
             adapter=adapter,
@@ -156,14 +149,20 @@ async def prepare_chat(
 
 
 @asynccontextmanager
-async def _naming_tools(service: Service, call: ChatCall) -> AsyncIterator[None]:
-    """Have an error of the form of forced calls name the tool whose schema is wrong.
+async def _naming_fields(service: Service, call: ChatCall) -> AsyncIterator[None]:
+    """Have errors name the fields of the body from which the messages and the tools were read.
 
-    All tools are one grammar, whose error knows no tools: each schema is tried alone then.
+    All tools are one grammar, whose error names no tool, so each schema is tried alone.
     """
     try:
         yield
-    except RequestError as error:
+    except (ApiError, RequestError) as error:
+        refusal = as_api_error(error)
+        message = _MESSAGE.fullmatch(refusal.param or "")
+        if message is not None and call.places:
+            field = call.places[int(message[1])] + message[2]
+            text = _MESSAGE_FIELD.sub(field, str(refusal), count=1)
+            raise ApiError(refusal.status, text, param=field, code=refusal.code) from error
         if not call.tools.is_forced or not str(error).startswith("structured_outputs"):
             raise
         for place, tool in enumerate(call.tools.tools):
@@ -194,70 +193,13 @@ def _place_form(
     return (form, replace(dialect, thought="possible")) if later is None else (later, dialect)
 
 
-def read_roles(
-    tokenizer: PreTrainedTokenizerBase | None,
-    messages: Sequence[Any],
-    given: str | None = None,
-    *,
-    with_tools: bool = False,
-) -> list[Any]:
-    """Return the messages with roles that templates know: OpenAI's `developer` is the system.
-
-    Claude Code's billing line is removed from system messages. given: a template in place of the
-    tokenizer's. Raises ApiError for a role that neither OpenAI nor the template knows: most
-    templates write any role into the prompt, and models do not know what it means. Raises it also
-    for a field that nothing reads: see `message_fields`.
-    """
-    template = "" if tokenizer is None else _template_text(tokenizer, given, with_tools)
-    read = (_read_role(place, message, template) for place, message in enumerate(messages))
-    return [message for message in read if message is not None]
-
-
-def _read_role(place: int, message: Any, template: str) -> Any:
-    """Return the message for the template; None if nothing of it is left."""
-    role = message.get("role") if isinstance(message, Mapping) else None
-    if not isinstance(role, str):
-        return message  # the engine says that it is no role
-    message = check_fields(message, place, template)
-    if role in ("system", "developer"):
-        return _without_billing({**message, "role": "system"})
-    is_known = role in _ROLES or f"'{role}'" in template or f'"{role}"' in template
-    if template and not is_known:
-        raise ApiError(
-            400,
-            f"message {place} has the role {shorten(repr(role))}; allowed: "
-            f"{', '.join(_ROLES)}, or one that the model's chat template names",
-            param=f"messages[{place}].role",
-        )
-    return message
-
-
-def _without_billing(message: dict[str, Any]) -> dict[str, Any] | None:
-    content = message.get("content")
-    if isinstance(content, str):
-        left: Any = _BILLING.sub("", content)
-    elif isinstance(content, list):
-        left = [part for part in map(_part_without_billing, content) if part is not None]
-    else:
-        return message
-    return {**message, "content": left} if left or not content else None
-
-
-def _part_without_billing(part: Any) -> Any:
-    text = part.get("text") if isinstance(part, Mapping) else None
-    if not isinstance(text, str) or not _BILLING.match(text):
-        return part
-    left = _BILLING.sub("", text)
-    return {**part, "text": left} if left else None
-
-
 def _read_dialect(service: Service, call: ChatCall) -> _Dialect:
     """Raises RequestError if tools are there for a model that is known to call none."""
     tokenizer = service.llm.tokenizer
     if tokenizer is None:  # which the engine will say
         return _Dialect(HERMES, "none", {}, None)
     given = call.template.get("chat_template") or service.llm.chat_template
-    text = _template_text(tokenizer, given, bool(call.tools.tools))
+    text = template_text(tokenizer, given, bool(call.tools.tools))
     found = choose_format(text)
     calls = found or HERMES
     if found is None and call.tools.may_call and not call.tools.is_forced:
@@ -280,14 +222,6 @@ def _read_dialect(service: Service, call: ChatCall) -> _Dialect:
     if is_shown or needed.isdisjoint(special):
         return _Dialect(calls, thought, special, None)
     return _Dialect(calls, thought, special, tuple(special.keys() - needed))
-
-
-def _template_text(tokenizer: PreTrainedTokenizerBase, given: str | None, with_tools: bool) -> str:
-    try:
-        text: str = tokenizer.get_chat_template(given, [{}] if with_tools else None)
-    except ValueError:  # there is none, which the engine will say
-        return ""
-    return text
 
 
 def _read_thought(tokenizer: PreTrainedTokenizerBase, text: str, call: ChatCall) -> Thought:

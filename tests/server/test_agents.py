@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from headstart.server.errors import ApiError
-from headstart.server.message_fields import check_fields
+from headstart.server.messages import check_fields
 from tests.clients import anthropic, openai
 from tests.server.running import Running
 from tests.server.scripted import scripted

@@ -12,8 +12,6 @@ from pydantic import ValidationError
 
 from headstart.server.bodies import Body
 from headstart.server.errors import ApiError, as_api_error
-from headstart.server.field_rows import Row, Verdict
-from headstart.server.openai.compat import CHAT_ROWS, COMPLETION_ROWS
 from headstart.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from tests.house.source import ROOT
 from tests.server.running import Running, running
@@ -22,8 +20,8 @@ SURFACE = json.loads((ROOT / "tests/data/vllm_surface.json").read_text(encoding=
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "How old is Ben?"}]}
 COMPLETION: dict[str, Any] = {"prompt": "Anna is 31. Ben"}
 KINDS = {
-    "ChatCompletionRequest": (ChatCompletionRequest, CHAT_ROWS, CHAT),
-    "CompletionRequest": (CompletionRequest, COMPLETION_ROWS, COMPLETION),
+    "ChatCompletionRequest": (ChatCompletionRequest, CHAT),
+    "CompletionRequest": (CompletionRequest, COMPLETION),
 }
 FORM: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 7}}}
 
@@ -37,34 +35,30 @@ def refusal(kind: type[Body], given: Mapping[str, Any]) -> ApiError:
 
 
 @pytest.mark.parametrize("part", KINDS)
-def test_every_field_of_vllm_has_a_row(part: str) -> None:
-    kind, rows, given = KINDS[part]
-    assert set(SURFACE[part]) - {"model_config", "field_names"} <= set(rows)
+def test_every_field_of_vllm_is_known(part: str) -> None:
+    kind, given = KINDS[part]
     fields = {field.alias or name for name, field in kind.model_fields.items()}
-    working = {name for name, row in rows.items() if row.verdict is Verdict.WORKS}
-    assert working <= fields
-    assert (set(rows) - working) & fields <= {"best_of"}
+    own = set(SURFACE[part]) - {"model_config", "field_names"}
+    assert own <= fields | kind.accepted | kind.refused.keys()
+    assert not fields & kind.accepted and fields & kind.refused.keys() <= {"best_of"}
     for name, source in SURFACE[part].items():
         if source not in (None, "...") and name not in (*given, "model_config", "field_names"):
             kind.model_validate({**given, name: ast.literal_eval(source)})
 
 
 @pytest.mark.parametrize("part", KINDS)
-def test_what_a_row_says_is_what_a_body_gets(part: str) -> None:
-    kind, rows, given = KINDS[part]
-
-    def others(verdict: Verdict) -> list[tuple[str, Row]]:
-        return [one for one in rows.items() if one[1].verdict is verdict and one[0] != "best_of"]
-
-    for name, _ in others(Verdict.ACCEPTED):
+def test_names_that_are_no_fields(part: str) -> None:
+    kind, given = KINDS[part]
+    for name in kind.accepted:
         assert kind.model_validate({**given, name: {"a": [1]}}) == kind.model_validate(given)
-    for name, row in others(Verdict.REFUSED):
-        for taken in (None, *row.allowed):
+    for name in kind.refused.keys() - kind.model_fields.keys():
+        note, allowed = kind.refused[name]
+        for taken in (None, *allowed):
             assert kind.model_validate({**given, name: taken}) == kind.model_validate(given)
         told = refusal(kind, {**given, name: {"a": [1]}})
         assert (told.status, told.param) == (400, name)
         assert str(told).startswith(f"{name} is a list or an object; allowed: null")
-        assert str(told).endswith(row.note)
+        assert str(told).endswith(note)
 
 
 @pytest.mark.parametrize(

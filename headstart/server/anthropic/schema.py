@@ -10,8 +10,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Label, Many, Real, Whole
-from headstart.server.field_rows import refused
+from headstart.server.bodies import (
+    Body,
+    CacheFields,
+    ClientTool,
+    Flag,
+    Label,
+    Many,
+    Real,
+    Whole,
+    refusals,
+)
 from headstart.server.hosted import HostedTool, tag_tool
 
 __all__ = [
@@ -64,7 +73,7 @@ class TextBlock(Marked):
 class ImageData(Body):
     """An image in base64; nothing is fetched."""
 
-    rows = refused({"send the image itself, as `data` in base64": {"url": (), "file_id": ()}})
+    refused = refusals({"send the image itself, as `data` in base64": "url file_id"})
     type: Literal["base64"]
     media_type: Annotated[str, Field(pattern=r"^image/[a-z0-9.+-]+$", max_length=64)]
     data: str
@@ -315,12 +324,12 @@ class CountTokensRequest(CacheFields):
 class MessagesRequest(CountTokensRequest):
     """`POST /v1/messages`."""
 
-    rows = refused(
+    refused = refusals(
         {
-            "the name is `stop_sequences`": {"stop": ()},
-            "the name is `max_tokens`": {"max_completion_tokens": ()},
-            'give `output_config`: {"format": ...}': {"response_format": ()},
-            "no code and no skills run here": {"container": ()},
+            "the name is `stop_sequences`": "stop",
+            "the name is `max_tokens`": "max_completion_tokens",
+            'give `output_config`: {"format": ...}': "response_format",
+            "no code and no skills run here": "container",
         }
     )
     max_tokens: Whole

@@ -20,11 +20,11 @@ from headstart.server.bodies import (
     read_keeping,
     read_retention,
     read_salt,
+    refusals,
 )
 from headstart.server.cache.advice import Explanation
-from headstart.server.chats import read_roles
 from headstart.server.errors import ApiError, JsonResponse
-from headstart.server.field_rows import accepted, refused
+from headstart.server.messages import read_roles
 from headstart.server.openai.reading import as_tools, read_template
 from headstart.server.openai.schema import ChatCompletionRequest, CompletionRequest, TemplateFields
 from headstart.server.service import Service, service_of, unless_gone
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CachePromptRequest", "CacheResetRequest", "prepare", "read_advice", "router"]
 
-_OF_REQUESTS = [*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields]
-
 
 class CachePromptRequest(CacheFields, TemplateFields):
     """A prompt: a text, token ids or messages.
@@ -49,9 +47,8 @@ class CachePromptRequest(CacheFields, TemplateFields):
     `explain` adds it, as a chat does, and `prewarm` does not.
     """
 
-    rows = accepted({"no answer is made": _OF_REQUESTS}) | refused(
-        {"give a chat's `messages`": dict.fromkeys(("input", "instructions", "system"), ())}
-    )
+    accepted = frozenset({*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields})
+    refused = refusals({"give a chat's `messages`": "input instructions system"})
     model: str | None = None
     prompt: str | Many[Whole] | None = None
     messages: Many[dict[str, Any]] | None = None

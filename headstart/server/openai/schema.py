@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Many, Real, Whole
-from headstart.server.openai.compat import CHAT_ROWS, COMPLETION_ROWS
+from headstart.server.openai.compat import ACCEPTED, CHAT_REFUSED, COMPLETION_REFUSED
 from headstart.validation import describe, shorten
 
 __all__ = [
@@ -122,7 +122,8 @@ class SamplingFields(CacheFields):
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`. prompt: a text, token ids, or a list of either."""
 
-    rows = COMPLETION_ROWS
+    accepted = ACCEPTED
+    refused = COMPLETION_REFUSED
     prompt: str | Many[str] | Many[Whole] | Many[Many[Whole]]
     max_tokens: Whole | None = 16
     logprobs: Whole | None = None
@@ -188,7 +189,8 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     `prompt_progress`, as in llama.cpp.
     """
 
-    rows = CHAT_ROWS
+    accepted = ACCEPTED
+    refused = CHAT_REFUSED
     messages: Many[dict[str, Any]]
     max_tokens: Whole | None = None
     max_completion_tokens: Whole | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +23,6 @@ from headstart.server.responses.conversation import (
     read_sampling,
     read_template,
     read_tools,
-    telling_items,
 )
 from headstart.server.responses.schema import (
     InputTokensRequest,
@@ -48,7 +46,8 @@ _QUERY = {
     "include": ("reasoning.encrypted_content",),
     "include_obfuscation": ("false", "true"),
 }
-"""What may be asked of a response that was kept: what changes nothing here."""
+"""Query parameters of a stored response, which change nothing here."""
+_Messages = tuple[list[dict[str, Any]], list[str]]  # and the field that each came from
 
 
 @router.post("")
@@ -57,21 +56,20 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     service = service_of(request)
     with telling_form_as("text.format"):
         sampling = read_sampling(body)
-    messages = await _read_messages(body, request)
-    call = _make_call(service, body, request, messages, sampling, body.priority)
+    messages, places = await _read_messages(body, request)
+    call = _make_call(service, body, request, (messages, places), sampling, body.priority)
     if body.prompt_cache_options is not None and body.prompt_cache_options.ttl is not None:
         call = replace(call, retention=max(call.retention, _HALF_AN_HOUR))
     with telling_form_as("tools" if call.tools.is_forced else "text.format", _FIELDS):
         name = service.new_id("resp")
-        with telling_items(body, partial(_earlier, body, request)):
-            prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
+        prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
     make = partial(ResponseAnswer, service, body, prepared)
     answer = await asyncio.to_thread(make) if body.tools or body.text else make()
     store, tenant = _store(request), _tenant(request)
 
     def keep(told: bytes) -> None:
         if body.store is not False and not body.no_store:
-            after = extend(messages, as_items(answer.built.items))
+            after, _ = extend(messages, as_items(answer.built.items))
             store.add(name, told, after, tenant)
 
     if body.stream:
@@ -89,21 +87,16 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     return Response(told, media_type=JsonResponse.media_type)
 
 
-async def _read_messages(body: InputTokensRequest, request: Request) -> list[dict[str, Any]]:
+async def _read_messages(body: InputTokensRequest, request: Request) -> _Messages:
     """Return the conversation without its instructions. Raises ApiError."""
     leave_out_hosted(body.tools, request, "function")
-    before = _earlier(body, request)
+    earlier = body.previous_response_id
+    before = _find(request, earlier, "previous_response_id").messages if earlier else ()
     items = body.input if isinstance(body.input, list) else []
     if any(isinstance(item, ItemReference) for item in items):
         items = await asyncio.to_thread(_resolve, items, _store(request), _tenant(request))
         body = body.model_copy(update={"input": items})
     return await read_many(len(items), partial(read_input, body, before))
-
-
-def _earlier(body: InputTokensRequest, request: Request) -> Sequence[dict[str, Any]]:
-    """Return the messages of the response that the input continues. Raises ApiError."""
-    earlier = body.previous_response_id
-    return _find(request, earlier, "previous_response_id").messages if earlier else ()
 
 
 def _resolve(items: list[Item], store: ResponseStore, tenant: str | None) -> list[Item]:
@@ -127,14 +120,18 @@ def _make_call(
     service: Service,
     body: InputTokensRequest,
     request: Request,
-    messages: list[dict[str, Any]],
+    conversation: _Messages,
     sampling: dict[str, Any],
     priority: int = 0,
 ) -> ChatCall:
-    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    messages, places = conversation
+    if body.instructions:
+        messages = [{"role": "system", "content": body.instructions}, *messages]
+        places = ["instructions", *places]
     return ChatCall(
         model=body.model,
-        messages=[*system, *messages],
+        messages=messages,
+        places=places,
         sampling=sampling,
         salt=service.salt(request, read_salt(body)),
         retention=read_retention(body),
@@ -150,8 +147,7 @@ async def count_input_tokens(body: InputTokensRequest, request: Request) -> Resp
     service = service_of(request)
     messages = await _read_messages(body, request)
     call = _make_call(service, body, request, messages, {"max_tokens": None})
-    with telling_items(body, partial(_earlier, body, request)):
-        prepared = await prepare_chat(service, call, service.new_id("count"), stream=False)
+    prepared = await prepare_chat(service, call, service.new_id("count"), stream=False)
     count = len(prepared.request.prompt_token_ids)
     return JsonResponse({"object": "response.input_tokens", "input_tokens": count})
 

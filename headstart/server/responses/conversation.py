@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import base64
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
 from headstart.engine.structured_outputs import StructuredOutputsParams
-from headstart.errors import RequestError
 from headstart.server.bodies import read_keeping
-from headstart.server.errors import ApiError, as_api_error
+from headstart.server.errors import ApiError
 from headstart.server.responses.schema import (
     AllowedChoice,
     AnyTool,
@@ -56,7 +53,6 @@ __all__ = [
     "read_template",
     "read_tools",
     "spell_name",
-    "telling_items",
 ]
 
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -145,78 +141,38 @@ def read_partial(arguments: str) -> Mapping[str, Any]:
     return read if isinstance(read, dict) else {}
 
 
-def read_input(body: InputTokensRequest, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation after `earlier` messages, without instructions. Raises ApiError."""
+def read_input(
+    body: InputTokensRequest, earlier: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the conversation after `earlier` messages, and the field that each came from.
+
+    Raises ApiError.
+    """
     if isinstance(body.input, str):
-        return [*earlier, {"role": "user", "content": body.input}]
+        messages = [*earlier, {"role": "user", "content": body.input}]
+        return messages, [*("previous_response_id" for _ in earlier), "input"]
     if not body.input and not earlier:
         raise ApiError(400, "input is empty; allowed: a text, or a list of items", param="input")
     return extend(earlier, body.input)
 
 
-def extend(earlier: Sequence[dict[str, Any]], items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Messages with items after them.
+def extend(
+    earlier: Sequence[dict[str, Any]], items: Iterable[Item]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return messages with items after them, and the field that each came from.
 
-    What the assistant thought, said and called in a row is one message.
+    Reasoning, text and calls of the assistant in a row are one message.
     """
-    messages = list(earlier)
-    for item in items:
+    messages, places = list(earlier), ["previous_response_id"] * len(earlier)
+    for number, item in enumerate(items):
         message = _read(item)
         last = messages[-1] if messages else {}
         if message["role"] == "assistant" == last.get("role"):
             messages[-1] = _together(last, message)
         else:
             messages.append(message)
-    return messages
-
-
-@contextmanager
-def telling_items(
-    body: InputTokensRequest, earlier: Callable[[], Sequence[dict[str, Any]]]
-) -> Iterator[None]:
-    """Have errors of a message name the item that it was read from.
-
-    earlier: returns the messages before the input, without instructions.
-    """
-    try:
-        yield
-    except (ApiError, RequestError) as error:
-        refusal = as_api_error(error)
-        number = _NUMBER.match(refusal.param or "")
-        if number is None:
-            raise
-        field = _field_of(body, earlier(), int(number[1])) + number[2]
-        text = _PLACE.sub(field, str(refusal), count=1)
-        raise ApiError(refusal.status, text, param=field, code=refusal.code) from error
-
-
-_NUMBER = re.compile(r"messages\[(\d+)\](.*)")
-_PLACE = re.compile(r"^(message \d+|messages\[\d+\][\w.\[\]]*)")
-
-
-def _field_of(body: InputTokensRequest, earlier: Sequence[dict[str, Any]], number: int) -> str:
-    """Return the field that the message of this number was read from."""
-    if body.instructions and number == 0:
-        return "instructions"
-    number -= bool(body.instructions)
-    if number < len(earlier):
-        return "previous_response_id"
-    if isinstance(body.input, str):
-        return "input"
-    count, last = len(earlier), earlier[-1]["role"] if earlier else None
-    for place, item in enumerate(body.input):
-        role = _role(item)
-        count += not role == "assistant" == last
-        last = role
-        if count > number:
-            return f"input[{place}]"
-    return "input"
-
-
-def _role(item: Item) -> str:
-    if isinstance(item, Message):
-        return item.role
-    return "tool" if isinstance(item, FunctionOutput | ShellOutput) else "assistant"
+            places.append(f"input[{number}]")
+    return messages, places
 
 
 def _read(item: Item) -> dict[str, Any]:

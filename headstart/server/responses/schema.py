@@ -11,8 +11,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import PydanticCustomError
 
-from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Label, Many, Real, Whole
-from headstart.server.field_rows import refused
+from headstart.server.bodies import (
+    Body,
+    CacheFields,
+    ClientTool,
+    Flag,
+    Label,
+    Many,
+    Real,
+    Whole,
+    refusals,
+)
 from headstart.server.hosted import HostedTool, tag_tool
 
 __all__ = [
@@ -62,7 +71,7 @@ class InputText(Body):
 class InputImage(Body):
     """An image as a data: URL; nothing is fetched."""
 
-    rows = refused({"send the image itself, as a data: URL": {"file_id": ()}})
+    refused = refusals({"send the image itself, as a data: URL": "file_id"})
     type: Literal["input_image"]
     image_url: str
     detail: str | None = None
@@ -420,12 +429,12 @@ class CacheOptions(Body):
     ttl: Literal["30m"] | None = None
 
 
-_RENAMED = refused(
+_RENAMED = refusals(
     {
-        "the name is `max_output_tokens`": {"max_tokens": (), "max_completion_tokens": ()},
-        "the name is `input`": {"messages": (), "prompt": ()},
-        'give `text`: {"format": ...}': {"response_format": ()},
-        'give `reasoning`: {"effort": ...}': {"reasoning_effort": ()},
+        "the name is `max_output_tokens`": "max_tokens max_completion_tokens",
+        "the name is `input`": "messages prompt",
+        'give `text`: {"format": ...}': "response_format",
+        'give `reasoning`: {"effort": ...}': "reasoning_effort",
     }
 )
 
@@ -433,7 +442,7 @@ _RENAMED = refused(
 class InputTokensRequest(CacheFields):
     """`POST /v1/responses/input_tokens`, and the fields that responses have in common with it."""
 
-    rows = _RENAMED
+    refused = _RENAMED
     model: str | None = None
     input: str | Many[Item]
     instructions: str | None = None

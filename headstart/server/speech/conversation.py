@@ -19,7 +19,7 @@ from headstart.frontend.images.decoding import decode_image
 from headstart.frontend.images.files import decode_base64
 from headstart.imports import install
 from headstart.omni.params import pcm16, wav_bytes
-from headstart.server.chats import read_roles
+from headstart.server.messages import read_roles
 from headstart.validation import check_utf8, describe, shorten
 
 if TYPE_CHECKING:

@@ -1,0 +1,161 @@
+"""Messages as clients send them, checked: their roles, and their fields as strictly as a body's.
+
+A field that is null is absent. A field that nothing reads is refused, unless the chat template
+names it. `headstart.frontend.chat.messages` brings the messages into the form of templates.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+from headstart.server.bodies import hint
+from headstart.server.errors import ApiError
+from headstart.validation import shorten
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["check_fields", "read_roles", "template_text"]
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+# Claude Code begins its system prompt with a line that has a digest of each request. It means
+# nothing to a model, and no prefix would ever be found behind it.
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
+
+# What clients add to an answer that they send back, and hints to a cache that needs none.
+_ECHOED = frozenset({"provider_specific_fields", "cache_control", "prompt_cache_breakpoint"})
+_MESSAGE = _ECHOED | {
+    *("role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio"),
+    *("reasoning_content", "reasoning", "reasoning_details", "thinking_blocks", "is_error"),
+    *("annotations", "parsed", "id"),
+}
+_CALL = _ECHOED | {"id", "type", "function", "index"}
+_FUNCTION = _ECHOED | {"name", "arguments", "parsed_arguments"}
+_PART = _ECHOED | {"type", "annotations", "logprobs"}
+_IMAGES = frozenset({"image_url", "image", "image_pil"})
+_VALUES = {
+    "image_url": frozenset({"url", "detail", "format"}),
+    "audio_url": frozenset({"url"}),
+    "input_audio": frozenset({"data", "format"}),
+}
+"""Fields of a part's value, by the type of the part."""
+
+
+def read_roles(
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: Sequence[Any],
+    given: str | None = None,
+    *,
+    with_tools: bool = False,
+) -> list[Any]:
+    """Return the messages with roles that templates know: OpenAI's `developer` is the system.
+
+    Claude Code's billing line is removed from system messages. given: a template in place of the
+    tokenizer's. Raises ApiError for a role that neither OpenAI nor the template knows: most
+    templates write any role into the prompt, and models do not know what it means. Raises it also
+    for a field that nothing reads.
+    """
+    template = "" if tokenizer is None else template_text(tokenizer, given, with_tools)
+    read = (_read_role(place, message, template) for place, message in enumerate(messages))
+    return [message for message in read if message is not None]
+
+
+def _read_role(place: int, message: Any, template: str) -> Any:
+    """Return the message for the template; None if nothing of it is left."""
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(role, str):
+        return message  # the engine says that it is no role
+    message = check_fields(message, place, template)
+    if role in ("system", "developer"):
+        return _without_billing({**message, "role": "system"})
+    is_known = role in _ROLES or f"'{role}'" in template or f'"{role}"' in template
+    if template and not is_known:
+        raise ApiError(
+            400,
+            f"message {place} has the role {shorten(repr(role))}; allowed: "
+            f"{', '.join(_ROLES)}, or one that the model's chat template names",
+            param=f"messages[{place}].role",
+        )
+    return message
+
+
+def _without_billing(message: dict[str, Any]) -> dict[str, Any] | None:
+    content = message.get("content")
+    if isinstance(content, str):
+        left: Any = _BILLING.sub("", content)
+    elif isinstance(content, list):
+        left = [part for part in map(_part_without_billing, content) if part is not None]
+    else:
+        return message
+    return {**message, "content": left} if left or not content else None
+
+
+def _part_without_billing(part: Any) -> Any:
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if not isinstance(text, str) or not _BILLING.match(text):
+        return part
+    left = _BILLING.sub("", text)
+    return {**part, "text": left} if left else None
+
+
+def check_fields(message: Mapping[str, Any], place: int, template: str) -> dict[str, Any]:
+    """Return a message without nulls, but for its content. Raises ApiError for other fields."""
+    where = f"messages[{place}]"
+    read = _check(message, _MESSAGE, where, template)
+    if "content" in message:
+        read["content"] = content = message["content"]
+        if isinstance(content, list):
+            read["content"] = [
+                _check_part(part, f"{where}.content[{i}]", template)
+                for i, part in enumerate(content)
+            ]
+    calls = read.get("tool_calls")
+    if isinstance(calls, list):
+        read["tool_calls"] = [
+            _check_call(call, f"{where}.tool_calls[{i}]", template) for i, call in enumerate(calls)
+        ]
+    if isinstance(read.get("function_call"), Mapping):
+        field = f"{where}.function_call"
+        read["function_call"] = _check(read["function_call"], _FUNCTION, field, template)
+    return read
+
+
+def _check_part(part: Any, where: str, template: str) -> Any:
+    """Return a part; a part of type "a" has its value in the field "a"."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str):
+        return part
+    known = _PART | ({kind, "uuid"} if kind in _IMAGES else {kind})
+    read = _check(part, known, where, template)
+    if kind in _VALUES and isinstance(read.get(kind), Mapping):
+        read[kind] = _check(read[kind], _VALUES[kind], f"{where}.{kind}", template)
+    return read
+
+
+def _check_call(call: Any, where: str, template: str) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    read = _check(call, _CALL, where, template)
+    if isinstance(read.get("function"), Mapping):
+        read["function"] = _check(read["function"], _FUNCTION, f"{where}.function", template)
+    return read
+
+
+def _check(given: Mapping[str, Any], known: Set[str], where: str, template: str) -> dict[str, Any]:
+    read = {name: value for name, value in given.items() if value is not None}
+    for name in sorted(read.keys() - known):
+        if not re.search(rf"[.'\"]{re.escape(str(name))}\b", template):
+            told = f"{where} knows no {shorten(repr(name))}{hint(str(name), known)}"
+            raise ApiError(400, told, param=shorten(f"{where}.{name}"))
+    return read
+
+
+def template_text(tokenizer: PreTrainedTokenizerBase, given: str | None, with_tools: bool) -> str:
+    try:
+        text: str = tokenizer.get_chat_template(given, [{}] if with_tools else None)
+    except ValueError:  # there is none, which the engine will say
+        return ""
+    return text

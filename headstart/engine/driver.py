@@ -415,7 +415,8 @@ class Driver:
                 self._end_one(followed, engine_error("the engine broke", error))
 
     def _step(self) -> None:
-        for group, error in self._engine.step():
+        results = self._waits.run(self._engine.step)  # delivery is no longer within the step
+        for group, error in results:
             self._deliver(group, error)
 
     def _deliver(self, group: AnyRequest, error: BaseException | None) -> None:

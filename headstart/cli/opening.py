@@ -27,7 +27,6 @@ from headstart.models.files import (
     tensor_shapes,
     weight_files,
 )
-from headstart.models.lora.files import read_settings
 from headstart.models.tokenizer import has_vocabulary, load_tokenizer
 from headstart.validation import describe
 
@@ -141,7 +140,9 @@ def read_adapters(options: dict[str, Any]) -> dict[str, Path]:
 
 def _adapter_folder(name: str, options: Mapping[str, Any]) -> Path:
     folder = Path(as_typed(name)).expanduser().absolute()
-    read_settings(folder, options["max_lora_rank"] or EngineConfig.max_lora_rank)
+    # It imports torch, which `headstart --help` does without.
+    lora = load_module("headstart.models.lora.files")
+    lora.read_settings(folder, options["max_lora_rank"] or EngineConfig.max_lora_rank)
     return folder
 
 

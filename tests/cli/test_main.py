@@ -303,14 +303,7 @@ def test_more_threads_than_cores_are_worth_a_line(demo_model: Path) -> None:
     assert [line for line in result.stderr.splitlines() if line.startswith("headstart: 99 threads")]
 
 
-def test_help_and_version_load_no_torch() -> None:
-    program = (
-        "import sys; from headstart.cli.main import main; main(['--help'], standalone_mode=False);"
-        "assert not {'torch', 'transformers', 'numpy', 'httpx2'} & sys.modules.keys()"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "demo" in done.stdout
+def test_the_module_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "headstart", "--version"], capture_output=True, text=True
     )

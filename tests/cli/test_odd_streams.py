@@ -34,8 +34,8 @@ def test_closed_streams_are_empty_ones() -> None:
     done = shell("run - <&-")
     assert done.returncode == 2
     assert done.stderr == "headstart: standard input is empty; allowed: a text\n"
-    done = shell("doctor 2>&-")
-    assert done.returncode == 0 and done.stdout.startswith("headstart ")
+    done = shell("models 2>&-")
+    assert done.returncode == 0 and done.stdout.startswith("headstart-tiny ")
 
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no such device")

@@ -178,6 +178,17 @@ for found in pkgutil.walk_packages(getattr(room, "__path__", []), room.__name__ 
     assert done.returncode == 0, done.stderr
 
 
+def test_help_loads_neither_torch_nor_numpy() -> None:
+    program = (
+        "import sys; from headstart.cli.main import main; main(['--help'], standalone_mode=False);"
+        "found = {'torch', 'transformers', 'numpy', 'httpx2'} & sys.modules.keys();"
+        "assert not found, found"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "demo" in done.stdout
+
+
 def pretend(**texts: str) -> dict[str, Module]:
     modules = {name.replace("_", "."): text for name, text in texts.items()}
     return {name: Module(name, text) for name, text in modules.items()}

@@ -63,7 +63,7 @@ class Way:
     def __init__(
         self, llm: headstart.LLM, adapters: Sequence[str | None], clock: Callable[[], float]
     ) -> None:
-        self._engine = llm.engine
+        self._engine, self._frontend = llm.engine, llm.frontend
         self._adapters = adapters
         self._clock = clock
         self._rng = random.Random(0)
@@ -73,7 +73,7 @@ class Way:
         params = headstart.SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
         for adapter in self._adapters:
             prompt = [self._rng.randrange(3, 512) for _ in range(tokens)]
-            self._engine.submit(self._engine.prepare(prompt, params, adapter=adapter))
+            self._engine.submit(self._frontend.prepare(prompt, params, adapter=adapter))
 
     def step(self) -> float:
         """Seconds that a step takes."""

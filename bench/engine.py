@@ -34,7 +34,8 @@ from shapes import SHAPES, make_tokenizer, model_folder
 
 from headstart import StructuredOutputsParams
 from headstart.engine.config import make_config
-from headstart.engine.engine import Engine
+from headstart.engine.engine import EngineCore
+from headstart.frontend.frontend import Frontend, make_frontend
 from headstart.models.loader import load_model
 from headstart.weights.greedy_head import greedy_tokens, mask_logits
 
@@ -60,12 +61,12 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def make_engine(*, logits: bool, tokenizer: bool = False) -> Engine:
+def make_engine(*, logits: bool, tokenizer: bool = False) -> tuple[EngineCore, Frontend]:
     """An engine whose model answers every step at once, with what was made before.
 
     With a tokenizer the logits are a copy each time, since a schema changes them in place.
     """
-    engine = load(tokenizer=tokenizer)
+    engine, frontend = load(tokenizer=tokenizer)
     rows = torch.randn(max(COUNTS), SHAPES[SHAPE].vocab_size)
     tokens = greedy_tokens(rows)
 
@@ -91,17 +92,20 @@ def make_engine(*, logits: bool, tokenizer: bool = False) -> Engine:
 
     setattr(engine.model, "forward", forward)  # noqa: B010 (the model is not made for this)
     setattr(engine.model, "choose", choose)  # noqa: B010
-    return engine
+    return engine, frontend
 
 
-def load(*, tokenizer: bool) -> Engine:
-    """An engine, with one thread."""
+def load(*, tokenizer: bool) -> tuple[EngineCore, Frontend]:
+    """An engine with one thread, and its frontend."""
     made = make_tokenizer(SHAPE) if tokenizer else None
     config = make_config({"num_threads": 1, "num_blocks": BLOCKS})
-    return Engine.of_model(load_model(model_folder(SHAPE), "auto", "cpu"), made, config)
+    engine = EngineCore.of_model(load_model(model_folder(SHAPE), "auto", "cpu"), made, config)
+    return engine, make_frontend(engine, made)
 
 
-def time_steps(engine: Engine, count: int, rng: random.Random, *, bound: int = 0) -> float:
+def time_steps(
+    engine: EngineCore, frontend: Frontend, count: int, rng: random.Random, *, bound: int = 0
+) -> float:
     """Mean seconds of a step in which `count` requests decode, `bound` of them with a schema."""
     form = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True) if bound else None
     for at in range(count):
@@ -112,7 +116,7 @@ def time_steps(engine: Engine, count: int, rng: random.Random, *, bound: int = 0
             ignore_eos=True,
             structured_outputs=form if at < bound else None,
         )
-        engine.submit(engine.prepare(prompt, params))
+        engine.submit(frontend.prepare(prompt, params))
     while len(engine.step()) < count:
         pass
     start = time.process_time()
@@ -130,14 +134,16 @@ def compare_bound(repeats: int) -> dict[str, float]:
     table = Table(
         f"{MIXED} requests", "no schema, us", f"{MIXED // 2} with one, us", "ratio", "limit"
     )
-    for name, engine, limit in (
+    for name, (engine, frontend), limit in (
         ("the engine alone", make_engine(logits=True, tokenizer=True), None),
         ("with the model's passes", load(tokenizer=True), MIXED_LIMIT),
     ):
         turns: dict[int, list[float]] = {0: [], MIXED // 2: []}
         for _ in range(repeats):
             for bound, times in turns.items():
-                times.append(time_steps(engine, MIXED, random.Random(0), bound=bound) * MICRO)
+                times.append(
+                    time_steps(engine, frontend, MIXED, random.Random(0), bound=bound) * MICRO
+                )
         without, half = map(statistics.median, turns.values())
         shown = "" if limit is None else str(limit)
         table.add_row(name, f"{without:.0f}", f"{half:.0f}", f"{half / without:.2f}", shown)
@@ -156,10 +162,11 @@ def main() -> None:
     table = Table("running requests", "us a step", "limit", "of limit", "where logits are given")
     columns = {
         kind: [
-            min(time_steps(engine, count, random.Random(0)) for _ in range(repeats)) * MICRO
+            min(time_steps(engine, frontend, count, random.Random(0)) for _ in range(repeats))
+            * MICRO
             for count in COUNTS
         ]
-        for kind, engine in (
+        for kind, (engine, frontend) in (
             ("tokens", make_engine(logits=False)),
             ("logits", make_engine(logits=True)),
         )

@@ -80,8 +80,8 @@ class World:
     def _prompts(self, llm: LLM) -> Sequence[Any]:
         if not self.images:
             return [{"prompt_token_ids": tokens} for tokens in self.prompts]
-        assert llm.engine.images is not None, "the model takes no images"
-        place = llm.engine.images.placeholder
+        assert llm.frontend.images is not None, "the model takes no images"
+        place = llm.frontend.images.placeholder
         return [
             {
                 "prompt": text.format(*[place] * 2),

@@ -145,7 +145,7 @@ def main() -> None:
     console = demo_console()
     with console.status("generating the model, and loading it"):
         llm = LLM(arguments.model or str(demo_vision_path()), num_blocks=128)
-    images = llm.engine.images
+    images = llm.frontend.images
     assert images is not None, "the model takes text only; choose one that takes images"
     with closing(llm):
         llm.chat([make_message((make_picture(3), "?"))], PARAMS, use_tqdm=False)  # warm up

@@ -107,7 +107,7 @@ def _file(chat: Chat, argument: str) -> None:
 
 def _image(chat: Chat, argument: str) -> None:
     path = _path(argument)
-    image = read_image(path, chat.llm.engine.config.max_image_pixels)
+    image = read_image(path, chat.llm.config.max_image_pixels)
     tokens = chat.count_image_tokens(image)
     chat.conversation.images.append(image)
     chat.conversation.waiting.append(f"{path.name} (about {tokens:,} tokens)")
@@ -167,7 +167,7 @@ def _set(chat: Chat, argument: str) -> None:
 def _pool(chat: Chat, argument: str) -> None:
     console = Console(stderr=True)
     console.print(chat.picture.draw(console.width))
-    size = chat.llm.engine.config.block_size
+    size = chat.llm.block_size
     note(
         f"A block holds the K/V of {size} tokens. What is cached is not computed again when a "
         "prompt begins with the same tokens; a colour stands for the message that computed it."
@@ -182,7 +182,7 @@ def _explain(chat: Chat, argument: str) -> None:
 
 def _show(chat: Chat, argument: str) -> None:
     lines = {
-        "info": f"{chat.model}, with a context of {chat.llm.engine.max_model_len:,} tokens; "
+        "info": f"{chat.model}, with a context of {chat.llm.max_model_len:,} tokens; "
         f"{count(len(chat.conversation.turns), 'turn')} so far",
         "parameters": _parameters(chat),
         "system": chat.conversation.system or "there is no system message",

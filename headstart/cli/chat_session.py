@@ -50,7 +50,7 @@ class Chat:
         self.llm = llm
         self.model = model
         self.params = params
-        self.picture = PoolPicture(llm.engine.manager)
+        self.picture = PoolPicture(llm.manager)
         self.last: RequestOutput | None = None
         self.changed = ""
         self._plain = plain
@@ -107,20 +107,19 @@ class Chat:
 
     def count_tokens(self, text: str) -> int:
         """Return the tokens of a text. Raises RequestError if no prompt has room for them."""
-        engine = self.llm.engine
-        engine.text_limit.check("the document", text)
+        self.llm.check_length("the document", text)
         tokenizer = self.llm.get_tokenizer()
         assert tokenizer is not None
         tokens = len(tokenizer.encode(text, add_special_tokens=False, verbose=False))
-        if tokens >= engine.max_model_len:
+        if tokens >= self.llm.max_model_len:
             raise RequestError(
-                f"the document has {tokens:,} tokens; the context holds {engine.max_model_len:,}"
+                f"the document has {tokens:,} tokens; the context holds {self.llm.max_model_len:,}"
             )
         return tokens
 
     def count_image_tokens(self, image: dict[str, Any]) -> int:
         """Return the tokens of a message with an image alone. Raises RequestError."""
-        if self.llm.engine.images is None:
+        if not self.llm.takes_images:
             raise RequestError(f"{self.model} takes text alone")
         alone = Conversation(images=[image])
         return len(self._stream(alone, alone.ask(""), 0).prompt_token_ids)
@@ -157,7 +156,7 @@ class Chat:
         All that is left is read again, so the rest may take half of the context only. Raises
         RequestError for a question that does not fit alone; nothing is dropped then.
         """
-        conversation, limit = self.conversation, self.llm.engine.max_model_len
+        conversation, limit = self.conversation, self.llm.max_model_len
         room = min(self.params.max_tokens or limit, _ROOM, limit // 4)
         start, stop = conversation.start, len(conversation.turns)
         try:
@@ -190,7 +189,7 @@ class Chat:
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         oldest = f"{turns} oldest turns are" if turns > 1 else "oldest turn is"
         note(
-            f"[the context of {self.llm.engine.max_model_len:,} tokens is full: the {oldest} left "
+            f"[the context of {self.llm.max_model_len:,} tokens is full: the {oldest} left "
             f"out with all documents there, and {len(stream.prompt_token_ids) - same:,} tokens are "
             "to be read]"
         )

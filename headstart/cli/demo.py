@@ -163,7 +163,7 @@ def _run(llm: LLM, model: str, console: Console) -> Iterator[RenderableType]:
     """Yield a panel for each request as soon as it is answered, then the totals."""
     with console.status("warming up"):
         _warm_up(llm)
-    picture = PoolPicture(llm.engine.manager)
+    picture = PoolPicture(llm.manager)
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
     outputs: list[RequestOutput] = []
     right = 0
@@ -197,7 +197,7 @@ def _warm_up(llm: LLM) -> None:
     for end in (1, 2):
         for _ in llm.stream([*prompt, end], SamplingParams(temperature=0, max_tokens=4)):
             pass
-    llm.engine.manager.reset_prefix_cache()
+    llm.manager.reset_prefix_cache()
 
 
 def _figures(outputs: list[RequestOutput]) -> Table:

@@ -166,10 +166,9 @@ def _absolute(path: str) -> str:
 
 def _describe_bounds(llm: Any) -> str:
     """Describe what bounds the memory of a server, except for weights."""
-    engine = llm.engine
-    bounds = [f"K/V pool {show_bytes(engine.kv_cache_bytes)}"]
-    if engine.tiers is not None:
-        size = show_bytes(engine.tiers.queue_bytes)
+    bounds = [f"K/V pool {show_bytes(llm.kv_cache_bytes)}"]
+    if llm.tiers is not None:
+        size = show_bytes(llm.tiers.queue_bytes)
         bounds.append(f"blocks and images to save and blocks to load {size} each")
     return ", ".join(bounds)
 

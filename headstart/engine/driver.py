@@ -26,7 +26,7 @@ from headstart.engine.step import engine_error
 from headstart.errors import EngineError, HeadstartError, RequestError
 from headstart.validation import describe
 
-__all__ = ["AnyOutput", "AnyRequest", "Core", "Driver", "Receiver", "Update"]
+__all__ = ["AnyOutput", "AnyRequest", "Core", "Driver", "LocalDriver", "Receiver", "Update"]
 
 Update = RequestOutput | BaseException
 """The output of a request so far, or the error that ended it."""
@@ -86,6 +86,41 @@ class Core(Protocol):
     def close(self, reason: str) -> None:
         """Release everything; later calls raise EngineError with this reason."""
         ...
+
+
+class Driver(Protocol):
+    """The way from a frontend to the engine; every method may be called from any thread.
+
+    `LocalDriver` runs the engine's steps in a thread of this process; the `ReplicaDriver` of
+    `headstart.cluster` has replicas answer.
+    """
+
+    def require_request(self, given: object) -> None:
+        """Raise RequestError for an object that is no prepared request."""
+
+    def awaited(self) -> AbstractContextManager[None]:
+        """Return a context in which the caller waits for an answer."""
+        ...
+
+    def submit(self, group: Any, receive: Receiver, *, every_step: bool = True) -> None:
+        """Queue a prepared request; its last update is a finished output or an error."""
+
+    def cancel(self, groups: Sequence[Any], *, wait: bool = True) -> None:
+        """Forget those of these requests that are unfinished."""
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; its last update has finish reason "abort"."""
+
+    def call(self, function: Callable[[], Answer]) -> Answer:
+        """Call `function` where nothing else changes the engine, and wait for its result."""
+        ...
+
+    async def call_async(self, function: Callable[[], Answer]) -> Answer:
+        """As `call`, without blocking the event loop."""
+        ...
+
+    def close(self) -> None:
+        """End every request with an EngineError and release everything. Idempotent."""
 
 
 class _Order(NamedTuple):
@@ -174,8 +209,8 @@ def _would_deadlock() -> EngineError:
     )
 
 
-class Driver:
-    """The only caller of `Engine.step`. Every method may be called from any thread.
+class LocalDriver:
+    """Runs the steps of a core in a thread of its own. Every method may be called from any thread.
 
     The first order starts the thread, so an engine that is used directly has none.
     """

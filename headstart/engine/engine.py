@@ -1,7 +1,6 @@
-"""The engine: requests in, one step at a time, outputs out. Synchronous and without threads.
+"""The engine core: token ids in, token ids out, one step at a time. Synchronous, without threads.
 
-prepare   check and tokenise a request; nothing is allocated
-submit    queue it
+submit    queue a request that the frontend has prepared
 step      schedule, compute, sample, commit, deliver
 abort     forget a request at any time between steps
 
@@ -20,11 +19,11 @@ from headstart.engine.adapters.store import AdapterStore
 from headstart.engine.batch import Batch
 from headstart.engine.config import EngineConfig
 from headstart.engine.hooks import EngineHooks
+from headstart.engine.images.budget import EncoderBudget
+from headstart.engine.images.encoder_cache import EncoderCache
 from headstart.engine.limits import Limit
 from headstart.engine.limits.fair_share import FairShare
-from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.outputs import RequestOutput
-from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.runner import Runner, StepLogits
 from headstart.engine.sampling.sampler import SampledToken, Sampler
@@ -33,47 +32,33 @@ from headstart.engine.startup.parts import Parts, make_parts
 from headstart.engine.step import Choice, StepResult, choose_tokens, engine_error
 from headstart.engine.tiering.tiers import make_tiers
 from headstart.errors import EngineError, RequestError
-from headstart.frontend.images.prompt import make_image_prompts
-from headstart.frontend.inputs import InputProcessor, Prompt, RequestOptions, check_request
-from headstart.frontend.request_maker import RequestMaker
-from headstart.frontend.text.max_length import TextLimit
 from headstart.models.decoder import DecoderModel
+from headstart.models.image_encoder import VisionModel
 from headstart.models.tokenizer import Tokenizer
 
 _LOG = logging.getLogger("headstart.engine")
 
 
-class Engine:
+class EngineCore:
     """Continuous batching over one model with automatic prefix caching.
 
-    Not thread-safe, but for `prepare`: `headstart.engine.driver` calls all else from one thread.
+    Not thread-safe: `headstart.engine.driver` calls it from one thread. `images` is the budget of
+    image embeddings, None for a model without vision.
     """
 
     def __init__(
         self, parts: Parts, config: EngineConfig, hooks: EngineHooks | None = None
     ) -> None:
         self.config = config
-        self.model, self.tokenizer = parts.model, parts.tokenizer
+        self.model, self.vision = parts.model, parts.vision
         self.manager, self.max_model_len = parts.manager, parts.max_model_len
         self.kv_cache_bytes = parts.memory.nbytes
         if config.deterministic:
             self.model.fix_rows()
         self.model.attach(backend := make_backend(parts.memory, share=config.share_attention))
         self.tiers = make_tiers(parts.stores, self.manager)
-        kept = self.tiers.image_loads if self.tiers is not None else None
-        self.images = make_image_prompts(
-            parts.vision, parts.tokenizer, config, kept, self.manager.shares
-        )
+        self.images = self._make_images(parts.vision)
         self.adapters = AdapterStore(self.model, config)
-        self.text_limit = TextLimit(parts.tokenizer, parts.max_model_len)
-        self._maker = RequestMaker(
-            InputProcessor(parts.tokenizer, self.model.vocab_size, self.text_limit, self.images),
-            Vocabulary(parts.tokenizer, self.model.vocab_size, self.model.eos_token_ids),
-            self.adapters,
-            max_model_len=parts.max_model_len,
-            first_seed=config.seed,
-            public=self.manager.names.public,
-        )
         self._runner = Runner(
             self.model, backend, parts.memory, self.adapters, deterministic=config.deterministic
         )
@@ -91,9 +76,17 @@ class Engine:
         self._groups: dict[str, RequestGroup] = {}
         self._closed: str | None = None  # why, once it is
 
+    def _make_images(self, vision: VisionModel | None) -> EncoderBudget | None:
+        if vision is None:
+            return None
+        config, shares = self.config, self.manager.shares
+        store = self.tiers.image_loads if self.tiers is not None else None
+        cache = EncoderCache(vision, config.encoder_cache_rows, store, shares)
+        return EncoderBudget(cache, config.block_size if config.deterministic else None)
+
     def _limits(self, hooks: EngineHooks | None) -> list[Limit]:
         """The limits of a step. Inputs come first: who waits for them is in nobody's way."""
-        images = [self.images.budget] if self.images is not None else []
+        images = [self.images] if self.images is not None else []
         inputs: list[Limit] = [] if hooks is None else [hooks]
         if self.tiers is not None:
             inputs.append(self.tiers.loads)
@@ -106,30 +99,15 @@ class Engine:
         tokenizer: "Tokenizer | None",
         config: EngineConfig,
         hooks: EngineHooks | None = None,
-    ) -> "Engine":
-        """An engine for a model that is loaded. Raises ConfigError or OutOfMemoryError."""
+    ) -> "EngineCore":
+        """Make the core of a loaded model. Raises ConfigError or OutOfMemoryError.
+
+        tokenizer: for the text that tiers store with blocks.
+        """
         rows = hooks.kept_rows if hooks is not None else None
         return cls(make_parts(decoder, tokenizer, config, rows=rows), config, hooks)
 
     # Requests
-
-    def prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        salt: str | None = None,
-        adapter: str | None = None,
-        priority: int = 0,
-    ) -> RequestGroup:
-        """Check and tokenise a request, for the adapter of a name if one is given.
-
-        Raises RequestError; nothing is kept of it. EngineError after `close`.
-        """
-        self.require_open()
-        check_request(params, options := RequestOptions(request_id, salt, adapter, priority))
-        return self._maker.make(prompt, params, options)
 
     def submit(self, group: RequestGroup) -> None:
         """Queue a prepared request. Raises RequestError when its id is in use."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from headstart.cache import AGE_BOUNDS, EvictionAges, MissReason
 
 if TYPE_CHECKING:
-    from headstart.engine.engine import Engine
+    from headstart.engine.engine import EngineCore
 
 __all__ = ["MEANINGS", "Counter", "Gauge", "Histogram", "Metric", "Vector", "read_metrics"]
 
@@ -86,7 +86,7 @@ class Histogram(Metric):
     buckets: dict[str, int]
 
 
-def read_metrics(engine: Engine) -> list[Metric]:
+def read_metrics(engine: EngineCore) -> list[Metric]:
     """Counts since the start, and values of now. For the engine's thread."""
     manager = engine.manager
     stats, num_blocks = manager.stats, manager.config.num_blocks
@@ -117,7 +117,7 @@ def _read_ages(ages: EvictionAges) -> Histogram:
     return Histogram(_IDLE, {}, sum(ages.counts), ages.seconds, buckets)
 
 
-def _read_tiers(engine: Engine) -> list[Metric]:
+def _read_tiers(engine: EngineCore) -> list[Metric]:
     """What came from tiers and went there; nothing where there are none."""
     if engine.tiers is None:
         return []

@@ -4,6 +4,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from headstart.cache import Mark, MissExplanation, Namespace, TokenSequence
 from headstart.engine.adapters.request import Adapter, LoRARequest
@@ -19,11 +20,30 @@ from headstart.engine.params import RequestOutputKind, SamplingParams
 from headstart.engine.prompt import PromptExtras
 from headstart.engine.sampling.logprobs import TokenLogprob
 from headstart.engine.sampling.sampler import SampledToken, SamplingState
-from headstart.frontend.chat.conversation import ChatPrompt
-from headstart.frontend.text.output import OutputText
 
 TokenText = Callable[[int], str]
-"""The text of one token."""
+"""Returns the text of one token."""
+
+
+class AnswerText(Protocol):
+    """The text of an answer, which the engine never reads; it only asks when the answer ends.
+
+    `push` and `end` are called in the engine's thread.
+    """
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def stop_reason(self) -> str | int | None: ...
+
+    def push(self, token_id: int, total_tokens: int) -> str | None:
+        """Take a token; return the finish reason if it was the last."""
+        ...
+
+    def end(self) -> None:
+        """Complete the answer with the tokens that it has."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +61,7 @@ class Request:
     index: int
     sequence: TokenSequence
     sampling: SamplingState
-    text: OutputText
+    text: AnswerText
     logprobs: list[Logprobs] | None = None
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
@@ -151,7 +171,7 @@ class RequestGroup:
     """A user's request: a prompt and how to answer it, `n` times.
 
     `extras` is what the prompt is beyond its token ids, None for most; `adapter` what its name
-    stood for when the request was made; `chat` what its next turn begins with, if it is one.
+    stood for when the request was made; `chat` is the frontend's, for the next turn.
     loaded: the tokens of its prompt that a load has put into the pool, which may be more than it
     hits, and the tier that each stretch came from. loaded_tokens: those it hits, by tier.
     token_text: the texts of single tokens, None if none is wanted.
@@ -167,7 +187,7 @@ class RequestGroup:
     priority: int = 0
     token_text: TokenText | None = None
     adapter: Adapter | None = None
-    chat: ChatPrompt | None = None
+    chat: Any = None
     requests: list[Request] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] | None = None
     start_time: float | None = None

@@ -23,7 +23,7 @@ from headstart.engine.tenant_queue import TenantQueue
 from headstart.errors import EngineError
 from headstart.frontend.chat.template import TemplateOptions
 from headstart.frontend.facade import Facade
-from headstart.frontend.streams import AsyncDriver, AsyncRequestStream
+from headstart.frontend.streams import AsyncRequestStream
 from headstart.validation import check_absent, check_flag
 
 # These bring torch, which waits until the model's name is checked: see `start_engine`.
@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headstart.engine.adapters.request import Adapter
+    from headstart.engine.driver import Driver
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
-    from headstart.frontend.chat.requests import Conversation
+    from headstart.frontend.chat.requests import ChatRequests, Conversation
+    from headstart.frontend.frontend import Frontend
     from headstart.frontend.inputs import Prompt
     from headstart.frontend.start import Started
 
@@ -56,8 +58,14 @@ class AsyncLLM(Facade):
         return llm
 
     def _take(self, started: Started) -> None:
-        self.engine, self._chats, driver, self._sampling = started
-        self._driver: AsyncDriver = driver
+        self.engine = started.engine
+        self._attach(started.frontend, started.chats, started.driver, started.sampling)
+
+    def _attach(
+        self, frontend: Frontend, chats: ChatRequests, driver: Driver, sampling: SamplingParams
+    ) -> None:
+        self.frontend, self._chats, self._sampling = frontend, chats, sampling
+        self._driver = driver
         # Nothing waits for these: compiling a form may take long, and cannot be stopped.
         count = max(2, count_cores() // 2)
         self._forms = TenantQueue("headstart-forms", count + 1, per_tenant=count)
@@ -158,12 +166,12 @@ class AsyncLLM(Facade):
         cache_salt: str | None = None,
     ) -> RequestGroup:
         """Check and tokenise a request of `generate`, for `outputs`. Raises RequestError."""
-        self.engine.require_open()
+        self.frontend.require_open()
         [(params, choice, rank)] = self._spread(1, sampling_params, adapter, lora_request, priority)
         name = await self._load(choice)
 
         def make() -> RequestGroup:
-            return self.engine.prepare(
+            return self.frontend.prepare(
                 prompt,
                 params,
                 request_id=request_id,
@@ -192,7 +200,7 @@ class AsyncLLM(Facade):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestGroup:
         """Check and tokenise a conversation, as `prepare` does."""
-        self.engine.require_open()
+        self.frontend.require_open()
         template = TemplateOptions(
             chat_template=chat_template,
             chat_template_content_format=chat_template_content_format,
@@ -257,8 +265,8 @@ class AsyncLLM(Facade):
 
     async def load_adapter(self, name: str, path: str | Path) -> Adapter:
         """As `LLM.load_adapter`; requests go on meanwhile."""
-        self.engine.require_open()
-        return await asyncio.to_thread(self.engine.adapters.load, name, path, self._driver.call)
+        self.frontend.require_open()
+        return await asyncio.to_thread(self.frontend.adapters.load, name, path, self._driver.call)
 
     async def unload_adapter(self, name: str) -> None:
         """As `LLM.unload_adapter`; requests go on meanwhile."""
@@ -266,13 +274,15 @@ class AsyncLLM(Facade):
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter before it is first asked for."""
-        self.engine.require_open()
+        self.frontend.require_open()
         await self._load(lora_request)
         return True
 
     async def _load(self, choice: str | LoRARequest | None) -> str | None:
         if isinstance(choice, LoRARequest):  # which may read files
-            return await asyncio.to_thread(self.engine.adapters.require, choice, self._driver.call)
+            return await asyncio.to_thread(
+                self.frontend.adapters.require, choice, self._driver.call
+            )
         return choice
 
     async def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -293,13 +303,13 @@ class AsyncLLM(Facade):
     async def forget_inputs(self) -> None:
         """Forget the turns of earlier chats, and the images that no request uses."""
         await asyncio.to_thread(self._chats.clear)
-        images = self.engine.images
+        images = self.frontend.images
         if images is not None:
             await self.call(images.clear)
 
     async def check_health(self) -> None:
         """Raise EngineError when no request can be answered any more."""
-        self.engine.require_open()
+        self.frontend.require_open()
 
     @property
     def is_running(self) -> bool:
@@ -315,7 +325,7 @@ class AsyncLLM(Facade):
     def is_stopped(self) -> bool:
         """Whether it is closed, or broke."""
         try:
-            self.engine.require_open()
+            self.frontend.require_open()
         except EngineError:
             return True
         return False

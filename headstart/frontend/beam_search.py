@@ -19,7 +19,7 @@ from headstart.validation import Number, check_absent, check_fields, describe, o
 
 if TYPE_CHECKING:
     from headstart.engine.adapters.request import LoRARequest
-    from headstart.engine.engine import Engine
+    from headstart.frontend.frontend import Frontend
 
 __all__ = ["BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "search_beams"]
 
@@ -104,13 +104,13 @@ class _Search:
 
 def search_beams(
     generate: Generate,
-    engine: Engine,
+    frontend: Frontend,
     prompts: Sequence[Any],
     params: BeamSearchParams,
     options: Sequence[tuple[SamplingParams, str | LoRARequest | None, int]],
     salt: str | None,
 ) -> list[BeamSearchOutput]:
-    """Return the best beams of each prompt; `generate` is that of the `LLM` with this engine.
+    """Return the best beams of each prompt; `generate` is that of the `LLM` with this frontend.
 
     options: of each prompt, of which adapter and priority count. Raises RequestError.
     """
@@ -124,7 +124,7 @@ def search_beams(
         _Search(prompt, adapter, priority, [BeamSearchSequence([])])
         for prompt, (_, adapter, priority) in zip(prompts, options, strict=True)
     ]
-    eos = frozenset() if params.ignore_eos else engine.model.eos_token_ids
+    eos = frozenset() if params.ignore_eos else frontend.facts.eos_token_ids
     for _ in range(params.max_tokens):
         going = [(search, beam) for search in searches for beam in search.live]
         if not going:
@@ -132,7 +132,7 @@ def search_beams(
         outputs = iter(_step(generate, going, params.beam_width, salt))
         for search in searches:
             _extend(search, [next(outputs) for _ in search.live], params, eos)
-    return [_best(engine, search, params) for search in searches]
+    return [_best(frontend, search, params) for search in searches]
 
 
 def _step(
@@ -187,7 +187,7 @@ def _extend(
             search.live.append(longer)
 
 
-def _best(engine: Engine, search: _Search, params: BeamSearchParams) -> BeamSearchOutput:
+def _best(frontend: Frontend, search: _Search, params: BeamSearchParams) -> BeamSearchOutput:
     """The beams with the best scores, decoded."""
     for beam in search.live:
         beam.finish_reason = "length"
@@ -196,7 +196,7 @@ def _best(engine: Engine, search: _Search, params: BeamSearchParams) -> BeamSear
         [*search.ended, *search.live],
         key=lambda beam: beam.score(params.length_penalty),
     )
-    tokenizer = engine.tokenizer
+    tokenizer = frontend.tokenizer
     if tokenizer is not None:
         for beam in ranked:
             text = tokenizer.decode(beam.tokens, skip_special_tokens=params.skip_special_tokens)

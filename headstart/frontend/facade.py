@@ -20,9 +20,15 @@ from headstart.validation import check_absent, check_flag
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from headstart.engine.driver import Driver
-    from headstart.engine.engine import Engine
+    from headstart.cache import KVCacheManager
+    from headstart.engine.adapters.request import Adapter
+    from headstart.engine.config import EngineConfig
+    from headstart.engine.driver import LocalDriver
+    from headstart.engine.engine import EngineCore
+    from headstart.engine.request import Request
+    from headstart.engine.tiering.tiers import Tiers
     from headstart.frontend.chat.requests import ChatRequests
+    from headstart.frontend.frontend import Frontend
 
 __all__ = ["Facade", "SyncFacade"]
 
@@ -30,7 +36,8 @@ __all__ = ["Facade", "SyncFacade"]
 class Facade(ConfigParts, ABC):
     """An engine, the driver that runs its steps, and the chats that become its requests."""
 
-    engine: Engine
+    frontend: Frontend
+    engine: EngineCore
     _chats: ChatRequests
     _sampling: SamplingParams
 
@@ -114,8 +121,8 @@ class Facade(ConfigParts, ABC):
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer, None if it came without one."""
-        self.engine.require_open()
-        return self.engine.tokenizer
+        self.frontend.require_open()
+        return self.frontend.tokenizer
 
     @property
     def chat_template(self) -> str | None:
@@ -125,7 +132,70 @@ class Facade(ConfigParts, ABC):
     @property
     def vllm_config(self) -> VllmView:
         """The configuration, in vLLM's names."""
-        return read_config(self.engine)
+        return read_config(self.engine, self.frontend.tokenizer)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The options of the engine."""
+        return self.frontend.config
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        return self.frontend.facts.max_model_len
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a KV block."""
+        return self.frontend.config.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks in the pool, or in all pools."""
+        return self.frontend.facts.num_blocks
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of these blocks."""
+        return self.frontend.facts.kv_cache_bytes
+
+    @property
+    def takes_images(self) -> bool:
+        """True if the model sees images."""
+        return self.frontend.images is not None
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """The LoRA adapters that requests may ask for."""
+        return self.frontend.adapters.named
+
+    @property
+    def manager(self) -> KVCacheManager:
+        """The cache manager, for the engine's thread."""
+        return self.engine.manager
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """The tiers behind the pool, None for none."""
+        return self.engine.tiers
+
+    @property
+    def requests(self) -> tuple[Sequence[Request], Sequence[Request]]:
+        """Answers that are computed, and those that wait, for the engine's thread."""
+        return self.engine.requests
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a running request had to give up its blocks."""
+        return self.engine.num_preemptions
+
+    def check_length(self, name: str, text: str) -> None:
+        """Raise RequestError for a text that cannot fit `max_model_len`; `name` says what it is."""
+        self.frontend.text_limit.check(name, text)
+
+    def set_share(self, owner: str, weight: float) -> None:
+        """Make an owner of cached blocks, or change its weight against other owners."""
+        self.frontend.facts.shares.set(owner, weight)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the sampling of calls that bring none; see `generation_config`."""
@@ -154,7 +224,7 @@ class Facade(ConfigParts, ABC):
 class SyncFacade(Facade):
     """A facade whose methods wait for the engine."""
 
-    _driver: Driver
+    _driver: LocalDriver
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Return the model's tokenizer, None if it came without one."""
@@ -189,5 +259,5 @@ class SyncFacade(Facade):
 
     def _require_adapter(self, choice: str | LoRARequest | None) -> str | None:
         """Return the name of an adapter, which is loaded if need be."""
-        self.engine.require_open()
-        return self.engine.adapters.require(choice, self._driver.call)
+        self.frontend.require_open()
+        return self.frontend.adapters.require(choice, self._driver.call)

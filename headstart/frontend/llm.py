@@ -48,7 +48,7 @@ class LLM(SyncFacade):
     """
 
     def _take(self, started: Started) -> None:
-        self.engine, self._chats, self._driver, self._sampling = started
+        self.frontend, self._chats, self._driver, self._sampling, self.engine = started
         weakref.finalize(self, self._driver.close)
 
     def generate(
@@ -81,7 +81,7 @@ class LLM(SyncFacade):
         options = self._spread(len(prompts), sampling_params, adapter, lora_request, priority)
         names = [self._require_adapter(choice) for _, choice, _ in options]
         groups = [
-            self.engine.prepare(prompt, params, salt=cache_salt, adapter=name, priority=rank)
+            self.frontend.prepare(prompt, params, salt=cache_salt, adapter=name, priority=rank)
             for prompt, (params, _, rank), name in zip(prompts, options, names, strict=True)
         ]
         return self._run(groups, show_progress=bool(use_tqdm))
@@ -162,7 +162,7 @@ class LLM(SyncFacade):
         self.engine.require_open()
         prompts = _as_list(prompts)
         options = self._spread(len(prompts), None, adapter, lora_request, priority)
-        return search_beams(self.generate, self.engine, prompts, params, options, cache_salt)
+        return search_beams(self.generate, self.frontend, prompts, params, options, cache_salt)
 
     def stream(
         self,
@@ -182,7 +182,7 @@ class LLM(SyncFacade):
         """
         [(params, choice, rank)] = self._spread(1, sampling_params, adapter, lora_request, priority)
         name = self._require_adapter(choice)
-        group = self.engine.prepare(prompt, params, salt=cache_salt, adapter=name, priority=rank)
+        group = self.frontend.prepare(prompt, params, salt=cache_salt, adapter=name, priority=rank)
         return RequestStream(self._driver, group, owner=self)
 
     def stream_chat(
@@ -235,7 +235,7 @@ class LLM(SyncFacade):
         one loaded under an old name shares none. Raises AdapterError.
         """
         self.engine.require_open()
-        return self.engine.adapters.load(name, path, self._driver.call)
+        return self.frontend.adapters.load(name, path, self._driver.call)
 
     def unload_adapter(self, name: str) -> None:
         """Take an adapter's name away; requests that run with it finish. Raises RequestError."""

@@ -50,7 +50,7 @@ class LLMEngine(SyncFacade):
     """
 
     def _take(self, started: Started) -> None:
-        self.engine, self._chats, self._driver, self._sampling = started
+        self.frontend, self._chats, self._driver, self._sampling, self.engine = started
         # Changed in the engine's thread alone, but that `step` takes the first of `_pending`.
         self._shown: dict[str, ShownOutputs] = {}  # of unfinished requests
         self._pending: deque[list[RequestOutput] | _Failure] = deque()  # for the next steps
@@ -87,7 +87,7 @@ class LLMEngine(SyncFacade):
         )
         self.engine.require_open()
         [(chosen, choice, rank)] = self._spread(1, params, adapter, lora_request, priority)
-        group = self.engine.prepare(
+        group = self.frontend.prepare(
             prompt,
             chosen,
             request_id=request_id,

@@ -12,23 +12,25 @@ from headstart.imports import load_module
 from headstart.models.prefetch import read_ahead
 
 if TYPE_CHECKING:
-    from headstart.engine.driver import Driver
-    from headstart.engine.engine import Engine
+    from headstart.engine.driver import LocalDriver
+    from headstart.engine.engine import EngineCore
     from headstart.frontend.chat.requests import ChatRequests
+    from headstart.frontend.frontend import Frontend
 
 __all__ = ["Started", "start_engine"]
 
 
 class Started(NamedTuple):
-    """An engine, the chats that are made requests of it, and the driver that runs its steps.
+    """A frontend, its chats, the driver of the engine, and the engine itself.
 
     sampling: for calls that bring no parameters.
     """
 
-    engine: Engine
+    frontend: Frontend
     chats: ChatRequests
-    driver: Driver
+    driver: LocalDriver
     sampling: SamplingParams
+    engine: EngineCore
 
 
 def start_engine(
@@ -44,13 +46,16 @@ def start_engine(
     config = make_config(read.config)
     memory = read_ahead(model, config.dtype, config.device, config.weights)
     loading = load_module("headstart.engine.startup.loading")
-    engine = loading.load_engine(
+    engine, tokenizer = loading.load_engine(
         model,
         tokenizer_folder=read.tokenizer,
         ready_memory=memory,
         is_observed=is_observed,
         **read.config,
     )
-    chats = load_module("headstart.frontend.chat.requests").ChatRequests(engine, read.chat_template)
-    driver = load_module("headstart.engine.driver").Driver(engine)
-    return Started(engine, chats, driver, read.sampling)
+    frontend = load_module("headstart.frontend.frontend").make_frontend(engine, tokenizer)
+    chats = load_module("headstart.frontend.chat.requests").ChatRequests(
+        frontend, read.chat_template
+    )
+    driver = load_module("headstart.engine.driver").LocalDriver(engine)
+    return Started(frontend, chats, driver, read.sampling, engine)

@@ -16,19 +16,18 @@ import queue
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
-from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from headstart.engine.outputs import RequestOutput, ShownOutputs
 from headstart.errors import RequestError
 
 if TYPE_CHECKING:
-    from headstart.engine.driver import AnyOutput, AnyRequest, Driver, Receiver
+    from headstart.engine.driver import AnyOutput, AnyRequest, Driver, LocalDriver
     from headstart.engine.request import RequestGroup
     from headstart.frontend.chat.requests import ChatRequests
 
 __all__ = [
-    "AsyncDriver",
     "AsyncMailbox",
     "AsyncOutputStream",
     "AsyncRequestStream",
@@ -47,26 +46,6 @@ PACE = 0.005
 """Least seconds between two looks at the updates that may be late."""
 _PACE_OF_EACH, _LONGEST_PACE = 0.002, 0.064  # for each reader: it works a twentieth of that
 _MOST_UPDATES = 256  # unread ones; each has all the text so far, so one more can be left out
-
-
-class AsyncDriver(Protocol):
-    """The part of a driver that asyncio's callers need."""
-
-    def require_request(self, given: object) -> None: ...
-
-    def awaited(self) -> AbstractContextManager[None]: ...
-
-    def submit(self, group: Any, receive: Receiver, *, every_step: bool = True) -> None: ...
-
-    def cancel(self, groups: Sequence[Any], *, wait: bool = True) -> None: ...
-
-    def abort(self, request_id: str) -> None: ...
-
-    def call(self, function: Callable[[], Answer]) -> Answer: ...
-
-    async def call_async(self, function: Callable[[], Answer]) -> Answer: ...
-
-    def close(self) -> None: ...
 
 
 class PromptProgress(NamedTuple):
@@ -91,7 +70,7 @@ def prompt_progress(group: RequestGroup) -> PromptProgress:
 class Mailbox(Generic[Output]):
     """Updates of requests for a thread that waits for them."""
 
-    def __init__(self, driver: Driver, groups: Sequence[AnyRequest]) -> None:
+    def __init__(self, driver: LocalDriver, groups: Sequence[AnyRequest]) -> None:
         self._driver = driver
         self._groups = groups
         self._updates: queue.SimpleQueue[Output | BaseException] = queue.SimpleQueue()
@@ -107,7 +86,7 @@ class Mailbox(Generic[Output]):
 
 
 def run_all(
-    driver: Driver, groups: Sequence[AnyRequest], tell: Callable[[Any], None] | None = None
+    driver: LocalDriver, groups: Sequence[AnyRequest], tell: Callable[[Any], None] | None = None
 ) -> list[Any]:
     """Run requests to their ends, and return their last outputs in the order of the requests.
 
@@ -134,7 +113,7 @@ class OutputStream(Generator[Output, None, None]):
 
     def __init__(
         self,
-        driver: Driver,
+        driver: LocalDriver,
         group: Any,
         chats: ChatRequests | None = None,
         owner: object = None,
@@ -231,7 +210,7 @@ class OutputStream(Generator[Output, None, None]):
 class AsyncMailbox(Generic[Output]):
     """Updates of one request for the tasks of the running event loop."""
 
-    def __init__(self, driver: AsyncDriver, *, paced: bool = False) -> None:
+    def __init__(self, driver: Driver, *, paced: bool = False) -> None:
         """paced: updates between the first and the last may come a little later, several as one.
 
         At most by `PACE`, or with many readers `_PACE_OF_EACH` for each, up to `_LONGEST_PACE`.
@@ -348,7 +327,7 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
 
     def __init__(
         self,
-        driver: AsyncDriver,
+        driver: Driver,
         prepare: Callable[[], Awaitable[Any]],
         chats: ChatRequests | None = None,
         owner: object = None,

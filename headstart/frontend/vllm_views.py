@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-    from headstart.engine.engine import Engine
+    from headstart.engine.engine import EngineCore
 
 __all__ = ["ConfigParts", "VllmView", "read_config"]
 
@@ -138,14 +138,14 @@ class ConfigParts:
         return self.vllm_config.parallel_config
 
 
-def read_config(engine: Engine) -> VllmView:
+def read_config(engine: EngineCore, tokenizer: object) -> VllmView:
     """Return the configuration of a loaded engine."""
     config, pool = engine.config, engine.manager.config
     folder = str(engine.model.folder or "")
     return VllmView(
         ModelView(
             folder,
-            str(getattr(engine.tokenizer, "name_or_path", "") or folder),
+            str(getattr(tokenizer, "name_or_path", "") or folder),
             engine.model.dtype,
             engine.max_model_len,
             config.seed,

@@ -1,4 +1,4 @@
-"""An autoregressive stage: an `Engine` with its own KV cache, whose rows other stages take.
+"""An autoregressive stage: an `EngineCore` with its own KV cache, whose rows other stages take.
 
 The engine runs as usual; only `EngineHooks` differ. A request waits while its inputs are still
 coming, its hits are limited to blocks with rows, and after each pass its rows are handed on.
@@ -18,10 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from headstart.cache import ComputedBlocks, TokenSequence
 from headstart.engine.batch import Batch
 from headstart.engine.config import EngineConfig
-from headstart.engine.engine import Engine
+from headstart.engine.engine import EngineCore
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.step import StepResult, engine_error
 from headstart.errors import ConfigError, EngineError, HeadstartError
+from headstart.frontend.frontend import make_frontend
 from headstart.omni.feeds import Feed, Feeder
 from headstart.omni.models.stage_decoder import HostCopy, StageDecoder
 from headstart.omni.output_cache import OutputCache
@@ -109,7 +110,8 @@ class EngineStage:
         self._states: dict[str, _State] = {}
         self._unprompted: dict[str, _State] = {}
         self._events: list[Event] = []
-        self.engine = Engine.of_model(decoder, tokenizer, config, self)
+        self.engine = EngineCore.of_model(decoder, tokenizer, config, self)
+        self.frontend = make_frontend(self.engine, tokenizer)
         self._name_prefix = b"" if self.engine.tiers is not None else os.urandom(8)
         """Before names without a model's fingerprint: to other processes they mean nothing."""
 
@@ -125,7 +127,7 @@ class EngineStage:
     def check(self, request: OmniRequest) -> None:
         prompt = self._feeder(request).prompt()
         if prompt is not None:
-            self.engine.prepare(prompt.prompt, prompt.params, salt=prompt.salt)
+            self.frontend.prepare(prompt.prompt, prompt.params, salt=prompt.salt)
 
     def open(self, request: OmniRequest) -> None:
         state = _State(request, self._feeder(request))
@@ -262,7 +264,7 @@ class EngineStage:
         prompt = state.feed.prompt() if state is not None else None
         if state is None or prompt is None:
             return
-        group = self.engine.prepare(
+        group = self.frontend.prepare(
             prompt.prompt, prompt.params, request_id=request_id, salt=prompt.salt
         )
         self.engine.submit(group)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headstart.engine.driver import Driver
-from headstart.engine.engine import Engine
+from headstart.engine.driver import LocalDriver
+from headstart.engine.engine import EngineCore
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
@@ -118,7 +118,7 @@ class Omni:
             TextLimit(self._stages.tokenizer, self.max_model_len),
         )
         self._names = itertools.count()
-        self._driver = Driver(self.pipeline)
+        self._driver = LocalDriver(self.pipeline)
         weakref.finalize(self, self._driver.close)
 
     @property
@@ -157,7 +157,7 @@ class Omni:
         return self._engine.config.max_num_seqs
 
     @property
-    def _engine(self) -> Engine:
+    def _engine(self) -> EngineCore:
         assert isinstance(self._thinker, EngineStage)
         return self._thinker.engine
 

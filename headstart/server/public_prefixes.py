@@ -54,5 +54,5 @@ def publish(llm: AsyncLLM, prefixes: Mapping[str, Prefix]) -> None:
         if not count:
             raise ConfigError(
                 f"public_prefix {name!r} is shorter than a block; allowed: at least "
-                f"{llm.engine.manager.block_size} tokens"
+                f"{llm.block_size} tokens"
             )

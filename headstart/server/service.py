@@ -153,7 +153,7 @@ class Service(Front):
         tenants: Tenants,
         tracer: Tracer | None = None,
     ) -> None:
-        super().__init__(name, options, tenants, llm.engine.config.max_num_seqs)
+        super().__init__(name, options, tenants, llm.config.max_num_seqs)
         self.llm = llm
         self.tracer = tracer
         self._template_options = read_template_options(options.default_chat_template_kwargs)
@@ -170,17 +170,17 @@ class Service(Front):
 
     @property
     def max_model_len(self) -> int:
-        return self.llm.engine.max_model_len
+        return self.llm.max_model_len
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        return tuple(adapter.name for adapter in self.llm.engine.adapters.named)
+        return tuple(adapter.name for adapter in self.llm.adapters)
 
     def salt(self, request: Request, asked: str | None) -> str | None:
         """As `Front.salt`; the pool learns what the tenant's share is."""
         tenant = tenant_of(request)
         if tenant.salt is not None:
-            self.llm.engine.manager.shares.set(tenant.salt, tenant.weight)
+            self.llm.set_share(tenant.salt, tenant.weight)
         return super().salt(request, asked)
 
     async def run(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:

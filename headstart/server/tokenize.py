@@ -88,7 +88,7 @@ def _tell(service: Service, token_ids: list[int], with_texts: bool) -> bytes:
         if tokenizer is not None:
             spelled = tokenizer.convert_ids_to_tokens(part)
             texts.append(json.dumps(spelled, separators=(",", ":"))[1:-1].encode())
-    head = f'{{"count":{count},"max_model_len":{service.llm.engine.max_model_len},"tokens":['
+    head = f'{{"count":{count},"max_model_len":{service.llm.max_model_len},"tokens":['
     end = b"null" if tokenizer is None else b"[" + b",".join(reversed(texts)) + b"]"
     return head.encode() + b",".join(reversed(ids)) + b'],"token_strs":' + end + b"}"
 
@@ -124,7 +124,7 @@ def _tokenizer(service: Service) -> PreTrainedTokenizerBase:
 
 
 def _encode(service: Service, text: str, body: TokenizeRequest) -> list[int]:
-    service.llm.engine.text_limit.check("the prompt", text)
+    service.llm.check_length("the prompt", text)
     special = body.add_special_tokens is not False
     return encode_text(_tokenizer(service), text, add_special_tokens=special)
 

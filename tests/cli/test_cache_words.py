@@ -106,7 +106,7 @@ def test_a_tokenizer_that_raises_costs_the_words_alone(
         def decode(*arguments: Any, **options: Any) -> str:
             raise ValueError("no such token")
 
-        monkeypatch.setattr(type(llm.engine.tokenizer), "decode", decode)
+        monkeypatch.setattr(type(llm.frontend.tokenizer), "decode", decode)
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         llm.generate({"prompt_token_ids": tokens}, params, use_tqdm=False)
     assert '"' not in listed(folder, "model")

@@ -135,7 +135,7 @@ def test_an_exception_in_the_scheduler_ends_all_and_the_next_are_served(
 def test_an_id_in_use_is_refused_whatever_happens(llm: LLM) -> None:
     """The second took the first one's place until it was refused: if that was interrupted, nobody
     told the first."""
-    first, second = (llm.engine.prepare(A, LONG, request_id="mine") for _ in range(2))
+    first, second = (llm.frontend.prepare(A, LONG, request_id="mine") for _ in range(2))
     updates = [Mailbox(llm._driver, [group]) for group in (first, second)]
 
     def broken(group: object) -> None:
@@ -157,7 +157,7 @@ def test_an_id_in_use_is_refused_whatever_happens(llm: LLM) -> None:
 
 def test_a_request_that_close_overtakes_is_refused(llm: LLM) -> None:
     """It was queued after the thread had refused all others, and waited for ever."""
-    group = llm.engine.prepare(A, GREEDY)
+    group = llm.frontend.prepare(A, GREEDY)
     updates = Mailbox(llm._driver, [group])
     require_thread = llm._driver._require_thread
 

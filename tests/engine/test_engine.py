@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from headstart import LLM, SamplingParams
 from headstart.cache import MissReason
-from headstart.engine.engine import Engine
+from headstart.engine.engine import EngineCore
 from headstart.errors import ConfigError, EngineError, OutOfMemoryError, RequestError
 from tests.tiny_models import save_tiny
 
@@ -168,9 +168,10 @@ def test_the_second_twin_goes_on_when_the_first_is_aborted(
     engines: Any, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     longest = max(range(len(prompts)), key=lambda at: len(prompts[at]))
-    engine: Engine = engines(max_num_batched_tokens=20).engine
-    first = engine.prepare(prompts[longest], GREEDY, request_id="first")
-    second = engine.prepare(prompts[longest], GREEDY, request_id="second")
+    llm = engines(max_num_batched_tokens=20)
+    engine: EngineCore = llm.engine
+    first = llm.frontend.prepare(prompts[longest], GREEDY, request_id="first")
+    second = llm.frontend.prepare(prompts[longest], GREEDY, request_id="second")
     engine.submit(first)
     engine.submit(second)
     engine.step()

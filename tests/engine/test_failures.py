@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headstart import LLM, SamplingParams
-from headstart.engine.engine import Engine
+from headstart.engine.engine import EngineCore
 from headstart.engine.request import RequestGroup
 from headstart.engine.step import StepResult
 from tests.engine.tiny_llm import make_llm, save_smallest
@@ -48,28 +48,29 @@ def expected(llm: LLM) -> list[list[int]]:
     """The answers of an engine in which nothing failed, with nothing cached."""
     answers = []
     for at in range(len(PROMPTS)):
-        [answer] = _finish(llm.engine, [_submit(llm.engine, at)])
+        [answer] = _finish(llm.engine, [_submit(llm, at)])
         answers.append(answer)
         assert llm.engine.reset_prefix_cache()
     return answers
 
 
-def _submit(engine: Engine, at: int) -> RequestGroup:
-    group = engine.prepare(PROMPTS[at], DRAWN if at else PARAMS)
-    engine.submit(group)
+def _submit(llm: LLM, at: int) -> RequestGroup:
+    group = llm.frontend.prepare(PROMPTS[at], DRAWN if at else PARAMS)
+    llm.engine.submit(group)
     return group
 
 
-def _begin(engine: Engine, steps: int) -> list[RequestGroup]:
+def _begin(llm: LLM, steps: int) -> list[RequestGroup]:
     """Both requests, after so many steps, with nothing in the cache before."""
+    engine = llm.engine
     assert engine.reset_prefix_cache()
-    groups = [_submit(engine, at) for at in range(len(PROMPTS))]
+    groups = [_submit(llm, at) for at in range(len(PROMPTS))]
     for _ in range(steps):
         engine.step()
     return groups
 
 
-def _finish(engine: Engine, groups: list[RequestGroup]) -> list[list[int]]:
+def _finish(engine: EngineCore, groups: list[RequestGroup]) -> list[list[int]]:
     while engine.has_unfinished:
         engine.step()
         engine.manager.check()
@@ -78,7 +79,7 @@ def _finish(engine: Engine, groups: list[RequestGroup]) -> list[list[int]]:
 
 
 def _step_with(
-    patch: pytest.MonkeyPatch, engine: Engine, place: tuple[str, str], error: BaseException
+    patch: pytest.MonkeyPatch, engine: EngineCore, place: tuple[str, str], error: BaseException
 ) -> list[StepResult]:
     """One step in which a method raises after its work was done."""
     owner: Any = engine
@@ -107,7 +108,7 @@ def test_a_step_that_fails_as_it_computes_ends_its_requests_alone(
     error: BaseException,
 ) -> None:
     engine = llm.engine
-    groups = _begin(engine, steps)
+    groups = _begin(llm, steps)
     cached = engine.manager.explain(groups[0].requests[0].sequence)
     results = _step_with(monkeypatch, engine, COMPUTING[place], error)
     engine.manager.check()
@@ -120,7 +121,7 @@ def test_a_step_that_fails_as_it_computes_ends_its_requests_alone(
         assert group.finished
         if group not in ended:
             assert group.output().outputs[0].token_ids == answer
-    assert _finish(engine, [_submit(engine, at) for at in range(2)]) == expected
+    assert _finish(engine, [_submit(llm, at) for at in range(2)]) == expected
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -133,7 +134,7 @@ def test_an_exception_elsewhere_ends_all_requests_and_empties_the_cache(
     error: BaseException,
 ) -> None:
     engine = llm.engine
-    groups = _begin(engine, 0 if place == "allocating" else 1)
+    groups = _begin(llm, 0 if place == "allocating" else 1)
     ended: dict[RequestGroup, Any] = {}
     while engine.has_unfinished:
         results = _step_with(monkeypatch, engine, ELSEWHERE[place], error)
@@ -144,6 +145,6 @@ def test_an_exception_elsewhere_ends_all_requests_and_empties_the_cache(
     failures = [ended[group] for group in groups if group in ended]
     assert failures and all(failure.__cause__ is error for failure in failures)
     assert engine.manager.num_free_blocks == NUM_BLOCKS
-    again = [_submit(engine, at) for at in range(2)]
+    again = [_submit(llm, at) for at in range(2)]
     assert _finish(engine, again) == expected
     assert again[0].requests[0].num_cached_tokens == 0, "the cache was not emptied"

@@ -70,7 +70,7 @@ def test_neighbours_of_a_poisoned_prompt_go_on(llm: LLM) -> None:
     prompts = [[*CLEAN, POISON, 5, 6], [*CLEAN, 8, 9], [*CLEAN, POISON, 5, 6, 7], [90, 91, 92]]
     expected = [_tokens(llm, prompt) for prompt in (prompts[1], prompts[3])]
     assert llm.reset_prefix_cache()
-    groups = [engine.prepare(prompt, GREEDY) for prompt in prompts]
+    groups = [llm.frontend.prepare(prompt, GREEDY) for prompt in prompts]
     for group in groups:
         engine.submit(group)
     errors = {}
@@ -95,7 +95,7 @@ def test_a_bad_row_in_a_block_that_a_neighbour_hit_is_found_by_nobody(folder: Pa
     prompts = [[*CLEAN, 100], [*CLEAN[:50], *range(100, 130)], [*CLEAN[:20], 140, 141]]
     expected = [_tokens(llm, prompt) for prompt in prompts]
     assert llm.reset_prefix_cache()
-    groups = [engine.prepare(prompt, GREEDY) for prompt in prompts]
+    groups = [llm.frontend.prepare(prompt, GREEDY) for prompt in prompts]
     for group in groups:
         engine.submit(group)
     backend = engine._runner._backend
@@ -156,7 +156,7 @@ def test_a_draw_beside_a_row_that_cannot_be_sampled(bad: float) -> None:
 def test_no_two_answers_without_a_seed_are_drawn_alike(llm: LLM) -> None:
     """8 prompts of 8 answers had 15 generators: 36 different answers of 64."""
     params = SamplingParams(n=8, temperature=1.5, max_tokens=2)
-    groups = [llm.engine.prepare(CLEAN, params) for _ in range(8)]
+    groups = [llm.frontend.prepare(CLEAN, params) for _ in range(8)]
     seeds = [
         request.sampling.generator.initial_seed()
         for group in groups

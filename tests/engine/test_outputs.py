@@ -173,8 +173,8 @@ def test_a_row_that_cannot_be_sampled_ends_alone(llm: LLM) -> None:
         return choose(logits, state, raw)
 
     engine._sampler._choose = failing  # type: ignore[method-assign]
-    bad = engine.prepare(PROMPT, SamplingParams(n=2, seed=13), request_id="bad")
-    good = engine.prepare(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True))
+    bad = llm.frontend.prepare(PROMPT, SamplingParams(n=2, seed=13), request_id="bad")
+    good = llm.frontend.prepare(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True))
     engine.submit(bad)
     engine.submit(good)
     errors = {}
@@ -201,7 +201,7 @@ def test_a_bar_shows_the_progress_of_many_prompts(
 def test_the_cache_can_be_reset_between_requests(llm: LLM) -> None:
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     llm.generate(PROMPT, params)
-    unfinished = llm.engine.prepare(PROMPT, params)
+    unfinished = llm.frontend.prepare(PROMPT, params)
     llm.engine.submit(unfinished)
     llm.engine.step()  # no stream: that could be at its end by the time of the next line
     assert not llm.reset_prefix_cache()

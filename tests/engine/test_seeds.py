@@ -1,16 +1,16 @@
 """The engine's seed: checked when the engine is configured, and never beyond what torch takes."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from headstart.cache import PublicBlocks
+from headstart.cache import BlockNames, Shares
 from headstart.engine.config import EngineConfig
-from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError
-from headstart.frontend.request_maker import RequestMaker
+from headstart.frontend.frontend import Frontend, ModelFacts
 
 
 @pytest.mark.parametrize("seed", [2**63, 2**64 - 1, -(2**63) - 1, 10**60, "a", 1.5, None, True])
@@ -29,14 +29,10 @@ def test_every_seed_of_a_request_may_be_the_engine_s(seed: int) -> None:
 @pytest.mark.parametrize("first", [-(2**63), -1, 0, 2**63 - 1, 2**64 - 1])
 def test_answers_take_one_seed_after_the_other(first: int) -> None:
     """torch takes seeds below 2**64, and a negative one for itself plus 2**64."""
-    maker = RequestMaker(
-        None,  # type: ignore[arg-type]
-        Vocabulary(None, 8, frozenset()),
-        None,  # type: ignore[arg-type]
-        max_model_len=8,
-        first_seed=first,
-        public=PublicBlocks(),
-    )
+    facts = ModelFacts(8, frozenset(), 8, 1, 1, BlockNames(16), Shares())
+    config = EngineConfig(seed=first if first < 2**63 else 0)
+    maker = Frontend(None, facts, config, None, None, lambda: None)  # type: ignore[arg-type]
+    maker._seeds = itertools.count(first)
     generators = [maker._generator(SamplingParams(), 0) for _ in range(3)]
     assert [one.initial_seed() for one in generators if one is not None] == [
         seed % 2**64 for seed in range(first, first + 3)

@@ -119,7 +119,7 @@ def test_lower_priorities_run_first(llm: LLM) -> None:
     names = {"a": 0, "b": 5, "c": -1, "d": 0, "e": 5, "f": -1}
     for at, (name, priority) in enumerate(names.items()):
         prompt = [at + 1, *range(20, 40)]
-        engine.submit(engine.prepare(prompt, greedy(2), request_id=name, priority=priority))
+        engine.submit(llm.frontend.prepare(prompt, greedy(2), request_id=name, priority=priority))
     done: list[str] = []
     while engine.has_unfinished:
         done += [group.request_id for group, _ in engine.step() if group.finished]
@@ -133,7 +133,7 @@ def test_the_least_urgent_request_gives_up_its_blocks(folder: Path) -> None:
     groups = {}
     for name, priority in (("late", 1), ("soon", 0)):
         prompt = [priority + 1, *range(10, 40)]
-        groups[name] = engine.prepare(prompt, greedy(40), request_id=name, priority=priority)
+        groups[name] = llm.frontend.prepare(prompt, greedy(40), request_id=name, priority=priority)
         engine.submit(groups[name])
         engine.step()
     while engine.has_unfinished:
@@ -189,7 +189,7 @@ def test_the_cache_is_reset_while_requests_run(llm: LLM) -> None:
     """They are computed anew, and answer the same."""
     [expected] = llm.generate(PROMPT, greedy(20))
     engine = llm.engine
-    group = engine.prepare(PROMPT, greedy(20))
+    group = llm.frontend.prepare(PROMPT, greedy(20))
     engine.submit(group)
     for _ in range(5):
         engine.step()

@@ -223,7 +223,7 @@ def test_prompts_are_tokenised_off_the_event_loop(
 ) -> None:
     """A prompt of 300 KB stood in the way of all other streams for 0.37 s."""
     llm = AsyncLLM(demo_model, num_blocks=64, num_threads=1)
-    tokenizer = llm.engine.tokenizer
+    tokenizer = llm.frontend.tokenizer
     assert tokenizer is not None
     encode, threads = tokenizer.encode, set[int]()
 

@@ -109,7 +109,7 @@ def llm(request: pytest.FixtureRequest) -> LLM:
 def test_a_prompt_of_a_wrong_type_is_refused(llm: LLM, prompt: Any, message: str) -> None:
     """A prompt of None was answered as the text "None", a list of texts as its repr."""
     with pytest.raises(RequestError, match=message):
-        llm.engine.prepare(prompt, PARAMS)
+        llm.frontend.prepare(prompt, PARAMS)
     assert not llm.engine.has_unfinished
 
 
@@ -130,11 +130,11 @@ def test_a_prompt_of_a_wrong_type_is_refused(llm: LLM, prompt: Any, message: str
 )
 def test_integers_of_any_kind_are_token_ids(llm: LLM, token_ids: Any) -> None:
     for prompt in (token_ids, {"prompt_token_ids": token_ids}, {"prompt": None} | ask(token_ids)):
-        group = llm.engine.prepare(prompt, PARAMS)
+        group = llm.frontend.prepare(prompt, PARAMS)
         assert group.prompt_token_ids == [5, 6]
         assert all(type(token_id) is int for token_id in group.prompt_token_ids)
         assert group.prompt is None
-    group = llm.engine.prepare({"prompt": "a text", **ask(token_ids)}, PARAMS)
+    group = llm.frontend.prepare({"prompt": "a text", **ask(token_ids)}, PARAMS)
     assert (group.prompt, group.prompt_token_ids) == ("a text", [5, 6])
 
 
@@ -147,7 +147,7 @@ def ask(token_ids: Any) -> dict[str, Any]:
 def test_a_name_is_a_text(llm: LLM, field: str, value: Any) -> None:
     """A salt of half a character was admitted, and failed when the events of its blocks were."""
     with pytest.raises(RequestError, match=field):
-        llm.engine.prepare([5], PARAMS, **{field: value})
+        llm.frontend.prepare([5], PARAMS, **{field: value})
     with pytest.raises(RequestError, match=field):
         llm._chats.prepare([{"role": "user", "content": "a"}], PARAMS, **{field: value})
 
@@ -155,22 +155,22 @@ def test_a_name_is_a_text(llm: LLM, field: str, value: Any) -> None:
 @pytest.mark.parametrize("priority", ["a", True, 1.5, 2**63, [1], None])
 def test_a_priority_is_a_whole_number(llm: LLM, priority: Any) -> None:
     with pytest.raises(RequestError, match=r"priority is .*; allowed"):
-        llm.engine.prepare([5], PARAMS, priority=priority)
+        llm.frontend.prepare([5], PARAMS, priority=priority)
 
 
 def test_a_prompt_may_bring_its_salt(llm: LLM) -> None:
-    group = llm.engine.prepare({"prompt_token_ids": [5], "cache_salt": "a"}, PARAMS)
+    group = llm.frontend.prepare({"prompt_token_ids": [5], "cache_salt": "a"}, PARAMS)
     assert group.namespace.salt == "a"
     with pytest.raises(RequestError, match="cache_salt is 'a', and the call's 'b'"):
-        llm.engine.prepare({"prompt_token_ids": [5], "cache_salt": "a"}, PARAMS, salt="b")
+        llm.frontend.prepare({"prompt_token_ids": [5], "cache_salt": "a"}, PARAMS, salt="b")
     with pytest.raises(RequestError, match="cache_salt"):
-        llm.engine.prepare({"prompt_token_ids": [5], "cache_salt": 3}, PARAMS)
+        llm.frontend.prepare({"prompt_token_ids": [5], "cache_salt": 3}, PARAMS)
 
 
 @pytest.mark.parametrize("params", [None, {}, {"max_tokens": 3}, SamplingParams, [PARAMS]])
 def test_sampling_parameters_are_of_their_class(llm: LLM, params: Any) -> None:
     with pytest.raises(RequestError, match="allowed: a SamplingParams"):
-        llm.engine.prepare([5], params)
+        llm.frontend.prepare([5], params)
 
 
 JSON = st.recursive(
@@ -196,7 +196,7 @@ MAPPINGS = st.dictionaries(KEYS, JSON | st.fixed_dictionaries({"image": JSON}), 
 @given(prompt=JSON | MAPPINGS | st.lists(st.integers(0, 60)), name=JSON, salt=st.none() | JSON)
 def test_any_prompt_is_taken_or_refused(llm: LLM, prompt: Any, name: Any, salt: Any) -> None:
     try:
-        group = llm.engine.prepare(prompt, PARAMS, request_id=name, salt=salt)
+        group = llm.frontend.prepare(prompt, PARAMS, request_id=name, salt=salt)
     except HeadstartError as error:
         str(error).encode()
     else:
@@ -290,8 +290,8 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
     for text in ("x" * (limit + 1), "é" * (limit // 2 + 1)):
         conversation = [{"role": "user", "content": text}]
         for prepare, prompt in (
-            (text_llm.engine.prepare, text),
-            (text_llm.engine.prepare, {"prompt": text}),
+            (text_llm.frontend.prepare, text),
+            (text_llm.frontend.prepare, {"prompt": text}),
             (text_llm._chats.prepare, conversation),
         ):
             with pytest.raises(RequestError, match=f"bytes of text; allowed: {limit:,} at most"):
@@ -389,7 +389,7 @@ def test_integers_without_bounds_and_half_characters_are_refused(option: str, va
 
 def test_a_placeholder_among_token_ids_is_found_in_arrays_too(vision_llm: LLM) -> None:
     with pytest.raises(RequestError, match="1 placeholders"):
-        vision_llm.engine.prepare(np.array([IDS["<image>"]]), PARAMS)  # type: ignore[arg-type]
+        vision_llm.frontend.prepare(np.array([IDS["<image>"]]), PARAMS)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lora_int_id", [0, -1, None, True, "1", 1.0])

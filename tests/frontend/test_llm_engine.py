@@ -209,10 +209,10 @@ def test_a_fault_of_the_engine_ends_all_and_the_next_are_served(engine: LLMEngin
 
 
 def test_an_id_that_is_made_is_nobody_elses(engine: LLMEngine) -> None:
-    first = engine.engine.prepare([5, 6], few(2)).request_id
+    first = engine.frontend.prepare([5, 6], few(2)).request_id
     engine.add_request(first.rpartition("-")[0] + "-1x", [5, 6], few(2))
     assert first.startswith("request-") and not first.removeprefix("request-").isdecimal()
-    assert engine.engine.prepare([5, 6], few(2)).request_id != first
+    assert engine.frontend.prepare([5, 6], few(2)).request_id != first
     run(engine)
 
 

@@ -30,7 +30,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
 
 
 def make_box(llm: AsyncLLM, *, paced: bool = False) -> tuple[AsyncMailbox[Any], RequestOutput]:
-    group = llm.engine.prepare(PROMPT, LONG)
+    group = llm.frontend.prepare(PROMPT, LONG)
     return AsyncMailbox(llm._driver, paced=paced), group.output()
 
 
@@ -169,7 +169,7 @@ def test_a_stream_of_new_tokens_has_all_of_them(
         params = SamplingParams(
             temperature=0, max_tokens=40, ignore_eos=True, output_kind=RequestOutputKind.DELTA
         )
-        stream = llm.outputs(llm.engine.prepare(PROMPT, params), paced=paced)
+        stream = llm.outputs(llm.frontend.prepare(PROMPT, params), paced=paced)
         parts = [one.outputs[0].token_ids async for one in stream]
         return len(parts), [token for part in parts for token in part]
 
@@ -261,7 +261,7 @@ def test_no_paced_update_of_two_threads_is_lost(llm: AsyncLLM) -> None:
 @pytest.mark.parametrize("when", ["before the first", "while one is waited for", "between two"])
 def test_a_stream_that_fails_says_why_once(llm: AsyncLLM, when: str) -> None:
     async def read() -> None:
-        stream = llm.outputs(llm.engine.prepare(PROMPT, LONG))
+        stream = llm.outputs(llm.frontend.prepare(PROMPT, LONG))
         assert isinstance(stream, AsyncOutputStream)
         if when != "before the first":
             assert not (await anext(stream)).finished
@@ -282,7 +282,7 @@ def test_a_stream_that_fails_says_why_once(llm: AsyncLLM, when: str) -> None:
 
 def test_a_stream_that_ended_does_not_fail(llm: AsyncLLM) -> None:
     async def read() -> None:
-        stream = llm.outputs(llm.engine.prepare(PROMPT, LONG))
+        stream = llm.outputs(llm.frontend.prepare(PROMPT, LONG))
         assert [one.finished async for one in stream][-1]
         stream.fail(TimeoutError("too late"))
         assert [one async for one in stream] == []

@@ -251,7 +251,7 @@ def test_updates_for_a_loop_that_is_busy_are_bounded(async_llm: AsyncLLM) -> Non
 
 
 def _group(llm: AsyncLLM) -> RequestGroup:
-    return llm.engine.prepare(A, SHORT)
+    return llm.frontend.prepare(A, SHORT)
 
 
 def test_an_async_stream_is_read_in_one_event_loop(async_llm: AsyncLLM) -> None:

@@ -73,17 +73,6 @@ VLLM_PATHS = {
     f"headstart.engine.{name}" for name in ("arg_utils", "async_llm_engine", "llm_engine")
 }
 
-# Modules of the engine that still import the frontend. The list only gets shorter.
-UPWARD = {
-    f"headstart.engine.{name}"
-    for name in (
-        "engine",
-        "logits.bad_words",
-        "logits.factory",
-        "request",
-    )
-}
-
 MODULES = read_modules(PACKAGE)
 ROOMS = [room for room in WITHOUT_TORCH if f"{PACKAGE}.{room}" in MODULES]
 
@@ -106,7 +95,7 @@ def wrong_arrows(module: Module, modules: dict[str, Module]) -> list[str]:
         allowed = {"cache"}
     if module.name == PACKAGE or module.room in ("cli", "__main__"):
         return []
-    if module.name in UPWARD | VLLM_PATHS:
+    if module.name in VLLM_PATHS:
         allowed = {*MAY_IMPORT[module.room], "frontend"}
     assert allowed is not None, f"{module.name}: give the room its arrows in MAY_IMPORT"
     found = []

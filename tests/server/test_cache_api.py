@@ -275,16 +275,16 @@ def test_images_and_turns_are_forgotten_too(image_server: Running) -> None:
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "Eh?"}]
     body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": parts}]}
     llm = image_server.llm
-    assert llm.engine.images is not None
+    assert llm.frontend.images is not None
     encoded = []
     with httpx.Client(base_url=image_server.url, timeout=60) as client:
         for _ in range(2):
             client.post("/v1/chat/completions", json=body).raise_for_status()
-            encoded.append(llm.engine.images.cache.num_encoded)
-            assert llm.engine.images.cache.num_rows > 0
+            encoded.append(llm.frontend.images.cache.num_encoded)
+            assert llm.frontend.images.cache.num_rows > 0
             assert len(llm._chats._memory) > 0
             client.post("/cache/reset").raise_for_status()
-            assert llm.engine.images.cache.num_rows == 0
+            assert llm.frontend.images.cache.num_rows == 0
             assert len(llm._chats._memory) == 0
     assert encoded[1] == encoded[0] + 1
 

@@ -78,7 +78,7 @@ def test_a_chat_that_continues_the_assistant_s_words(llama: tuple[Running, int])
 def test_a_prefilled_message(llama: tuple[Running, int]) -> None:
     server, _ = llama
     [part] = post(server, "messages", messages=CHAT, temperature=0, max_tokens=5)["content"]
-    tokenizer = server.llm.engine.tokenizer
+    tokenizer = server.llm.frontend.tokenizer
     assert tokenizer is not None
     prompt = tokenizer.apply_chat_template(CHAT, tokenize=False, continue_final_message=True)
     ids = tokenizer.encode(prompt, add_special_tokens=False)

@@ -332,7 +332,7 @@ def alone(model: Path) -> Any:
 
 def ask(llm: Any) -> Any:
     """The answer, within a number of steps that would be many for one that waits for nothing."""
-    group = llm.engine.prepare(PROMPT, GREEDY)
+    group = llm.frontend.prepare(PROMPT, GREEDY)
     llm.engine.submit(group)
     for _ in range(400):  # 20 seconds, if each waits for a load
         llm.engine.step()
@@ -400,7 +400,7 @@ def test_a_reset_during_a_slow_save_says_that_something_may_be_left(
         unblocked.set()
         assert llm.reset_prefix_cache(reset_connector=True)
         assert llm.engine.tiers is not None and llm.engine.tiers.flush(FOREVER)
-        group = llm.engine.prepare(PROMPT, GREEDY)
+        group = llm.frontend.prepare(PROMPT, GREEDY)
         prompt_names = llm.engine.manager.block_hashes(group.requests[0].sequence)
         assert llm.engine.tiers.count_stored(prompt_names) == {"disk": 0}
 

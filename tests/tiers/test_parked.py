@@ -110,7 +110,7 @@ SMALL = [3 + at * 11 % 140 for at in range(40)]
 
 
 def submit(llm: LLM, tokens: list[int], params: SamplingParams = PARAMS) -> RequestGroup:
-    group = llm.engine.prepare({"prompt_token_ids": tokens}, params)
+    group = llm.frontend.prepare({"prompt_token_ids": tokens}, params)
     llm.engine.submit(group)
     return group
 

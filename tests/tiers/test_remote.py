@@ -175,7 +175,7 @@ def test_a_wrong_url_is_an_error_of_ours(url: str) -> None:
 
 
 def prompt_names(llm: LLM, prompt: dict[str, Any]) -> list[BlockHash]:
-    group = llm.engine.prepare(prompt, SamplingParams(max_tokens=1))
+    group = llm.frontend.prepare(prompt, SamplingParams(max_tokens=1))
     return llm.engine.manager.block_hashes(group.requests[0].sequence)
 
 

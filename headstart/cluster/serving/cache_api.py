@@ -17,7 +17,7 @@ from headstart.server.errors import JsonResponse
 from headstart.server.service import service_of
 
 if TYPE_CHECKING:
-    from headstart.cluster.serving.front import FrontEngine
+    from headstart.cluster.serving.front import ReplicaFrontend
     from headstart.cluster.serving.llm import ReplicatedLLM
 
 __all__ = ["router"]
@@ -43,9 +43,9 @@ async def explain_prompt(body: CachePromptRequest, request: Request) -> Response
     service = service_of(request)
     prepared = await api.prepare(service, body, request, begins_reply=True)
     llm = cast("ReplicatedLLM", service.llm)
-    front = cast("FrontEngine", service.llm.engine)
+    front = cast("ReplicaFrontend", service.llm.frontend)
     names = await asyncio.to_thread(front.names, prepared)
-    size = front.manager.block_size
+    size = front.facts.names.block_size
     count = len(prepared.prompt_token_ids)
     held = llm.dispatcher.held(RouteRequest(prepared.request_id, prefix_keys(names), count, size))
     most = max(held.values(), default=0) if prepared.requests[0].reads_cache else 0

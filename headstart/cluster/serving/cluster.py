@@ -2,7 +2,7 @@
 
     ReplicaCluster ──ray.init──▶ Ray of RAY_ADDRESS or of this machine; else one of its own
                    ──serve.run──▶ engines, as many as asked for, each with its CPUs and GPUs
-                   ──facts──────▶ FrontEngine, ReplicaDriver, ReplicatedLLM
+                   ──facts──────▶ ReplicaFrontend, ReplicaDriver, ReplicatedLLM
 
 A server that finds its application running, which is named by the model and the options, uses it
 as it is: several servers may have the same replicas, each with an index of its own. The
@@ -41,7 +41,7 @@ from headstart.cluster.options import ReplicaConfig
 from headstart.cluster.serving.adapters import ReplicaAdapters
 from headstart.cluster.serving.dispatch import Dispatcher, register, unregister
 from headstart.cluster.serving.driver import ReplicaDriver
-from headstart.cluster.serving.front import FrontEngine
+from headstart.cluster.serving.front import ReplicaFrontend
 from headstart.cluster.serving.llm import ReplicatedLLM
 from headstart.cluster.serving.ray_errors import read_error
 from headstart.cluster.serving.replica import EngineReplica
@@ -120,7 +120,7 @@ class ReplicaCluster:
             adapters = ReplicaAdapters(
                 lambda name, path: _ask(handle.load_adapter.remote(name, path).result)
             )
-            front = FrontEngine(model, facts, engine, most, adapters, read.tokenizer)
+            front = ReplicaFrontend(model, facts, engine, most, adapters, read.tokenizer)
             driver = ReplicaDriver(handle, front, dispatcher, ray.put)
             self.llm = ReplicatedLLM(front, driver, dispatcher, read.sampling, read.chat_template)
             if self._is_own_ray:  # nobody starts its processes again

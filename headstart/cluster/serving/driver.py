@@ -38,13 +38,13 @@ from headstart.cluster.serving.messages import AnswerRequest, Part, RequestKey
 from headstart.cluster.serving.ray_errors import has_died, read_error
 from headstart.cluster.serving.running import Attempt, Running
 from headstart.cluster.serving.signs import sign_life
-from headstart.engine.driver import Driver, Receiver, Update
+from headstart.engine.driver import LocalDriver, Receiver, Update
 from headstart.errors import EngineError, ReplicaLostError, RequestError
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-    from headstart.cluster.serving.front import FrontEngine
+    from headstart.cluster.serving.front import ReplicaFrontend
     from headstart.engine.images.transfer import SentImages
     from headstart.engine.request import RequestGroup
 
@@ -59,12 +59,12 @@ Answer = TypeVar("Answer")
 
 
 class ReplicaDriver:
-    """What `AsyncLLM` asks of a `Driver`. Every method may be called from any thread."""
+    """What `AsyncLLM` asks of a `LocalDriver`. Every method may be called from any thread."""
 
     def __init__(
         self,
         handle: DeploymentHandle,
-        front: FrontEngine,
+        front: ReplicaFrontend,
         dispatcher: Dispatcher,
         put: Callable[[SentImages], Awaitable[SentImages]],
         clock: Callable[[], float] = time.monotonic,
@@ -99,7 +99,7 @@ class ReplicaDriver:
     # As of a driver
 
     awaited = staticmethod(nullcontext)  # no step runs in this process
-    require_request = staticmethod(Driver.require_request)
+    require_request = staticmethod(LocalDriver.require_request)
 
     def submit(self, group: RequestGroup, receive: Receiver, *, every_step: bool = True) -> None:
         """Have a prepared request answered. Its last update is a finished output or an error.
@@ -322,7 +322,7 @@ class ReplicaDriver:
 
     async def _describe(self, running: Running) -> AnswerRequest:
         group = running.group
-        salt, shares = group.namespace.salt, self._front.manager.shares
+        salt, shares = group.namespace.salt, self._front.facts.shares
         owner = shares.owner(salt)
         return AnswerRequest(
             request_id=running.name,
@@ -350,7 +350,7 @@ class ReplicaDriver:
             running.name,
             self._front.keys(group),
             len(group.prompt_token_ids),
-            self._front.manager.block_size,
+            self._front.facts.names.block_size,
         )
 
     async def _end_all(self) -> None:

@@ -10,7 +10,6 @@ from headstart.engine.metrics import (
     Gauge,
     Histogram,
     Metric,
-    read_metrics,
 )
 
 try:
@@ -37,7 +36,7 @@ class RayGauges:
 
     async def update(self) -> None:
         """Tell Ray the values of now."""
-        for metric in await self._llm.call(lambda: read_metrics(self._llm.engine)):
+        for metric in await self._llm.call(self._llm.read_metrics):
             if isinstance(metric, Counter):
                 self._set(metric, "_total", metric.value)
             elif isinstance(metric, Gauge):

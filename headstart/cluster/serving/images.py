@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headstart.engine.images.encoder_cache import EncoderKey
+from headstart.engine.images.budget import EncoderBudget
+from headstart.engine.images.encoder_cache import EncoderCache, EncoderKey
 from headstart.engine.images.transfer import SentImages, send_images
 from headstart.frontend.images.prompt import ImagePrompts
 from headstart.frontend.images.similar import SimilarImages
@@ -44,7 +45,9 @@ class FrontImages(ImagePrompts):
         config: EngineConfig,
     ) -> None:
         """`facts` are a replica's, `config` too. Raises ModelError."""
-        super().__init__(_UnweightedVision(model, facts, tokenizer), tokenizer, config)
+        vision = _UnweightedVision(model, facts, tokenizer)
+        budget = EncoderBudget(EncoderCache(vision, config.encoder_cache_rows), None)
+        super().__init__(vision, tokenizer, config, budget)
         self._fingerprint = facts.fingerprint
         self._encoded = _Encoded(config.encoder_cache_rows)
         self._similar = SimilarImages(self._encoded)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from headstart.cluster.serving.metric_sums import add_up
 from headstart.engine.metrics import Metric
 from headstart.errors import ReplicaLostError
 from headstart.frontend.async_llm import AsyncLLM
 from headstart.frontend.chat.requests import ChatRequests
-from headstart.frontend.start import Started
 from headstart.validation import check_flag
 
 if TYPE_CHECKING:
     from headstart.cluster.serving.dispatch import Dispatcher
     from headstart.cluster.serving.driver import ReplicaDriver
-    from headstart.cluster.serving.front import FrontEngine
+    from headstart.cluster.serving.front import ReplicaFrontend
     from headstart.engine.params import SamplingParams
-    from headstart.frontend.streams import AsyncDriver
 
 __all__ = ["ReplicatedLLM"]
 
@@ -31,7 +29,7 @@ class ReplicatedLLM(AsyncLLM):
 
     def __init__(
         self,
-        front: FrontEngine,
+        front: ReplicaFrontend,
         driver: ReplicaDriver,
         dispatcher: Dispatcher,
         sampling: SamplingParams,
@@ -39,11 +37,7 @@ class ReplicatedLLM(AsyncLLM):
     ) -> None:
         self.dispatcher = dispatcher
         self._replicas = driver
-        # Half an engine, and a driver that has the other half do the work: they have what
-        # `AsyncLLM`, `ChatRequests` and the server ask of whole ones.
-        chats = ChatRequests(cast("Any", front), chat_template)
-        whole: AsyncDriver = driver
-        self._take(Started(cast("Any", front), chats, cast("Any", whole), sampling))
+        self._attach(front, ChatRequests(front, chat_template), driver, sampling)
 
     @property
     def has_engine(self) -> bool:
@@ -70,8 +64,9 @@ class ReplicatedLLM(AsyncLLM):
 
         One that is asked for it by a request that still runs reads it anew.
         """
-        found = self.engine.adapters.find(name)
-        await super().unload_adapter(name)
+        adapters = self.frontend.adapters
+        found = adapters.find(name)
+        await asyncio.to_thread(adapters.unload, name)
         try:
             await asyncio.to_thread(self._replicas.ask_all, "unload_adapter", found)
         except ReplicaLostError as error:
@@ -80,5 +75,5 @@ class ReplicatedLLM(AsyncLLM):
     async def forget_inputs(self) -> None:
         """As `AsyncLLM.forget_inputs`, of the server and of every replica."""
         await super().forget_inputs()
-        if self.engine.images is not None:
+        if self.takes_images:
             await asyncio.to_thread(self._replicas.ask_all, "forget_inputs")

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 from headstart.cache import AllBlocksCleared, BlockHash, CacheEvent
 from headstart.cluster.events import DISK, EventBatch, EventPublisher
 from headstart.cluster.serving.messages import Part, Report, RequestKey
-from headstart.engine.metrics import read_metrics
 from headstart.engine.startup.observed import ObservedManager
 from headstart.errors import EngineError
 
@@ -76,7 +75,7 @@ class CachePublisher:
     async def publish(self) -> None:
         """Tell all followers what changed. Raises EngineError when the engine is closed."""
         self._tell(await self._llm.call(self._read))
-        if self._llm.engine.tiers is not None:
+        if self._llm.tiers is not None:
             self._tell_stored(await self._llm.call(self._read_stored))
 
     async def reset(self, running: bool, tiers: bool) -> bool:
@@ -125,7 +124,7 @@ class CachePublisher:
         self._followers[follower] = queue  # first: what comes meanwhile is newer than the snapshot
         try:
             yield await self._llm.call(self._read_all)
-            if self._llm.engine.tiers is not None:
+            if self._llm.tiers is not None:
                 yield Report(await self._llm.call(self._store_events.snapshot))
             while (report := await queue.get()) is not None:
                 yield report
@@ -155,7 +154,7 @@ class CachePublisher:
     # In the engine's thread
 
     def _read(self, *more: CacheEvent) -> Report:
-        return Report(self._take_batch(*more), read_metrics(self._llm.engine))
+        return Report(self._take_batch(*more), self._llm.read_metrics())
 
     def _reset(self, running: bool, tiers: bool) -> Report | None:
         """None if nothing was forgotten.
@@ -171,18 +170,18 @@ class CachePublisher:
     def _read_all(self) -> Report:
         """A snapshot is as of the last batch that all followers were sent."""
         process = f"{os.getpid()} on {socket.gethostname()}"
-        return Report(self._events.snapshot(), read_metrics(self._llm.engine), process=process)
+        return Report(self._events.snapshot(), self._llm.read_metrics(), process=process)
 
     def _take_batch(self, *more: CacheEvent) -> EventBatch | None:
-        manager = self._llm.engine.manager
+        manager = self._llm.manager
         assert isinstance(manager, ObservedManager)
-        if self._llm.engine.tiers is None:  # nobody else takes them
+        if self._llm.tiers is None:  # nobody else takes them
             manager.take_events()
         return self._events.publish([*manager.take_observed(), *more])
 
     def _read_stored(self) -> EventBatch | None:
         """What the store was seen to have since the last call; the oldest are forgotten for it."""
-        tiers = self._llm.engine.tiers
+        tiers = self._llm.tiers
         assert tiers is not None
         self._is_saving = tiers.is_saving  # first: what is saved meanwhile is taken next time
         kept = tiers.take_kept()

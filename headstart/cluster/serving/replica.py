@@ -53,16 +53,15 @@ class EngineReplica:
 
     async def facts(self) -> EngineFacts:
         """What the server must know of the engine."""
-        engine = self._llm.engine
-        images = engine.images
+        facts, images = self._llm.frontend.facts, self._llm.frontend.images
         return EngineFacts(
-            vocab_size=engine.model.vocab_size,
-            eos_token_ids=frozenset(engine.model.eos_token_ids),
-            max_model_len=engine.max_model_len,
-            block_size=engine.manager.block_size,
-            num_blocks=engine.manager.config.num_blocks,
-            kv_cache_bytes=engine.kv_cache_bytes,
-            model_name=engine.manager.names.model,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+            max_model_len=facts.max_model_len,
+            block_size=facts.names.block_size,
+            num_blocks=facts.num_blocks,
+            kv_cache_bytes=facts.kv_cache_bytes,
+            model_name=facts.names.model,
             silence=self._servers.silence,
             # Which reads all weights, so that the first image need not wait for it.
             vision=await asyncio.to_thread(images.facts) if images is not None else None,
@@ -77,14 +76,14 @@ class EngineReplica:
         self._servers.hear(asked.server)
         params = asked.params.clone()
         params.output_kind = RequestOutputKind.DELTA
-        names = self._llm.engine.manager.names
+        names = self._llm.frontend.facts.names
         if asked.num_public:  # the server that says so has read the operator's files
             names.publish(asked.prompt_token_ids[: asked.num_public * names.block_size])
         request = await self._prepare(asked, params)
         for one in request.requests:
             one.sequence.marks = asked.marks
         if asked.owner is not None:
-            self._llm.engine.manager.shares.set(*asked.owner)
+            self._llm.set_share(*asked.owner)
         self._publisher.begin()
         self._asked[request] = asked.server
         try:
@@ -117,7 +116,7 @@ class EngineReplica:
 
     async def _read(self, asked: AnswerRequest) -> PreparedPrompt:
         """The prompt. Raises RequestError or EngineError for images that cannot be taken."""
-        token_ids, images = asked.prompt_token_ids, self._llm.engine.images
+        token_ids, images = asked.prompt_token_ids, self._llm.frontend.images
         if asked.images is None:
             return PreparedPrompt(token_ids)
         if images is None:
@@ -140,7 +139,7 @@ class EngineReplica:
         if adapter is None:
             return await prepare()
         async with self._naming:  # another request may want another adapter of this name
-            if adapter not in self._llm.engine.adapters.named:
+            if adapter not in self._llm.adapters:
                 await self._llm.load_adapter(adapter.name, adapter.path)
             request = await prepare(adapter=adapter.name)
         check_adapter(request.adapter, adapter)
@@ -154,7 +153,7 @@ class EngineReplica:
     async def unload_adapter(self, adapter: Adapter) -> None:
         """Forget an adapter's name, unless it is another's by now."""
         async with self._naming:
-            if adapter in self._llm.engine.adapters.named:
+            if adapter in self._llm.adapters:
                 await self._llm.unload_adapter(adapter.name)
 
     async def follow(self, who: Follow) -> AsyncGenerator[Report]:

@@ -11,7 +11,7 @@ from headstart.validation import check_name, describe
 __all__ = ["AdapterNames", "InEngine", "adapter_folder"]
 
 InEngine = Callable[[Callable[[], Adapter]], Adapter]
-"""Calls a function in the engine's thread: `Driver.call`."""
+"""Calls a function in the engine's thread: `LocalDriver.call`."""
 
 
 class AdapterNames(ABC):

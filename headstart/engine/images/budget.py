@@ -15,7 +15,7 @@ class EncoderBudget:
     """
 
     def __init__(self, cache: EncoderCache, block_size: int | None) -> None:
-        self._cache = cache
+        self.cache = cache
         self._block_size = block_size
 
     def check(self, images: tuple[PromptImage, ...]) -> None:
@@ -27,10 +27,10 @@ class EncoderBudget:
                 if other.start <= image.start and self._first(image.start) < other.stop
             ]
             rows = sum({other.key: other.image.num_rows for other in together}.values())
-            if rows > self._cache.capacity:
+            if rows > self.cache.capacity:
                 raise RequestError(
                     f"an image of {image.image.num_rows} embeddings needs {rows} at once, and "
-                    f"the encoder cache holds {self._cache.capacity} (encoder_cache_rows)"
+                    f"the encoder cache holds {self.cache.capacity} (encoder_cache_rows)"
                 )
 
     def applies(self, request: Request) -> bool:
@@ -46,9 +46,9 @@ class EncoderBudget:
                 break
             if image.stop > self._first(start):
                 needed.append(image)
-                if not self._cache.fits(needed):
+                if not self.cache.fits(needed):
                     return None if waits else max(start, image.start)
-                waits |= self._cache.is_coming((request, at), image)
+                waits |= self.cache.is_coming((request, at), image)
         return None if waits else stop
 
     def enter(self, request: Request, start: int, stop: int) -> None:
@@ -57,17 +57,17 @@ class EncoderBudget:
         held: list[tuple[int, PromptImage]] = []
         for at, image in enumerate(_images(request)):
             if image.stop <= first:
-                self._cache.leave((request, at), image)
+                self.cache.leave((request, at), image)
             elif image.start < stop:
                 held.append((at, image))
         # Those that are there first, so that making room for the others evicts none of them.
-        for at, image in sorted(held, key=lambda pair: pair[1].key not in self._cache):
-            self._cache.hold((request, at), image, is_stored=request.group.params.is_stored)
+        for at, image in sorted(held, key=lambda pair: pair[1].key not in self.cache):
+            self.cache.hold((request, at), image, is_stored=request.group.params.is_stored)
 
     def leave(self, request: Request) -> None:
         """Leave all of the request's images."""
         for at, image in enumerate(_images(request)):
-            self._cache.leave((request, at), image)
+            self.cache.leave((request, at), image)
 
     def _first(self, start: int) -> int:
         """The first position that is computed when `start` is."""

@@ -1,20 +1,12 @@
 """Words that an answer may not have: a token that would complete one is banned."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headstart.engine.logits.protocol import Failures, Rows, TokenMask
-from headstart.errors import RequestError
-from headstart.frontend.text.codec import encode_text
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-__all__ = ["BadWords", "spell_words"]
+__all__ = ["BadWords", "Word"]
 
 Word = tuple[int, ...]
 
@@ -60,24 +52,3 @@ class BadWords(TokenMask):
         """Remember as many tokens as the longest word needs."""
         self._past.append(token_id)
         del self._past[: -self._longest or len(self._past)]
-
-
-def spell_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[Word]:
-    """The token ids of each word, and of it after a space where that begins with another token.
-
-    Raises RequestError.
-    """
-    if tokenizer is None:
-        raise RequestError("the model came without a tokenizer: bad_words cannot be spelled")
-    spelled: dict[Word, None] = {}
-    for word in words:
-        plain, spaced = (
-            tuple(encode_text(tokenizer, text, add_special_tokens=False))
-            for text in (word.lstrip(), f" {word.lstrip()}")
-        )
-        if not plain:
-            raise RequestError(f"bad_words has {word!r}, which has no tokens")
-        spelled[plain] = None
-        if len(spaced) == len(plain) and spaced[0] != plain[0]:
-            spelled[spaced] = None
-    return list(spelled)

@@ -1,18 +1,21 @@
 """An engine for a model in files."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headstart.engine.config import make_config
-from headstart.engine.engine import Engine
+from headstart.engine.engine import EngineCore
 from headstart.engine.startup.parts import make_parts
 from headstart.engine.startup.threads import count_cores
 from headstart.errors import ConfigError
 from headstart.models.loader import load_model
 from headstart.models.prefetch import ReadyMemory
 from headstart.models.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["load_engine"]
 
@@ -24,8 +27,8 @@ def load_engine(
     ready_memory: ReadyMemory | None = None,
     is_observed: bool = False,
     **options: Any,
-) -> Engine:
-    """An engine for a model by path or name; `options` are the fields of `EngineConfig`.
+) -> tuple[EngineCore, "PreTrainedTokenizerBase | None"]:
+    """Load a model by path or name, and its tokenizer; `options` are those of `EngineConfig`.
 
     The tokenizer is the model's own unless another folder is given. Packed weights lie in
     `ready_memory` if that is given and fits them. is_observed: see `make_parts`.
@@ -44,4 +47,4 @@ def load_engine(
     finally:
         torch.set_num_threads(config.threads)
     parts = make_parts(decoder, tokenizer, config, is_observed=is_observed)
-    return Engine(parts, config)
+    return EngineCore(parts, config), tokenizer

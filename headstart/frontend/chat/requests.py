@@ -8,7 +8,6 @@ from itertools import takewhile
 from typing import TypedDict, Unpack
 
 from headstart.cache import Namespace
-from headstart.engine.engine import Engine
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
@@ -17,6 +16,7 @@ from headstart.errors import RequestError
 from headstart.frontend.chat.conversation import ChatPrompt, ConversationMemory, Turn
 from headstart.frontend.chat.messages import Message
 from headstart.frontend.chat.template import TemplateOptions
+from headstart.frontend.frontend import Frontend
 from headstart.frontend.images.chat import ImageChat, ImageSpelling
 from headstart.frontend.images.reading import Tenant
 from headstart.frontend.inputs import RequestOptions, check_request
@@ -30,7 +30,7 @@ _FOLLOWING = ("a", " 0")  # no tokenizer makes one beginning of both
 
 
 class RequestKeywords(TypedDict, total=False):
-    """What comes beside a conversation: see `Engine.prepare`."""
+    """What comes beside a conversation: see `EngineCore.prepare`."""
 
     request_id: str | None
     salt: str | None
@@ -44,19 +44,19 @@ class ChatRequests:
     May be used from several threads.
     """
 
-    def __init__(self, engine: Engine, chat_template: str | None = None) -> None:
+    def __init__(self, frontend: Frontend, chat_template: str | None = None) -> None:
         """`chat_template` is for conversations that bring none; None for the tokenizer's."""
-        self._engine = engine
+        self._frontend = frontend
         self.chat_template = chat_template
         self._lock = threading.Lock()
         self._images: ImageChat | None = None
-        limit = engine.text_limit
-        if engine.images is None:
-            self._memory = ConversationMemory(engine.tokenizer, limit=limit)
+        limit = frontend.text_limit
+        if frontend.images is None:
+            self._memory = ConversationMemory(frontend.tokenizer, limit=limit)
         else:
-            spelling = ImageSpelling(engine.tokenizer, engine.images)
-            self._memory = ConversationMemory(engine.tokenizer, spelling=spelling, limit=limit)
-            self._images = ImageChat(engine.images, self._memory, spelling)
+            spelling = ImageSpelling(frontend.tokenizer, frontend.images)
+            self._memory = ConversationMemory(frontend.tokenizer, spelling=spelling, limit=limit)
+            self._images = ImageChat(frontend.images, self._memory, spelling)
 
     def prepare(
         self,
@@ -69,18 +69,18 @@ class ChatRequests:
 
         Raises RequestError, and EngineError when the engine is closed.
         """
-        self._engine.require_open()
+        self._frontend.require_open()
         request = RequestOptions(**options)
         check_request(params, request)
         salt, adapter = request.salt, request.adapter
-        found = self._engine.adapters.find(adapter) if adapter is not None else None
+        found = self._frontend.adapters.find(adapter) if adapter is not None else None
         namespace = Namespace(found.digest if found is not None else None, salt)
         tenant = Tenant(salt, params.similar_images and params.is_stored)
         template = template or TemplateOptions()
         if template.chat_template is None:
             template = replace(template, chat_template=self.chat_template)
         chat, prompt = self._prompt(messages, template, namespace, tenant)
-        group = self._engine.prepare(prompt, params, **options)
+        group = self._frontend.prepare(prompt, params, **options)
         group.chat = chat
         return group
 
@@ -91,13 +91,13 @@ class ChatRequests:
         those whose tokens do not depend on what follows. Raises RequestError for a text that the
         model takes in neither place, and CacheError for what is no token.
         """
-        names = self._engine.manager.names
+        names = self._frontend.facts.names
         if not isinstance(prefix, Collection):
             raise RequestError(f"prefix is {describe(prefix)}; allowed: a text, or token ids")
         if not isinstance(prefix, str):
             return names.publish(prefix)
         params = SamplingParams(temperature=0, max_tokens=1)
-        pairs = [[self._engine.prepare(prefix + text, params) for text in _FOLLOWING]]
+        pairs = [[self._frontend.prepare(prefix + text, params) for text in _FOLLOWING]]
         with suppress(RequestError):  # no template, or one without a system
             chats = [[_message("system", prefix), _message("user", text)] for text in _FOLLOWING]
             pairs.append([self.prepare(chat, params) for chat in chats])
@@ -122,12 +122,12 @@ class ChatRequests:
 
     def remember(self, group: RequestGroup, output: RequestOutput) -> None:
         """Keep the ids of a finished request's answers, for later turns of the same namespace."""
-        assert group.chat is not None
+        chat: ChatPrompt = group.chat
         if not group.params.is_stored:
             return
         with self._lock:
             for answer in output.outputs:
-                turn = Turn(*group.chat, answer.text, answer.token_ids)
+                turn = Turn(*chat, answer.text, answer.token_ids)
                 self._memory.remember(turn, group.namespace)
 
     def recall(self, messages: Conversation, replies: Mapping[int, Sequence[int]]) -> None:
@@ -140,7 +140,7 @@ class ChatRequests:
         _check_replies(messages, replies)
         if self._images is not None:
             return
-        size = self._engine.model.vocab_size
+        size = self._frontend.facts.vocab_size
         options = TemplateOptions(chat_template=self.chat_template)
         for place, token_ids in sorted(replies.items()):
             text = messages[place]["content"]

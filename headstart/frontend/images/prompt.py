@@ -14,16 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from headstart.cache import MultiModalItem, Shares
+from headstart.cache import MultiModalItem
 from headstart.cache.identity import MAX_TOKEN_ID
 from headstart.engine.config import EngineConfig
 from headstart.engine.images.budget import EncoderBudget
-from headstart.engine.images.encoder_cache import (
-    AskedStore,
-    EncoderCache,
-    PromptImage,
-    PromptImages,
-)
+from headstart.engine.images.encoder_cache import PromptImage, PromptImages
 from headstart.engine.images.transfer import SentImages
 from headstart.engine.outputs import ImageUse
 from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
@@ -43,28 +38,23 @@ from headstart.validation import describe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["IMAGE_MARK", "ImagePrompts", "make_image_prompts"]
+__all__ = ["IMAGE_MARK", "ImagePrompts"]
 
 IMAGE_MARK = MAX_TOKEN_ID
 """Stands for a token whose embedding is an image's, in ids that are not yet settled."""
 
 
 class ImagePrompts:
-    """The image side of an engine: makes prompts with images and keeps their embeddings.
-
-    Prompts may be made from several threads; `cache` and `budget` are the engine's.
-    """
+    """Makes prompts with images, from several threads. `budget` is the engine's."""
 
     def __init__(
         self,
         vision: VisionModel,
         tokenizer: PreTrainedTokenizerBase | None,
         config: EngineConfig,
-        store: AskedStore | None = None,
-        shares: Shares | None = None,
+        budget: EncoderBudget,
     ) -> None:
-        self.cache = EncoderCache(vision, config.encoder_cache_rows, store, shares)
-        self.budget = EncoderBudget(self.cache, config.block_size if config.deterministic else None)
+        self.budget, self.cache = budget, budget.cache
         self._similar = SimilarImages(self.cache)
         self._vision = vision
         self._tokenizer = tokenizer
@@ -220,14 +210,3 @@ class ImagePrompts:
                 f"the prompt has {found} placeholders {self.placeholder!r} and no images; "
                 "there must be one for each"
             )
-
-
-def make_image_prompts(
-    vision: VisionModel | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    config: EngineConfig,
-    store: AskedStore | None = None,
-    shares: Shares | None = None,
-) -> ImagePrompts | None:
-    """The image side of an engine; None for a model without vision."""
-    return None if vision is None else ImagePrompts(vision, tokenizer, config, store, shares)

@@ -191,7 +191,7 @@ async def apply_breakpoints(
     )
     points = list({one.ttl: one for one in marked}.values())
     token_ids = prepared.request.prompt_token_ids
-    full = len(token_ids) - len(token_ids) % service.llm.engine.config.block_size
+    full = len(token_ids) - len(token_ids) % service.llm.block_size
     lengths = []
     for point in points:
         turns = begin_of(body, point)

@@ -82,7 +82,7 @@ async def explain_prompt(body: CachePromptRequest, request: Request) -> Response
     service = service_of(request)
     prepared = await prepare(service, body, request, begins_reply=True)
     sequence = prepared.requests[0].sequence
-    manager = service.llm.engine.manager
+    manager = service.llm.manager
 
     def look() -> tuple[int, MissExplanation, list[BlockHash]]:
         if not prepared.requests[0].reads_cache:
@@ -103,7 +103,7 @@ async def explain_prompt(body: CachePromptRequest, request: Request) -> Response
         "prompt_tokens": len(prepared.prompt_token_ids),
         "cached_tokens": num_cached,
     }
-    tiers = service.llm.engine.tiers
+    tiers = service.llm.tiers
     if tiers is not None:
         stored = await asyncio.to_thread(tiers.count_stored, beyond)
         told["stored_tokens"] = sum(stored.values())
@@ -197,7 +197,7 @@ async def stream_live(request: Request) -> Response:
 async def show_block(block_id: int, request: Request) -> Response:
     """Return the text in a block; status 404 for an id that the pool does not have."""
     service = service_of(request)
-    count = service.llm.engine.manager.config.num_blocks
+    count = service.llm.num_blocks
     if not 0 <= block_id < count:
         raise ApiError(404, f"there is no block {block_id}; allowed: 0 to {count - 1}")
     return JsonResponse(await service.live.block_text(block_id))

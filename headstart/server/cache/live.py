@@ -23,7 +23,6 @@ from headstart.server.cache.traffic import Seen
 
 if TYPE_CHECKING:
     from headstart.cache import KVCacheManager
-    from headstart.engine.engine import Engine
     from headstart.frontend.async_llm import AsyncLLM
     from headstart.server.monitoring.watch import Watch
     from headstart.server.tenants import Tenants
@@ -107,8 +106,8 @@ class Live:
         return {"block": block_id, "prefix": None, "tokens": 0, "text": None}
 
     async def _refresh(self) -> None:
-        engine = self._llm.engine
-        manager = engine.manager
+        llm = self._llm
+        manager = llm.manager
         owners = Owners(self._tenants.names() if self._tenants.ask_for_keys else None)
         at = time.monotonic()
 
@@ -116,8 +115,8 @@ class Live:
             start = time.perf_counter()
             stretches = manager.stretches()
             told = {
-                "engine": describe_engine(engine),
-                "batch": describe_batch(engine, _MOST_REQUESTS),
+                "engine": describe_engine(llm),
+                "batch": describe_batch(llm, _MOST_REQUESTS),
                 "pool": describe_pool(manager, stretches, owners),
             }
             held = manager.held_blocks()
@@ -169,10 +168,10 @@ _SHOWN_TOKENS = 48
 Decode = Callable[[Sequence[int]], str]
 
 
-def describe_engine(engine: Engine) -> dict[str, Any]:
+def describe_engine(llm: AsyncLLM) -> dict[str, Any]:
     """Counts since the start, and requests of now. For the engine's thread."""
-    stats = engine.manager.stats
-    running, waiting = map(len, engine.requests)
+    stats = llm.manager.stats
+    running, waiting = map(len, llm.requests)
     return {
         "requests": stats.requests,
         "queried_tokens": stats.queried_tokens,
@@ -180,13 +179,13 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
         "hit_rate": round(stats.hit_rate, 4),
         "missed": {reason.name.lower(): count for reason, count in stats.missed.items()},
         "reasons": {reason.name.lower(): reason.value for reason in MissReason},
-        "preemptions": engine.num_preemptions,
+        "preemptions": llm.num_preemptions,
         "running": running,
         "waiting": waiting,
     }
 
 
-def describe_batch(engine: Engine, most: int) -> list[dict[str, Any]]:
+def describe_batch(llm: AsyncLLM, most: int) -> list[dict[str, Any]]:
     """The first requests that run, and how far each is. For the engine's thread."""
     return [
         {
@@ -199,7 +198,7 @@ def describe_batch(engine: Engine, most: int) -> list[dict[str, Any]]:
             ),
             "generated_tokens": len(request.sampling.output_token_ids),
         }
-        for request in engine.requests[0][:most]
+        for request in llm.requests[0][:most]
     ]
 
 

@@ -67,16 +67,15 @@ class Watch:
 
     def __init__(self, llm: AsyncLLM, name: str, *, by_tenant: bool) -> None:
         """by_tenant: see `Traffics`."""
-        engine = llm.engine
-        self._tokenizer = engine.tokenizer
-        self.decode = self._decode if engine.tokenizer is not None else None
-        blocks = engine.manager.config.num_blocks
-        self._pool = PoolSize(blocks, engine.manager.block_size, engine.kv_cache_bytes // blocks)
+        self._tokenizer = llm.tokenizer
+        self.decode = self._decode if llm.tokenizer is not None else None
+        blocks = llm.num_blocks
+        self._pool = PoolSize(blocks, llm.block_size, llm.kv_cache_bytes // blocks)
         self._lock = threading.Lock()
         self._ended: deque[_Ended] = deque()
         self._is_due = False
         self._traffics = Traffics(by_tenant=by_tenant)
-        self._adviser = Adviser(self.decode, engine.manager.block_size)
+        self._adviser = Adviser(self.decode, llm.block_size)
         self._recent: deque[_Answered] = deque(maxlen=_MOST_REQUESTS)
         self.metrics = Metrics(llm, name)
 

@@ -277,7 +277,7 @@ class ResponseAnswer:
     def _usage(self) -> dict[str, Any]:
         count = self._count
         is_stored = self._prepared.request.params.is_stored
-        full = count.prompt - count.prompt % self._service.llm.engine.config.block_size
+        full = count.prompt - count.prompt % self._service.llm.block_size
         return {
             "input_tokens": count.prompt,
             "input_tokens_details": {

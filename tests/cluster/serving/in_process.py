@@ -13,7 +13,7 @@ from headstart import AsyncLLM, SamplingParams
 from headstart.cluster.serving.adapters import ReplicaAdapters
 from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.cluster.serving.driver import ReplicaDriver
-from headstart.cluster.serving.front import FrontEngine
+from headstart.cluster.serving.front import ReplicaFrontend
 from headstart.cluster.serving.llm import ReplicatedLLM
 from headstart.cluster.serving.messages import AnswerRequest, EngineFacts
 from headstart.cluster.serving.replica import EngineReplica
@@ -98,7 +98,7 @@ class Replicas:
         self.handle = LocalHandle(self.replica)
         facts: EngineFacts = pickle.loads(pickle.dumps(asyncio.run(self.replica.facts())))
         config = make_config(read_options(str(folder), given).config)
-        self.front = FrontEngine(folder, facts, config, 1, ReplicaAdapters(_no_adapter))
+        self.front = ReplicaFrontend(folder, facts, config, 1, ReplicaAdapters(_no_adapter))
         dispatcher = Dispatcher("expected", 1)
         driver = ReplicaDriver(self.handle, self.front, dispatcher, Put)  # type: ignore[arg-type]
         self.llm = ReplicatedLLM(self.front, driver, dispatcher, SamplingParams())
@@ -107,8 +107,8 @@ class Replicas:
     @property
     def num_encoded(self) -> int:
         """Images that the replica encoded."""
-        assert self.replica._llm.engine.images is not None
-        return self.replica._llm.engine.images.cache.num_encoded
+        assert self.replica._llm.frontend.images is not None
+        return self.replica._llm.frontend.images.cache.num_encoded
 
     def close(self) -> None:
         """End both."""

@@ -13,7 +13,7 @@ from headstart import SamplingParams
 from headstart.cluster.serving.adapters import ReplicaAdapters
 from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.cluster.serving.driver import ReplicaDriver
-from headstart.cluster.serving.front import FrontEngine
+from headstart.cluster.serving.front import ReplicaFrontend
 from headstart.cluster.serving.messages import (
     AnswerPart,
     AnswerRequest,
@@ -156,7 +156,7 @@ class Server:
         facts = EngineFacts(512, frozenset({0}), 2048, 16, 64, 1 << 20, "", silence)
         adapters = ReplicaAdapters(self.read_adapter)
         config = make_config(read_options(MODEL, {}).config)
-        self.front = FrontEngine(MODEL, facts, config, 1, adapters)
+        self.front = ReplicaFrontend(MODEL, facts, config, 1, adapters)
         self.handle, self.dispatcher = Handle(), Dispatcher("expected", 1)
         handle: Any = self.handle
         self.driver = ReplicaDriver(handle, self.front, self.dispatcher, Put, clock)

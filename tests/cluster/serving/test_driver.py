@@ -82,9 +82,9 @@ def test_close_ends_what_runs_and_what_has_not_begun(server: Server) -> None:
 def test_a_request_that_cannot_be_described_is_answered(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(server.front.manager, "shares")
-    told = Told()
-    server.driver.submit(server.request("a"), told)
+    request, told = server.request("a"), Told()
+    monkeypatch.setattr(server.front, "facts", None)
+    server.driver.submit(request, told)
     assert isinstance(told.next(), EngineError)
 
 

@@ -101,7 +101,7 @@ def test_answers_names_and_hits_are_those_of_one_engine(name: str, tmp_path: Pat
     assert expected[0][0] != expected[2][0], "the image changes nothing"
     for one in prompts:
         group = replicas.front.prepare(one, GREEDY)
-        own = alone.engine.prepare(one, GREEDY).requests[0].sequence
+        own = alone.frontend.prepare(one, GREEDY).requests[0].sequence
         names = alone.engine.manager.block_hashes(own)
         assert replicas.front.names(group) == names and len(names) > 0
     alone.close()
@@ -200,7 +200,7 @@ def test_a_replica_of_a_model_that_sees_nothing_refuses(
     replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its files are others than those of the replica that the server asked."""
-    monkeypatch.setattr(replicas.replica._llm.engine, "images", None)
+    monkeypatch.setattr(replicas.replica._llm.frontend, "images", None)
     with pytest.raises(EngineError, match="the model in this replica sees none"):
         ask(replicas.llm, prompt("@", make_image(1)))
 
@@ -302,7 +302,7 @@ def test_a_store_has_images_for_one_engine_and_replicas_alike(
         made = Replicas(folder, **options) if which == "a replica" else None
         llm = AsyncLLM(folder, **OPTIONS, **options) if made is None else made.llm
         found = ask(llm, asked), ask(llm, {**prompt("@", make_image(1))})
-        images = (llm if made is None else made.replica._llm).engine.images
+        images = (llm if made is None else made.replica._llm).frontend.images
         assert images is not None
         made.close() if made is not None else llm.close()
         return found[0], images.cache.num_encoded

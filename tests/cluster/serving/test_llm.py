@@ -44,7 +44,7 @@ def test_adapters_have_names_in_the_server_and_are_read_by_replicas(llm: Replica
         assert await llm.add_lora(LORA)
         with pytest.raises(AdapterNotFoundError, match="/adapters/broken"):
             await llm.load_adapter("hills", "/adapters/broken")
-        assert {one.name for one in llm.engine.adapters.named} == {"hills", "tables"}
+        assert {one.name for one in llm.adapters} == {"hills", "tables"}
         request = await llm.prepare([5, 6, 7], lora_request=LORA)
         assert request.adapter is not None and request.adapter.name == "tables"
         await llm.unload_adapter("hills")
@@ -145,7 +145,7 @@ def test_ray_is_told_every_metric(told: list[Metric], monkeypatch: pytest.Monkey
         return told
 
     monkeypatch.setattr(gauges, "metrics", SimpleNamespace(Gauge=gauge))
-    asyncio.run(gauges.RayGauges(SimpleNamespace(call=call)).update())  # type: ignore[arg-type]
+    asyncio.run(gauges.RayGauges(SimpleNamespace(call=call, read_metrics=None)).update())  # type: ignore[arg-type]
     names = {metric.name.replace(":", "_") for metric in told}
     assert {name.removesuffix("_total") for name in values if "idle" not in name} == {
         name for name in names if "idle" not in name
@@ -248,7 +248,7 @@ def test_advice_on_replicas_is_of_a_tenants_own_prompts_alone(
     own, admin = keys.add("alice"), keys.add("monitor", admin=True)
     options = ServerOptions(api_keys=True, keys_folder=str(tmp_path))
     app = create_app(llm, "tiny", options, cache_api=router)
-    request = llm.engine.prepare([5, 6, 7], SamplingParams(), salt="another tenant's")
+    request = llm.frontend.prepare([5, 6, 7], SamplingParams(), salt="another tenant's")
 
     async def finish() -> None:
         app.state.service.watch.finished(request, request.output())

@@ -52,7 +52,7 @@ def test_an_answer_is_whole_whatever_is_lost_between(
 ) -> None:
     first, between, last = parts_of(deltas)
     assert len(between) == len(lost)
-    group = llm.engine.prepare(PROMPT, PARAMS)
+    group = llm.frontend.prepare(PROMPT, PARAMS)
     take_part(group, first, 0.0)
     for part, is_lost in zip(between, lost, strict=True):
         if not is_lost:
@@ -89,7 +89,7 @@ def test_what_comes_before_the_first_tokens_is_left_out(
     llm: LLM, deltas: list[RequestOutput]
 ) -> None:
     _, between, _ = parts_of(deltas)
-    group = llm.engine.prepare(PROMPT, PARAMS)
+    group = llm.frontend.prepare(PROMPT, PARAMS)
     take_part(group, between[0], 0.0)
     assert [one.token_ids for one in group.output().outputs] == [[], []]
 
@@ -99,6 +99,6 @@ def test_what_is_known_of_the_prompt_comes_with_the_first_part(
 ) -> None:
     first, _, last = parts_of([replace(deltas[0], num_cached_tokens=7), *deltas[1:]])
     assert last.head is None
-    group = llm.engine.prepare(PROMPT, PARAMS)
+    group = llm.frontend.prepare(PROMPT, PARAMS)
     take_part(group, first, 0.0)
     assert group.output().num_cached_tokens == 7

@@ -10,7 +10,7 @@ import torch
 
 from headstart import LLM, LoRARequest, SamplingParams
 from headstart.cache import MissReason
-from headstart.engine.engine import Engine
+from headstart.engine.engine import EngineCore
 from headstart.errors import ConfigError, DamagedAdapterError, EngineError, RequestError
 from headstart.models.lora.modules import ResidentAdapter
 from tests.tiny_adapters import Oracle, make_adapter
@@ -164,7 +164,7 @@ def test_a_miss_names_the_adapter_that_has_the_prefix(llm: LLM, llama: World) ->
     assert str(output.why_missed) == "from token 0 on: cached without an adapter"
 
 
-def drain(engine: Engine) -> None:
+def drain(engine: EngineCore) -> None:
     while engine.has_unfinished:
         engine.step()
 
@@ -172,7 +172,7 @@ def drain(engine: Engine) -> None:
 def test_unloading_lets_running_and_waiting_requests_finish(llama: World, tmp_path: Path) -> None:
     llm = llama.open(max_num_seqs=1)
     engine = llm.engine
-    groups = [engine.prepare(llama.prompts[0], GREEDY, adapter="attention") for _ in range(2)]
+    groups = [llm.frontend.prepare(llama.prompts[0], GREEDY, adapter="attention") for _ in range(2)]
     for group in groups:
         engine.submit(group)
     engine.step()
@@ -183,7 +183,7 @@ def test_unloading_lets_running_and_waiting_requests_finish(llama: World, tmp_pa
     for group in groups:
         assert group.output().outputs[0].token_ids == llama.expected[0]
     digest = groups[0].namespace.adapter
-    engine.submit(engine.prepare(llama.prompts[1], GREEDY))
+    engine.submit(llm.frontend.prepare(llama.prompts[1], GREEDY))
     drain(engine)
     assert digest not in engine.adapters.resident  # its memory is given back
     with pytest.raises(RequestError, match="no adapter 'attention'"):
@@ -219,15 +219,15 @@ def test_others_go_on_while_an_adapter_is_read_again(
         return read(folder)
 
     monkeypatch.setattr(engine.adapters, "_read", slow)
-    running = engine.prepare(llama.prompts[1], GREEDY)
-    waiting = engine.prepare(llama.prompts[4], GREEDY, adapter="one layer")
+    running = llm.frontend.prepare(llama.prompts[1], GREEDY)
+    waiting = llm.frontend.prepare(llama.prompts[4], GREEDY, adapter="one layer")
     for group in (running, waiting):
         engine.submit(group)
     for _ in range(TOKENS - 2):
         assert [result.group for result in engine.step()] == [running]
     if end != "answered":
         engine.abort(waiting.request_id)
-        waiting = engine.prepare(llama.prompts[2], GREEDY, adapter="everything")
+        waiting = llm.frontend.prepare(llama.prompts[2], GREEDY, adapter="everything")
         engine.submit(waiting)
         assert [result.group for result in engine.step()] == [running]
     go.set()
@@ -241,7 +241,7 @@ def test_others_go_on_while_an_adapter_is_read_again(
 def test_an_adapter_that_lost_its_name_while_it_was_away_is_given_back(llama: World) -> None:
     llm = llama.open(max_loras=1)
     engine = llm.engine
-    group = engine.prepare(llama.prompts[2], GREEDY, adapter="everything")
+    group = llm.frontend.prepare(llama.prompts[2], GREEDY, adapter="everything")
     engine.submit(group)
     llm.unload_adapter("everything")
     drain(engine)

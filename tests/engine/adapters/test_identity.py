@@ -63,7 +63,7 @@ class Watched:
     def ask(self, name: str | None, prompt: list[int]) -> None:
         params = SamplingParams(temperature=0, max_tokens=6, n=1 + prompt[0] % 2, ignore_eos=True)
         try:
-            group = self.llm.engine.prepare(prompt, params, adapter=name)
+            group = self.llm.frontend.prepare(prompt, params, adapter=name)
         except RequestError:
             assert name not in self.at
             return

@@ -45,8 +45,8 @@ def test_one_image_with_two_adapters_and_none(family: str, tmp_path: Path) -> No
                 oracle.model = attach_adapter(oracle.model, paths[name])
             assert output.outputs[0].token_ids == oracle.answer(text, [image])
             assert (output.num_cached_tokens > 0) == warm
-    assert llm.engine.images is not None
-    assert llm.engine.images.cache.num_encoded == 1  # for all three
+    assert llm.frontend.images is not None
+    assert llm.frontend.images.cache.num_encoded == 1  # for all three
     llm.close()
 
 

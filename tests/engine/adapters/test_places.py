@@ -64,7 +64,7 @@ class Reader:
 
 
 def submit(llm: LLM, *names: str) -> list[RequestGroup]:
-    groups = [llm.engine.prepare(PROMPT, GREEDY, adapter=name) for name in names]
+    groups = [llm.frontend.prepare(PROMPT, GREEDY, adapter=name) for name in names]
     for group in groups:
         llm.engine.submit(group)
     return groups
@@ -122,7 +122,7 @@ def test_whatever_reading_raises_ends_the_requests_of_that_adapter_alone(
         return read(folder, *rest)
 
     monkeypatch.setattr(adapter_store, "read_weights", fail_for_two)
-    plain = llm.engine.prepare(PROMPT, GREEDY)
+    plain = llm.frontend.prepare(PROMPT, GREEDY)
     llm.engine.submit(plain)
     groups = submit(llm, "two", "three", "two", "one")
     failed = drain(llm)
@@ -174,13 +174,13 @@ def test_what_was_refused_for_a_request_that_is_gone_is_refused_for_no_other(
     engine, store = llm.engine, llm.engine.adapters
     path = make_adapter(world.model, tmp_path / "mine", 11)
     llm.load_adapter("mine", path)
-    group = engine.prepare([5], GREEDY, adapter="mine", request_id="name")
+    group = llm.frontend.prepare([5], GREEDY, adapter="mine", request_id="name")
     (path / "adapter_config.json").unlink()
     while store.reach(group.requests[0], 0, 1) == 0 and not store._refused:
         store.wait_for_reading()
         store.take_in()
     store.restore()
-    group = engine.prepare(PROMPT, GREEDY, adapter="one", request_id="name")
+    group = llm.frontend.prepare(PROMPT, GREEDY, adapter="one", request_id="name")
     engine.submit(group)
     assert drain(llm) == {}
     assert group.output().outputs[0].token_ids == world.expected["one"]

@@ -33,16 +33,16 @@ def test_an_image_across_chunks_and_blocks_is_encoded_once(folder: Path) -> None
     llm = LLM(folder, num_blocks=64, block_size=4, max_num_batched_tokens=3, debug=True)
     llm.generate(ask("ab<image>cd", 1), GREEDY)
     llm.generate(ask("a longer text and <image>", 1), GREEDY)
-    assert llm.engine.images is not None
-    assert llm.engine.images.cache.num_encoded == 1
+    assert llm.frontend.images is not None
+    assert llm.frontend.images.cache.num_encoded == 1
     llm.close()
 
 
 def test_an_image_at_two_offsets_in_one_step_is_encoded_once(folder: Path) -> None:
     llm = LLM(folder, num_blocks=64, debug=True)
     outputs = llm.generate([ask("<image>?", 1), ask("What is <image>? <image>?", 1, 1)], GREEDY)
-    assert llm.engine.images is not None
-    assert llm.engine.images.cache.num_encoded == 1
+    assert llm.frontend.images is not None
+    assert llm.frontend.images.cache.num_encoded == 1
     assert len({use.digest for output in outputs for use in output.images}) == 1
     assert [use.position for use in outputs[1].images] == [8, 26]
     llm.close()
@@ -80,7 +80,7 @@ def test_images_that_never_fit_are_refused_at_once(folder: Path) -> None:
 
 def test_a_tower_that_fails_ends_its_requests_and_leaks_nothing(folder: Path) -> None:
     llm = LLM(folder, num_blocks=64, debug=True)
-    images = llm.engine.images
+    images = llm.frontend.images
     assert images is not None
     images.cache._encoder = _Broken()
     with pytest.raises(EngineError, match="no such picture"):
@@ -104,18 +104,18 @@ def test_an_image_that_cannot_be_encoded_ends_the_requests_that_show_it(folder: 
     """The tower's error used to end all that ran: here a text that is being answered, one that
     comes in the same step and begins alike, and one with another image."""
     llm = LLM(folder, num_blocks=96, block_size=4, debug=True)
-    engine, images = llm.engine, llm.engine.images
+    engine, images = llm.engine, llm.frontend.images
     assert images is not None
     bad, good, text = ask("What is <image>?", 1), ask("What is <image>?", 2), "What then?"
     expected = [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in (good, text)]
     assert llm.reset_prefix_cache()
     images.cache.clear()
-    images.cache._encoder = _Blind(images._vision, llm.engine.prepare(bad, GREEDY))
-    running = engine.prepare(text, GREEDY, request_id="running")
+    images.cache._encoder = _Blind(images._vision, llm.frontend.prepare(bad, GREEDY))
+    running = llm.frontend.prepare(text, GREEDY, request_id="running")
     engine.submit(running)
     engine.step()
     groups = {
-        name: engine.prepare(prompt, GREEDY, request_id=name)
+        name: llm.frontend.prepare(prompt, GREEDY, request_id=name)
         for name, prompt in (("bad", bad), ("good", good), ("text", text), ("bad too", bad))
     }
     for group in groups.values():
@@ -153,16 +153,16 @@ def test_whatever_else_goes_on_the_others_are_answered(
 ) -> None:
     """In chunks, waiting for room, uncached, in whole blocks, in few; two answers to a prompt."""
     llm = LLM(folder, **({"num_blocks": 96, "block_size": 8, "debug": True} | options))
-    engine, images = llm.engine, llm.engine.images
+    engine, images = llm.engine, llm.frontend.images
     assert images is not None
     prompts = [ask("What? <image> and <image>", seed, seed + 1) for seed in range(1, 6)]
     prompts.insert(2, ask("What? No image."))
     alone = [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in prompts]
     assert llm.reset_prefix_cache()
     images.cache.clear()
-    images.cache._encoder = _Blind(images._vision, engine.prepare(ask("<image>", 3), GREEDY))
+    images.cache._encoder = _Blind(images._vision, llm.frontend.prepare(ask("<image>", 3), GREEDY))
     twice = replace(GREEDY, n=2)
-    groups = [engine.prepare(prompt, twice) for prompt in prompts]
+    groups = [llm.frontend.prepare(prompt, twice) for prompt in prompts]
     for group in groups:
         engine.submit(group)
     failed = set()
@@ -209,7 +209,7 @@ def test_the_reference_s_example_of_an_image_across_a_block_border(
         return output
 
     llm = LLM(folder, num_blocks=32, block_size=4, partial_hits=False, debug=True)
-    images = llm.engine.images
+    images = llm.frontend.images
     assert images is not None
     assert len(show(llm, 65).prompt_token_ids) == 7
     read: list[tuple[int, int]] = []

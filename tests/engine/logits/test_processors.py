@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart import SamplingParams
-from headstart.engine.logits.factory import ProcessorFactory
 from headstart.engine.logits.protocol import LogitsProcessor, change_logits
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingState
 from headstart.errors import EngineError, NoTokenError, RequestError
+from headstart.frontend.processors import ProcessorFactory
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
 TOKENIZER = TINY_TOKENIZERS["byte_level"]()

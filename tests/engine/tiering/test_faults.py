@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headstart import LLM, SamplingParams
-from headstart.engine.engine import Engine
+from headstart.engine.engine import EngineCore
 from headstart.engine.request import RequestGroup
 from headstart.errors import EngineError
 from tests.engine.tiny_llm import make_llm, save_smallest
@@ -24,38 +24,40 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     kept = str(tmp_path_factory.mktemp("kept"))
     made = make_llm(folder, num_blocks=NUM_BLOCKS, cache_dir=kept, max_num_batched_tokens=256)
     for prompt in PROMPTS:
-        answers(made.engine, submit(made.engine, [prompt]))
+        answers(made.engine, submit(made, [prompt]))
     assert made.engine.tiers is not None and made.engine.tiers.flush(30)
     yield made
     made.close()
 
 
-def submit(engine: Engine, prompts: list[list[int]]) -> list[RequestGroup]:
-    groups = [engine.prepare(prompt, PARAMS) for prompt in prompts]
+def submit(llm: LLM, prompts: list[list[int]]) -> list[RequestGroup]:
+    groups = [llm.frontend.prepare(prompt, PARAMS) for prompt in prompts]
     for group in groups:
-        engine.submit(group)
+        llm.engine.submit(group)
     return groups
 
 
-def answers(engine: Engine, groups: list[RequestGroup]) -> list[list[int]]:
+def answers(engine: EngineCore, groups: list[RequestGroup]) -> list[list[int]]:
     while engine.has_unfinished:
         engine.step()
     return [group.output().outputs[0].token_ids for group in groups]
 
 
-def begin(engine: Engine) -> list[RequestGroup]:
+def begin(llm: LLM) -> list[RequestGroup]:
     """All prompts, with nothing in the pool, and what the store has of them read."""
+    engine = llm.engine
     assert engine.tiers is not None and engine.tiers.flush(30)
     assert engine.reset_prefix_cache()
-    groups = submit(engine, PROMPTS)
+    groups = submit(llm, PROMPTS)
     while not all(load.job.done for load in engine.tiers.loads._waiting.values()):
         engine.tiers.wait()
     return groups
 
 
-def begin_again(engine: Engine) -> list[RequestGroup]:
+def begin_again(llm: LLM) -> list[RequestGroup]:
     """All prompts, preempted after some steps, with nothing in the pool."""
-    groups = begin(engine)
+    engine = llm.engine
+    groups = begin(llm)
     while not any(group.requests[0].num_read for group in groups):
         engine.step()
     assert engine.tiers is not None and engine.tiers.flush(30)
@@ -64,7 +66,7 @@ def begin_again(engine: Engine) -> list[RequestGroup]:
     return groups
 
 
-def check(engine: Engine) -> None:
+def check(engine: EngineCore) -> None:
     assert engine.tiers is not None
     engine.manager.check()
     living = {request.sequence for group in engine._groups.values() for request in group.requests}
@@ -78,7 +80,7 @@ def check(engine: Engine) -> None:
 def test_a_fault_in_a_step_that_loads(
     monkeypatch: pytest.MonkeyPatch,
     llm: LLM,
-    begin: Callable[[Engine], list[RequestGroup]],
+    begin: Callable[[LLM], list[RequestGroup]],
     place: str,
 ) -> None:
     """The loads go on where the model fails, and end where the engine is reset."""
@@ -86,7 +88,7 @@ def test_a_fault_in_a_step_that_loads(
     engine = llm.engine
     tiers = engine.tiers
     assert tiers is not None
-    expected = answers(engine, begin(engine))
+    expected = answers(engine, begin(llm))
     owner, name = {
         "model": (engine.model, "forward"),
         "offering": (tiers._offers, "note"),
@@ -94,7 +96,7 @@ def test_a_fault_in_a_step_that_loads(
         "writing": (tiers.loads._payload, "write"),
         "committing": (tiers._offers, "commit"),
     }[place]
-    groups = begin(engine)
+    groups = begin(llm)
     method = getattr(owner, name)
 
     def broken(*args: Any, **options: Any) -> Any:
@@ -116,15 +118,15 @@ def test_a_fault_in_a_step_that_loads(
         assert group.request_id in errors or tokens == answer
     assert not tiers.loads.are_under_way
     assert engine.manager.num_free_blocks == NUM_BLOCKS
-    assert answers(engine, begin(engine)) == expected
+    assert answers(engine, begin(llm)) == expected
 
 
 def test_requests_that_are_aborted_while_their_prefix_is_loaded(llm: LLM) -> None:
     engine = llm.engine
     assert engine.tiers is not None
-    expected = answers(engine, begin(engine))
+    expected = answers(engine, begin(llm))
     for steps in range(3):
-        groups = begin(engine)
+        groups = begin(llm)
         for _ in range(steps):
             engine.step()
         engine.abort(groups[0].request_id)
@@ -132,9 +134,9 @@ def test_requests_that_are_aborted_while_their_prefix_is_loaded(llm: LLM) -> Non
         assert answers(engine, [groups[1]]) == [expected[1]]
         assert not engine.has_unfinished
         engine.manager.check()
-    groups = begin(engine)
+    groups = begin(llm)
     for group in groups:
         engine.abort(group.request_id)
     assert not engine.has_unfinished
-    assert answers(engine, begin(engine)) == expected
+    assert answers(engine, begin(llm)) == expected
     assert engine.manager.num_free_blocks == NUM_BLOCKS

@@ -30,11 +30,11 @@ def open_llm(model: Path, folder: Path) -> LLM:
 
 
 def submit(llm: LLM, text: str, *seeds: int, params: SamplingParams = GREEDY) -> RequestGroup:
-    assert llm.engine.images is not None
-    prompt: dict[str, Any] = {"prompt": text.replace("<image>", llm.engine.images.placeholder)}
+    assert llm.frontend.images is not None
+    prompt: dict[str, Any] = {"prompt": text.replace("<image>", llm.frontend.images.placeholder)}
     if seeds:
         prompt["multi_modal_data"] = {"image": [make_image(seed, 56, 56) for seed in seeds]}
-    llm.engine.submit(group := llm.engine.prepare(prompt, params))
+    llm.engine.submit(group := llm.frontend.prepare(prompt, params))
     return group
 
 
@@ -48,7 +48,7 @@ def run(llm: LLM, *groups: RequestGroup) -> list[list[int]]:
 
 def counts(llm: LLM) -> tuple[int, int]:
     """Images encoded, and loaded."""
-    cache = llm.engine.images.cache if llm.engine.images is not None else None
+    cache = llm.frontend.images.cache if llm.frontend.images is not None else None
     assert isinstance(cache, EncoderCache)
     return cache.num_encoded, cache.num_loaded
 
@@ -159,8 +159,8 @@ def test_who_waits_for_an_image_that_another_has_computed_past_gets_it(
         first = submit(llm, "One <image>", 1, params=long)
         while len(first.requests[0].sampling.output_token_ids) < 3:
             llm.engine.step()
-        assert llm.engine.images is not None
-        llm.engine.images.cache.clear()  # as if others had needed the room
+        assert llm.frontend.images is not None
+        llm.frontend.images.cache.clear()  # as if others had needed the room
         second = submit(llm, "Of another length <image>", 1)
         tiers = llm.engine.tiers
         assert tiers is not None

@@ -24,16 +24,16 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def opened(model: Path, folder: Path | None) -> Iterator[tuple[LLM, EncoderCache]]:
     kept = None if folder is None else str(folder)
     llm = LLM(model, num_blocks=128, block_size=4, debug=True, cache_dir=kept)
-    assert llm.engine.images is not None
+    assert llm.frontend.images is not None
     try:
-        yield llm, llm.engine.images.cache
+        yield llm, llm.frontend.images.cache
     finally:
         llm.close()
 
 
 def ask(llm: LLM, text: str, *seeds: int, **options: Any) -> tuple[list[int], int]:
     """The answer's tokens, and how many of the prompt's were cached."""
-    placeholder = llm.engine.images.placeholder if llm.engine.images is not None else ""
+    placeholder = llm.frontend.images.placeholder if llm.frontend.images is not None else ""
     prompt = {
         "prompt": text.replace("<image>", placeholder),
         "multi_modal_data": {"image": [make_image(seed, 56, 56) for seed in seeds]},
@@ -91,7 +91,7 @@ def test_what_is_not_to_be_kept_is_not(model: Path, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, skip_storing_prefix_cache=True)
     for _ in range(2):
         with opened(model, tmp_path) as (llm, cache):
-            placeholder = llm.engine.images.placeholder if llm.engine.images is not None else ""
+            placeholder = llm.frontend.images.placeholder if llm.frontend.images is not None else ""
             image = make_image(1, 56, 56)
             llm.generate({"prompt": placeholder, "multi_modal_data": {"image": image}}, params)
             assert (cache.num_encoded, cache.num_loaded) == (1, 0)

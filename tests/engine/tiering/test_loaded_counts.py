@@ -49,8 +49,8 @@ def test_what_another_request_computed_meanwhile_is_not_loaded(
     with closing(make_llm(kept[0], cache_dir=kept[1], debug=True)) as llm:
         engine = llm.engine
         assert engine.tiers is not None
-        engine.submit(waiting := engine.prepare({"prompt_token_ids": TEXT}, GREEDY))
-        engine.submit(other := engine.prepare({"prompt_token_ids": TEXT[:40]}, UNREAD))
+        engine.submit(waiting := llm.frontend.prepare({"prompt_token_ids": TEXT}, GREEDY))
+        engine.submit(other := llm.frontend.prepare({"prompt_token_ids": TEXT[:40]}, UNREAD))
         while not other.finished:
             engine.step()
         disk.opened.set()
@@ -105,7 +105,7 @@ def test_what_came_for_a_request_that_was_aborted_is_counted(
     with closing(make_llm(kept[0], cache_dir=kept[1], debug=True)) as llm:
         engine = llm.engine
         assert engine.tiers is not None
-        engine.submit(group := engine.prepare({"prompt_token_ids": TEXT}, GREEDY))
+        engine.submit(group := llm.frontend.prepare({"prompt_token_ids": TEXT}, GREEDY))
         while engine.manager.num_free_blocks > 22:
             engine.step()
         engine.abort(group.request_id)

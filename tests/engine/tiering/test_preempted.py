@@ -28,7 +28,7 @@ def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def submit(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams = LONG) -> Any:
-    groups = [llm.engine.prepare({"prompt_token_ids": one}, params) for one in prompts]
+    groups = [llm.frontend.prepare({"prompt_token_ids": one}, params) for one in prompts]
     for group in groups:
         llm.engine.submit(group)
     return groups

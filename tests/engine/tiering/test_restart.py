@@ -192,13 +192,13 @@ def test_a_request_waits_for_the_rest_of_its_prefix(
     monkeypatch.setattr(DiskStore, "load", load_slowly)
     with opened(model, tmp_path) as llm:
         engine = llm.engine
-        groups = [engine.prepare({"prompt_token_ids": tokens}, GREEDY) for tokens in PROMPTS]
+        groups = [llm.frontend.prepare({"prompt_token_ids": tokens}, GREEDY) for tokens in PROMPTS]
         for group in groups:
             engine.submit(group)
         while engine.manager.num_free_blocks > 22:
             assert engine.step() == []
         assert engine.step() == [], "nothing runs, and nothing is wrong"
-        group = engine.prepare({"prompt_token_ids": TEXT[::-1]}, GREEDY)
+        group = llm.frontend.prepare({"prompt_token_ids": TEXT[::-1]}, GREEDY)
         engine.submit(group)
         while not group.finished:
             engine.step()
@@ -219,7 +219,7 @@ def test_after_the_last_request_was_aborted_all_is_saved_and_no_block_is_held(
     monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
     with opened(model, tmp_path) as llm:
         engine = llm.engine
-        engine.submit(group := engine.prepare({"prompt_token_ids": TEXT}, GREEDY))
+        engine.submit(group := llm.frontend.prepare({"prompt_token_ids": TEXT}, GREEDY))
         engine.step()
         engine.abort(group.request_id)
         assert engine.tiers is not None
@@ -233,7 +233,7 @@ def test_after_the_last_request_was_aborted_all_is_saved_and_no_block_is_held(
     monkeypatch.setattr(DiskStore, "load", load_in_part)
     with opened(model, tmp_path) as llm:
         engine = llm.engine
-        engine.submit(group := engine.prepare({"prompt_token_ids": TEXT}, GREEDY))
+        engine.submit(group := llm.frontend.prepare({"prompt_token_ids": TEXT}, GREEDY))
         while engine.manager.num_free_blocks == 24:
             engine.step()
         engine.abort(group.request_id)
@@ -251,7 +251,7 @@ def test_an_abort_without_memory_to_copy_blocks_ends_the_request(
 
     with opened(model, tmp_path) as llm:
         engine = llm.engine
-        engine.submit(group := engine.prepare({"prompt_token_ids": TEXT}, GREEDY))
+        engine.submit(group := llm.frontend.prepare({"prompt_token_ids": TEXT}, GREEDY))
         engine.step()
         with monkeypatch.context() as patch:
             patch.setattr(PagedKVMemory, "read_blocks", fail)
@@ -273,14 +273,14 @@ def test_whoever_is_loaded_is_bypassed_no_more_than_others(model: Path, tmp_path
         def submit_small() -> None:
             nonlocal sent
             tokens = [3 + (sent + at * (sent + 1)) % 140 for at in range(40)]
-            engine.submit(engine.prepare({"prompt_token_ids": tokens}, params))
+            engine.submit(llm.frontend.prepare({"prompt_token_ids": tokens}, params))
             sent += 1
 
         for _ in range(3):  # one after the other, so that they do not end together
             submit_small()
             for _ in range(13):
                 engine.step()
-        group = engine.prepare({"prompt_token_ids": large}, GREEDY)
+        group = llm.frontend.prepare({"prompt_token_ids": large}, GREEDY)
         engine.submit(group)
         assert engine.tiers is not None
         [load] = engine.tiers.loads._waiting.values()
@@ -366,7 +366,7 @@ def test_a_load_under_way_keeps_nobody_from_forgetting_all(
     monkeypatch.setattr(DiskStore, "load", load_slowly)
     with opened(model, tmp_path) as llm:
         engine = llm.engine
-        groups = [engine.prepare({"prompt_token_ids": PROMPTS[0]}, GREEDY) for _ in range(2)]
+        groups = [llm.frontend.prepare({"prompt_token_ids": PROMPTS[0]}, GREEDY) for _ in range(2)]
         for group in groups:
             engine.submit(group)
         while engine.manager.num_free_blocks > 22:

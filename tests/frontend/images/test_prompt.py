@@ -56,7 +56,7 @@ def ask(text: str, *images: Any, **more: Any) -> dict[str, Any]:
 
 def digests(llm: LLM, prompt: dict[str, Any]) -> list[str]:
     params = SamplingParams(max_tokens=1)
-    return [image.digest for image in llm.engine.prepare(prompt, params).images]
+    return [image.digest for image in llm.frontend.prepare(prompt, params).images]
 
 
 def png(image: Image.Image) -> bytes:
@@ -214,7 +214,7 @@ def noted(done: list[str], name: str) -> Any:
 def test_an_image_that_hits_is_not_even_processed(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images = llm.engine.images
+    images = llm.frontend.images
     assert images is not None
     [first] = llm.generate(ask("<image>?", make_image(1)), GREEDY)
     calls = 0
@@ -240,12 +240,12 @@ def test_adapters_share_embeddings_but_no_blocks(llm: LLM, tmp_path: Path) -> No
     for name, seed in (("one", 1), ("two", 2)):
         write_adapter(llm.engine.model, tmp_path / name, (33, 34), seed)
         llm.load_adapter(name, tmp_path / name)
-    assert llm.engine.images is not None
+    assert llm.frontend.images is not None
     for cached in (0, 16):
         for name in (None, "one", "two"):
             [output] = llm.generate(ask("<image>", make_image(1)), GREEDY, adapter=name)
             assert output.num_cached_tokens == max(0, cached - 1)
-    assert llm.engine.images.cache.num_encoded == 1
+    assert llm.frontend.images.cache.num_encoded == 1
 
 
 @pytest.mark.parametrize(
@@ -268,21 +268,21 @@ def test_adapters_share_embeddings_but_no_blocks(llm: LLM, tmp_path: Path) -> No
     ],
 )
 def test_prompts_that_are_refused(refusing: LLM, prompt: Any, message: str) -> None:
-    assert refusing.engine.images is not None
+    assert refusing.frontend.images is not None
     before = refusing.generate(ask("<image>", make_image(9)), GREEDY)
-    encoded = refusing.engine.images.cache.num_encoded
+    encoded = refusing.frontend.images.cache.num_encoded
     with pytest.raises(RequestError, match=message):
         refusing.generate([ask("<image>", make_image(1)), prompt], GREEDY)
     assert refusing.engine.manager.num_free_blocks == FREE
     refusing.engine.manager.check()
-    refusing.engine.images.cache.check()
-    assert refusing.engine.images.cache.num_encoded == encoded
+    refusing.frontend.images.cache.check()
+    assert refusing.frontend.images.cache.num_encoded == encoded
     after = refusing.generate(ask("<image>", make_image(9)), GREEDY)
     assert before[0].outputs[0].token_ids == after[0].outputs[0].token_ids
 
 
 def test_an_aborted_request_lets_go_of_its_images(llm: LLM) -> None:
-    images = llm.engine.images
+    images = llm.frontend.images
     assert images is not None
     stream = llm.stream(ask("<image>?", make_image(1)), SamplingParams(max_tokens=20))
     next(stream)
@@ -304,8 +304,8 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 def test_positions_are_those_of_transformers(qwen: LLM, parts: list[tuple[int, int, int]]) -> None:
     """Of any text and grids; between two images is at least one token, or transformers fails."""
     module: Any = qwen.engine.model.module
-    assert qwen.engine.images is not None
-    vision = qwen.engine.images._vision
+    assert qwen.frontend.images is not None
+    vision = qwen.frontend.images._vision
     assert isinstance(vision, VisionModel)
     kinds: list[int] = []
     images = []

@@ -45,9 +45,9 @@ def as_jpeg(image: Image.Image) -> Image.Image:
 
 
 def ask(llm: LLM, image: Any, params: SamplingParams = ASKED, **more: Any) -> RequestOutput:
-    assert llm.engine.images is not None
+    assert llm.frontend.images is not None
     prompt = {
-        "prompt": f"What is {llm.engine.images.placeholder}?",
+        "prompt": f"What is {llm.frontend.images.placeholder}?",
         "multi_modal_data": {"image": image},
     }
     salt = more.pop("cache_salt", None)
@@ -62,7 +62,7 @@ def test_a_copy_is_replaced_whole_and_the_reply_says_so(llm: LLM) -> None:
     assert (first.images[0].is_similar, second.images[0].is_similar) == (False, True)
     assert second.num_cached_tokens == len(second.prompt_token_ids) - 1
     assert second.outputs[0].token_ids == first.outputs[0].token_ids
-    assert llm.engine.images is not None and llm.engine.images.cache.num_encoded == 1
+    assert llm.frontend.images is not None and llm.frontend.images.cache.num_encoded == 1
     assert not ask(llm, spots(2)).images[0].is_similar
 
 
@@ -153,8 +153,8 @@ def test_what_is_no_longer_cached_takes_no_place(folder: Path) -> None:
 
 def test_images_prepared_together_stand_for_later_copies(llm: LLM) -> None:
     """None of them is encoded when the next is compared with it."""
-    assert llm.engine.images is not None
-    text = f"What is {llm.engine.images.placeholder}?"
+    assert llm.frontend.images is not None
+    text = f"What is {llm.frontend.images.placeholder}?"
     batches = [
         [{"prompt": text, "multi_modal_data": {"image": image}} for image in images]
         for images in ([spots(seed) for seed in (1, 2, 3)], [as_jpeg(spots(n)) for n in (1, 2, 3)])

@@ -86,7 +86,7 @@ def test_an_answer_without_an_allowed_token_ends_alone(llm: LLM) -> None:
     )
     plain = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     runs = llm.engine
-    groups = [runs.submit(runs.prepare(PROMPT, params)) for params in (banned, plain)]
+    groups = [runs.submit(llm.frontend.prepare(PROMPT, params)) for params in (banned, plain)]
     errors: list[EngineError | None] = []
     while runs.has_unfinished:
         errors += [result.error for result in runs.step() if result.group.finished]

@@ -67,7 +67,7 @@ def test_what_is_beyond_them_late_in_an_answer_ends_that_alone(writer: LLM) -> N
     runs, plain = writer.engine, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     bound = SamplingParams(temperature=0, max_tokens=250, structured_outputs=form)
     [alone] = writer.generate([[5, 6]], plain, use_tqdm=False)
-    groups = [runs.prepare([5, 6], params) for params in (bound, plain)]
+    groups = [writer.frontend.prepare([5, 6], params) for params in (bound, plain)]
     for group in groups:
         runs.submit(group)
     errors: list[EngineError | None] = []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headstart import LLM, SamplingParams, StructuredOutputsParams
-from headstart.engine.engine import Engine
+from headstart.engine.engine import EngineCore
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
 from headstart.errors import EngineError
@@ -45,7 +45,7 @@ def llm(folder: Path) -> Iterator[LLM]:
     made.close()
 
 
-def _run(runs: Engine, *groups: RequestGroup) -> list[list[int]]:
+def _run(runs: EngineCore, *groups: RequestGroup) -> list[list[int]]:
     for group in groups:
         runs.submit(group)
     while runs.has_unfinished:
@@ -53,15 +53,16 @@ def _run(runs: Engine, *groups: RequestGroup) -> list[list[int]]:
     return [group.output().outputs[0].token_ids for group in groups]
 
 
-def _both(runs: Engine, bound: SamplingParams = BOUND) -> list[RequestGroup]:
+def _both(llm: LLM, bound: SamplingParams = BOUND) -> list[RequestGroup]:
     return [
-        runs.prepare(prompt, params) for prompt, params in zip(PROMPTS, (bound, PLAIN), strict=True)
+        llm.frontend.prepare(prompt, params)
+        for prompt, params in zip(PROMPTS, (bound, PLAIN), strict=True)
     ]
 
 
 def _alone(llm: LLM, bound: SamplingParams) -> list[list[int]]:
     """What each is answered alone, with nothing cached."""
-    found = [_run(llm.engine, group)[0] for group in _both(llm.engine, bound)]
+    found = [_run(llm.engine, group)[0] for group in _both(llm, bound)]
     tokenizer = llm.get_tokenizer()
     assert tokenizer is not None
     assert re.fullmatch(REGEX, str(tokenizer.decode(found[0])))
@@ -81,7 +82,7 @@ def test_a_preempted_request_is_told_nothing_twice(
     scheduler = runs._scheduler
     for after in range(1, len(expected[0])):
         assert runs.reset_prefix_cache()
-        [group, _] = _both(runs)
+        [group, _] = _both(llm)
         runs.submit(group)
         [own] = group.requests
         while len(own.sampling.output_token_ids) < after:
@@ -141,9 +142,9 @@ def test_what_a_form_made_is_hit_by_others(llm: LLM) -> None:
     """K/V belong to tokens, whatever chose them."""
     runs = llm.engine
     assert runs.reset_prefix_cache()
-    [group, _] = _both(runs)
+    [group, _] = _both(llm)
     [tokens] = _run(runs, group)
-    again = runs.prepare(PROMPTS[0] + tokens[:-1], PLAIN)
+    again = llm.frontend.prepare(PROMPTS[0] + tokens[:-1], PLAIN)
     _run(runs, again)
     assert again.output().num_cached_tokens >= (len(PROMPTS[0]) + len(tokens) - 1) // 16 * 16
 
@@ -151,7 +152,7 @@ def test_what_a_form_made_is_hit_by_others(llm: LLM) -> None:
 def test_an_answer_whose_grammar_fails_ends_alone(llm: LLM) -> None:
     """Its matcher is broken from outside."""
     runs = llm.engine
-    groups = _both(runs)
+    groups = _both(llm)
     for group in groups:
         runs.submit(group)
     runs.step()

@@ -232,8 +232,8 @@ def test_a_response_is_its_tenants_alone(tmp_path: Path) -> None:
 def test_images_of_another_tenant(keys: bool, demo_vision: Path, tmp_path: Path) -> None:
     """Neither what of the prompt was cached, nor whether the image was encoded anew."""
     with serving(tmp_path / "keys", demo_vision, keys=keys) as (server, headers):
-        assert server.llm.engine.images is not None
-        encoder = server.llm.engine.images.cache
+        assert server.llm.frontend.images is not None
+        encoder = server.llm.frontend.images.cache
         encoded: list[int] = []
 
         def ask(name: str, number: int) -> int:

@@ -115,7 +115,7 @@ def test_two_tenants_do_not_wait_for_each_other(tmp_path: Path) -> None:
 
     def submit(prompt: list[int], salt: str, count: int) -> RequestGroup:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        group = engine.prepare(prompt, params, salt=salt)
+        group = made.frontend.prepare(prompt, params, salt=salt)
         engine.submit(group)
         return group
 

@@ -1,10 +1,13 @@
-"""Makes the processors of a request's answers."""
+"""The logits processors of a request's answers."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headstart.engine.logits.bad_words import BadWords, spell_words
+from headstart.engine.logits.bad_words import BadWords, Word
 from headstart.engine.logits.bias import AllowedTokens, LogitBias
 from headstart.engine.logits.callback import Callbacks
 from headstart.engine.logits.checks import check_vocabulary
@@ -14,6 +17,10 @@ from headstart.engine.params import SamplingParams
 from headstart.errors import RequestError
 from headstart.frontend.structured.grammar import NAMES_SPECIAL, GrammarCompiler
 from headstart.frontend.structured.processor import GrammarMask
+from headstart.frontend.text.codec import encode_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["ProcessorFactory"]
 
@@ -87,3 +94,24 @@ class ProcessorFactory:
         ends = [*(() if params.ignore_eos else masks.end_ids), *(params.stop_token_ids or ())]
         matcher = self._grammars.matcher(form)
         return GrammarMask(matcher, masks, ends, special=form.kind in NAMES_SPECIAL)
+
+
+def spell_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[Word]:
+    """The token ids of each word, and of it after a space where that begins with another token.
+
+    Raises RequestError.
+    """
+    if tokenizer is None:
+        raise RequestError("the model came without a tokenizer: bad_words cannot be spelled")
+    spelled: dict[Word, None] = {}
+    for word in words:
+        plain, spaced = (
+            tuple(encode_text(tokenizer, text, add_special_tokens=False))
+            for text in (word.lstrip(), f" {word.lstrip()}")
+        )
+        if not plain:
+            raise RequestError(f"bad_words has {word!r}, which has no tokens")
+        spelled[plain] = None
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            spelled[spaced] = None
+    return list(spelled)

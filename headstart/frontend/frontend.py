@@ -1,0 +1,200 @@
+"""The frontend of an engine: it turns what a user asks for into requests, and allocates nothing.
+
+The engine may be in this process, or in replicas: the frontend needs facts of the model alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from headstart.cache import BlockNames, Shares, TokenSequence
+from headstart.engine.adapters.names import AdapterNames
+from headstart.engine.config import EngineConfig
+from headstart.engine.logits.protocol import LogitsProcessor
+from headstart.engine.logits.vocabulary import Vocabulary
+from headstart.engine.params import SamplingParams
+from headstart.engine.request import Request, RequestGroup
+from headstart.engine.sampling.sampler import SamplingState
+from headstart.frontend.images.prompt import ImagePrompts
+from headstart.frontend.images.reading import Tenant
+from headstart.frontend.inputs import (
+    InputProcessor,
+    Prompt,
+    RequestOptions,
+    check_request,
+    choose_salt,
+)
+from headstart.frontend.processors import ProcessorFactory
+from headstart.frontend.text.detokenizer import Detokenizer, TokenTexts
+from headstart.frontend.text.max_length import TextLimit
+from headstart.frontend.text.output import OutputText
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from headstart.engine.engine import EngineCore
+
+__all__ = ["Frontend", "ModelFacts", "make_frontend"]
+
+
+class ModelFacts(NamedTuple):
+    """The facts of a loaded model that requests depend on, and the size of its pool.
+
+    vocab_size: the width of the logits. names: the names of its blocks. shares: owners of blocks.
+    """
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    num_blocks: int
+    kv_cache_bytes: int
+    names: BlockNames
+    shares: Shares
+
+
+class Frontend:
+    """Makes requests for one model. May be used from several threads.
+
+    `tokenizer` may be None, then prompts are token ids; `images` is None for a model without
+    vision. `config.seed` is the seed of the first answer drawn without one of its own; each
+    further such answer has the next.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        facts: ModelFacts,
+        config: EngineConfig,
+        adapters: AdapterNames,
+        images: ImagePrompts | None,
+        require_open: Callable[[], None],
+    ) -> None:
+        """`require_open` raises EngineError once the engine is closed."""
+        self.tokenizer, self.facts, self.config = tokenizer, facts, config
+        self.adapters, self.images = adapters, images
+        self.require_open = require_open
+        self.text_limit = TextLimit(tokenizer, facts.max_model_len)
+        self._inputs = InputProcessor(tokenizer, facts.vocab_size, self.text_limit, images)
+        self._processors = ProcessorFactory(
+            Vocabulary(tokenizer, facts.vocab_size, facts.eos_token_ids)
+        )
+        # Ids for requests without one, which no user can have given.
+        self._names = map(f"request-{secrets.token_hex(8)}-{{}}".format, itertools.count())
+        self._seeds = itertools.count(config.seed)
+        self._token_text = TokenTexts(tokenizer) if tokenizer is not None else None
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        salt: str | None = None,
+        adapter: str | None = None,
+        priority: int = 0,
+    ) -> RequestGroup:
+        """Check and tokenize a request, for the adapter of a name if one is given.
+
+        Raises RequestError; nothing is kept of it. EngineError once the engine is closed.
+        """
+        self.require_open()
+        check_request(params, RequestOptions(request_id, salt, adapter, priority))
+        salt = choose_salt(prompt, salt)
+        params = params.clone()  # the caller's may change, and may have
+        params.check()
+        name = request_id if request_id is not None else next(self._names)
+        tenant = Tenant(salt, params.similar_images and params.is_stored)
+        ready = self._inputs.process(prompt, tenant)
+        group = RequestGroup(
+            name,
+            ready.text,
+            list(ready.token_ids),
+            params,
+            time.perf_counter(),
+            ready.extras,
+            ready.images,
+            priority,
+            self._token_text if params.detokenize else None,
+        )
+        if adapter is not None:
+            group.adapter = self.adapters.find(adapter)
+        if params.prompt_logprobs is not None:
+            group.prompt_logprobs = [None]
+        group.requests = [
+            self._answer(group, index, salt, processors)
+            for index, processors in enumerate(
+                self._processors.make(params, group.prompt_token_ids)
+            )
+        ]
+        return group
+
+    def _answer(
+        self,
+        group: RequestGroup,
+        index: int,
+        salt: str | None,
+        processors: tuple[LogitsProcessor, ...],
+    ) -> Request:
+        params, facts = group.params, self.facts
+        sequence = TokenSequence(
+            f"{group.request_id}/{index}",
+            group.prompt_token_ids,
+            adapter=group.adapter.digest if group.adapter is not None else None,
+            salt=salt,
+            items=group.extras.items if group.extras is not None else (),
+            public=facts.names.public,
+        )
+        sequence.is_stored = params.is_stored
+        sampling = SamplingState(
+            params,
+            group.prompt_token_ids,
+            [],
+            self._generator(params, index),
+            facts.eos_token_ids,
+            processors,
+        )
+        text = OutputText(
+            Detokenizer(
+                self.tokenizer if params.detokenize else None,
+                params.skip_special_tokens,
+                group.prompt_token_ids,
+            ),
+            params,
+            facts.eos_token_ids,
+            facts.max_model_len,
+        )
+        request = Request(group, index, sequence, sampling, text)
+        if params.logprobs is not None:
+            request.logprobs = []
+        return request
+
+    def _generator(self, params: SamplingParams, index: int) -> torch.Generator | None:
+        """Return the generator of an answer: answer i of a request has the seed plus i."""
+        if params.temperature == 0:
+            return None
+        seed = next(self._seeds) % 2**64 if params.seed is None else params.seed + index
+        return torch.Generator().manual_seed(seed)
+
+
+def make_frontend(core: EngineCore, tokenizer: PreTrainedTokenizerBase | None) -> Frontend:
+    """Make the frontend of an engine in this process."""
+    model, manager = core.model, core.manager
+    facts = ModelFacts(
+        model.vocab_size,
+        frozenset(model.eos_token_ids),
+        core.max_model_len,
+        manager.config.num_blocks,
+        core.kv_cache_bytes,
+        manager.names,
+        manager.shares,
+    )
+    images = None
+    if core.vision is not None and core.images is not None:
+        images = ImagePrompts(core.vision, tokenizer, core.config, core.images)
+    return Frontend(tokenizer, facts, core.config, core.adapters, images, core.require_open)

@@ -35,7 +35,6 @@ from headstart.cli.pool_picture import PoolPicture, colour_of
 from headstart.cli.progress import cached_share, duration
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError
-from headstart.models.files import BUILT_IN
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
@@ -89,7 +88,7 @@ def demo(svg: Path | None, model: str, **options: Any) -> None:
     with closing(llm):
         shown.append(Text(note_on(model, engine) or f"model {model}", style="dim"))
         console.print(shown[0])
-        for part in _run(llm, model, console):
+        for part in _run(llm, console):
             console.print(part)
             shown.append(part)
     if svg is not None:
@@ -108,46 +107,38 @@ def demo_console() -> Console:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: the title of its panel, the question, and the right answer.
+    """One request: the title of its panel, the question, and a word of the right answer.
 
-    `sentence` is the whole answer of headstart-tiny, which ends in `right`. A request that
-    `continues` is asked in the chat before it.
+    A request that `continues` is asked in the chat before it.
     """
 
     title: str
     question: str
-    sentence: str
     right: str
     continues: bool = False
 
-    def is_answered_by(self, text: str, model: str) -> bool:
-        """Return True if `text` is right; other models may choose their own words."""
-        if model == BUILT_IN:
-            return text == f"{self.sentence} {self.right}"
+    def is_answered_by(self, text: str) -> bool:
+        """Return True if the right answer is a word of `text`."""
         return re.search(rf"\b{re.escape(self.right)}\b", text) is not None
 
 
 def demo_asks() -> list[Ask]:
     """Return the three requests of the demo."""
-    john, zack = "John Doe", "Zack Blue"
-    ask_age = INSTRUCTION + people_table() + "What is the age of {0}?"
+    table = INSTRUCTION + people_table()
     return [
         Ask(
             "a table of 30 people: how old is John Doe?",
-            ask_age.format(john),
-            f"The age of {john} is",
+            f"{table}What is the age of John Doe?",
             "29",
         ),
         Ask(
             "the same table: how old is Zack Blue?",
-            ask_age.format(zack),
-            f"The age of {zack} is",
+            f"{table}What is the age of Zack Blue?",
             "30",
         ),
         Ask(
             "the same chat, next turn: what does he do?",
-            f"And what is the occupation of {zack}?",
-            f"The occupation of {zack} is",
+            "And what is the occupation of Zack Blue?",
             "Lawyer",
             continues=True,
         ),
@@ -159,7 +150,7 @@ def people_table() -> str:
     return files("headstart").joinpath("assets/people.md").read_text(encoding="utf-8")
 
 
-def _run(llm: LLM, model: str, console: Console) -> Iterator[RenderableType]:
+def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:
     """Yield a panel for each request as soon as it is answered, then the totals."""
     with console.status("warming up"):
         _warm_up(llm)
@@ -176,7 +167,7 @@ def _run(llm: LLM, model: str, console: Console) -> Iterator[RenderableType]:
         outputs.append(output)
         text = output.outputs[0].text
         messages.append({"role": "assistant", "content": text})
-        is_right = ask.is_answered_by(text, model)
+        is_right = ask.is_answered_by(text)
         right += is_right
         answer = Text("answer  ", style="dim").append(text, style="italic not dim")
         if not is_right:

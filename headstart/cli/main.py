@@ -45,12 +45,13 @@ from headstart.cli.options import (
     sampling_options,
     server_options,
     sort_options,
+    take_options,
 )
 from headstart.cli.replay import replay
 from headstart.cli.reply import print_reply
 from headstart.cli.run import names_model, read_questions
 from headstart.cli.serve_flags import ServeCommand
-from headstart.cli.server import run_server, take_options
+from headstart.cli.server import run_server
 from headstart.cli.streams import as_typed, note, prepare_streams, tell_error
 from headstart.cluster.options import ReplicaConfig
 from headstart.engine.config import make_config

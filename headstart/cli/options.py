@@ -25,6 +25,7 @@ from headstart.errors import RequestError
 from headstart.frontend.engine_args import read_value
 from headstart.frontend.vllm_compat import read_config
 from headstart.models.files import BUILT_IN
+from headstart.replay import SpeedModel
 from headstart.server.options import ServerOptions
 from headstart.validation import OneOf, describe, shorten
 
@@ -39,8 +40,8 @@ SAMPLING_FLAGS = (
     *("ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 
-MAIN, SAMPLING, SPEED, INTERNALS, OTHER = (
-    *("Options", "How answers are chosen", "Speed of a replica", "Engine internals", "Other"),
+MAIN, SAMPLING, INTERNALS, OTHER = (
+    *("Options", "How answers are chosen", "Engine internals", "Other"),
 )
 _GROUPS: Mapping[str, Iterable[str]] = {
     MAIN: ("max_tokens", "temperature", "max_model_len", "device", "dtype", "weights"),
@@ -55,7 +56,7 @@ _GROUPS: Mapping[str, Iterable[str]] = {
         *("max_images", "max_image_pixels", "encoder_cache_rows"),
         *("enable_lora", "max_loras", "max_lora_rank"),
     ),
-    SPEED: (),
+    "Speed of a replica": [field.name for field in fields(SpeedModel)],
     INTERNALS: (),
     OTHER: (),
 }
@@ -73,6 +74,7 @@ _OF_NO_FLAG = {
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+OptionsOfKind = TypeVar("OptionsOfKind", ServerOptions, ReplicaConfig, SpeedModel)
 
 
 class GroupedOption(click.Option):
@@ -175,10 +177,21 @@ def server_options(command: Command) -> Command:
     return _add_flags(command, ServerOptions, fields(ServerOptions), {})
 
 
+def speed_options(command: Command) -> Command:
+    """Give a command a flag for each field of SpeedModel."""
+    return _add_flags(command, SpeedModel, fields(SpeedModel), {})
+
+
 def sampling_options(defaults: Mapping[str, Any]) -> Callable[[Command], Command]:
     """Give a command the flags of SamplingParams that make sense for one reply in a terminal."""
     chosen = [field for field in fields(SamplingParams) if field.name in SAMPLING_FLAGS]
     return lambda command: _add_flags(command, SamplingParams, chosen, defaults)
+
+
+def take_options(given: dict[str, Any], kind: type[OptionsOfKind]) -> OptionsOfKind:
+    """Take the options of one kind out of all that were given. Raises ConfigError."""
+    values = {field.name: given.pop(field.name, None) for field in fields(kind)}
+    return kind(**{name: value for name, value in values.items() if value is not None})
 
 
 def sort_options(given: Mapping[str, Any], defaults: Mapping[str, Any] = RUN_SAMPLING) -> Options:

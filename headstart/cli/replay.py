@@ -1,11 +1,11 @@
-"""`headstart replay`: what prefix caching and routing would do for a trace of requests."""
+"""`headstart replay`: the effect of prefix caching and routing on a trace of requests."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from headstart.cli.options import SPEED, GroupedCommand, GroupedOption
+from headstart.cli.options import GroupedCommand, GroupedOption, speed_options, take_options
 from headstart.cli.progress import count, progress_bar
 from headstart.cli.streams import as_typed
 from headstart.cluster.policies import DEFAULT_POLICY, POLICIES
@@ -45,23 +45,9 @@ _WORKLOAD_REQUESTS = 2000
 _option = partial(click.option, cls=GroupedOption)
 
 
-def _speed_options(command: Any) -> Any:
-    """A flag for each field of the speed model."""
-    for field in reversed(fields(SpeedModel)):
-        command = _option(
-            f"--{field.name.replace('_', '-')}",
-            type=type(field.default),
-            default=field.default,
-            show_default=True,
-            help=field.metadata["help"],
-            group=SPEED,
-        )(command)
-    return command
-
-
 @click.command(cls=GroupedCommand, short_help="Simulate many engines on a trace.")
 @click.argument("trace")
-@_option("--replicas", default=1, show_default=True, help="Engines with a cache each.")
+@_option("--replicas", default=1, show_default=True, help="Number of engines.")
 @_option(
     "--router",
     "routers",
@@ -69,24 +55,38 @@ def _speed_options(command: Any) -> Any:
     multiple=True,
     default=[DEFAULT_POLICY],
     show_default=True,
-    help="Who gets a request; may be given several times, all compares them.",
+    help="Routing policy; may be given several times, all compares them.",
 )
 @_option(
     "--prefill-replicas",
     default=0,
     show_default=True,
-    help="So many of them compute prompts alone, and the others decode.",
+    help="Number of replicas that only compute prompts; the others decode.",
 )
-@_option("--kv-tokens", default=2_000_000, show_default=True, help="KV memory of each, in tokens.")
+@_option(
+    "--kv-tokens",
+    default=2_000_000,
+    show_default=True,
+    help="Tokens of KV memory in each.",
+)
 @_option("--block-size", type=int, help="Tokens in a block; default: those of the trace, or 16.")
-@_option("--requests", type=int, help="Take so many requests of the trace.")
-@_option("--copies", default=1, show_default=True, help="So many times the users.")
-@_option("--speed", default=1.0, show_default=True, help="Sessions begin so many times as often.")
-@_option("--seed", default=0, show_default=True, help="Another synthetic workload.")
-@_option("--eviction", default="adaptive-lru", show_default=True, help="As in the engine.")
+@_option(
+    "--requests",
+    type=int,
+    help="Number of requests to replay.",
+)
+@_option("--copies", default=1, show_default=True, help="Multiply the users.")
+@_option("--speed", default=1.0, show_default=True, help="Multiply the rate of sessions.")
+@_option("--seed", default=0, show_default=True, help="Seed of a synthetic workload.")
+@_option(
+    "--eviction",
+    default="adaptive-lru",
+    show_default=True,
+    help="As in the engine.",
+)
 @_option("--json", "as_json", is_flag=True, help="Print JSON, one line.")
 @_option("--plot", type=click.Path(path_type=Path), help="Draw the table into this SVG.")
-@_speed_options
+@speed_options
 def replay(trace: str, **options: Any) -> None:
     """Replay TRACE through real cache managers and the real router, in simulated time.
 
@@ -94,40 +94,39 @@ def replay(trace: str, **options: Any) -> None:
     synthetic workload: shared-prompt, documents, chats, agents. No model runs.
     """
     plot: Path | None = options["plot"]
-    if plot is not None:
-        _check_plot(plot)
-    speed = SpeedModel(**{field.name: options[field.name] for field in fields(SpeedModel)})
-    found = _open(as_typed(trace), options)
+    if plot is not None:  # before minutes of a replay
+        if plot.suffix.lower() != ".svg":
+            raise ConfigError(f"--plot is {plot}; allowed: a file whose name ends in .svg")
+        if not plot.parent.is_dir():
+            raise ConfigError(f"--plot is {plot}, and {plot.parent} is no folder")
+    speed = take_options(options, SpeedModel)
+    workload = _open(as_typed(trace), options)
     fleet = Fleet(
         options["replicas"],
         options["kv_tokens"],
-        options["block_size"] or max(found.grain, _LEAST_BLOCK),
+        options["block_size"] or max(workload.grain, _LEAST_BLOCK),
         options["eviction"],
         options["prefill_replicas"],
     )
-    routers = options["routers"]
-    if "all" in routers:
-        routers = list(POLICIES)
     results = []
-    for router in routers:
+    for router in list(POLICIES) if "all" in options["routers"] else options["routers"]:
         with progress_bar(router) as advance:
-            results.append(run_replay(found, fleet, router, speed, advance))
+            results.append(run_replay(workload, fleet, router, speed, advance))
     with progress_bar("one engine") as advance:
-        optimum = best_hit_rate(found, fleet, advance)
+        optimum = best_hit_rate(workload, fleet, advance)
     if options["as_json"]:
-        click.echo(json.dumps(_as_json(found, fleet, results, optimum)))
+        figures = {
+            "trace": workload.name,
+            "requests": len(workload.requests),
+            "fleet": asdict(fleet),
+            "routers": [asdict(result) for result in results],
+            "one_engine": asdict(optimum),
+        }
+        click.echo(json.dumps(figures))
     else:
-        _print(found, fleet, results, optimum)
+        _print(workload, fleet, results, optimum)
     if plot is not None:
-        _draw(plot, found, results, optimum)
-
-
-def _check_plot(plot: Path) -> None:
-    """Raise ConfigError for what cannot be drawn, before minutes of a replay."""
-    if plot.suffix.lower() != ".svg":
-        raise ConfigError(f"--plot is {plot}; allowed: a file whose name ends in .svg")
-    if not plot.parent.is_dir():
-        raise ConfigError(f"--plot is {plot}, and {plot.parent} is no folder")
+        _draw(plot, workload, results, optimum)
 
 
 def _open(name: str, options: Mapping[str, Any]) -> Trace:
@@ -147,18 +146,6 @@ def _open(name: str, options: Mapping[str, Any]) -> Trace:
     if options["speed"] != 1:
         trace = trace.faster(options["speed"])
     return trace if requests is None else trace.head(requests)
-
-
-def _as_json(
-    trace: Trace, fleet: Fleet, results: list[ReplayResult], optimum: Optimum
-) -> dict[str, Any]:
-    return {
-        "trace": trace.name,
-        "requests": len(trace.requests),
-        "fleet": asdict(fleet),
-        "routers": [asdict(result) for result in results],
-        "one_engine": asdict(optimum),
-    }
 
 
 def _print(trace: Trace, fleet: Fleet, results: list[ReplayResult], optimum: Optimum) -> None:

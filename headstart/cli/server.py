@@ -7,9 +7,9 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
 FIRST_QUESTION = "Anna Smith is 31. Ben Jones is 45. How old is Ben Jones?"
 """A question that the embedded model answers right in every dtype."""
 _PATHS = ("tokenizer", "chat_template", "generation_config")
-
-Options = TypeVar("Options", ServerOptions, ReplicaConfig)
-
-
-def take_options(given: dict[str, Any], kind: type[Options]) -> Options:
-    """Take the options of one kind out of all that were given. Raises ConfigError."""
-    values = {field.name: given.pop(field.name, None) for field in fields(kind)}
-    return kind(**{name: value for name, value in values.items() if value is not None})
 
 
 def run_server(

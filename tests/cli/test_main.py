@@ -52,19 +52,16 @@ def test_demo_answers_what_the_table_says(demo: tuple[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "answer", "right"),
+    ("answer", "right"),
     [
-        ("headstart-tiny", "The age of John Doe is 29", True),
-        ("headstart-tiny", "The age of John Doe is 2999999999", False),
-        ("headstart-tiny", "The age of John Doe is 29 29", False),
-        ("headstart-tiny", "29", False),
-        ("some/other", "John Doe is 29 years old.", True),
-        ("some/other", "John Doe is 2999999999 years old.", False),
+        ("The age of John Doe is 29", True),
+        ("The age of John Doe is 2999999999", False),
+        ("John Doe is 29 years old.", True),
     ],
 )
-def test_an_answer_is_right_as_a_whole(model: str, answer: str, right: bool) -> None:
+def test_an_answer_has_the_right_word(answer: str, right: bool) -> None:
     """An endless 2999... once counted as 29."""
-    assert demo_asks()[0].is_answered_by(answer, model) is right
+    assert demo_asks()[0].is_answered_by(answer) is right
 
 
 def test_a_model_says_what_its_answers_are_worth(demo: tuple[str, Path], demo_model: Path) -> None:

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.errors import RequestError
-from headstart.frontend.images.decoding import decode_image, file_limit
-from headstart.frontend.images.files import read_source
+from headstart.frontend.images.decoding import decode_image, file_limit, read_source
 from headstart.validation import check_utf8, describe
 
 Content = str | list[dict[str, Any]]

@@ -27,7 +27,7 @@ from headstart.frontend.chat.messages import (
     text_parts,
 )
 from headstart.frontend.chat.template import TemplateOptions
-from headstart.frontend.images.files import is_data_url
+from headstart.frontend.images.decoding import is_data_url
 from headstart.frontend.images.prompt import IMAGE_MARK, ImagePrompts
 from headstart.frontend.images.reading import ImageSource, LoadedImage, Tenant
 from headstart.frontend.text.codec import Spelling

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from headstart.engine.images.encoder_cache import EncoderKey
 from headstart.engine.images.transfer import SentImage
 from headstart.errors import RequestError
-from headstart.frontend.images.decoding import decode_image
-from headstart.frontend.images.files import ImageSource
+from headstart.frontend.images.decoding import ImageSource, decode_image
 from headstart.models.image_encoder import ProcessedImage, VisionModel
 from headstart.validation import shorten
 

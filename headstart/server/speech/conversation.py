@@ -15,8 +15,7 @@ import numpy as np
 
 from headstart.errors import RequestError
 from headstart.frontend.chat.messages import describe_content, kind_of_part
-from headstart.frontend.images.decoding import decode_image
-from headstart.frontend.images.files import decode_base64
+from headstart.frontend.images.decoding import decode_base64, decode_image
 from headstart.imports import install
 from headstart.omni.params import pcm16, wav_bytes
 from headstart.server.messages import read_roles

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from headstart import RequestError
-from headstart.frontend.images.decoding import FORMATS
-from headstart.frontend.images.files import read_data_url, read_source
+from headstart.frontend.images.decoding import FORMATS, read_data_url, read_source
 from headstart.frontend.images.reading import ImageReader
 from headstart.models.image_encoder import ProcessedImage
 from tests.tiny_vision import make_image

@@ -26,14 +26,13 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import uvicorn
+from fastapi import FastAPI
 from rich.console import Console
 from rich.table import Table
 
 from headstart import AsyncLLM
 from headstart.models.files import BUILT_IN, find_folder
-from headstart.server.http.protocol import protocol_of
-from headstart.server.launch import create_app, listen
+from headstart.server.launch import HttpServer, create_app, listen, new_event_loop
 from headstart.server.options import ServerOptions
 
 LIMIT = 0.020  # seconds
@@ -159,15 +158,15 @@ async def measure(url: str, args: argparse.Namespace) -> list[tuple[str, str, in
     return rows
 
 
-async def run(server: uvicorn.Server, args: argparse.Namespace) -> list[Any]:
+async def run(app: FastAPI, args: argparse.Namespace) -> list[Any]:
     """Serve while it is measured."""
-    at = listen(ServerOptions(port=0))
-    serving = asyncio.ensure_future(server.serve(sockets=[at]))
-    try:
-        return await measure(f"http://127.0.0.1:{at.getsockname()[1]}", args)
-    finally:
-        server.should_exit = True
-        await serving
+    with listen(ServerOptions(port=0)) as address:
+        server = HttpServer(app, address)
+        await server.start()
+        try:
+            return await measure(f"http://127.0.0.1:{address.getsockname()[1]}", args)
+        finally:
+            await server.stop(1)
 
 
 def main() -> None:
@@ -175,14 +174,11 @@ def main() -> None:
     parser.add_argument("--mb", type=float, default=2.0, help="bytes of a body, in millions")
     parser.add_argument("--rounds", type=int, default=3, help="the shortest pause counts")
     args = parser.parse_args()
-    sys.setswitchinterval(1e-4)  # as `headstart serve` has it
     options = ServerOptions(api_keys=False)
     with long_model(1 << 17) as folder, closing(AsyncLLM(folder, num_blocks=1 << 13)) as llm:
         app = create_app(llm, BUILT_IN, options)
-        http = protocol_of(options)
-        config = uvicorn.Config(app, http=http, log_config=None, access_log=False, lifespan="off")
-        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            rows = runner.run(run(uvicorn.Server(config), args))
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            rows = runner.run(run(app, args))
     table = Table("body", "MB", "status", "clock, ms", "CPU, ms", "CPU idle, ms")
     for name, status, size, alone, beside in rows:
         ms = [f"{value * 1e3:.1f}" for value in (*beside, alone.cpu)]

@@ -39,7 +39,7 @@ _SETS = {
 
 
 # What each extra of the package gives, and the packages that it installs.
-_SERVER = ("fastapi", "uvicorn", "httptools", "prometheus-client")
+_SERVER = ("fastapi", "granian", "msgspec", "prometheus-client")
 EXTRAS = {
     "serve": ("the server", _SERVER),
     "vision": ("images in prompts", ("pillow",)),

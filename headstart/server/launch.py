@@ -1,27 +1,33 @@
-"""A server that listens: from an application to a socket, and an orderly end."""
+"""A server that listens: from an application to a socket, and an orderly end.
+
+HTTP is Granian's, embedded in the event loop of the application: threads in Rust read requests and
+send answers without the interpreter's lock.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
 import signal
 import socket
 import ssl
-import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
-import uvicorn
 from fastapi import FastAPI
+from granian.constants import HTTPModes, Interfaces, SSLProtocols
+from granian.http import HTTP1Settings
+from granian.server.embed import Server
+from uvloop import new_event_loop
 
 from headstart.engine.tenant_queue import TenantQueue
 from headstart.errors import ConfigError
 from headstart.server.app import create_app, create_speech_app
-from headstart.server.http.protocol import protocol_of
 from headstart.server.monitoring.logs import set_up_logs
 from headstart.server.monitoring.tracing import open_tracer
 from headstart.server.options import ServerOptions
@@ -30,9 +36,11 @@ from headstart.server.service import Front
 from headstart.server.tenants import open_tenants
 
 __all__ = [
+    "HttpServer",
     "create_app",
     "create_speech_app",
     "listen",
+    "new_event_loop",
     "open_tenants",
     "open_tracer",
     "publish",
@@ -40,33 +48,41 @@ __all__ = [
     "serve",
 ]
 
-KEEP_ALIVE = 75
-"""Seconds that a connection stays open between two requests.
+_LOG = logging.getLogger("headstart.server")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_HEAD_SECONDS = 75
+"""Time for the head of a request to arrive, from the end of the previous answer on.
 
-Longer than clients keep one (httpx 5, aiohttp 15): a request that is sent on a connection which the
-server is just closing fails with "connection reset".
+Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s): a request sent while the
+server closes the connection fails with "connection reset".
 """
+_BUFFER = 64 << 10  # bytes of a request's head, and of an answer that wait to be sent
+_MAX_CONNECTIONS = 1 << 16
+_TICK = 0.05  # seconds
+_LAST_WORDS = 0.5  # seconds in which clients read that their answers end here
+_LAST_BYTES = 5.0  # seconds for requests that are no calls, such as a scrape of metrics
 
 
 def listen(options: ServerOptions) -> socket.socket:
-    """A socket at the server's address, whose connections send each write at once (TCP_NODELAY).
+    """Return a socket that reserves the server's address until Granian listens there.
 
-    asyncio asks for that only where the socket names its protocol, which `create_server` leaves
-    open: an answer's head and body, or two frames of a stream, would stand 40 ms apart.
-
-    Raises ConfigError if it cannot be had, or if the certificate for it cannot be used.
+    Raises ConfigError if the address or the certificate cannot be used.
     """
     _check_tls(options)
     try:
-        family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
-        made = socket.create_server((options.host, options.port), family=family, backlog=2048)
+        info = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        if options.port:  # below, two servers of one user would share the port
+            socket.create_server(info[4][:2], family=info[0]).close()
+        reserved = socket.socket(info[0], socket.SOCK_STREAM)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as Granian's own has
+        reserved.bind(info[4])
     except (OSError, UnicodeError) as error:
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         why = "another program listens there; --port N takes another port" if taken else str(error)
         raise ConfigError(
             f"host {options.host!r} and port {options.port} cannot be listened on: {why}"
         ) from error
-    return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=made.detach())
+    return reserved
 
 
 def _check_tls(options: ServerOptions) -> None:
@@ -87,111 +103,136 @@ def _check_tls(options: ServerOptions) -> None:
         ) from error
 
 
+class HttpServer:
+    """Granian for one application, in the running event loop."""
+
+    def __init__(self, app: FastAPI, at: socket.socket) -> None:
+        """`app` is of `create_app`, `at` of `listen`."""
+        options: ServerOptions = app.state.service.options
+        host, port = self._address = at.getsockname()[:2]
+        self._unread_milliseconds = round(options.request_timeout * 1000)
+        self._server = Server(
+            app,
+            host,
+            port,
+            interface=Interfaces.ASGINL,
+            http=HTTPModes.http1,
+            websockets=False,
+            backlog=2048,
+            backpressure=_MAX_CONNECTIONS,
+            http1_settings=HTTP1Settings(_HEAD_SECONDS * 1000, max_buffer_size=_BUFFER),
+            log_enabled=False,
+            ssl_cert=Path(options.tls_cert) if options.tls_cert else None,
+            ssl_key=Path(options.tls_key) if options.tls_key else None,
+            ssl_protocol_min=SSLProtocols.tls12,
+        )
+
+    async def start(self) -> None:
+        """Return as soon as connections are accepted."""
+        self._task = asyncio.create_task(self._server.serve())
+        while not self._set_unread_limit():
+            if self._task.done():
+                self._task.result()
+            await asyncio.sleep(0.001)
+
+    def _set_unread_limit(self) -> bool:
+        """Have connections end that leave an answer unread too long; False before it listens."""
+        with _listener(self._address) as listener:
+            if listener is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+                listener.setsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._unread_milliseconds
+                )
+            return listener is not None
+
+    async def stop(self, seconds: float) -> None:
+        """Stop listening; requests that run have this long to end."""
+        self._server.stop()  # type: ignore[no-untyped-call]
+        await asyncio.wait([self._task], timeout=seconds)
+        self._task.cancel()
+
+
+@contextmanager
+def _listener(address: tuple[str, int]) -> Iterator[socket.socket | None]:
+    """Yield this process's listening socket at an address, which Granian does not hand out."""
+    for name in os.listdir("/dev/fd"):
+        try:
+            found = socket.socket(fileno=int(name))
+        except OSError:  # not a socket
+            continue
+        try:
+            is_listener = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if is_listener and found.getsockname()[:2] == address:
+                yield found
+                return
+        finally:
+            found.detach()
+    yield None
+
+
 def serve(app: FastAPI, at: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
     """Answer requests until SIGINT or SIGTERM; `ready` is called when the first can come.
 
     app: of `create_app`. After a signal nothing new is taken, and what runs has `drain_seconds` to
     end. A second signal ends it, a third kills the process. Whoever made its engine closes it.
     """
-    options: ServerOptions = app.state.service.options
-    set_up_logs(options.log_format)
-    config = uvicorn.Config(
-        app,
-        http=protocol_of(options),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        timeout_keep_alive=KEEP_ALIVE,
-        ssl_certfile=options.tls_cert,
-        ssl_keyfile=options.tls_key,
-    )
-    server = _Server(config, app.state.service, ready)
-    log = logging.getLogger("uvicorn.error")
-    log.addFilter(server.is_news)
-    switch = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH)
+    set_up_logs(app.state.service.options.log_format)
+    ending = _Ending(app.state.service)
+    before = {kind: signal.signal(kind, ending.handle_signal) for kind in _SIGNALS}
     try:
-        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.get_loop().set_default_executor(TenantQueue("headstart-server"))
-            runner.run(server.serve(sockets=[at]))
+            runner.run(_serve(HttpServer(app, at), ending, ready))
     finally:
-        sys.setswitchinterval(switch)
-        log.removeFilter(server.is_news)
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server, which goes on listening while the service drains.
+async def _serve(server: HttpServer, ending: _Ending, ready: Callable[[], None]) -> None:
+    await server.start()
+    ending.loop = asyncio.get_running_loop()
+    ready()
+    await ending.drain()
+    await server.stop(_LAST_WORDS if ending.is_forced else _LAST_BYTES)
+
+
+class _Ending:
+    """The end of a server, which continues to listen while its calls end.
 
     takes ──signal──▶ drains: new calls are refused, /ready is 503 ──▶ closed
                          └──nothing runs, its time is over, or a second signal──┘
     """
 
-    def __init__(self, config: uvicorn.Config, service: Front, ready: Callable[[], None]) -> None:
-        super().__init__(config)
+    def __init__(self, service: Front) -> None:
         self._service = service
-        self._ready = ready
-        self._is_cutting_off = False
-        self._loop: asyncio.AbstractEventLoop | None = None  # once it listens
+        self.is_forced = False
+        self.loop: asyncio.AbstractEventLoop | None = None  # once it listens
 
-    def is_news(self, record: logging.LogRecord) -> bool:
-        """Whether a line of uvicorn's is shown; that answers are cut off on purpose is no news."""
-        return not (self._is_cutting_off and str(record.msg).startswith(_CUT_OFF))
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._loop = asyncio.get_running_loop()
-        self._ready()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came: drain, or if that is so already end now and have the next one kill."""
-        self.force_exit = self.should_exit
-        self.should_exit = self._service.is_draining = True
-        if self.force_exit:
+    def handle_signal(self, sig: int, frame: FrameType | None) -> None:
+        """Drain; if that is so already, end now and have the next signal kill."""
+        self.is_forced = self._service.is_draining
+        self._service.is_draining = True
+        if self.is_forced:
             for kind in _SIGNALS:
                 signal.signal(kind, signal.SIG_DFL)
-        elif self._loop is not None:  # a handler itself may stand amid another line of the log
-            self._loop.call_soon_threadsafe(self._tell_wait)
+        elif self.loop is not None:  # a handler itself may stand amid another line of the log
+            self.loop.call_soon_threadsafe(self._log_wait)
 
-    def _tell_wait(self) -> None:
+    def _log_wait(self) -> None:
         seconds, running = self._service.options.drain_seconds, self._service.calls.num_places
         if seconds and running:
             requests = "1 request" if running == 1 else f"{running} requests"
             _LOG.info("waiting up to %g s for %s; Ctrl-C again stops now", seconds, requests)
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+    async def drain(self) -> None:
+        """Wait for a signal, and then for the calls to end."""
         service = self._service
-        service.is_draining = True
-        deadline = time.monotonic() + service.options.drain_seconds
-        while service.calls.num_places and not self.force_exit and time.monotonic() < deadline:
+        while not service.is_draining:
             await asyncio.sleep(_TICK)
-        self._is_cutting_off = self.force_exit or service.calls.num_places > 0
+        deadline = time.monotonic() + service.options.drain_seconds
+        while service.calls.num_places and not self.is_forced and time.monotonic() < deadline:
+            await asyncio.sleep(_TICK)
+        self.is_forced = self.is_forced or service.calls.num_places > 0
         service.cut_off()
         deadline = time.monotonic() + _LAST_WORDS
         while service.calls.num_places and time.monotonic() < deadline:
             await asyncio.sleep(_TICK)
-        self.config.timeout_graceful_shutdown = 0 if self._is_cutting_off else _LAST_BYTES
-        await super().shutdown(sockets)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but a signal that was answered by an orderly end is not raised again."""
-        before = {kind: signal.signal(kind, self.handle_exit) for kind in _SIGNALS}
-        try:
-            yield
-        finally:
-            for kind, handler in before.items():
-                signal.signal(kind, handler)
-
-
-_LOG = logging.getLogger("headstart.server")
-_CUT_OFF = ("ASGI callable returned without completing", "Cancel %s running task(s)")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_TICK = 0.05  # seconds
-_SWITCH = 1e-4
-"""Seconds after which a thread that asks for the interpreter gets it; Python's own are 5 ms.
-
-The engine's thread asks between any two kernels, and the event loop may be at work on a request
-for a millisecond.
-"""
-_LAST_WORDS = 0.5  # seconds in which clients read that their answers end here
-_LAST_BYTES = 5  # seconds for what is no call, such as a scrape of metrics

@@ -70,6 +70,7 @@ class Frontdoor:
 
         try:
             path = scope["path"]
+            _check_host(scope)
             if not self._service.tenants.ask_for_keys:
                 check_origin(headers, self._service.options)
             if not OPEN_PATHS.fullmatch(path):
@@ -92,7 +93,7 @@ class Frontdoor:
     ) -> None:
         path = scope["path"]
         if scope["method"] == "HEAD":
-            scope, send = {**scope, "method": "GET"}, _without_body(send)
+            scope, send = {**scope, "method": "GET", "extensions": {}}, _without_body(send)
         try:
             if (
                 scope["method"] != "POST"
@@ -171,6 +172,13 @@ def _without_body(send: Send) -> Send:
             await send({"type": message["type"]})
 
     return send_head
+
+
+def _check_host(scope: Scope) -> None:
+    """Refuse a request without one host (RFC 9112, section 3.2): `check_origin` reads the last."""
+    count = len([value for name, value in scope["headers"] if name == b"host" and value])
+    if count > 1 or (not count and scope["http_version"] not in ("1", "1.0")):
+        raise ApiError(400, f"the request has {count} Host headers; allowed: one")
 
 
 def _check_kind(scope: Scope, headers: Mapping[bytes, bytes]) -> None:

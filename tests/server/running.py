@@ -10,14 +10,12 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 
 from headstart import AsyncLLM
 from headstart.engine.tenant_queue import TenantQueue
 from headstart.server.app import create_app
-from headstart.server.http.protocol import protocol_of
-from headstart.server.launch import listen
+from headstart.server.launch import HttpServer, _listener, listen, new_event_loop
 from headstart.server.options import ServerOptions
 from headstart.server.service import Service
 
@@ -82,33 +80,33 @@ def serving(
 @contextmanager
 def listening(app: FastAPI, *, send_buffer: int = 0) -> Iterator[str]:
     """The address of an application, which answers there in a thread of its own."""
-    listener = listen(ServerOptions(port=0))
-    if send_buffer:  # connections have the listener's
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    http = protocol_of(app.state.service.options)
-    config = uvicorn.Config(app, http=http, log_config=None, lifespan="off")
-    runner = uvicorn.Server(config)
-    started = threading.Event()
-    startup = runner.startup
+    address = listen(ServerOptions(port=0))
+    started, stopping = threading.Event(), asyncio.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
 
-    async def tell(sockets: list[socket.socket] | None = None) -> None:
-        await startup(sockets)
+    async def run() -> None:
+        server = HttpServer(app, address)
+        await server.start()
+        if send_buffer:
+            with _listener(address.getsockname()[:2]) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        loops.append(asyncio.get_running_loop())
         started.set()
-
-    runner.startup = tell  # type: ignore[method-assign]
+        await stopping.wait()
+        await server.stop(1)
 
     def serve() -> None:
-        with asyncio.Runner(loop_factory=config.get_loop_factory()) as loop:
-            loop.get_loop().set_default_executor(TenantQueue("headstart-server"))
-            loop.run(runner.serve(sockets=[listener]))
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.get_loop().set_default_executor(TenantQueue("headstart-server"))
+            runner.run(run())
 
     thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    try:
-        assert started.wait(30)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        runner.should_exit = runner.force_exit = True
-        thread.join(30)
-        listener.close()
-        assert not thread.is_alive(), "the server did not stop"
+    with address:
+        thread.start()
+        try:
+            assert started.wait(30)
+            yield f"http://127.0.0.1:{address.getsockname()[1]}"
+        finally:
+            loops[0].call_soon_threadsafe(stopping.set)
+            thread.join(30)
+            assert not thread.is_alive(), "the server did not stop"

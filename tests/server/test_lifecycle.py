@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -24,12 +23,12 @@ from headstart import LLM, SamplingParams
 from headstart.cli.main import main
 from headstart.errors import ConfigError
 from headstart.server.keys import KeyFolder
-from headstart.server.launch import listen
+from headstart.server.launch import _listener, listen
 from headstart.server.options import ServerOptions
 from tests.clients import openai
 from tests.forked import start_headstart
 from tests.house.source import ROOT
-from tests.server.running import running
+from tests.server.running import Running, running
 from tests.tiny_adapters import make_adapter
 
 SECONDS = 60
@@ -245,23 +244,12 @@ def test_adapters_are_models_that_clients_name(demo_model: Path, tmp_path: Path)
             assert answer.json()["choices"][0]["text"] == text
 
 
-def test_connections_send_each_write_at_once() -> None:
+def test_connections_send_each_write_at_once(server: Running) -> None:
     """An answer's body waited 40 ms for the client to acknowledge its head."""
-
-    async def run() -> int:
-        found = asyncio.get_running_loop().create_future()
-
-        def note(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connection = writer.get_extra_info("socket")
-            found.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-            writer.close()
-
-        async with await asyncio.start_server(note, sock=listen(ServerOptions(port=0))) as server:
-            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-            writer.close()
-            return int(await found)
-
-    assert asyncio.run(run()) != 0
+    where = httpx.URL(server.url)
+    with _listener((where.host, where.port)) as listener:
+        assert listener is not None
+        assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_https_with_a_certificate(tmp_path: Path) -> None:

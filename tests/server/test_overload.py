@@ -237,15 +237,13 @@ def test_who_leaves_the_queue_is_gone_after_one_step(
         assert ask(server).status_code == 200 and watch.all_free()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_with_requests_behind_the_one_that_runs_is_gone_after_one_step(
-    stream: bool, monkeypatch: pytest.MonkeyPatch
+def test_who_leaves_a_stream_with_requests_behind_it_is_gone_after_one_step(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """uvicorn read no end of the connection then: the answer was computed, for nobody."""
     with running(max_num_seqs=1) as server:
         steps, watch = Steps(server, monkeypatch), Watch(server)
         with connect(server) as client:
-            send(client, body(max_tokens=4000, ignore_eos=True, stream=stream))
+            send(client, body(max_tokens=4000, ignore_eos=True, stream=True))
             assert steps.queued.acquire(timeout=SECONDS)
             send(client, body())
             send(client, body())

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
-from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
-from headstart.server.http.protocol import BoundedProtocol
+from headstart.server import launch
 from tests.server.running import Running, running
 
 CHAT = "/v1/chat/completions"
@@ -185,11 +183,11 @@ def test_a_body_that_is_too_large_is_not_read(server: Running) -> None:
     ],
 )
 def test_a_request_names_one_host(server: Running, head: bytes, status: int) -> None:
-    """By the host a server without keys knows whose page asks; httptools took any number."""
+    """By the host a server without keys knows whose page asks."""
     where = httpx.URL(server.url)
     with closing(socket.create_connection((where.host, where.port), 60)) as client:
         client.sendall(head + b"\r\n")
-        assert client.recv(12) == b"HTTP/1.1 %d" % status
+        assert client.recv(12)[8:] == b" %d" % status
 
 
 CHUNKED = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
@@ -200,7 +198,7 @@ CHUNKED = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n
 )
 @pytest.mark.parametrize("line", [b"x: y\r\n", b"x"], ids=["many lines", "one long line"])
 def test_a_head_that_does_not_end_is_not_kept(server: Running, begin: bytes, line: bytes) -> None:
-    """httptools kept all that it was sent, also of whoever had no key."""
+    """A head is read before the key that is in it."""
     where = httpx.URL(server.url)
     with closing(socket.create_connection((where.host, where.port), 60)) as client:
         client.sendall(begin)
@@ -211,9 +209,9 @@ def test_a_head_that_does_not_end_is_not_kept(server: Running, begin: bytes, lin
 
 @pytest.fixture(scope="module")
 def impatient_server() -> Iterator[Running]:
-    """It keeps no connection between two requests."""
+    """A server that waits one second for a head."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uvicorn, "Config", partial(uvicorn.Config, timeout_keep_alive=0.1))
+        patch.setattr(launch, "_HEAD_SECONDS", 1)
         with running() as server:
             yield server
 
@@ -221,92 +219,45 @@ def impatient_server() -> Iterator[Running]:
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
 
-@pytest.mark.parametrize("begin", [b"", HEALTH, HEALTH + b"\r\n", HEALTH + b"\r\n" + HEALTH])
-def test_a_head_that_does_not_come_is_not_waited_for(
-    impatient_server: Running, begin: bytes
-) -> None:
+def test_a_head_that_does_not_come_is_not_waited_for(impatient_server: Running) -> None:
     """Whoever had no key could keep as many connections as the server may have, for ever."""
     where = httpx.URL(impatient_server.url)
-    with closing(socket.create_connection((where.host, where.port), 60)) as client:
-        client.sendall(begin)
-        answer = b"".join(iter(partial(client.recv, 4096), b""))  # until it is closed
-        assert answer.count(b"HTTP/1.1 200 OK") == begin.count(b"\r\n\r\n")
-
-
-class _Clock(asyncio.SelectorEventLoop):
-    """A loop whose timers are told when their time has come."""
-
-    now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-
-async def refuse(scope: Any, receive: Any, send: Any) -> None:
-    """Answers before a body has come."""
-    await send({"type": "http.response.start", "status": 404, "headers": []})
-    await send({"type": "http.response.body", "body": b""})
-
-
-async def settle() -> None:
-    for _ in range(9):  # in which timers are found and called, and answers given
-        await asyncio.sleep(0)
-
-
-def is_cut_off(*parts: tuple[float, bytes]) -> bool:
-    """Whether a connection is closed on which these come, each in its second, and then no more."""
-
-    async def send(loop: _Clock) -> bool:
-        config = uvicorn.Config(refuse, timeout_keep_alive=75, log_config=None)
-        config.load()
-        protocol = BoundedProtocol(config, uvicorn.server.ServerState(), {})
-        ours, theirs = socket.socketpair()
-        with closing(theirs):
-            transport, _ = await loop.create_connection(lambda: protocol, sock=ours)
-            for at, part in parts:
-                loop.now = at
-                await settle()
-                if not transport.is_closing():
-                    protocol.data_received(part)
-                await settle()
-            is_closed = transport.is_closing()
-            transport.abort()
-        return is_closed
-
-    with asyncio.Runner(loop_factory=_Clock) as runner:
-        loop = runner.get_loop()
-        assert isinstance(loop, _Clock)
-        return runner.run(send(loop))
-
-
-def test_a_head_that_began_in_time_has_its_time_to_end() -> None:
-    """A request that came in two parts on a connection that was long idle was cut off."""
-    first, rest = HEALTH[:9], HEALTH[9:]
-    assert not is_cut_off((74, first), (148, rest))
-    assert is_cut_off((76, first), (77, rest))
-    assert is_cut_off((10, first), (86, rest))
-
-
-def test_a_body_whose_answer_was_early_may_come_slowly() -> None:
-    """Its client, which reads when all is sent, was never told that its key is none."""
-    head, part = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n", b"123"
-    slow = [(0.0, head), (70.0, part), (140.0, part), (210.0, part)]
-    assert not is_cut_off(*slow, (284, b""))
-    assert is_cut_off(*slow, (286, b""))
-    for_ever = [(at * 70.0, b"1") for at in range(1, 9)]
-    assert not is_cut_off((0, head), *for_ever, (599, b""))
-    assert is_cut_off((0, head), *for_ever, (601, b""))
+    with ExitStack() as stack:
+        clients = {}
+        for begin in (b"", HEALTH, HEALTH + b"\r\n", HEALTH + b"\r\n" + HEALTH):
+            client = stack.enter_context(socket.create_connection((where.host, where.port), 60))
+            client.sendall(begin)
+            clients[begin] = client
+        for begin, client in clients.items():
+            answer = b"".join(iter(partial(client.recv, 4096), b""))  # until it is closed
+            assert answer.count(b"HTTP/1.1 200 OK") == begin.count(b"\r\n\r\n")
 
 
 def test_a_request_whose_head_has_come_is_waited_for(impatient_server: Running) -> None:
-    content = body(max_tokens=200, ignore_eos=True)
+    """Its body may come slowly, and its answer may take longer than a head."""
+    content = body()
     head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head = head % CHAT.encode() + b"Content-Length: %d\r\n\r\n" % len(content)
     where = httpx.URL(impatient_server.url)
     with closing(socket.create_connection((where.host, where.port), 60)) as client:
-        client.sendall(head + content + HEALTH)  # and a half one behind it
+        client.sendall(head + content[:9])
+        time.sleep(1.5)
+        client.sendall(content[9:] + HEALTH)  # and a half request behind it
         answer = b"".join(iter(partial(client.recv, 4096), b""))
-        assert answer.count(b"HTTP/1.1 200 OK") == 1 and b'"completion_tokens":200' in answer
+        assert answer.count(b"HTTP/1.1 200 OK") == 1 and b'"completion_tokens":1' in answer
+
+
+def test_clients_that_drip_hold_up_nobody(server: Running) -> None:
+    """Many heads and bodies are incomplete while others are answered."""
+    where = httpx.URL(server.url)
+    post = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    post = post % CHAT.encode() + b"Content-Length: 900\r\n\r\n{"
+    with ExitStack() as stack:
+        for begin in [HEALTH] * 400 + [post] * 100:
+            client = stack.enter_context(socket.create_connection((where.host, where.port), 60))
+            client.sendall(begin)
+        answer = httpx.post(server.url + CHAT, content=body(), headers=JSON, timeout=60)
+        assert answer.status_code == 200, answer.text
 
 
 def test_a_long_body_in_small_parts_is_no_long_head(server: Running) -> None:

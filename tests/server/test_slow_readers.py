@@ -4,17 +4,16 @@ and nobody else waits."""
 from __future__ import annotations
 
 import json
-import queue
-from contextlib import ExitStack
-from functools import partial
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
-from headstart.server.http.protocol import BoundedProtocol
-from tests.server.running import running
+from tests.server.running import Running, running
 from tests.server.scripted import scripted
 from tests.server.test_overload import SECONDS, Steps, Watch, ask, body, connect, send
 
@@ -37,45 +36,11 @@ def test_a_slow_reader_holds_up_nobody() -> None:
         assert watch.all_free()
 
 
-class Connections:
-    """The server's ends of the connections that were made since."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made: list[BoundedProtocol] = []
-        self.left: queue.SimpleQueue[BoundedProtocol] = queue.SimpleQueue()
-        begin = BoundedProtocol.connection_made
-
-        def note(protocol: BoundedProtocol, transport: Any) -> None:
-            begin(protocol, transport)
-            self.made.append(protocol)
-
-        monkeypatch.setattr(BoundedProtocol, "connection_made", note)
-
-        lost = BoundedProtocol.connection_lost
-
-        def note_lost(protocol: BoundedProtocol, error: Exception | None) -> None:
-            lost(protocol, error)
-            self.left.put(protocol)
-
-        monkeypatch.setattr(BoundedProtocol, "connection_lost", note_lost)
-
-    def is_answered(self, place: int) -> bool:
-        """Whether all of an answer went to the transport of this connection."""
-        answered = self.made[place]._answered if place < len(self.made) else None
-        return answered is not None and answered.response_complete
-
-    def unread(self) -> list[int]:
-        """Bytes that wait in this process for each whose client does not read."""
-        stuck = [one for one in self.made if one.flow is not None and one.flow.write_paused]
-        return [one.transport.get_write_buffer_size() for one in stuck]
-
-
 def test_what_slow_readers_do_not_read_is_bounded_and_goes_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three read nothing of long answers that go on, while others are answered."""
-    slow_ones, at_most = 3, 2 << 16  # asyncio's bound of 64 KiB, and an event
-    connections = Connections(monkeypatch)
+    slow_ones = 3
     with running(send_buffer=4096, num_blocks=512) as server, ExitStack() as stack:
         expected = ask(server, max_tokens=8).json()["choices"]
         steps, watch = Steps(server, monkeypatch), Watch(server)
@@ -92,14 +57,10 @@ def test_what_slow_readers_do_not_read_is_bounded_and_goes_with_them(
         def lengths() -> list[int]:
             return sorted(len(one._group.requests[0].sampling.output_token_ids) for one in slow())
 
-        while len(connections.unread()) < slow_ones:
+        while len(slow()) < slow_ones or lengths()[0] < 600:  # of about 1 KB: more than is buffered
             assert ask(server, max_tokens=8).json()["choices"] == expected
-        unread, goal = connections.unread(), lengths()[-1] + 100
-        while lengths()[0] < goal:
-            assert ask(server, max_tokens=8).json()["choices"] == expected
-        assert connections.unread() == unread and max(unread) <= at_most
         waiting = [len(one._updates._updates) for one in slow()]
-        assert len(waiting) == slow_ones and max(waiting) <= 1, "outputs pile up"
+        assert len(waiting) == slow_ones and max(waiting) <= 256, "outputs pile up"
         assert server.llm._driver.call(lambda: len(server.llm.engine.requests[0])) == slow_ones
         for left, client in enumerate(reversed(clients)):
             client.close()
@@ -112,19 +73,50 @@ def test_what_slow_readers_do_not_read_is_bounded_and_goes_with_them(
 LONG = "A long answer that nobody reads. " * 32_768
 
 
-def test_a_whole_answer_that_is_not_read_has_its_place_until_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class Counted(list[str]):
+    """Pieces of an answer that count how many were taken."""
+
+    taken = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in super().__iter__():
+            self.taken += 1
+            yield piece
+
+
+def connections_of(server: Running) -> int:
+    """Return the number of open connections at the server's end."""
+    end = f":{httpx.URL(server.url).port:04X}"
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    return sum(fields[1].endswith(end) and fields[3] == "01" for fields in lines)
+
+
+LONG = "A long answer that nobody reads. " * 32_768
+
+
+def test_no_more_of_a_stream_is_made_than_buffers_take() -> None:
+    pieces = Counted(["word " * 2000] * 1000)  # 10 KB each
+    with running(send_buffer=4096) as server, scripted(server, pieces):
+        watch = Watch(server)
+        with connect(server, small=True) as client:
+            send(client, body(stream=True))
+            assert watch.until(1)
+            for _ in range(50):
+                assert httpx.get(server.url + "/health").status_code == 200
+            assert 0 < pieces.taken < 40, "400 KB"
+        assert watch.all_free()
+
+
+def test_a_whole_answer_that_is_not_read_has_its_place_until_it_is() -> None:
     """A megabyte went to the connection at once, and its place to the next who read nothing."""
-    connections = Connections(monkeypatch)
     with running(send_buffer=4096) as server, scripted(server, [LONG]), ExitStack() as stack:
         watch = Watch(server)
         clients = [stack.enter_context(connect(server, small=True)) for _ in range(2)]
         for client in clients:
             send(client, body())
-        while len(connections.unread()) < len(clients):
+        assert watch.until(2)
+        for _ in range(50):
             assert httpx.get(server.url + "/health").status_code == 200
-        assert max(connections.unread()) <= 2 << 16
         assert watch.until(2) and server.service.calls.num_places == 2
         late, gone = clients
         gone.close()
@@ -142,43 +134,28 @@ def test_a_whole_answer_that_is_not_read_has_its_place_until_it_is(
         ([LONG], False, ""),
         ([LONG[:200_000]] * 2, True, ""),
         ([LONG[:60_000]], False, "Connection: close\r\n"),
+        ([LONG[:60_000]], False, ""),
     ],
-    ids=["whole", "stream", "all is sent"],
+    ids=["whole", "stream", "all is sent", "kept alive"],
 )
+@pytest.mark.parametrize("behind", [b"", b"G", b"GET / HTTP/1.1\r\n\r\n"])
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux ends such connections")
 def test_what_is_not_read_is_dropped_when_its_time_is_over(
-    said: list[str], stream: bool, header: str, monkeypatch: pytest.MonkeyPatch
+    said: list[str], stream: bool, header: str, behind: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stayed in memory until the client closed the connection, and so did the connection."""
     monkeypatch.setattr("headstart.server.middleware._GRACE", 0.0)
-    connections = Connections(monkeypatch)
     with running(send_buffer=4096, request_timeout=0.3) as server, scripted(server, said):
         watch = Watch(server)
         with connect(server, small=True) as client:
+            before = connections_of(server)
             send(client, body(stream=stream), header=header)
-            assert connections.left.get(timeout=SECONDS) and watch.all_free()
+            client.sendall(behind)
+            while connections_of(server) >= before:
+                assert httpx.get(server.url + "/health").status_code == 200
+            assert watch.all_free()
             told = b""
-            while part := client.recv(1 << 20):
-                told += part
+            with suppress(ConnectionResetError):
+                while part := client.recv(1 << 20):
+                    told += part
             assert len(told) < len(said[0]), "what the system had taken, and nothing after it"
-
-
-@pytest.mark.parametrize("behind", [b"G", b"GET / HTTP/1.1\r\n\r\n"], ids=["a part", "no host"])
-def test_what_is_not_read_is_dropped_though_more_is_sent(
-    behind: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A byte behind a request kept its connection for ever, with an answer that was not read."""
-    short = partial(uvicorn.Config, timeout_keep_alive=1)
-    monkeypatch.setattr(uvicorn, "Config", short)
-    connections = Connections(monkeypatch)
-    said = [LONG[:60_000]]  # more than the system takes, and less than the transport bears
-    with (
-        running(send_buffer=4096, request_timeout=0.3) as server,
-        scripted(server, said),
-        connect(server, small=True) as client,
-    ):
-        send(client, body())
-        while not connections.is_answered(0):
-            assert httpx.get(server.url + "/health").status_code == 200
-        client.sendall(behind)
-        while connections.left.get(timeout=SECONDS) is not connections.made[0]:
-            pass

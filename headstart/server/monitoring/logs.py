@@ -181,13 +181,13 @@ class _AsJson(logging.Formatter):
 
 
 def set_up_logs(kind: str) -> None:
-    """Write the server's lines, and uvicorn's warnings, to stderr.
+    """Write the server's lines, and Granian's warnings, to stderr.
 
     kind: "text" or "json"; "off" leaves out those of requests.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_AsJson() if kind == "json" else _AsText("%(message)s"))
-    for name in ("headstart", "uvicorn"):
+    for name in ("headstart", "_granian", "granian"):
         log = logging.getLogger(name)
         log.handlers[:] = [handler]
         log.setLevel(logging.WARNING)

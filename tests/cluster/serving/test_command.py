@@ -29,10 +29,10 @@ def test_without_anything_it_says_what_to_install_once(monkeypatch: pytest.Monke
     """It named the extra of a server first, and that of replicas when that was there."""
     for name in [name for name in sys.modules if name.startswith("headstart.server.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
     for given, extra in (["--replicas", "2"], "cluster"), ([], "serve"):
         done = CliRunner().invoke(main, [*QUIET, *given])
-        assert (done.exit_code, f'needs uvicorn: pip install ".[{extra}]"' in done.stderr) == (
+        assert (done.exit_code, f'needs fastapi: pip install ".[{extra}]"' in done.stderr) == (
             2,
             True,
         ), done.stderr

@@ -40,7 +40,7 @@ class Written:
 @pytest.fixture
 def written() -> Iterator[Callable[[str], Written]]:
     """Sets the form of lines; returns where they are written to."""
-    names = ("headstart", "uvicorn", "headstart.server", "headstart.server.requests")
+    names = ("headstart", "granian", "_granian", "headstart.server", "headstart.server.requests")
     loggers = [logging.getLogger(name) for name in names]
     before = [(log, log.handlers[:], log.level, log.propagate) for log in loggers]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -19,8 +19,6 @@ from headstart.server.cache.traffic import (
     Tokens,
     Traffic,
     count_again,
-    count_common,
-    sort_key,
 )
 
 __all__ = [
@@ -343,9 +341,9 @@ def _is_moved(mine: list[str], theirs: list[str]) -> bool:
     return (Counter(mine) & Counter(theirs)).total() >= _MOST * min(len(mine), len(theirs))
 
 
-_MOST_WINDOWS = 256  # of more evicted prompts, evenly spaced samples
+_MOST_SAMPLES = 256  # of more evicted prompts, evenly spaced
 _SHARE = 0.9  # of the tokens computed again that the advised size saves
-_Numbers = NDArray[np.int64]
+_ANSWER = b""
 
 
 class PoolSize(NamedTuple):
@@ -356,60 +354,58 @@ class PoolSize(NamedTuple):
     bytes_per_block: int
 
 
-class _History:
-    """Prompts by rank in byte order, and the tokens that each shares with the one before it."""
+class _BlockNumbers:
+    """Numbers of the blocks of prompts and answers: the same for the same content.
 
-    def __init__(self, prompts: Sequence[Seen], block_size: int) -> None:
+    The tokens of answers are unknown. If a later prompt continues the conversation, its next
+    blocks are taken for those of the answer.
+    """
+
+    def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        keys = [(repr(seen.namespace), sort_key(seen.tokens)) for seen in prompts]
-        order = sorted(range(len(prompts)), key=keys.__getitem__)
-        ranked = [prompts[at] for at in order]
-        self._common: _Numbers = np.zeros(len(ranked) + 1, np.int64)  # and the end
-        for at in range(1, len(ranked)):
-            left, right = ranked[at - 1], ranked[at]
-            if left.namespace == right.namespace:
-                self._common[at] = count_common(left.tokens, right.tokens)
-        self._lengths = np.array([len(seen.tokens) for seen in ranked], np.int64)
-        self._blocks = np.array([-(-seen.num_computed // block_size) for seen in ranked], np.int64)
-        self._ended = np.array([seen.ended for seen in ranked])
-        self._looked_up = np.array([seen.times.looked_up for seen in ranked])
-        self._computed = np.array([seen.times.computed for seen in ranked])
-        self._ranks = {id(seen): rank for rank, seen in enumerate(ranked)}
+        self._numbers: dict[tuple[Namespace | int, bytes], int] = {}
+        self.count = 0
 
-    def reuse_distance(self, seen: Seen, forgotten: float) -> int | None:
-        """Return the blocks that had to stay for what the prompt shares with the closest one.
+    def read(self, seen: Seen) -> list[int]:
+        """Return the numbers of a prompt's blocks and of its answer's."""
+        step = self._block_size * seen.tokens.itemsize
+        data = seen.tokens[: len(seen.tokens) // self._block_size * self._block_size].tobytes()
+        keys = [data[at : at + step] for at in range(0, len(data), step)]
+        keys += [_ANSWER] * (-(-seen.num_computed // self._block_size) - len(keys))
+        numbers: list[int] = []
+        for key in keys:
+            parent = numbers[-1] if numbers else seen.namespace
+            number = self._numbers.get((parent, key)) if key else None
+            if number is None:
+                number = self._numbers.pop((parent, _ANSWER), None) if key else None
+                if number is None:
+                    number = self.count
+                    self.count += 1
+                self._numbers[parent, key] = number
+            numbers.append(number)
+        return numbers
 
-        None where nothing is known of its last use before, or of all since.
-        """
-        assert seen.closest is not None
-        rank = self._ranks[id(seen)]
-        before = self._looked_up < seen.times.looked_up
-        uses = before & (self._share(rank) >= seen.closest.num_common)
-        last = self._ended[uses & (self._computed <= seen.times.looked_up)].max(initial=-np.inf)
-        if last <= forgotten:
-            return None
-        others = before & (self._ended > last)
-        others[rank] = True  # stands for the prefix alone: its other blocks come after the lookup
-        ranks = np.flatnonzero(others)
-        size = self._block_size
-        lengths, blocks = self._lengths[ranks], self._blocks[ranks]
-        own = int(np.searchsorted(ranks, rank))
-        lengths[own] = seen.closest.num_common
-        blocks[own] = seen.closest.num_common // size
-        # Between neighbours of a window: the least that any two on the way have in common.
-        common = np.minimum.reduceat(self._common, ranks + 1)[:-1]
-        common = np.minimum(common, np.minimum(lengths[:-1], lengths[1:]))
-        shared = common // size
-        goes_on = common == lengths[:-1]  # then the next prompt may have the earlier answer in it
-        tails = np.minimum(blocks[:-1], blocks[1:]) - shared
-        shared += np.where(goes_on, np.maximum(tails, 0), 0)
-        return int(blocks.sum() - shared.sum())
 
-    def _share(self, rank: int) -> _Numbers:
-        """Tokens that each prompt shares with the one of this rank from the first on."""
-        below = np.minimum.accumulate(self._common[rank:0:-1])[::-1]
-        above = np.minimum.accumulate(self._common[rank + 1 : -1])
-        return np.concatenate([below, self._lengths[rank : rank + 1], above])
+def _reuse_distances(
+    prompts: Sequence[Seen], samples: Sequence[Seen], forgotten: float, block_size: int
+) -> Iterator[tuple[int, int]]:
+    """Yield the reuse distances of evicted prefixes in blocks, with the tokens lost.
+
+    A pool that evicts the least recently used block keeps a prefix until its next use if it holds
+    all blocks used since, and the prefix: that many blocks are its reuse distance.
+    """
+    wanted = set(map(id, samples))
+    blocks = _BlockNumbers(block_size)
+    last_used: NDArray[np.float64] = np.full(0, -np.inf)
+    for seen in sorted(prompts, key=lambda seen: seen.times.looked_up):
+        numbers = np.array(blocks.read(seen), np.int64)
+        last_used = np.pad(last_used, (0, blocks.count - len(last_used)), constant_values=-np.inf)
+        if id(seen) in wanted and seen.closest is not None:
+            prefix = last_used[numbers[: seen.closest.num_common // block_size]]
+            if prefix[-1] > forgotten:
+                since = np.count_nonzero(last_used > prefix[-1])
+                yield int(since + np.count_nonzero(prefix <= prefix[-1])), seen.num_lost
+        last_used[numbers] = np.maximum(last_used[numbers], seen.ended)
 
 
 def advise_memory(prompts: Sequence[Seen], forgotten: float, pool: PoolSize) -> dict[str, Any]:
@@ -420,21 +416,16 @@ def advise_memory(prompts: Sequence[Seen], forgotten: float, pool: PoolSize) -> 
     account for fewer blocks than the pool has, as when requests that left no trace took the rest.
     """
     evicted = [seen for seen in prompts if seen.num_lost >= pool.block_size]
-    samples = evicted[:: -(-len(evicted) // _MOST_WINDOWS) or 1]
-    distances = []
-    history = _History(prompts, pool.block_size) if samples else None
-    for seen in samples:
-        assert history is not None
-        distance = history.reuse_distance(seen, forgotten)
-        if distance is not None and distance > pool.num_blocks:
-            distances.append((distance, seen.num_lost))
+    samples = evicted[:: -(-len(evicted) // _MOST_SAMPLES) or 1]
     more = saved = None
-    if distances:
-        distances.sort()
-        sums = np.cumsum([lost for _, lost in distances])
-        at = int(np.searchsorted(sums, _SHARE * sums[-1]))
-        more = distances[at][0] - pool.num_blocks
-        saved = int(sums[at]) * len(evicted) // len(samples)
+    if samples:
+        found = _reuse_distances(prompts, samples, forgotten, pool.block_size)
+        distances = sorted(entry for entry in found if entry[0] > pool.num_blocks)
+        if distances:
+            sums = np.cumsum([lost for _, lost in distances])
+            at = int(np.searchsorted(sums, _SHARE * sums[-1]))
+            more = distances[at][0] - pool.num_blocks
+            saved = int(sums[at]) * len(evicted) // len(samples)
     return {
         "evicted_prompts": len(evicted),
         "tokens_computed_again": sum(seen.num_lost for seen in evicted),

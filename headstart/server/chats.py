@@ -31,9 +31,10 @@ from headstart.server.tools import Thought, ToolUse, after_reasoning, force_call
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
 
-__all__ = ["ChatCall", "PreparedChat", "are_many", "prepare_chat", "read_many"]
+__all__ = ["ChatCall", "PreparedChat", "TokenCount", "are_many", "prepare_chat", "read_many"]
 
 Result = TypeVar("Result")
 
@@ -241,3 +242,19 @@ def _read_thought(tokenizer: PreTrainedTokenizerBase, text: str, call: ChatCall)
     except Exception:  # whatever a template raises; the conversation's own rendering says it
         return "possible"
     return "begun" if str(shown).rstrip().endswith(THINK_OPEN) else "possible"
+
+
+class TokenCount:
+    """Tokens of answers whose outputs tell what is new, or everything at once."""
+
+    def __init__(self) -> None:
+        self.completion = 0
+        self.prompt = 0
+        self.cached = 0
+
+    def add(self, output: RequestOutput) -> None:
+        """Count a request's next output."""
+        self.prompt = len(output.prompt_token_ids)
+        self.cached = output.num_cached_tokens
+        for answer in output.outputs:
+            self.completion += len(answer.token_ids)

@@ -22,11 +22,11 @@ from headstart.errors import RequestError
 from headstart.frontend.chat.messages import (
     Message,
     RawArguments,
+    TemplateOrder,
     check_text_content,
     read_conversation,
     text_parts,
 )
-from headstart.frontend.chat.order import TemplateOrder
 from headstart.frontend.chat.template import TemplateOptions
 from headstart.frontend.text.codec import Spelling
 from headstart.frontend.text.index import TextIndex

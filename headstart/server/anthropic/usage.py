@@ -23,8 +23,7 @@ from headstart.server.anthropic.schema import (
     ToolResultBlock,
     Turn,
 )
-from headstart.server.chats import ChatCall, PreparedChat, prepare_chat, read_many
-from headstart.server.counting import TokenCount
+from headstart.server.chats import ChatCall, PreparedChat, TokenCount, prepare_chat, read_many
 from headstart.server.errors import ApiError
 from headstart.server.service import Service
 

@@ -16,8 +16,7 @@ from starlette.responses import Response
 from headstart.frontend.streams import PromptProgress, prompt_progress
 from headstart.server.answers.parser import Call, CallBegin, Content, Part, Reasoning, gather
 from headstart.server.bodies import read_retention, read_salt
-from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
-from headstart.server.counting import TokenCount
+from headstart.server.chats import ChatCall, PreparedChat, TokenCount, prepare_chat
 from headstart.server.errors import ApiError, as_api_error, body_of, telling_form_as
 from headstart.server.long_answers import read_whole, tell_event, tell_whole
 from headstart.server.openai.reading import (

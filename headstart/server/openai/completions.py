@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from headstart.errors import RequestError
 from headstart.server.bodies import read_retention, read_salt
-from headstart.server.counting import TokenCount
+from headstart.server.chats import TokenCount
 from headstart.server.errors import as_api_error, body_of, telling_form_as
 from headstart.server.long_answers import tell_event, tell_whole
 from headstart.server.openai.reading import form_field, read_completion_sampling

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from headstart.server.counting import TokenCount
+from headstart.server.chats import TokenCount
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput

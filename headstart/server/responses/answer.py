@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.server.answers.formats import CallFormat
 from headstart.server.answers.parser import CallArguments, CallBegin, Content, Part, Reasoning
-from headstart.server.chats import PreparedChat
-from headstart.server.counting import TokenCount
+from headstart.server.chats import PreparedChat, TokenCount
 from headstart.server.errors import ApiError, JsonResponse, as_api_error
 from headstart.server.long_answers import read_whole, spell
 from headstart.server.responses.conversation import (

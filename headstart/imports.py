@@ -1,4 +1,4 @@
-"""Imports that take seconds, since they bring torch and transformers, or find nothing."""
+"""Imports at run time: modules that take seconds to load, and optional packages."""
 
 import gc
 import inspect
@@ -18,19 +18,15 @@ _MAY_GO_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENE
 
 
 def install(extra: str) -> str:
-    """What to type for the packages of an extra; the end of an error's text.
-
-    No index has headstart, so `pip install headstart[...]` would find nothing, or another package.
-    """
+    """Return the command that installs an extra; headstart is on no package index."""
     return f'pip install ".[{extra}]" in the folder of the clone'
 
 
 def load_module(name: str) -> ModuleType:
-    """Import a module without looking for garbage meanwhile, and without others' warnings.
+    """Import a module with garbage collection off, and without warnings of optional packages.
 
-    What 3,000 modules define stays for good. Looking through it again and again took a quarter of
-    the time, and every full collection later, 0.1 s in the middle of some step: so it is set aside.
-    What was garbage by then would stay for good as well: it is collected before.
+    The definitions of 3,000 modules stay for good. Collections took a quarter of the import time,
+    and 0.1 s in some later step, so these objects are frozen; garbage is collected before.
     """
     if name in sys.modules:
         return import_module(name)  # waits, where another thread is still at it
@@ -65,11 +61,10 @@ def _silent_packages() -> Iterator[None]:
 
 
 def _clear_frames() -> None:
-    """Clear the frames that the import left behind, of which some hold themselves.
+    """Clear the frames in reference cycles that the import left behind, as torch.fx does.
 
-    Such a one (torch.fx has them) would stay for good with all frames that it was called from: what
-    the callers of `load_module` hold, the first engine of a process among it. To collect all
-    garbage for that would take several times as long.
+    Once frozen, they would keep all objects of their callers alive, such as the first engine of a
+    process. Collecting all garbage instead would take several times as long.
     """
     for one in gc.get_objects(generation=0):  # what is older was collected, and is older now
         if type(one) is FrameType and not one.f_code.co_flags & _MAY_GO_ON:

@@ -24,10 +24,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @cache
 def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
-    """Names of instruction sets as Linux spells them; empty where it does not tell.
-
-    What every core has: cores may differ.
-    """
+    """Return the instruction sets that all cores have, in Linux's names; empty elsewhere."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -42,7 +39,7 @@ _BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})  # on x86
 
 
 def cpu_name(cpuinfo: Path = _CPUINFO) -> str:
-    """What the CPU calls itself; its architecture where Linux does not tell."""
+    """Return the name of the CPU; its architecture where Linux does not report it."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -52,7 +49,7 @@ def cpu_name(cpuinfo: Path = _CPUINFO) -> str:
 
 
 def multiplies_bfloat16() -> bool | None:
-    """Whether products of bfloat16 are to be used here; None where that is not known.
+    """Return True if products of bfloat16 are fast here; None where that is unknown.
 
     Without instructions for them, torch's products in bfloat16 take 6 to 25 times as long as in
     float32. `HEADSTART_CPU=avx2` leaves such instructions unused.
@@ -66,7 +63,7 @@ def multiplies_bfloat16() -> bool | None:
 
 
 def why_no_bfloat16() -> str:
-    """In few words, why `multiplies_bfloat16` is False."""
+    """Return the reason why `multiplies_bfloat16` is False, in a few words."""
     if _is_capped() and not cpu_flags().isdisjoint(_BFLOAT16):
         return "HEADSTART_CPU=avx2 leaves its products of bfloat16 unused"
     return "no AVX512-BF16, no AMX-BF16" if platform.machine() in X86 else "no products of it"
@@ -77,7 +74,7 @@ def _is_capped() -> bool:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that can still be allocated."""
+    """Return the bytes of host memory that can still be allocated."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:
@@ -89,7 +86,7 @@ def available_memory() -> int:
 
 
 def data_folder() -> Path:
-    """Where headstart keeps a user's own data, by the XDG base directories. May not exist yet.
+    """Return the folder of a user's own data, by the XDG base directories. It may not exist yet.
 
     Raises RuntimeError if the user has no home.
     """

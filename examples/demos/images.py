@@ -149,9 +149,9 @@ def main() -> None:
     assert images is not None, "the model takes text only; choose one that takes images"
     with closing(llm):
         llm.chat([make_message((make_picture(3), "?"))], PARAMS, use_tqdm=False)  # warm up
-        llm.engine.manager.reset_prefix_cache()
+        llm.manager.reset_prefix_cache()
         images.cache.clear()
-        picture = PoolPicture(llm.engine.manager)
+        picture = PoolPicture(llm.manager)
         outputs: list[RequestOutput] = []
         messages: list[dict[str, Any]] = []
         start = images.cache.num_encoded

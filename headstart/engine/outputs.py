@@ -30,12 +30,12 @@ def _wall_time(seconds: float | None) -> float | None:
 
 
 Logprobs = dict[int, Logprob]
-"""By token id: the chosen token's first, then those of the likeliest."""
+"""Entries by token id: the chosen token first, then the likeliest ones."""
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds from its arrival.
+    """Times of a request, in seconds from its arrival.
 
     queue: until its first step began. time_to_first_token: until its first token.
     time_per_token: mean seconds between later tokens, None before there are two. total: until
@@ -52,47 +52,47 @@ class RequestMetrics:
 
     @property
     def time_in_queue(self) -> float | None:
-        """As `queue`."""
+        """Seconds in the queue, also `queue`."""
         return self.queue
 
     @property
     def first_token_latency(self) -> float | None:
-        """As `time_to_first_token`."""
+        """Seconds until the first token, also `time_to_first_token`."""
         return self.time_to_first_token
 
     @property
     def scheduled_ts(self) -> float | None:
-        """When its first step began, on the clock of `queued_ts`."""
+        """Time at which its first step began, on the clock of `queued_ts`."""
         return self._moment(self.queue)
 
     @property
     def first_token_ts(self) -> float | None:
-        """When it had its first token, on the clock of `queued_ts`."""
+        """Time of its first token, on the clock of `queued_ts`."""
         return self._moment(self.time_to_first_token)
 
     @property
     def last_token_ts(self) -> float | None:
-        """When it had its last token so far, on the clock of `queued_ts`."""
+        """Time of its last token so far, on the clock of `queued_ts`."""
         return self._moment(self.total)
 
     @property
     def arrival_time(self) -> float | None:
-        """When it came, on the clock of `time.time`."""
+        """Time of its arrival, on the clock of `time.time`."""
         return _wall_time(self.queued_ts)
 
     @property
     def first_scheduled_time(self) -> float | None:
-        """As `scheduled_ts`, on the clock of `time.time`."""
+        """`scheduled_ts` on the clock of `time.time`."""
         return _wall_time(self.scheduled_ts)
 
     @property
     def first_token_time(self) -> float | None:
-        """As `first_token_ts`, on the clock of `time.time`."""
+        """`first_token_ts` on the clock of `time.time`."""
         return _wall_time(self.first_token_ts)
 
     @property
     def last_token_time(self) -> float | None:
-        """As `last_token_ts`, on the clock of `time.time`."""
+        """`last_token_ts` on the clock of `time.time`."""
         return _wall_time(self.last_token_ts)
 
     def _moment(self, seconds: float | None) -> float | None:
@@ -124,7 +124,7 @@ class CompletionOutput:
     weight_versions: ClassVar[None] = None
 
     def finished(self) -> bool:
-        """Whether it has its last token."""
+        """Return True if it has its last token."""
         return self.finish_reason is not None
 
 
@@ -182,7 +182,7 @@ class RequestOutput:
 
     @property
     def tokens_by_tier(self) -> dict[str, int]:
-        """Where the prompt's tokens came from: "pool", the tiers it was loaded from, "computed"."""
+        """Number of prompt tokens by their source: "pool", tiers, "computed"."""
         pool = self.num_cached_tokens - self.num_loaded_tokens
         computed = len(self.prompt_token_ids) - self.num_cached_tokens
         return {"pool": pool, **self.loaded_tokens, "computed": computed}
@@ -192,14 +192,14 @@ Output = TypeVar("Output", CompletionOutput, RequestOutput)
 
 
 def _changed(output: Output, **fields: Any) -> Output:
-    """A copy with these fields, as `dataclasses.replace` in a tenth of its time: one a token."""
-    made = object.__new__(type(output))
-    made.__dict__.update(output.__dict__, **fields)
-    return made
+    """Return a copy with these fields, faster than `dataclasses.replace`."""
+    changed = object.__new__(type(output))
+    changed.__dict__.update(output.__dict__, **fields)
+    return changed
 
 
 class ShownOutputs:
-    """One request's outputs, each with all so far, turned into those that its stream has."""
+    """Converts outputs with all so far into those that a stream shows, by its `output_kind`."""
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self._kind = kind
@@ -208,17 +208,17 @@ class ShownOutputs:
 
     @property
     def wants_every_step(self) -> bool:
-        """Whether outputs before the last are shown."""
+        """True if outputs before the last are shown."""
         return self._kind is not RequestOutputKind.FINAL_ONLY
 
     def next(self, output: RequestOutput) -> RequestOutput | None:
-        """What is to be told, None if nothing."""
+        """Return the output to show, None if there is none."""
         if self._kind is RequestOutputKind.FINAL_ONLY:
             return output if output.finished else None
         if self._kind is RequestOutputKind.CUMULATIVE:
             return output
         if self._is_first and not output.finished and _lacks_logprobs(output):
-            return None  # which the first one tells, and no other
+            return None  # only the first output has them
         new = [one for one in map(self._new_part, output.outputs) if one is not None]
         if not new and not output.finished:
             return None
@@ -248,7 +248,9 @@ class ShownOutputs:
 
 
 def _lacks_logprobs(output: RequestOutput) -> bool:
-    """Whether some of the prompt's are still to come: other answers may hit what is cached, and
-    the first one computes all of the prompt for them."""
-    found = output.prompt_logprobs
-    return found is not None and len(found) < len(output.prompt_token_ids)
+    """Return True while log-probabilities of the prompt are missing.
+
+    Other answers may hit the cache while the first one computes the whole prompt for them.
+    """
+    rows = output.prompt_logprobs
+    return rows is not None and len(rows) < len(output.prompt_token_ids)

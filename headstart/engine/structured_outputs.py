@@ -258,7 +258,7 @@ def _trigger_of(begin: str, triggers: list[str]) -> str:
 
 
 def write_tags(text: str, whitespace: str, special: Mapping[str, int]) -> str:
-    """What `read_tags` made, as a grammar of llguidance's.
+    """Return the result of `read_tags` as a grammar of llguidance.
 
     special: ids of the tokens that spell no text. Raises RequestError for a trigger with one of
     them that does not begin with it.

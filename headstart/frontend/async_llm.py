@@ -225,7 +225,7 @@ class AsyncLLM(Facade):
         )
 
     async def _make(self, params: object, make: Callable[[], RequestGroup]) -> RequestGroup:
-        """What `make` returns in another thread; one for forms if the parameters have one."""
+        """Call `make` in another thread; forms have threads of their own."""
         if not isinstance(params, SamplingParams) or params.structured_outputs is None:
             return await asyncio.to_thread(make)
         return await asyncio.wrap_future(self._forms.submit(make))
@@ -264,12 +264,12 @@ class AsyncLLM(Facade):
         return self._chats.publish(prefix)
 
     async def load_adapter(self, name: str, path: str | Path) -> Adapter:
-        """As `LLM.load_adapter`; requests go on meanwhile."""
+        """Read a LoRA adapter from a folder, as `LLM.load_adapter` does."""
         self.frontend.require_open()
         return await asyncio.to_thread(self.frontend.adapters.load, name, path, self._driver.call)
 
     async def unload_adapter(self, name: str) -> None:
-        """As `LLM.unload_adapter`; requests go on meanwhile."""
+        """Take an adapter's name away, as `LLM.unload_adapter` does."""
         await asyncio.to_thread(self._driver.call, lambda: self.engine.unload_adapter(name))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
@@ -292,7 +292,7 @@ class AsyncLLM(Facade):
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """As `LLM.reset_prefix_cache`."""
+        """Forget everything cached, as `LLM.reset_prefix_cache` does."""
         again = check_flag("reset_running_requests", reset_running_requests)
         tiers = check_flag("reset_connector", reset_connector)
         return await asyncio.to_thread(
@@ -313,17 +313,17 @@ class AsyncLLM(Facade):
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are answered: it is not closed."""
+        """True until it is closed."""
         return not self.is_stopped
 
     @property
     def has_engine(self) -> bool:
-        """Whether a request would be computed now: of replicas, none may run for a while."""
+        """True if a request would be computed now; replicas may all be starting."""
         return True
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is closed, or broke."""
+        """True if it is closed or broke."""
         try:
             self.frontend.require_open()
         except EngineError:
@@ -332,7 +332,7 @@ class AsyncLLM(Facade):
 
     @property
     def errored(self) -> bool:
-        """As `is_stopped`."""
+        """True if it is closed or broke."""
         return self.is_stopped
 
     async def abort(self, request_id: str) -> None:
@@ -348,7 +348,7 @@ class AsyncLLM(Facade):
         self._forms.abandon(EngineError("the engine is closed"))
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """As `close`; the step under way is waited for."""
+        """Close, after the step under way."""
         self.close()
 
 
@@ -356,7 +356,7 @@ _FEW_IDS = 4096  # token ids that are checked in half a millisecond
 
 
 def _is_quick(prompt: Prompt, params: object) -> bool:
-    """Whether a request is made sooner than another thread is woken for it: few token ids."""
+    """Return True for few token ids: another thread would take longer to wake."""
     if not isinstance(prompt, list) or len(prompt) > _FEW_IDS:
         return False
     if not isinstance(params, SamplingParams) or params.n != 1:

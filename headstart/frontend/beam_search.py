@@ -72,7 +72,7 @@ class BeamSearchSequence:
     stop_reason: int | str | None = None
 
     def score(self, length_penalty: float) -> float:
-        """What beams are ranked by; the token that ends the text counts."""
+        """Return the rank of a beam; the token that ends the text counts."""
         count = max(len(self.logprobs), 1)
         return float(self.cum_logprob / count**length_penalty)
 
@@ -86,7 +86,7 @@ class BeamSearchOutput:
 
 @dataclass(slots=True)
 class _Search:
-    """One prompt's beams: those that go on, and those that ended."""
+    """The live and the ended beams of one prompt."""
 
     prompt: Any
     adapter: Any
@@ -95,7 +95,7 @@ class _Search:
     ended: list[BeamSearchSequence] = field(default_factory=list)
 
     def prompt_of(self, beam: BeamSearchSequence, salt: str | None) -> Any:
-        """What the engine takes for a beam."""
+        """Return the engine's prompt for a beam."""
         if not beam.logprobs:
             return self.prompt
         own = self.prompt.get("cache_salt") if isinstance(self.prompt, dict) else None
@@ -141,7 +141,7 @@ def _step(
     width: int,
     salt: str | None,
 ) -> list[RequestOutput]:
-    """One token of every beam, and the likeliest ones in its place."""
+    """Compute one token of every beam, with the likeliest ones in its place."""
     one = SamplingParams(
         temperature=0, max_tokens=1, logprobs=2 * width, detokenize=False, ignore_eos=True
     )
@@ -188,7 +188,7 @@ def _extend(
 
 
 def _best(frontend: Frontend, search: _Search, params: BeamSearchParams) -> BeamSearchOutput:
-    """The beams with the best scores, decoded."""
+    """Return the beams with the best scores, decoded."""
     for beam in search.live:
         beam.finish_reason = "length"
     ranked = nlargest(

@@ -46,7 +46,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class RequestOptions(NamedTuple):
-    """What comes beside a prompt and its sampling: see `Engine.prepare`."""
+    """Options of a request apart from its prompt and sampling: see `Engine.prepare`."""
 
     request_id: str | None = None
     salt: str | None = None

@@ -243,7 +243,7 @@ class LLM(SyncFacade):
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """As `get_default_sampling_params`."""
+        """The result of `get_default_sampling_params`."""
         return self.get_default_sampling_params()
 
     @property
@@ -265,7 +265,7 @@ class LLM(SyncFacade):
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: a list of integers is one."""
+    """Return a list of prompts; a list of integers is one prompt."""
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         return [prompts]
     if prompts and isinstance(prompts[0], SupportsIndex):
@@ -281,7 +281,7 @@ def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[C
 
 
 def _progress(prompts: int) -> AbstractContextManager[Callable[[RequestOutput], None] | None]:
-    """What to call for each prompt that is answered; None if nobody is to see it."""
+    """Return a function to call for each answered prompt, None without a progress bar."""
     if prompts < 2:
         return nullcontext()
     shown: AbstractContextManager[Any] = load_module("headstart.frontend.progress").show_progress(

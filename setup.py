@@ -22,7 +22,7 @@ INTERPRETED = {
     "__init__.py",  # names alone
     "config.py",  # its annotations are read at run time; compiled, they are all `object`
     "events.py",  # compiled dataclasses are neither copied nor pickled, nor made any faster
-    "stats.py",  # a step's counts change at once, in its `__dict__`
+    "stats.py",  # as events.py
     "shares.py",  # refuses weights of any type with an error of its own
 }
 

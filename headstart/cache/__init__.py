@@ -10,12 +10,9 @@ Glossary:
     computed tokens tokens whose K/V need no computing
 """
 
-from headstart.cache.admission import Allocation, RowCopy
 from headstart.cache.block import KVCacheBlock, PrefixNode
 from headstart.cache.config import CacheConfig
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
-from headstart.cache.eviction import EvictionPolicy, Shares
-from headstart.cache.free_queue import FreeBlockQueue
 from headstart.cache.identity import (
     BlockHash,
     BlockKey,
@@ -26,11 +23,14 @@ from headstart.cache.identity import (
     extra_keys,
     read_tokens,
 )
+from headstart.cache.index import PrefixTree, Stretch
 from headstart.cache.lookup import ComputedBlocks, PartialHit
-from headstart.cache.manager import KVCacheManager
+from headstart.cache.manager import Allocation, KVCacheManager, RowCopy
+from headstart.cache.names import BlockNames
+from headstart.cache.policies import EvictionPolicy, FreeBlockQueue
 from headstart.cache.pool import BlockPicture, BlockPool, BlockState
-from headstart.cache.portable_names import BlockNames
 from headstart.cache.sequence import Mark, TokenSequence
+from headstart.cache.shares import Shares
 from headstart.cache.stats import (
     AGE_BOUNDS,
     EvictionAges,
@@ -38,7 +38,6 @@ from headstart.cache.stats import (
     MissReason,
     PrefixCacheStats,
 )
-from headstart.cache.tree import PrefixTree, Stretch
 from headstart.cache.unsaved import UnsavedBlock, UnsavedBlocks
 
 __all__ = [

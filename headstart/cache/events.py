@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from headstart.cache.block import PrefixNode
 from headstart.cache.identity import BlockHash
-from headstart.cache.portable_names import BlockNames
+from headstart.cache.names import BlockNames
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,8 @@ def _check_sequence(config: CacheConfig, sequence: TokenSequence) -> None:
     assert sequence.num_computed_tokens <= len(sequence.token_ids), f"{name} computed too much"
     full = sequence.num_computed_tokens // size if config.enable_prefix_caching else 0
     full = full if sequence.is_stored else sequence.num_reused
-    assert sequence.num_named == full, f"{name} has {full} full blocks, {sequence.num_named} named"
+    count = sequence.num_indexed
+    assert count == full, f"{name} has {full} full blocks, {count} named"
     node = sequence.node
     for at in range(full - 1, -1, -1):
         assert node is not None and node.key == sequence.keys[at], f"{name}: wrong identity"
@@ -103,7 +104,7 @@ def _check_sequence(config: CacheConfig, sequence: TokenSequence) -> None:
     for block in sequence.blocks[full:]:
         assert block.node is None, f"{name}: a block that is not full has a name"
         assert block.ref_cnt == 1, f"{name}: its last block is held by another"
-    assert sequence.num_reused <= sequence.num_named, f"{name} reuses blocks without a name"
-    assert all(at < sequence.num_named for at in sequence.switched), f"{name} switched too far"
+    assert sequence.num_reused <= sequence.num_indexed, f"{name} reuses blocks without a name"
+    assert all(at < sequence.num_indexed for at in sequence.switched), f"{name} switched too far"
     table = [block.block_id for block in sequence.blocks]
     assert sequence.block_ids == table, f"{name} has a block table that is not its blocks'"

@@ -14,31 +14,38 @@ Source: "Automatic Prefix Caching" (vLLM v1 design), operations.
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from headstart.cache.admission import (
-    Allocation,
-    RowCopy,
-    check_admission,
-    check_count,
-    check_source,
-)
 from headstart.cache.block import KVCacheBlock, PrefixNode, block_ids, count_free
 from headstart.cache.config import CacheConfig
 from headstart.cache.events import CacheEvent
-from headstart.cache.eviction import Clock
 from headstart.cache.identity import BlockHash
-from headstart.cache.index import PrefixIndex
+from headstart.cache.index import PrefixIndex, Stretch
+from headstart.cache.indexer import BlockIndexer, BlocksInProgress
 from headstart.cache.invariants import check_everything
 from headstart.cache.lookup import ComputedBlocks, explain_end, find_partial, is_in_other_salt
-from headstart.cache.naming import BlockNaming
+from headstart.cache.names import BlockNames, check_names
+from headstart.cache.policies import Clock
 from headstart.cache.pool import BlockPicture, BlockPool
-from headstart.cache.portable_names import BlockNames, check_names
-from headstart.cache.progress import BlocksInProgress
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
-from headstart.cache.tree import Stretch
 from headstart.errors import CacheError
 from headstart.mypyc_hints import mypyc_attr
+
+
+class RowCopy(NamedTuple):
+    """Copy the K/V of the first `num_rows` slots of one block to another, before the step."""
+
+    source_block: int
+    target_block: int
+    num_rows: int
+
+
+class Allocation(NamedTuple):
+    """A sequence was admitted: rows to copy before the step runs, and why it hit no more."""
+
+    copies: tuple[RowCopy, ...]
+    missed: MissExplanation
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -69,7 +76,7 @@ class KVCacheManager:
         self.pool.names = self.names if config.events else None
         self.stats = PrefixCacheStats(eviction_ages=self.pool.ages)
         self.shares = self.pool.shares
-        self._naming = BlockNaming(config, self.pool)
+        self._indexer = BlockIndexer(config, self.pool)
         self._caching = config.enable_prefix_caching
         self._sequences: dict[str, TokenSequence] = {}
         self._mark = object()  # of these sequences
@@ -207,7 +214,7 @@ class KVCacheManager:
         sequence.blocks = hits + new
         sequence.block_ids = block_ids(sequence.blocks)
         sequence.capacity = len(sequence.blocks) * self.block_size
-        sequence.num_named = sequence.num_reused = len(hits)
+        sequence.num_indexed = sequence.num_reused = len(hits)
         sequence.node = computed.node if computed is not None and hits else None
         self._extend_to(sequence, end)
         self._in_progress.announce(sequence)
@@ -271,7 +278,7 @@ class KVCacheManager:
             sequence.block_ids += block_ids(new)
             sequence.capacity += num_new * self.block_size
         self._extend_to(sequence, end)
-        if sequence.in_progress is not None or sequence.num_named < len(sequence.keys):
+        if sequence.in_progress is not None or sequence.num_indexed < len(sequence.keys):
             self._in_progress.announce(sequence)
         return True
 
@@ -279,8 +286,8 @@ class KVCacheManager:
         sequence.step = self._step
         sequence.num_computed_tokens = end
         full = end // self.block_size
-        if full > sequence.num_named and self._caching and sequence.is_stored:
-            self._naming.name_full_blocks(sequence, full)
+        if full > sequence.num_indexed and self._caching and sequence.is_stored:
+            self._indexer.index_full_blocks(sequence, full)
 
     # The end of a step, and of a sequence
 
@@ -324,7 +331,7 @@ class KVCacheManager:
         """
         self._check_out_of_step(sequence)
         if self._caching and self.config.partial_hits and sequence.is_stored:
-            self._naming.keep_partial(sequence)
+            self._indexer.keep_partial(sequence)
         self._give_back(sequence)
 
     def discard(self, sequences: Sequence[TokenSequence]) -> None:
@@ -382,3 +389,38 @@ class KVCacheManager:
         """Events of cached blocks since the last call, oldest first."""
         events, self.pool.events = self.pool.events, []
         return events
+
+
+def check_admission(
+    sequence: TokenSequence, num_new_tokens: int, computed: ComputedBlocks | None, pool: BlockPool
+) -> None:
+    """Raise CacheError if the sequence cannot be admitted to the pool with this lookup."""
+    name = sequence.request_id
+    if sequence.blocks:
+        raise CacheError(f"sequence {name!r} holds blocks of another manager")
+    start = 0
+    if computed is not None:
+        if computed.sequence is not sequence:
+            raise CacheError(f"the lookup given for {name!r} is another sequence's")
+        check_source(computed, pool)
+        if computed.version != pool.version:
+            raise CacheError(f"the lookup of {name!r} is older than an eviction: look again")
+        start = computed.num_tokens
+    check_count(sequence, num_new_tokens, start)
+
+
+def check_source(computed: ComputedBlocks, pool: BlockPool) -> None:
+    """Raise CacheError if the lookup is another pool's."""
+    if computed.source is not pool.index:
+        name = computed.sequence.request_id
+        raise CacheError(f"the lookup of {name!r} is another manager's: look again")
+
+
+def check_count(sequence: TokenSequence, num_new_tokens: int, start: int) -> None:
+    """Raise CacheError unless from token `start` on the sequence has so many tokens."""
+    left = len(sequence.token_ids) - start
+    if not 1 <= num_new_tokens <= left:
+        raise CacheError(
+            f"{num_new_tokens} slots asked for {sequence.request_id!r}; "
+            f"from 1 to {left} tokens are left"
+        )

@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 from headstart.cache.block import KVCacheBlock, PartialNode, PrefixNode, make_chain
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
-from headstart.cache.eviction import Clock, Marks, Shares, make_policy
+from headstart.cache.eviction import make_policy
 from headstart.cache.identity import BlockKey
 from headstart.cache.index import PrefixIndex
-from headstart.cache.portable_names import BlockNames
+from headstart.cache.names import BlockNames
+from headstart.cache.policies import Clock, Marks
+from headstart.cache.shares import Shares
 from headstart.cache.stats import EvictionAges
 from headstart.mypyc_hints import mypyc_attr
 

@@ -66,7 +66,7 @@ class TokenSequence:
         "namespace",
         "node",
         "num_computed_tokens",
-        "num_named",
+        "num_indexed",
         "num_public",
         "num_reused",
         "public",
@@ -108,7 +108,7 @@ class TokenSequence:
         self.capacity = 0  # slots in `blocks`, in tokens
         self.block_size = 0  # that of the keys; 0 until the first cut
         self.keys: list[BlockKey] = []  # of the full blocks, as far as they were needed
-        self.num_named = 0  # blocks at the head of `blocks` whose identity is in the index
+        self.num_indexed = 0  # blocks at the head of `blocks` whose identity is in the index
         self.node: PrefixNode | None = None  # the identity of the last of them
         self.num_reused = 0  # blocks at the head of `blocks` that it hit when it was admitted
         self.switched: set[int] = set()  # indices of blocks that it gave up for cached ones
@@ -196,14 +196,14 @@ class TokenSequence:
     def give_up(self) -> list[KVCacheBlock]:
         """Hold no blocks any more; returns those that it held."""
         blocks, self.blocks, self.block_ids = self.blocks, [], []
-        self.capacity = self.num_computed_tokens = self.num_named = self.num_reused = 0
+        self.capacity = self.num_computed_tokens = self.num_indexed = self.num_reused = 0
         self.node = self.in_progress = self.holder = None
         self.switched.clear()
         return blocks
 
     def marked(self, mark: Mark, block_size: int) -> list[KVCacheBlock]:
         """The named blocks that a mark covers."""
-        return self.blocks[: min(self.num_named, mark.num_tokens // block_size)]
+        return self.blocks[: min(self.num_indexed, mark.num_tokens // block_size)]
 
     def block_table(self) -> Sequence[int]:
         """Its blocks' ids in prefix order. They change with the sequence: copy what is to stay."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from headstart.cache.block import PrefixNode
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
 from headstart.cache.identity import BlockHash, BlockKey, Namespace, cut_salt, read_tokens
-from headstart.cache.portable_names import BlockNames
+from headstart.cache.names import BlockNames
 
 __all__ = ["UnsavedBlock", "UnsavedBlocks"]
 

@@ -18,7 +18,7 @@ def _of_sequence(sequence: TokenSequence) -> tuple[object, ...]:
         tuple(sequence.block_ids),
         sequence.num_computed_tokens,
         sequence.capacity,
-        sequence.num_named,
+        sequence.num_indexed,
         sequence.num_reused,
         tuple(sequence.switched),
         sequence.node,

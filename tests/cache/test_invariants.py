@@ -6,8 +6,8 @@ import pytest
 
 from headstart.cache import KVCacheManager, TokenSequence
 from headstart.cache.block import Branches, PartialNode, PrefixNode, make_node
-from headstart.cache.free_queue import FreeBlockQueue
 from headstart.cache.identity import BlockKey
+from headstart.cache.policies import FreeBlockQueue
 from tests.cache.steps import admit, finish, make_manager, start
 
 LONG = list(range(100, 112))
@@ -165,7 +165,7 @@ def compute_what_is_unknown(manager: KVCacheManager) -> None:
 
 
 def name_too_few(manager: KVCacheManager) -> None:
-    running(manager).num_named -= 1
+    running(manager).num_indexed -= 1
 
 
 def forget_the_path(manager: KVCacheManager) -> None:

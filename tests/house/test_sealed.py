@@ -10,7 +10,7 @@ from tests.house.source import PACKAGE, Module, read_modules
 PRIVATE = {
     "next_free_block",
     "num_evicted",
-    "num_named",
+    "num_indexed",
     "num_reused",
     "pool",
     "prev_free_block",

@@ -6,8 +6,9 @@ import pytest
 
 from headstart.cache import CacheConfig, KVCacheBlock, KVCacheManager, TokenSequence
 from headstart.cache.block import PartialNode, make_node
-from headstart.cache.eviction import POLICIES, AdaptiveLru, Marks, make_policy
+from headstart.cache.eviction import POLICIES, make_policy
 from headstart.cache.identity import BlockKey
+from headstart.cache.policies import AdaptiveLru, Marks
 from headstart.errors import CacheError, ConfigError
 from tests.cache import workloads
 from tests.cache.steps import (

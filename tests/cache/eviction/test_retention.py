@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from headstart.cache import CacheConfig, KVCacheBlock, KVCacheManager, Mark, TokenSequence
 from headstart.cache.block import RootNode, make_node
-from headstart.cache.eviction import Marks, make_policy
+from headstart.cache.eviction import make_policy
 from headstart.cache.identity import BlockKey, Namespace
+from headstart.cache.policies import Marks
 from headstart.cache.stats import AGE_BOUNDS
 
 BLOCK = 4

@@ -1,18 +1,26 @@
-"""Eviction between owners: who has most of the pool for its weight gives the next block."""
+"""Eviction by name, and between owners that share the pool.
 
+With "fair-lru" the owner that has most of the pool for its weight gives the next block.
+"""
+
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
+from types import MappingProxyType
 
 from headstart.cache.block import KVCacheBlock
-from headstart.cache.eviction.policies import AdaptiveLru
-from headstart.cache.eviction.retention import Marks
-from headstart.cache.eviction.shares import Shares, owner_among
-from headstart.cache.free_queue import FreeBlockQueue
 from headstart.cache.identity import PUBLIC, cut_salt
-from headstart.errors import CacheError
-
-__all__ = ["FairLru"]
+from headstart.cache.policies import (
+    AdaptiveLru,
+    EmptyFirstLru,
+    EvictionPolicy,
+    FreeBlockQueue,
+    Lru,
+    Marks,
+)
+from headstart.cache.shares import Shares, owner_among
+from headstart.errors import CacheError, ConfigError
 
 Owner = str | None
 
@@ -211,3 +219,32 @@ class FairLru:
 
 def _salt_of(block: KVCacheBlock) -> str | None:
     return block.node.salt() if block.node is not None else None
+
+
+POLICIES: Mapping[str, Callable[[Sequence[KVCacheBlock], Shares, Marks], EvictionPolicy]] = (
+    MappingProxyType(
+        {
+            "lru": lambda blocks, shares, marks: Lru(blocks),
+            "empty-first-lru": lambda blocks, shares, marks: EmptyFirstLru(blocks),
+            "adaptive-lru": lambda blocks, shares, marks: AdaptiveLru(blocks, marks),
+            "fair-lru": FairLru,
+        }
+    )
+)
+
+
+def make_policy(
+    name: str,
+    blocks: Sequence[KVCacheBlock],
+    shares: Shares | None = None,
+    marks: Marks | None = None,
+) -> EvictionPolicy:
+    """The policy of this name over these blocks, all free. Raises ConfigError.
+
+    marks: of blocks that are worth keeping for a time; without any there are none at first.
+    """
+    if name not in POLICIES:
+        raise ConfigError(f"eviction {name!r} is not one of {', '.join(POLICIES)}")
+    return POLICIES[name](
+        blocks, shares or Shares(), Marks(time.monotonic) if marks is None else marks
+    )

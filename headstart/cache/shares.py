@@ -1,4 +1,4 @@
-"""Owners: who shares the pool with others, and with what weight."""
+"""Owners that share the pool, and their weights."""
 
 from collections.abc import Collection
 from math import inf

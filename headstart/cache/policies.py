@@ -1,0 +1,455 @@
+"""Eviction policies: which free block is reused next, behind five verbs.
+
+A policy keeps the free blocks. `release` is called with blocks that no request holds any more,
+`claim` with free blocks that a request hit, and `withdraw` with free blocks that leave the queue
+without a hit. `retain` marks held blocks that are worth keeping for a time. `take` chooses what is
+reused: by then the block's content is lost. A policy never looks into the index and never changes a
+block's identity.
+
+Retained blocks are free blocks that are reused after all others, for a time and in bounded number:
+
+    unmarked ──mark──▶ marked, held ──release──▶ retained ──claim──▶ marked, held
+                             │                      │
+                             └──its minute is over──┴─or too many──▶ unmarked, released anew
+
+A mark stays on a block, held or free, until its minute is over, the block is reused, or it stands
+among too many. It is a preference between free blocks: a pool short of blocks gives them all.
+"""
+
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice, takewhile
+from math import ceil
+from typing import ClassVar, Protocol
+
+from headstart.cache.block import KVCacheBlock, PrefixNode
+from headstart.errors import CacheError
+from headstart.mypyc_hints import mypyc_attr
+
+
+class FreeBlockQueue:
+    """Free blocks in the order they will be reused; append, popleft and remove are O(1).
+
+    The list runs through the blocks themselves, so a hit in the middle needs no search and no
+    wrapper object as a deque would. A block that is not on the list links to itself, so a
+    double free is loud:
+
+    >>> a, b, c = blocks = [KVCacheBlock(i) for i in range(3)]
+    >>> queue = FreeBlockQueue(blocks)
+    >>> queue.remove(b)
+    >>> [block.block_id for block in queue]
+    [0, 2]
+
+    `length` is for reading, where a call of `len` would take longer than all else.
+    """
+
+    __slots__ = ("_ends", "length")
+
+    def __init__(self, blocks: Sequence[KVCacheBlock] = ()) -> None:
+        self._ends = KVCacheBlock(-1)
+        self.length = 0
+        self.extend(blocks)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        block = self._ends.next_free_block
+        while block is not self._ends:
+            yield block
+            block = block.next_free_block
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Put a block at the tail: it will be reused last."""
+        self._insert(block, self._ends)
+
+    def appendleft(self, block: KVCacheBlock) -> None:
+        """Put a block at the head: it will be reused first."""
+        self._insert(block, self._ends.next_free_block)
+
+    def extend(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Append blocks one by one; one loop without a call a block, since free is hot."""
+        ends = self._ends
+        last = ends.prev_free_block
+        twice = None
+        for block in blocks:
+            if block.next_free_block is not block:
+                twice = block
+                break
+            block.prev_free_block = last
+            last.next_free_block = block
+            last = block
+        last.next_free_block = ends
+        ends.prev_free_block = last
+        if twice is not None:
+            self.length = sum(1 for _ in self)
+            raise CacheError(f"block {twice.block_id} is on the free queue already")
+        self.length += len(blocks)
+
+    def popleft(self, count: int) -> list[KVCacheBlock]:
+        """Take `count` blocks from the head. Raises CacheError when there are fewer."""
+        if count > self.length:
+            raise CacheError(f"{count} blocks asked of a free queue of {self.length}")
+        ends = self._ends
+        block = ends.next_free_block
+        taken = []
+        for _ in range(count):
+            taken.append(block)
+            following = block.next_free_block
+            block.prev_free_block = block.next_free_block = block
+            block = following
+        ends.next_free_block = block
+        block.prev_free_block = ends
+        self.length -= count
+        return taken
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Take a block out of the middle. Raises CacheError when it is not on the queue."""
+        self.remove_all((block,))
+
+    def remove_all(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Take blocks out of the middle, wherever they are."""
+        count = 0
+        for block in blocks:
+            before, after = block.prev_free_block, block.next_free_block
+            if after is block:
+                self.length -= count
+                raise CacheError(f"block {block.block_id} is not on the free queue")
+            before.next_free_block = after
+            after.prev_free_block = before
+            block.prev_free_block = block.next_free_block = block
+            count += 1
+        self.length -= count
+
+    def _insert(self, block: KVCacheBlock, after: KVCacheBlock) -> None:
+        if block.next_free_block is not block:
+            raise CacheError(f"block {block.block_id} is on the free queue already")
+        before = after.prev_free_block
+        block.prev_free_block, block.next_free_block = before, after
+        before.next_free_block = after.prev_free_block = block
+        self.length += 1
+
+
+Clock = Callable[[], float]
+"""Seconds that never go back."""
+
+MINUTE = 60.0
+
+
+class Marks:
+    """The minute up to which each marked block is worth keeping."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._minutes: dict[KVCacheBlock, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._minutes)
+
+    def __contains__(self, block: KVCacheBlock) -> bool:
+        return block in self._minutes
+
+    def add(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
+        """These held blocks are worth keeping for so long from now; an earlier mark may be longer.
+
+        Times end with a whole minute, so that few different ones are kept.
+        """
+        minute = ceil((self._clock() + seconds) / MINUTE)
+        minutes = self._minutes
+        for block in blocks:
+            minutes[block] = max(minute, minutes.get(block, minute))
+
+    def minute(self, block: KVCacheBlock) -> int | None:
+        """The last minute of a block's mark."""
+        return self._minutes.get(block)
+
+    def is_over(self, minute: int) -> bool:
+        """Whether this minute has ended."""
+        return minute * MINUTE <= self._clock()
+
+    def drop(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """These blocks have no mark any more."""
+        for block in blocks:
+            self._minutes.pop(block, None)
+
+
+class RetainedBlocks:
+    """Free marked blocks: those whose minute is over first come first, then by their release.
+
+    O(1) a block, and O(minutes) for a minute that is new. Nothing is done for a block that has
+    no mark but to look for one, while there are any. `count` is how many there are.
+    """
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
+        self._by_minute: dict[int, FreeBlockQueue] = {}
+        self._minutes: list[int] = []  # of `_by_minute`, in order
+        self.count = 0
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        for minute in self._minutes:
+            yield from self._by_minute[minute]
+
+    def add(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Take in those of these free blocks whose mark holds; returns the others."""
+        others = []
+        for block in blocks:
+            minute = self._marks.minute(block)
+            if minute is None:
+                others.append(block)
+            elif block.node is None or self._marks.is_over(minute):
+                self._marks.drop((block,))
+                others.append(block)
+            else:
+                self._queue(minute).append(block)
+                self.count += 1
+        return others
+
+    def _queue(self, minute: int) -> FreeBlockQueue:
+        if minute not in self._by_minute:
+            self._by_minute[minute] = FreeBlockQueue()
+            insort(self._minutes, minute)
+        return self._by_minute[minute]
+
+    def remove(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Let go of those of these free blocks that are here; returns the others. Marks stay."""
+        others = []
+        for block in blocks:
+            minute = self._marks.minute(block)
+            if minute is None:
+                others.append(block)
+            else:
+                self._by_minute[minute].remove(block)
+                self.count -= 1
+        return others
+
+    def popleft(self, count: int) -> list[KVCacheBlock]:
+        """Remove the first `count` blocks, of which there are as many, and their marks."""
+        taken: list[KVCacheBlock] = []
+        while len(taken) < count:
+            taken += self._pop_minute(count - len(taken))
+        return taken
+
+    def _pop_minute(self, most: int) -> list[KVCacheBlock]:
+        minute = self._minutes[0]
+        queue = self._by_minute[minute]
+        taken = queue.popleft(min(most, len(queue)))
+        self.count -= len(taken)
+        self._marks.drop(taken)
+        if not queue:
+            del self._by_minute[minute], self._minutes[0]
+        return taken
+
+    def fall_due(self, most: int) -> list[KVCacheBlock]:
+        """Remove blocks whose time is over, and the first of more than `most`; and their marks."""
+        due: list[KVCacheBlock] = []
+        while self._minutes and self._marks.is_over(self._minutes[0]):
+            due += self._pop_minute(self.count)
+        if self.count > most:
+            due += self.popleft(self.count - most)
+        return due
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        assert self._minutes == sorted(self._by_minute), "minutes are not in order"
+        assert self.count == sum(map(len, self._by_minute.values())), "retained are miscounted"
+        for minute, queue in self._by_minute.items():
+            for block in queue:
+                assert self._marks.minute(block) == minute, f"{block} stands in another minute"
+                assert block.node is not None, f"{block} is retained and holds nothing"
+
+
+class EvictionPolicy(Protocol):
+    """The five verbs, and the free blocks in the order of their reuse."""
+
+    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Blocks became free; of one request, its last block comes first."""
+
+    def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """A request hit these free blocks: they are held again and keep their content."""
+
+    def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """These free blocks leave the queue, and no request hit them."""
+
+    def retain(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
+        """These held blocks, of one namespace, are worth keeping for so long from now."""
+
+    def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
+        """Remove and return the `count` blocks to reuse, for a request of this salt.
+
+        Raises CacheError if short.
+        """
+
+    def count_kept(self, taker: str | None, to_come: Mapping[str, int]) -> int:
+        """Blocks that others than the taker cached within their shares: see the manager's.
+
+        0 if the policy knows no owners.
+        """
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant of the policy's own is broken."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[KVCacheBlock]: ...
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Lru:
+    """Least recently used first; of one request, the last block first. O(1) a block.
+
+    The order of the reference: an empty block waits its turn among the cached ones, and no block
+    is retained.
+    Source: "Automatic Prefix Caching" (vLLM v1 design), free and eviction.
+    """
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._queue = FreeBlockQueue(blocks)
+
+    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._queue.extend(blocks)
+
+    def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._queue.remove_all(blocks)
+
+    def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._queue.remove_all(blocks)
+
+    def retain(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
+        pass
+
+    def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
+        return self._queue.popleft(count)
+
+    def count_kept(self, taker: str | None, to_come: Mapping[str, int]) -> int:
+        return 0
+
+    def check(self) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return self._queue.length
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        return iter(self._queue)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class EmptyFirstLru(Lru):
+    """As `Lru`, but a block without reusable content is always taken before a cached one.
+
+    The queue is empty blocks, then cached ones by recency; O(1) a block. A request's empty
+    blocks go to the head in prefix order, so that the next request's blocks lie side by side
+    in memory whenever they can.
+    """
+
+    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        cached = [block for block in blocks if block.node is not None]
+        self._queue.extend(cached)
+        if len(cached) == len(blocks):
+            return
+        for block in blocks:
+            if block.node is None:
+                self._queue.appendleft(block)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class AdaptiveLru(EmptyFirstLru):
+    """As `EmptyFirstLru`, but partial blocks have only as many places as their hits have earned.
+
+    A partial block holds fewer rows than a full one. After a one-shot request nobody asks for it;
+    after a turn of a chat the next turn does. So the policy learns: a partial block that is
+    claimed earns room for `EARNED` of them, and one that is taken gives back the room of one. One
+    that is withdrawn does neither. Partial blocks within the room wait their turn by recency. If
+    there are more, the oldest are taken before any full block. O(1) a block.
+
+    Retained blocks are taken after all others. When their time is over, or when they are more than
+    `most_retained`, they stand in line like blocks that were released just now.
+    """
+
+    EARNED: ClassVar[int] = 4
+
+    def __init__(
+        self, blocks: Sequence[KVCacheBlock], marks: Marks, most: int | None = None
+    ) -> None:
+        """`most` is how many blocks there may ever be; None for those that there are."""
+        super().__init__(blocks)
+        self._num_blocks = len(blocks) if most is None else most
+        # Oldest first. A dict walks over all that were deleted before it finds its first.
+        self._partial: OrderedDict[KVCacheBlock, None] = OrderedDict()
+        self._room = 0
+        self._marks = marks
+        self._retained = RetainedBlocks(marks)
+        self.most_retained = self._num_blocks // 2
+
+    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        if self._marks:
+            blocks = self._retained.add(blocks)
+            self._queue.extend(self._retained.fall_due(self.most_retained))
+        super().release(blocks)
+        for block in blocks:
+            if block.node.__class__ is PrefixNode:  # a request's partial block comes first
+                break
+            if block.node is not None:
+                self._partial[block] = None
+
+    def retain(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
+        self._marks.add(blocks, seconds)
+
+    def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
+        super().claim(self._retained.remove(blocks) if self._retained.count else blocks)
+        if self._partial and not self._partial.keys().isdisjoint(blocks):
+            self._room = min(self._num_blocks, self._room + self.EARNED * self._leave(blocks))
+
+    def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
+        super().withdraw(self._retained.remove(blocks) if self._retained.count else blocks)
+        self._leave(blocks)
+
+    def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
+        late = count - self._queue.length
+        if late <= 0 and not self._partial:
+            return self._queue.popleft(count)
+        if 0 < late <= self._retained.count:
+            return [*self._take(count - late), *self._retained.popleft(late)]
+        return self._take(count)
+
+    def _take(self, count: int) -> list[KVCacheBlock]:
+        excess = len(self._partial) - self._room
+        if excess <= 0 or count > self._queue.length:
+            taken = self._queue.popleft(count)
+        else:
+            empty = islice(takewhile(lambda block: block.node is None, self._queue), count)
+            taken = list(empty)
+            taken += islice(self._partial, min(excess, count - len(taken)))
+            self._queue.remove_all(taken)
+            taken += self._queue.popleft(count - len(taken))
+        if self._partial and not self._partial.keys().isdisjoint(taken):
+            self._room = max(0, self._room - self._leave(taken))
+        return taken
+
+    def check(self) -> None:
+        self._retained.check()
+        assert not any(block in self._marks for block in self._queue), "a block in line is marked"
+
+    def __len__(self) -> int:
+        return self._queue.length + self._retained.count
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        excess = dict.fromkeys(islice(self._partial, max(0, len(self._partial) - self._room)))
+        blocks = iter(self._queue)
+        for block in blocks:
+            if block.node is not None:
+                blocks = chain([block], blocks)
+                break
+            yield block
+        yield from excess
+        yield from (block for block in blocks if block not in excess)
+        yield from self._retained
+
+    def _leave(self, blocks: Sequence[KVCacheBlock]) -> int:
+        """Forget the partial blocks among these; how many there were."""
+        partial = [block for block in blocks if block in self._partial]
+        for block in partial:
+            del self._partial[block]
+        return len(partial)

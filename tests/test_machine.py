@@ -1,6 +1,7 @@
 """What a CPU is said to have, and the dtype that `auto` takes for it."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,18 @@ def test_flags_are_what_every_core_has(tmp_path: Path) -> None:
     assert cpu_flags(tmp_path / "nothing") == frozenset()
 
 
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make this another CPU."""
+
+    def become(flags: str, architecture: str = "x86_64", capped: str = "") -> None:
+        monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset(flags.split()))
+        monkeypatch.setattr("platform.machine", lambda: architecture)
+        monkeypatch.setenv("HEADSTART_CPU", capped)
+
+    return become
+
+
 @pytest.mark.parametrize(
     ("architecture", "flags", "expected"),
     [
@@ -42,25 +55,21 @@ def test_flags_are_what_every_core_has(tmp_path: Path) -> None:
     ],
 )
 def test_products_of_bfloat16(
-    architecture: str, flags: str, expected: bool | None, monkeypatch: pytest.MonkeyPatch
+    architecture: str, flags: str, expected: bool | None, pretend: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset(flags.split()))
-    monkeypatch.setattr("platform.machine", lambda: architecture)
-    monkeypatch.delenv("HEADSTART_CPU", raising=False)
-    assert multiplies_bfloat16() is expected
-    monkeypatch.setenv("HEADSTART_CPU", "avx512")  # without AMX; AVX-512 has products of its own
-    assert multiplies_bfloat16() is expected
+    for capped in ("", "avx512"):  # without AMX; AVX-512 has products of its own
+        pretend(flags, architecture, capped)
+        assert multiplies_bfloat16() is expected
 
 
-def test_a_cpu_that_is_capped_has_no_products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_that_is_capped_has_no_products_of_bfloat16(pretend: Callable[..., None]) -> None:
     """The kernels were capped alone: models then ran in bfloat16 on torch's AVX-512."""
-    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx512_bf16", "amx_bf16"}))
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    pretend("avx512_bf16 amx_bf16")
     assert why_no_bfloat16() == "no AVX512-BF16, no AMX-BF16"
-    monkeypatch.setenv("HEADSTART_CPU", "avx2")
+    pretend("avx512_bf16 amx_bf16", capped="avx2")
     assert multiplies_bfloat16() is False
     assert why_no_bfloat16() == "HEADSTART_CPU=avx2 leaves its products of bfloat16 unused"
-    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx2"}))
+    pretend("avx2", capped="avx2")
     assert why_no_bfloat16() == "no AVX512-BF16, no AMX-BF16"
 
 

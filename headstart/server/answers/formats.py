@@ -25,23 +25,13 @@ from headstart.server.answers.parser import END, CallArguments, CallBegin, Readi
 __all__ = [
     "CallFormat",
     "HERMES",
-    "HERMES_CLOSE",
-    "HERMES_OPEN",
     "LLAMA",
     "MISTRAL",
-    "MISTRAL_ARGUMENTS",
-    "MISTRAL_CALL_ID",
-    "PYTHON_TAG",
     "THINK_CLOSE",
     "THINK_OPEN",
     "TOOL_CALLS",
     "choose_format",
-    "read_call",
-    "read_hermes",
-    "read_llama",
-    "read_mistral",
     "read_reasoning",
-    "read_value",
     "shows_reasoning",
 ]
 

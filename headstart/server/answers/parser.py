@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from typing import TypeVar
 
 __all__ = [
@@ -22,7 +23,6 @@ __all__ = [
     "Reading",
     "Reasoning",
     "Source",
-    "beginnings_of",
     "gather",
     "join",
 ]
@@ -68,31 +68,16 @@ def join(parts: Iterable[Part]) -> list[Part]:
     [Content(text='ab'), CallBegin(index=0, name='f')]
     """
     joined: list[Part] = []
-    pieces: list[str] = []
-    for part in parts:
-        last = joined[-1] if joined else None
-        if isinstance(part, CallBegin) or last is None or not _continues(last, part):
-            _close(joined, pieces)
-            joined.append(part)
-            pieces = [] if isinstance(part, CallBegin) else [part.text]
-        else:
-            pieces.append(part.text)
-    _close(joined, pieces)
+    for _, (first, *rest) in groupby(parts, key=lambda part: (type(part), _index(part))):
+        if rest and not isinstance(first, CallBegin):
+            texts = [part.text for part in rest if not isinstance(part, CallBegin)]
+            first = replace(first, text="".join([first.text, *texts]))
+        joined.append(first)
     return joined
 
 
-def _continues(last: Part, part: Part) -> bool:
-    if isinstance(last, CallArguments) and isinstance(part, CallArguments):
-        return last.index == part.index
-    return type(last) is type(part)
-
-
-def _close(joined: list[Part], pieces: list[str]) -> None:
-    """Give the last part the text of all its pieces."""
-    if len(pieces) > 1:
-        last = joined[-1]
-        assert not isinstance(last, CallBegin)
-        joined[-1] = replace(last, text="".join(pieces))
+def _index(part: Part) -> int | None:
+    return part.index if isinstance(part, CallBegin | CallArguments) else None
 
 
 @dataclass(frozen=True, slots=True)

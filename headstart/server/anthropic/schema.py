@@ -23,30 +23,6 @@ from headstart.server.bodies import (
 )
 from headstart.server.hosted import HostedTool, tag_tool
 
-__all__ = [
-    "Block",
-    "CacheControl",
-    "CountTokensRequest",
-    "DocumentBlock",
-    "DocumentContent",
-    "DocumentFile",
-    "DocumentText",
-    "DocumentUrl",
-    "ImageBlock",
-    "Marked",
-    "MessagesRequest",
-    "RedactedThinkingBlock",
-    "SearchResultBlock",
-    "Shown",
-    "TextBlock",
-    "ThinkingBlock",
-    "ToolDefinition",
-    "ToolReferenceBlock",
-    "ToolResultBlock",
-    "ToolUseBlock",
-    "Turn",
-]
-
 
 class CacheControl(Body):
     """The prompt up to here is worth keeping for `ttl`; a scope changes nothing here."""

@@ -27,15 +27,7 @@ from headstart.server.chats import ChatCall, PreparedChat, TokenCount, prepare_c
 from headstart.server.errors import ApiError
 from headstart.server.service import Service
 
-__all__ = [
-    "Breakpoint",
-    "Creation",
-    "Usage",
-    "apply_breakpoints",
-    "begin_of",
-    "created_tokens",
-    "read_breakpoints",
-]
+__all__ = ["Usage", "apply_breakpoints", "read_breakpoints"]
 
 MAX_BREAKPOINTS = 4
 Ttl = Literal["5m", "1h"]

@@ -21,18 +21,7 @@ from headstart.server.cache.traffic import (
     count_again,
 )
 
-__all__ = [
-    "Adviser",
-    "Difference",
-    "ENDS",
-    "Explanation",
-    "OTHER",
-    "PASSAGES",
-    "PoolSize",
-    "advise_memory",
-    "describe_difference",
-    "find_remedy",
-]
+__all__ = ["Adviser", "Explanation", "PASSAGES", "PoolSize", "advise_memory", "describe_difference"]
 
 _BEFORE, _AFTER = 64, 512  # tokens shown to `describe_difference`
 _MOST_FORKS = 10

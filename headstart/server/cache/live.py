@@ -27,19 +27,7 @@ if TYPE_CHECKING:
     from headstart.server.monitoring.watch import Watch
     from headstart.server.tenants import Tenants
 
-__all__ = [
-    "Live",
-    "MAX_CELLS",
-    "Owner",
-    "Owners",
-    "PrefixView",
-    "count_hits",
-    "describe_batch",
-    "describe_engine",
-    "describe_pool",
-    "describe_prefixes",
-    "draw_cells",
-]
+__all__ = ["Live", "count_hits"]
 
 MAX_CELLS = 8192
 _MOST_PREFIXES = 64

@@ -13,15 +13,6 @@ from headstart.server.bodies import Body, CacheFields, ClientTool, Flag, Many, R
 from headstart.server.openai.compat import ACCEPTED, CHAT_REFUSED, COMPLETION_REFUSED
 from headstart.validation import describe, shorten
 
-__all__ = [
-    "ChatCompletionRequest",
-    "CompletionRequest",
-    "FunctionName",
-    "SamplingFields",
-    "StreamOptions",
-    "TemplateFields",
-]
-
 
 class StreamOptions(Body):
     """include_usage: a last event tells the counts of tokens; continuous_usage_stats: each does."""

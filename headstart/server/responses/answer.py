@@ -37,11 +37,7 @@ from headstart.server.sse import frame
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
 
-__all__ = [
-    "Event",
-    "OutputItems",
-    "ResponseAnswer",
-]
+__all__ = ["ResponseAnswer"]
 
 Event = dict[str, Any]
 """An event without its number."""

@@ -52,7 +52,6 @@ __all__ = [
     "read_sampling",
     "read_template",
     "read_tools",
-    "spell_name",
 ]
 
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}

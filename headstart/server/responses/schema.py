@@ -24,30 +24,6 @@ from headstart.server.bodies import (
 )
 from headstart.server.hosted import HostedTool, tag_tool
 
-__all__ = [
-    "AllowedChoice",
-    "AnyTool",
-    "CustomCall",
-    "CustomTool",
-    "FunctionCall",
-    "FunctionOutput",
-    "ResponseFunctionTool",
-    "InputImage",
-    "Item",
-    "ItemReference",
-    "JsonFormat",
-    "Message",
-    "NamedChoice",
-    "NamespaceTool",
-    "InputTokensRequest",
-    "ReasoningItem",
-    "ResponsesRequest",
-    "ShellCall",
-    "ShellOutput",
-    "ShellTool",
-    "as_items",
-]
-
 Status = Literal["in_progress", "completed", "incomplete"] | None
 
 

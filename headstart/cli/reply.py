@@ -58,7 +58,7 @@ def make_writer(plain: bool, *, is_text: bool = True) -> AbstractContextManager[
     if not console.is_terminal:
         return RawWriter()
     if not is_text:
-        return UnbrokenWriter()
+        return RawWriter(clean=True)
     if plain or console.is_dumb_terminal:
         return WrappingWriter(console.width)
     # rich's Markdown takes half a second to import, for terminals only.
@@ -76,9 +76,10 @@ def printable(text: str) -> str:
 
 
 class RawWriter:
-    """The text as it is, for files and other programs."""
+    """The text in unbroken lines. clean: with marks for control characters, for a terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clean: bool = False) -> None:
+        self._clean = clean
         self._printed = 0
 
     def __enter__(self) -> Self:
@@ -88,15 +89,8 @@ class RawWriter:
         click.echo()
 
     def write(self, text: str) -> None:
-        click.echo(text[self._printed :], nl=False)
-        self._printed = len(text)
-
-
-class UnbrokenWriter(RawWriter):
-    """The text with marks for control characters, in unbroken lines."""
-
-    def write(self, text: str) -> None:
-        click.echo(printable(text[self._printed :]), nl=False)
+        new = text[self._printed :]
+        click.echo(printable(new) if self._clean else new, nl=False)
         self._printed = len(text)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from headstart.cli.reply import UnbrokenWriter
+from headstart.cli.reply import RawWriter
 from tests.cli.test_main import call
 
 PERSON: dict[str, Any] = {
@@ -92,7 +92,7 @@ def test_a_missing_schema_or_library_is_told_before_the_model(
 
 def test_json_is_not_broken_between_words(capsys: pytest.CaptureFixture[str]) -> None:
     text = json.dumps("two words " * 30 + "\x9b", ensure_ascii=False)
-    with UnbrokenWriter() as writer:
+    with RawWriter(clean=True) as writer:
         for end in (3, 50, len(text)):
             writer.write(text[:end])
     assert capsys.readouterr().out == text.replace("\x9b", "\ufffd") + "\n"

@@ -59,7 +59,9 @@ def attend(
         kept[foreign] = NONFINITE.to(kept.dtype)[rows[foreign] % 3].view(-1, 1, 1)
     memory.write(0, rows, keys, values)
     slots = torch.tensor(forest.slots)
-    query = torch.randn(len(slots), HEADS, layout.key_dim).to(row_dtype(dtype))
+    # Scores of one size at every width: float32 rounds large ones too coarsely.
+    query = torch.randn(len(slots), HEADS, layout.key_dim) * (16 / layout.key_dim) ** 0.5
+    query = query.to(row_dtype(dtype))
     backend = make_backend(path, memory, share)
     backend.begin_step(StepPlan(slots, forest.spans))
     out = backend.attend(0, query, keys[slots], values[slots], options)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from headstart.cache import BlockNames, Shares, TokenSequence
-from headstart.engine.adapters.names import AdapterNames
+from headstart.engine.adapters.request import AdapterNames
 from headstart.engine.config import EngineConfig
 from headstart.engine.logits.protocol import LogitsProcessor
 from headstart.engine.logits.vocabulary import Vocabulary

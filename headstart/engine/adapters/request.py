@@ -1,14 +1,22 @@
-"""LoRA adapters in requests."""
+"""LoRA adapters in requests, and the names by which they ask for them."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headstart.errors import RequestError
+from headstart.errors import AdapterNotFoundError, RequestError
 from headstart.validation import Number, check_absent, check_name, describe
 
-__all__ = ["Adapter", "LoRARequest", "choose_adapters"]
+__all__ = [
+    "Adapter",
+    "AdapterNames",
+    "InEngine",
+    "LoRARequest",
+    "adapter_folder",
+    "choose_adapters",
+]
 
 _IDS = Number(int, 1)
 
@@ -68,7 +76,7 @@ def choose_adapters(
     lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     count: int,
 ) -> list[str | LoRARequest | None]:
-    """The adapter of each of `count` prompts: one for all, or one each. Raises RequestError."""
+    """Return the adapter of each of `count` prompts: one for all, or one each."""
     if adapter is not None and lora_request is not None:
         raise RequestError("give adapter or lora_request, not both")
     chosen = adapter if lora_request is None else lora_request
@@ -86,3 +94,64 @@ def choose_adapters(
                 f"an adapter is {describe(choice)}; allowed: a name, a LoRARequest or None"
             )
     return list(chosen)
+
+
+InEngine = Callable[[Callable[[], Adapter]], Adapter]
+"""Calls a function in the engine's thread: `LocalDriver.call`."""
+
+
+class AdapterNames(ABC):
+    """Adapters by name. For any thread: the table is replaced, never changed."""
+
+    def __init__(self) -> None:
+        self._named: Mapping[str, Adapter] = {}
+
+    @property
+    def named(self) -> list[Adapter]:
+        """The adapters that requests may ask for."""
+        return list(self._named.values())
+
+    @abstractmethod
+    def load(self, name: str, path: str | Path, in_engine: InEngine) -> Adapter:
+        """Read the adapter in folder `path`; requests may ask for it by `name` from now on.
+
+        It is read in this thread and named in the engine's. An adapter that had the name loses
+        it. Raises AdapterError, ConfigError when adapters are switched off or the name is no
+        name, and what `in_engine` raises; nothing has changed then.
+        """
+
+    def unload(self, name: str) -> None:
+        """Take the name away; requests that have the adapter finish. Raises RequestError."""
+        self.find(name)
+        self._named = {n: adapter for n, adapter in self._named.items() if n != name}
+
+    def find(self, name: str) -> Adapter:
+        """Return the adapter of this name. Raises RequestError."""
+        check_name("the adapter's name", name)
+        named = self._named
+        if name not in named:
+            loaded = ", ".join(map(repr, named)) or "none"
+            raise RequestError(f"there is no adapter {describe(name)}; loaded: {loaded}")
+        return named[name]
+
+    def require(self, choice: str | LoRARequest | None, in_engine: InEngine) -> str | None:
+        """Return the name of an adapter, which is loaded if need be. Raises what `load` does."""
+        if not isinstance(choice, LoRARequest):
+            return choice
+        folder = adapter_folder(choice.lora_path)
+        adapter = self._named.get(choice.lora_name)
+        if adapter is None or adapter.path != folder:
+            self.load(choice.lora_name, folder, in_engine)
+        return choice.lora_name
+
+
+def adapter_folder(path: object) -> Path:
+    """Return the absolute path of an adapter's folder. Raises AdapterNotFoundError."""
+    try:
+        folder = Path(path).expanduser().absolute()  # type: ignore[arg-type]
+        str(folder).encode()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise AdapterNotFoundError(
+            f"an adapter's path is {describe(path)}; allowed: the path of a folder"
+        ) from error
+    return folder

@@ -23,8 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from headstart.engine.adapters.names import AdapterNames, InEngine, adapter_folder
-from headstart.engine.adapters.request import Adapter
+from headstart.engine.adapters.request import Adapter, AdapterNames, InEngine, adapter_folder
 from headstart.engine.config import EngineConfig
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.tenant_queue import TenantQueue

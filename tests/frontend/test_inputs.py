@@ -229,7 +229,7 @@ MESSAGES = st.lists(
 @given(messages=MESSAGES | JSON)
 def test_any_conversation_is_taken_or_refused(llm: LLM, messages: Any) -> None:
     try:
-        llm._chats.prepare(messages, PARAMS)
+        llm.stream_chat(messages, PARAMS)
     except HeadstartError as error:
         str(error).encode()
 
@@ -261,14 +261,14 @@ def nested(depth: int) -> Any:
 )
 def test_a_conversation_of_a_wrong_shape_is_refused(llm: LLM, messages: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        llm._chats.prepare(messages, PARAMS)
+        llm.stream_chat(messages, PARAMS)
 
 
 def test_marks_of_images_may_come_from_nowhere_but_images(vision_llm: LLM) -> None:
     """Code points that stand for an image in a rendered text, as a message's role."""
     for role in ("\ufdd0ab 2x2\ufdd1", "\ufdd0", "\ufdd1"):
         with pytest.raises(RequestError, match="U\\+FDD0 or U\\+FDD1"):
-            vision_llm._chats.prepare([{"role": role, "content": "a"}], PARAMS)
+            vision_llm.stream_chat([{"role": role, "content": "a"}], PARAMS)
 
 
 # Length
@@ -292,7 +292,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
         for prepare, prompt in (
             (text_llm.frontend.prepare, text),
             (text_llm.frontend.prepare, {"prompt": text}),
-            (text_llm._chats.prepare, conversation),
+            (text_llm.stream_chat, conversation),
         ):
             with pytest.raises(RequestError, match=f"bytes of text; allowed: {limit:,} at most"):
                 prepare(prompt, PARAMS)  # type: ignore[arg-type]
@@ -302,7 +302,7 @@ def test_more_messages_than_tokens_are_refused(text_llm: LLM) -> None:
     longest = text_llm.engine.max_model_len
     message = {"role": "user", "content": ""}
     with pytest.raises(RequestError, match=f"{longest + 1:,} messages; allowed: {longest:,} at mo"):
-        text_llm._chats.prepare([message] * (longest + 1), PARAMS)
+        text_llm.stream_chat([message] * (longest + 1), PARAMS)
 
 
 @pytest.mark.parametrize("name", TINY_TOKENIZERS)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from headstart.cli.conversation import Content, Conversation, Turn
 from headstart.cli.pool_picture import PoolPicture
 from headstart.cli.progress import count
 from headstart.cli.reply import print_reply
-from headstart.cli.streams import columns_of, keeping_typed, note, tell_error
+from headstart.cli.streams import columns_of, handling, keeping_typed, note, tell_error
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, RequestError
 from headstart.validation import in_one_line
@@ -129,7 +128,8 @@ class Chat:
         try:
             stream = self._fit(question)
             self._asked += 1
-            with keeping_typed(), _aborted_by_interrupt(stream):
+            # Ctrl-C ends the reply after the current step, and nothing else.
+            with keeping_typed(), handling(lambda *_: stream.abort(), signal.SIGINT):
                 output = print_reply(stream, plain=self._plain)
         except (RequestError, EngineError) as error:
             tell_error(error)
@@ -193,13 +193,3 @@ class Chat:
             f"out with all documents there, and {len(stream.prompt_token_ids) - same:,} tokens are "
             "to be read]"
         )
-
-
-@contextmanager
-def _aborted_by_interrupt(stream: RequestStream) -> Iterator[None]:
-    """Let Ctrl-C end the reply after the current step, and nothing else."""
-    before = signal.signal(signal.SIGINT, lambda number, frame: stream.abort())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from rich.cells import cell_len
 
 from headstart.cli.opening import NOTES, ending_at_once, folder_of
 from headstart.cli.progress import describe_wait, duration, quantizing_line, show_bytes, waiting
-from headstart.cli.streams import as_typed, columns_of, hiding_typed, note
+from headstart.cli.streams import as_typed, columns_of, handling, hiding_typed, note
 from headstart.errors import ModelError, ModelNotFoundError
 from headstart.imports import load_module
 from headstart.models.files import (
@@ -240,13 +239,6 @@ def _raising_on_signals() -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)  # a second one would end the cleaning up
         sys.exit(128 + number)
 
-    names = ("SIGTERM", "SIGHUP") if threading.current_thread() is threading.main_thread() else ()
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    numbers = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, end)
-    try:
+    numbers = {getattr(signal, name, signal.SIGTERM) for name in ("SIGTERM", "SIGHUP")}
+    with handling(end, *(n for n in numbers if signal.getsignal(n) is signal.SIG_DFL)):
         yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ import click
 
 import headstart
 from headstart.cli.progress import describe_loading, describe_wait, waiting
-from headstart.cli.streams import as_typed, hiding_typed, note
+from headstart.cli.streams import as_typed, handling, hiding_typed, note
 from headstart.engine.config import EngineConfig
 from headstart.errors import ConfigError, ModelError, RequestError, UnsupportedAdapterError
 from headstart.imports import load_module
@@ -208,11 +207,5 @@ def ending_at_once() -> Iterator[None]:
         click.echo(f"\nheadstart: interrupted{kept}", err=True)
         os._exit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():
+    with handling(end, signal.SIGINT):
         yield
-        return
-    before = signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -8,10 +8,13 @@ import io
 import os
 import re
 import shutil
+import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import TextIO
 
 import click
@@ -111,6 +114,18 @@ def _fit(text: str, stream: TextIO, indent: str = "") -> str:
         break_on_hyphens=False,
     )
     return "\n".join(map(wrapper.fill, text.splitlines()))
+
+
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], object], *signals: int) -> Iterator[None]:
+    """Handle signals for a while; outside of the main thread they keep their handlers."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in signals if is_main}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ FORKS.set_forkserver_preload(
         "headstart.cli.chat_session",
         "headstart.cli.chat_commands",
         "headstart.frontend.llm",
-        "headstart.engine.startup.loading",
+        "headstart.engine.loading",
         "headstart.models.demo",
         "headstart.server.launch",
         "transformers.models.llama.modeling_llama",

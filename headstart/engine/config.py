@@ -7,7 +7,7 @@ from typing import Any
 
 from headstart.cache.config import CacheOptions
 from headstart.engine.params import SEEDS
-from headstart.engine.startup.threads import count_cores
+from headstart.engine.threads import count_cores
 from headstart.errors import ConfigError
 from headstart.validation import Number, OneOf, check_fields, option
 

@@ -24,11 +24,11 @@ from headstart.engine.images.encoder_cache import EncoderCache
 from headstart.engine.limits import Limit
 from headstart.engine.limits.fair_share import FairShare
 from headstart.engine.outputs import RequestOutput
+from headstart.engine.parts import Parts, make_parts
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.runner import Runner, StepLogits
-from headstart.engine.sampling.sampler import SampledToken, Sampler
+from headstart.engine.sampling import SampledToken, Sampler
 from headstart.engine.scheduler import Scheduler
-from headstart.engine.startup.parts import Parts, make_parts
 from headstart.engine.step import Choice, StepResult, choose_tokens, engine_error
 from headstart.engine.tiering.tiers import make_tiers
 from headstart.errors import EngineError, RequestError

@@ -18,8 +18,7 @@ from headstart.engine.outputs import (
 )
 from headstart.engine.params import RequestOutputKind, SamplingParams
 from headstart.engine.prompt import PromptExtras
-from headstart.engine.sampling.logprobs import TokenLogprob
-from headstart.engine.sampling.sampler import SampledToken, SamplingState
+from headstart.engine.sampling import SampledToken, SamplingState, TokenLogprob
 
 TokenText = Callable[[int], str]
 """Returns the text of one token."""

@@ -7,8 +7,7 @@ from torch import Tensor
 from headstart.engine.batch import Batch, ScheduledTokens
 from headstart.engine.request import RequestGroup
 from headstart.engine.runner import StepLogits
-from headstart.engine.sampling.logprobs import token_logprobs
-from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingState
+from headstart.engine.sampling import SampledToken, Sampler, SamplingState, token_logprobs
 from headstart.errors import EngineError
 from headstart.weights.greedy_head import greedy_tokens
 

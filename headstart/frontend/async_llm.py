@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from headstart.engine.adapters.request import LoRARequest
 from headstart.engine.metrics import Metric, read_metrics
 from headstart.engine.params import SamplingParams
-from headstart.engine.startup.threads import count_cores
 from headstart.engine.tenant_queue import TenantQueue
+from headstart.engine.threads import count_cores
 from headstart.errors import EngineError
 from headstart.frontend.chat.template import TemplateOptions
 from headstart.frontend.facade import Facade

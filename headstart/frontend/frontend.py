@@ -20,7 +20,7 @@ from headstart.engine.logits.protocol import LogitsProcessor
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request, RequestGroup
-from headstart.engine.sampling.sampler import SamplingState
+from headstart.engine.sampling import SamplingState
 from headstart.frontend.images.prompt import ImagePrompts
 from headstart.frontend.images.reading import Tenant
 from headstart.frontend.inputs import (

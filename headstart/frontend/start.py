@@ -45,7 +45,7 @@ def start_engine(
     read = read_options(model, options)
     config = make_config(read.config)
     memory = read_ahead(model, config.dtype, config.device, config.weights)
-    loading = load_module("headstart.engine.startup.loading")
+    loading = load_module("headstart.engine.loading")
     engine, tokenizer = loading.load_engine(
         model,
         tokenizer_folder=read.tokenizer,

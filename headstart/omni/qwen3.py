@@ -29,7 +29,7 @@ from headstart.engine.batch import Batch
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
-from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingState
+from headstart.engine.sampling import SampledToken, Sampler, SamplingState
 from headstart.errors import DamagedModelError, EngineError, RequestError
 from headstart.models.tokenizer import load_tokenizer
 from headstart.omni.engine_stage import EngineStage, TokenEvent

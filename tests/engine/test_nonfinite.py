@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headstart import LLM, SamplingParams
-from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingState
+from headstart.engine.sampling import SampledToken, Sampler, SamplingState
 from headstart.errors import EngineError
 from tests.engine.tiny_llm import VOCABULARY, make_llm, save_smallest
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from headstart import LLM, SamplingParams
 from headstart.cache import MissReason
-from headstart.engine.sampling.sampler import SampledToken, SamplingState
+from headstart.engine.sampling import SampledToken, SamplingState
 from headstart.errors import RequestError
 from tests.tiny_models import save_tiny
 

@@ -14,7 +14,7 @@ from headstart.engine.batch import Batch
 from headstart.engine.limits import Limit
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request, RequestGroup
-from headstart.engine.sampling.sampler import SampledToken, SamplingState
+from headstart.engine.sampling import SampledToken, SamplingState
 from headstart.engine.scheduler import LOOKAHEAD, Scheduler
 from headstart.frontend.text.detokenizer import Detokenizer
 from headstart.frontend.text.output import OutputText

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from headstart.cache import AllBlocksCleared, BlockHash, CacheEvent
 from headstart.cluster.events import DISK, EventBatch, EventPublisher
 from headstart.cluster.serving.messages import Part, Report, RequestKey
-from headstart.engine.startup.observed import ObservedManager
+from headstart.engine.parts import ObservedManager
 from headstart.errors import EngineError
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from headstart.engine.sampling.logprobs import TokenLogprob
-from headstart.engine.sampling.sampler import SampledToken
+from headstart.engine.sampling import SampledToken, TokenLogprob
 
 if TYPE_CHECKING:
     from headstart.cluster.serving.messages import AnswerPart, Part

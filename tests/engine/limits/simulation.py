@@ -14,7 +14,7 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.limits.fair_share import FairShare
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request, RequestGroup
-from headstart.engine.sampling.sampler import SampledToken, SamplingState
+from headstart.engine.sampling import SampledToken, SamplingState
 from headstart.engine.scheduler import Scheduler
 from headstart.frontend.text.detokenizer import Detokenizer
 from headstart.frontend.text.output import OutputText

@@ -11,7 +11,7 @@ from torch import Tensor
 from headstart import SamplingParams
 from headstart.engine.logits.protocol import LogitsProcessor, change_logits
 from headstart.engine.logits.vocabulary import Vocabulary
-from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingState
+from headstart.engine.sampling import SampledToken, Sampler, SamplingState
 from headstart.errors import EngineError, NoTokenError, RequestError
 from headstart.frontend.processors import ProcessorFactory
 from tests.tiny_tokenizers import TINY_TOKENIZERS

@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart import SamplingParams
-from headstart.engine.sampling.logprobs import TokenLogprob, token_logprobs
-from headstart.engine.sampling.sampler import SampledToken, Sampler, SamplingState
+from headstart.engine.sampling import (
+    SampledToken,
+    Sampler,
+    SamplingState,
+    TokenLogprob,
+    token_logprobs,
+)
 from headstart.weights.greedy_head import greedy_tokens
 from tests.tiny_models import TINY
 from tests.tiny_models import VOCABULARY as MODEL_VOCABULARY

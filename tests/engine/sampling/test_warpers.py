@@ -11,7 +11,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from headstart.engine.sampling.warpers import (
+from headstart.engine.sampling import (
     keep_min_p,
     keep_top_k,
     keep_top_p,

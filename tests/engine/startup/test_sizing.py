@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headstart import LLM, OutOfMemoryError
-from headstart.engine.startup import sizing
+from headstart.engine import parts as sizing
 from tests.tiny_vision import save_tiny_vision
 
 ROW = 64 * 4  # hidden size of the tiny models, fp32

@@ -400,6 +400,6 @@ def test_angles_of_all_that_a_load_may_bring_are_there_before_the_first_request(
         assert asked == [0, 96]
     with opened(model, tmp_path, max_model_len=40):
         assert asked == [0, 96, 48]
-    monkeypatch.setattr("headstart.engine.startup.parts._MOST_PREPARED", 32)
+    monkeypatch.setattr("headstart.engine.parts._MOST_PREPARED", 32)
     with opened(model, tmp_path):
         assert asked == [0, 96, 48, 32], "a large folder delays no start"

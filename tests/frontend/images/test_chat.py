@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from headstart import LLM, RequestError, SamplingParams
-from headstart.engine.sampling.sampler import SampledToken
+from headstart.engine.sampling import SampledToken
 from tests.engine.images.test_generate import NEW_TOKENS, Oracle
 from tests.tiny_models import save_tiny
 from tests.tiny_tokenizers import TINY_TOKENIZERS

@@ -1,5 +1,7 @@
 """An engine for a model in files."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -7,8 +9,8 @@ import torch
 
 from headstart.engine.config import make_config
 from headstart.engine.engine import EngineCore
-from headstart.engine.startup.parts import make_parts
-from headstart.engine.startup.threads import count_cores
+from headstart.engine.parts import make_parts
+from headstart.engine.threads import count_cores
 from headstart.errors import ConfigError
 from headstart.models.loader import load_model
 from headstart.models.prefetch import ReadyMemory
@@ -27,7 +29,7 @@ def load_engine(
     ready_memory: ReadyMemory | None = None,
     is_observed: bool = False,
     **options: Any,
-) -> tuple[EngineCore, "PreTrainedTokenizerBase | None"]:
+) -> tuple[EngineCore, PreTrainedTokenizerBase | None]:
     """Load a model by path or name, and its tokenizer; `options` are those of `EngineConfig`.
 
     The tokenizer is the model's own unless another folder is given. Packed weights lie in

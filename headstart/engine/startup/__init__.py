@@ -1,1 +1,0 @@
-"""From the name of a model to a running engine."""

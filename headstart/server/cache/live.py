@@ -96,7 +96,7 @@ class Live:
     async def _refresh(self) -> None:
         llm = self._llm
         manager = llm.manager
-        owners = Owners(self._tenants.names() if self._tenants.ask_for_keys else None)
+        tenants = self._tenants.names() if self._tenants.ask_for_keys else None
         at = time.monotonic()
 
         def look() -> tuple[float, dict[str, Any], list[Stretch], list[int]]:
@@ -105,7 +105,7 @@ class Live:
             told = {
                 "engine": describe_engine(llm),
                 "batch": describe_batch(llm, _MOST_REQUESTS),
-                "pool": describe_pool(manager, stretches, owners),
+                "pool": describe_pool(manager, stretches, tenants),
             }
             held = manager.held_blocks()
             return time.perf_counter() - start, told, stretches, held
@@ -115,10 +115,15 @@ class Live:
         def describe() -> float:
             start = time.perf_counter()
             prompts = self._watch.recent_prompts()
-            view = PrefixView(owners, self._watch.decode, prompts, manager.block_size)
-            told["prefixes"] = describe_prefixes(stretches, _MOST_PREFIXES, view)
-            shown = {prefix["id"] for prefix in told["prefixes"]}
-            told["cells"] = draw_cells(manager.config.num_blocks, stretches, held, shown)
+            shown = choose_prefixes(stretches, _MOST_PREFIXES)
+            hits = count_hits(stretches, shown, prompts, manager.block_size)
+            told["prefixes"] = [
+                describe_prefix(at, stretches[at], self._watch.decode)
+                | describe_owner(find_owner(stretches[at].namespace, tenants), tenants)
+                | {"hits": hits[at]}
+                for at in shown
+            ]
+            told["cells"] = draw_cells(manager.config.num_blocks, stretches, held, set(shown))
             return time.perf_counter() - start
 
         took += await asyncio.to_thread(describe)
@@ -153,7 +158,10 @@ def draw_cells(
 
 
 _SHOWN_TOKENS = 48
+_SHOWN = 16  # characters of a salt or digest
 Decode = Callable[[Sequence[int]], str]
+Tenancy = Mapping[str, tuple[str, str]] | None
+"""Kind and name of tenants, by what all their salts begin with; None for a server without keys."""
 
 
 def describe_engine(llm: AsyncLLM) -> dict[str, Any]:
@@ -191,12 +199,12 @@ def describe_batch(llm: AsyncLLM, most: int) -> list[dict[str, Any]]:
 
 
 def describe_pool(
-    manager: KVCacheManager, stretches: Sequence[Stretch], owners: Owners
+    manager: KVCacheManager, stretches: Sequence[Stretch], tenants: Tenancy
 ) -> dict[str, Any]:
     """Blocks by state, and who has them. For the engine's thread."""
     by_owner: dict[Owner, Counter[str]] = defaultdict(Counter)
     for stretch in stretches:
-        owner = by_owner[owners.of(stretch.namespace)]
+        owner = by_owner[find_owner(stretch.namespace, tenants)]
         owner["blocks"] += len(stretch.ids)
         owner["held"] += stretch.num_held
     named = sum(owner["blocks"] for owner in by_owner.values())
@@ -209,51 +217,29 @@ def describe_pool(
         "cached": named - named_held,
         "empty": free - (named - named_held),
         "owners": [
-            {**owners.tell(owner), **counts}
+            {**describe_owner(owner, tenants), **counts}
             for owner, counts in sorted(by_owner.items(), key=lambda item: -item[1]["blocks"])
         ],
     }
 
 
-class PrefixView(NamedTuple):
-    """How prefixes are told.
-
-    decode: how their first tokens are told as text; None tells none. prompts: those whose hits are
-    counted.
-    """
-
-    owners: Owners
-    decode: Decode | None
-    prompts: Iterable[Seen]
-    block_size: int
-
-
-def describe_prefixes(
-    stretches: Sequence[Stretch], most: int, view: PrefixView
-) -> list[dict[str, Any]]:
-    """The `most` stretches with most blocks and those that they go on from, parents first."""
+def choose_prefixes(stretches: Sequence[Stretch], most: int) -> list[int]:
+    """Return the places of the `most` largest stretches and of their parents, parents first."""
     ranked = sorted(range(len(stretches)), key=lambda at: -len(stretches[at].ids))
     chosen: set[int] = set()
     for at in ranked[:most]:
         while at >= 0 and at not in chosen:
             chosen.add(at)
             at = stretches[at].parent
-    by_depth = sorted(chosen, key=lambda at: (stretches[at].start, -len(stretches[at].ids)))
-    hits = count_hits(stretches, by_depth, view.prompts, view.block_size)
-    return [_describe(at, stretches[at], view) | {"hits": hits[at]} for at in by_depth]
+    return sorted(chosen, key=lambda at: (stretches[at].start, -len(stretches[at].ids)))
 
 
-def _describe(at: int, stretch: Stretch, view: PrefixView) -> dict[str, Any]:
-    tokens: list[int] = []
-    owners, decode = view.owners, view.decode
-    for key in stretch.keys:
-        if len(tokens) >= _SHOWN_TOKENS or decode is None:
-            break
-        tokens += read_tokens(key)
+def describe_prefix(at: int, stretch: Stretch, decode: Decode | None) -> dict[str, Any]:
+    """Return a prefix as the page shows it; without `decode` its text is None."""
+    tokens = [token for key in stretch.keys[:_SHOWN_TOKENS] for token in read_tokens(key)]
     return {
         "id": at,
         "parent": stretch.parent if stretch.parent >= 0 else None,
-        **owners.tell(owners.of(stretch.namespace)),
         "first_block": stretch.start,
         "blocks": len(stretch.ids),
         "held": stretch.num_held,
@@ -312,51 +298,32 @@ def _path(
     return path
 
 
-_SHOWN = 16  # characters of a salt or digest
-
-
 class Owner(NamedTuple):
-    """Who has blocks, and with which adapter.
-
-    kind: "key", "group" or "operator" of the tenant `name`, "public" for a public prefix. Where
-    there is one, nothing is said of the salt.
-    """
+    """The owner of blocks: a tenant or a public prefix by kind and name, or else a salt."""
 
     adapter: str | None
     salt: str | None
-    kind: str | None = None
+    kind: str | None = None  # "key", "group", "operator" or "public"
     name: str | None = None
 
 
-class Owners:
-    """Finds the owner of a namespace.
+def find_owner(namespace: Namespace, tenants: Tenancy) -> Owner:
+    """Return the owner of a namespace: its tenant, also if a request has narrowed the salt.
 
-    >>> owners = Owners({"d2a1": ("group", "research")})
-    >>> owners.tell(owners.of(Namespace(None, "d2a1/77f0")))
-    {'kind': 'group', 'tenant': 'research', 'salt': None, 'adapter': None}
+    >>> find_owner(Namespace(None, "d2a1/77f0"), {"d2a1": ("group", "research")})
+    Owner(adapter=None, salt=None, kind='group', name='research')
     """
-
-    def __init__(self, tenants: Mapping[str, tuple[str, str]] | None = None) -> None:
-        """tenants: kind and name by what all salts of a tenant begin with; None without keys."""
-        self._tenants = tenants
-
-    def of(self, namespace: Namespace) -> Owner:
-        """The owner of a namespace: of a tenant's one, also if a request has narrowed it."""
-        adapter, salt = namespace
-        if self._tenants is None or salt is None:
-            return Owner(adapter, salt)
-        if salt == PUBLIC:
-            return Owner(adapter, None, "public")
-        found = self._tenants.get(salt.partition("/")[0])
-        return Owner(adapter, salt) if found is None else Owner(adapter, None, *found)
-
-    def tell(self, owner: Owner) -> dict[str, Any]:
-        """An owner as the API tells it; without keys only its salt and its adapter's digest."""
-        told = {"salt": _short(owner.salt), "adapter": _short(owner.adapter)}
-        if self._tenants is None:
-            return told
-        return {"kind": owner.kind, "tenant": owner.name, **told}
+    adapter, salt = namespace
+    if tenants is None or salt is None:
+        return Owner(adapter, salt)
+    if salt == PUBLIC:
+        return Owner(adapter, None, "public")
+    tenant = tenants.get(salt.partition("/")[0])
+    return Owner(adapter, salt) if tenant is None else Owner(adapter, None, *tenant)
 
 
-def _short(text: str | None) -> str | None:
-    return None if text is None else text[:_SHOWN]
+def describe_owner(owner: Owner, tenants: Tenancy) -> dict[str, Any]:
+    """Return an owner as the API shows it; without keys only its salt and its adapter."""
+    named = {} if tenants is None else {"kind": owner.kind, "tenant": owner.name}
+    salt, adapter = (text and text[:_SHOWN] for text in (owner.salt, owner.adapter))
+    return {**named, "salt": salt, "adapter": adapter}

@@ -19,7 +19,7 @@ from rich.theme import Theme
 
 from headstart.cli.reply import printable
 
-_PARSER = MarkdownIt()
+_PARSER = MarkdownIt().disable("inline")  # blocks are enough
 _SPARE_ROWS = 2
 # Terminals do not report their background: these are readable on black and on white alike.
 _BOLD, _BLUE, _GREEN, _PURPLE = "bold", "color(31)", "color(65)", "color(133)"

@@ -98,7 +98,7 @@ class Questions:
             return  # a token has a byte at least
         with hiding_typed(), waiting(describe_wait("counting the tokens of the prompt")):
             # Reading a tokenizer takes a second of imports, which the model needs in any case.
-            max_length = load_module("headstart.frontend.text.max_length")
+            max_length = load_module("headstart.frontend.text.codec")
             max_length.check_text_fits(folder, longest, limit)
 
     def check(self, answers: Sequence[RequestOutput]) -> None:

@@ -31,9 +31,8 @@ from headstart.frontend.inputs import (
     choose_salt,
 )
 from headstart.frontend.processors import ProcessorFactory
-from headstart.frontend.text.detokenizer import Detokenizer, TokenTexts
-from headstart.frontend.text.max_length import TextLimit
-from headstart.frontend.text.output import OutputText
+from headstart.frontend.text.codec import TextLimit
+from headstart.frontend.text.output import Detokenizer, OutputText, TokenTexts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,8 +19,7 @@ from headstart.errors import RequestError
 from headstart.frontend.images.prompt import ImagePrompts
 from headstart.frontend.images.reading import NOBODY, Tenant
 from headstart.frontend.prompt_types import PromptType
-from headstart.frontend.text.codec import encode_text, too_many_tokens
-from headstart.frontend.text.max_length import TextLimit
+from headstart.frontend.text.codec import TextLimit, encode_text, too_many_tokens
 from headstart.validation import Number, check_absent, check_name, describe
 
 if TYPE_CHECKING:

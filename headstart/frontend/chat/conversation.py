@@ -28,9 +28,8 @@ from headstart.frontend.chat.messages import (
     text_parts,
 )
 from headstart.frontend.chat.template import TemplateOptions
-from headstart.frontend.text.codec import Spelling
+from headstart.frontend.text.codec import Spelling, TextLimit
 from headstart.frontend.text.index import TextIndex
-from headstart.frontend.text.max_length import TextLimit
 from headstart.validation import check_utf8, shorten
 
 if TYPE_CHECKING:

@@ -1,12 +1,126 @@
-"""An answer's text as it grows, and when it ends.
+"""The text of an answer as it grows, and its end.
+
+The text of a token depends on its neighbours: a character may be spread over several tokens, and
+many decoders drop a leading space at the beginning. So each step decodes a short window twice,
+with and without the new tokens, and emits the difference once it ends in a whole character. The
+first window begins in the prompt, later ones one emission back; their length does not grow with
+the text.
 
 An answer ends with the end of the text or a stop id (not part of the text), before a stop
 string, or when it is as long as it may be. Text that could still turn out to begin a stop
 string is held back until that is decided.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from headstart.engine.params import SamplingParams
-from headstart.frontend.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no character, or not yet
+# Tokens of a prompt; more if they show nothing or begin in a character.
+_CONTEXT_SIZES = (5, 20, 80)
+
+
+class TokenTexts:
+    """The texts of single tokens inside a text, each decoded once. Thread-safe."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        # An ordinary token to stand before each: at the beginning a space could be dropped.
+        self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)[-1:]
+
+    def __call__(self, token_id: int) -> str:
+        """Return a token's text; U+FFFD stands for bytes that are a part of a character."""
+        text = self._texts.get(token_id)
+        if text is None:
+            anchor = _decode(self._tokenizer, self._anchor, skip_special_tokens=False)
+            anchored = _decode(
+                self._tokenizer, [*self._anchor, token_id], skip_special_tokens=False
+            )
+            text = self._texts[token_id] = anchored[len(anchor) :]
+        return text
+
+
+class Detokenizer:
+    """One answer's text, which continues that of its prompt. Empty without a tokenizer.
+
+    The results of `push` and `finish` together are the text that the tokenizer decodes from the
+    prompt and all ids, behind the prompt's own text. The exception: bytes that are no text, from a
+    tokenizer with byte fallback. It replaces a whole run of bytes for a wrong one, of which some
+    may be out by then.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        skip_special_tokens: bool = True,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._token_ids = self._find_context(prompt_token_ids)
+        self._window = 0  # index of the first token that is decoded again
+        self._emitted = len(self._token_ids)  # number of tokens whose text is out
+        # A window cannot begin where the emitted text ends within a character, as a prompt may.
+        self._is_whole = not self._decode(self._token_ids).endswith(REPLACEMENT)
+
+    def push(self, token_id: int) -> str:
+        """Take a token; return the text that is now certain, "" within a character."""
+        self._token_ids.append(token_id)
+        text = self._pending()
+        return "" if text.endswith(REPLACEMENT) else self._emit(text)
+
+    def finish(self, token_ids: Sequence[int] = ()) -> str:
+        """Take the last tokens; return the rest. An incomplete character becomes U+FFFD."""
+        self._token_ids += token_ids
+        return self._emit(self._pending())
+
+    def _pending(self) -> str:
+        """Return the text of the tokens that have not been emitted."""
+        known = self._decode(self._token_ids[self._window : self._emitted])
+        text = self._decode(self._token_ids[self._window :])
+        if not text.startswith(known):  # the new tokens complete the prompt's last character
+            known = known.rstrip(REPLACEMENT)
+        return text[len(known) :]
+
+    def _find_context(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """Return the last tokens of a prompt, enough for the text of what follows."""
+        context: list[int] = []
+        for size in _CONTEXT_SIZES if self._tokenizer is not None else ():
+            context = list(prompt_token_ids[-size:])
+            text = self._decode(context)
+            if (text and not text.startswith(REPLACEMENT)) or size >= len(prompt_token_ids):
+                break
+        return context
+
+    def _emit(self, text: str) -> str:
+        if text:
+            if self._is_whole:
+                self._window = self._emitted
+            self._is_whole = True
+            self._emitted = len(self._token_ids)
+        return text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        if self._tokenizer is None or not token_ids:
+            return ""
+        return _decode(self._tokenizer, token_ids, self._skip_special_tokens)
+
+
+def _decode(
+    tokenizer: PreTrainedTokenizerBase, token_ids: list[int], skip_special_tokens: bool
+) -> str:
+    text = tokenizer.decode(
+        token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
+    assert isinstance(text, str)
+    return text
 
 
 class OutputText:
@@ -41,7 +155,7 @@ class OutputText:
         self._whole = False  # nor is anything left to decode
 
     def push(self, token_id: int, total_tokens: int) -> str | None:
-        """Take a token; the finish reason if it was the last, "stop" or "length".
+        """Take a token; return the finish reason if it was the last, "stop" or "length".
 
         total_tokens: length of prompt and answer, this token included.
         """
@@ -58,7 +172,7 @@ class OutputText:
         return None
 
     def end(self) -> None:
-        """The answer is complete with the tokens that it has."""
+        """End the answer with the tokens that it has."""
         self._ended = True
 
     @property
@@ -73,7 +187,7 @@ class OutputText:
         return self._all[: len(self._all) - self._undecided()]
 
     def _decode(self) -> None:
-        """One by one: a character that is not whole yet keeps back none before it."""
+        """Decode token by token, so that an incomplete character holds back none before it."""
         for token_id in self._unread:
             self._all += self._detokenizer.push(token_id)
         self._unread.clear()
@@ -92,19 +206,19 @@ class OutputText:
         return enough and self._find_stop(seen)
 
     def _find_stop(self, seen: int) -> bool:
-        """True if a stop string ends in the text after `seen`; the first to begin counts."""
-        found = [(self._all.find(stop, max(0, seen - len(stop) + 1)), stop) for stop in self._stops]
-        hits = [(at, stop) for at, stop in found if at >= 0]
+        """Return True if a stop string ends in the text after `seen`; the first to begin counts."""
+        starts = [(self._all.find(s, max(0, seen - len(s) + 1)), s) for s in self._stops]
+        hits = [(start, stop) for start, stop in starts if start >= 0]
         if not hits:
             return False
-        at, stop = min(hits, key=lambda hit: hit[0])
+        start, stop = min(hits, key=lambda hit: hit[0])
         self.stop_reason = stop
-        self._all = self._all[: at + len(stop) * self._keep_stop]
+        self._all = self._all[: start + len(stop) * self._keep_stop]
         self._ended = self._whole = True
         return True
 
     def _undecided(self) -> int:
-        """Characters at the end that are the beginning of a stop string."""
+        """Return the number of characters at the end that may begin a stop string."""
         for count in range(min(self._longest_stop - 1, len(self._all)), 0, -1):
             if any(stop.startswith(self._all[-count:]) for stop in self._stops):
                 return count

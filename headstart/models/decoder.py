@@ -103,9 +103,13 @@ class DecoderModel(ABC):
     def linear_widths(self) -> dict[str, Widths]:
         """Widths of the linear layers that every row passes, by dotted name."""
 
-    @abstractmethod
     def weight(self, name: str) -> Tensor | None:
-        """The weight of the layer of this dotted name, None if there is none."""
+        """Return the weight of the layer of this dotted name, None if there is none."""
+        module = dict(self.module.named_modules()).get(name)
+        if isinstance(module, Linear | Embedding):
+            return module.matrix.unpack()
+        weight = getattr(module, "weight", None)
+        return weight.detach() if isinstance(weight, Tensor) else None
 
     def holds(self, name: str, weight: Tensor) -> bool:
         """True if the layer of this dotted name was made of this weight."""
@@ -143,19 +147,13 @@ class DecoderModel(ABC):
     def _compute_fingerprint(self) -> str: ...
 
     def products(self) -> str:
-        """What computes the linear layers here: it decides on the last bits of K and V."""
-        kinds = set()
-        for module in self.module.modules():
-            if isinstance(module, Linear):
-                kinds.add(module.matrix.name)
-            elif isinstance(module, Embedding):
-                kinds.add(module.matrix.table_name)
-            else:
-                kinds.add(type(module).__name__)
+        """Return the modules and kernels here, which decide on the last bits of K and V."""
+        modules = self.module.modules()
+        kinds = {getattr(one, "name_in_identity", type(one).__name__) for one in modules}
         return f"{' '.join(sorted(kinds))}, kernels of level {level()}"
 
     def recall_fingerprint(self, fingerprint: str) -> None:
-        """What `fingerprint` said of the same files before."""
+        """Take a fingerprint that was computed from the same files before."""
         self._fingerprint = fingerprint
 
     @abstractmethod

@@ -65,7 +65,7 @@ def computes_wider(dtype: str | torch.dtype, folder: Path, device: torch.device)
 
 
 def own_dtype(kept: torch.dtype, held: Set[torch.dtype], device: torch.device) -> torch.dtype:
-    """What "auto" is for matrices of dtypes `held`, if config.json did not tell them before."""
+    """Return the dtype that "auto" stands for, given the dtypes `held` of the matrices."""
     wider = can_halve(held, torch.float32, device) and multiplies_bfloat16() is False
     return torch.float32 if wider else kept
 

@@ -44,7 +44,7 @@ class UnknownFamilyError(UnsupportedLayerError):
 
 
 class LayerShape(NamedTuple):
-    """What may differ from layer to layer.
+    """The facts that may differ from layer to layer.
 
     window: a row sees itself and the `window - 1` tokens before it; None for all. angles: the kind
     of the layer's rotary positions, a key of `DecoderShape.angles`; None for a layer without.
@@ -105,7 +105,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How a family differs from Llama.
+    """The differences of a family from Llama.
 
     defaults: of the keys of its config.json. facts: of a shape. derive: further facts, from the
     configuration. prepare: makes new-style keys of old ones, in place.
@@ -133,7 +133,7 @@ def _windows_of_kinds(config: Any, kinds: list[str]) -> list[LayerShape]:
 
 
 def _windows_unless_full(config: Any) -> list[LayerShape]:
-    """As Ministral, which calls itself mistral: `layer_types` may name layers without a window."""
+    """Read `layer_types` too, as Ministral has them, which calls itself mistral."""
     kinds = config.layer_types or ["sliding_attention"] * config.num_hidden_layers
     return _windows_of_kinds(config, kinds)
 
@@ -181,7 +181,7 @@ def _alternating(config: Any) -> list[LayerShape]:
 
 
 def _by_kind(config: Any) -> list[LayerShape]:
-    """As Gemma 3: layers with a window have angles of their own."""
+    """Give layers with a window separate angles, as in Gemma 3."""
     return [
         LayerShape(config.sliding_window if kind == "sliding_attention" else None, kind)
         for kind in config.layer_types

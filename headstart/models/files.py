@@ -191,7 +191,7 @@ def _asking_hub(name: str) -> Iterator[None]:
 
 
 def _meant(name: str) -> str:
-    """What to say where a name is much like one that is known, or is what other programs take."""
+    """Return a hint for a name that resembles a known one, or that other programs take."""
     spelled = re.split(r"[/\\]", name)[-1].lower().replace("_", "-")
     if near := get_close_matches(spelled, [BUILT_IN], 1, 0.75):
         return f"; did you mean {near[0]}?"
@@ -205,7 +205,7 @@ def _meant(name: str) -> str:
 
 
 def _meant_file(folder: Path) -> str:
-    """What to say of a folder, or of what the hub has under a name, with models in GGUF alone."""
+    """Return a hint for a folder with models in GGUF only."""
     held = min((one.name for one in folder.glob("*.gguf")), default=None)
     if held is not None:
         return f"; a model in GGUF is named by its file: {folder / held}"
@@ -260,7 +260,7 @@ def _check_limit(file: Path, content: dict[str, Any], keys: frozenset[str], most
 
 
 class _Header(NamedTuple):
-    """Of a tensor: its file, shape, and dtype as safetensors names it."""
+    """A tensor's file and shape, and its dtype as safetensors names it."""
 
     file: Path
     shape: tuple[int, ...]
@@ -293,7 +293,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """The same of one safetensors file."""
+    """Return the shape of every tensor of one safetensors file."""
     return {name: header.shape for name, header in _read_header(file).items()}
 
 

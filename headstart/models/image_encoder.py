@@ -34,7 +34,7 @@ class PlacedImage(NamedTuple):
 
 
 class VisionFacts(NamedTuple):
-    """What a process without the weights must know of a vision model to make prompts for it.
+    """The facts of a vision model that a process without its weights needs to make prompts.
 
     fingerprint, bytes_per_row: of `VisionModel`. extra_rows: embeddings of an image beyond those
     that its shape tells, which only encoding one shows.
@@ -86,5 +86,5 @@ class VisionModel(Protocol):
         ...
 
     def facts(self) -> VisionFacts:
-        """What a process without the weights must know. Reads all weights on the first call."""
+        """Return the facts for other processes. Reads all weights on the first call."""
         ...

@@ -60,12 +60,12 @@ def library() -> ctypes.CDLL | None:
 
 
 def avx2_library() -> ctypes.CDLL | None:
-    """The same, for kernels that need AVX2 only."""
+    """Return the library for kernels that need AVX2 only, or None."""
     return _threaded() if level() >= _AVX2 else None
 
 
 def required(found: ctypes.CDLL | None) -> ctypes.CDLL:
-    """What `library` or `avx2_library` found; raises `ModelError` for None.
+    """Return the library that `library` or `avx2_library` found; raises `ModelError` for None.
 
     Code that loads a model asks before: it is a weight that was pickled elsewhere.
     """
@@ -97,7 +97,7 @@ def level() -> int:
 
 
 def vnni() -> int:
-    """What compiled products of bytes use: 0 AVX2, 1 AVX-VNNI, 2 AVX-512 with VNNI."""
+    """Return what products of bytes use: 0 AVX2, 1 AVX-VNNI, 2 AVX-512 with VNNI."""
     found = _load(_FOLDER) if level() else None
     if found is None or os.environ.get("HEADSTART_CPU") == "avx2":
         return 0

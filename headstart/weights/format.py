@@ -156,6 +156,11 @@ class Linear(nn.Module):
         """The bias `[outputs]`."""
         return self.matrix.bias
 
+    @property
+    def name_in_identity(self) -> str:
+        """The name of such layers in cache identities."""
+        return self.matrix.name
+
     def forward(self, x: Tensor) -> Tensor:
         return self.matrix.multiply(x)
 
@@ -175,6 +180,11 @@ class Embedding(nn.Module):
         self.matrix = matrix
         self._dtype = dtype
         self.num_embeddings, self.embedding_dim = matrix.outputs, matrix.inputs
+
+    @property
+    def name_in_identity(self) -> str:
+        """The name of such tables in cache identities."""
+        return self.matrix.table_name
 
     def forward(self, numbers: Tensor) -> Tensor:
         return self.matrix.rows(numbers).to(self._dtype)

@@ -38,6 +38,7 @@ __all__ = [
     "FORMATS",
     "ROPE_FACTORS",
     "GGUFCheckpoint",
+    "Metadata",
     "import_gguf",
     "read_architecture",
     "read_weight",
@@ -107,6 +108,27 @@ _QUERY = "model.layers.0.self_attn.q_proj.weight"
 _PLACE = re.compile(r"(?:blk\.(\d{1,9})\.)?([a-z_]+)\.(weight|bias)")
 
 
+class Metadata:
+    """The values of a file's metadata below one prefix."""
+
+    def __init__(self, reader: Any, prefix: str) -> None:
+        self._reader, self._prefix = reader, prefix
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value, or `default` where the file has none."""
+        field = self._reader.fields.get(f"{self._prefix}.{name}")
+        return default if field is None else field.contents()
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """Return a whole number; raises `UnsupportedLayerError` for any other value."""
+        value = self.get(name, default)
+        if type(value) is not int:
+            raise UnsupportedLayerError(
+                f"its {self._prefix}.{name} is {value!r}, and not a whole number"
+            )
+        return value
+
+
 def read_architecture(reader: Any) -> str:
     """Return a file's architecture; raises `UnsupportedLayerError` unless it is supported."""
     field = reader.fields.get("general.architecture")
@@ -132,12 +154,10 @@ class GGUFCheckpoint:
         reader = self._gguf.GGUFReader(self._file)
         self._mapped = reader.data
         self._architecture = read_architecture(reader)
-        self._check_keys(reader)
-        heads = self._count(reader, "attention.head_count")
-        if heads is None:
-            raise UnsupportedLayerError("its file does not say how many heads it has")
-        self._heads = heads
-        self._kv_heads = self._count(reader, "attention.head_count_kv") or heads
+        known = Metadata(reader, self._architecture)
+        self._check_keys(known)
+        self._heads = heads = known.count("attention.head_count")
+        self._kv_heads = known.count("attention.head_count_kv", heads) or heads
         self._tensors: dict[str, Any] = {}
         for tensor in reader.tensors:
             if tensor.name not in _OWN_TENSORS:
@@ -145,24 +165,20 @@ class GGUFCheckpoint:
                 if name in self._tensors:
                     raise UnsupportedLayerError(f"it has two tensors for {name}")
                 self._tensors[name] = tensor
-        rotated, query = self._count(reader, "rope.dimension_count"), self.shapes.get(_QUERY)
+        rotated, query = known.get("rope.dimension_count"), self.shapes.get(_QUERY)
         if rotated is not None and query is not None and rotated * heads != query[0]:
             raise UnsupportedLayerError(f"{rotated} elements of each head are rotated, and not all")
 
-    def _check_keys(self, reader: Any) -> None:
+    def _check_keys(self, known: Metadata) -> None:
         """Raise `UnsupportedLayerError` for what would change answers and is not read."""
-        scaling = reader.fields.get(f"{self._architecture}.rope.scaling.type")
-        is_read = self._architecture == "gemma3" and scaling and scaling.contents() == "linear"
-        if scaling is not None and scaling.contents() != "none" and not is_read:
-            raise UnsupportedLayerError(f"its rotary positions are scaled ({scaling.contents()})")
+        scaling = known.get("rope.scaling.type")
+        is_read = self._architecture == "gemma3" and scaling == "linear"
+        if scaling not in (None, "none") and not is_read:
+            raise UnsupportedLayerError(f"its rotary positions are scaled ({scaling})")
         for name in _FACTORS if scaling is None else ():  # llama.cpp takes them as linear then
-            factor = reader.fields.get(f"{self._architecture}.{name}")
-            if factor is not None and factor.contents() not in (0, 1):
-                raise UnsupportedLayerError(
-                    f"its rotary positions are scaled ({name} {factor.contents()})"
-                )
-        causal = reader.fields.get(f"{self._architecture}.attention.causal")
-        if causal is not None and not causal.contents():
+            if (factor := known.get(name)) not in (None, 0, 1):
+                raise UnsupportedLayerError(f"its rotary positions are scaled ({name} {factor})")
+        if not known.get("attention.causal", True):
             raise UnsupportedLayerError("its tokens see tokens after them")
 
     def __enter__(self) -> Self:
@@ -180,7 +196,7 @@ class GGUFCheckpoint:
         }
 
     def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
-        """The dtypes of floats; float32 of what is quantised."""
+        """The dtypes of floats; float32 of what is quantized."""
         return [_FLOATS.get(self._type(name), torch.float32) for name in names]
 
     def tensor(self, name: str) -> Tensor:
@@ -233,14 +249,6 @@ class GGUFCheckpoint:
         """Give the pages of the file back that were read: tensors are copied out of it."""
         if isinstance(self._mapped, np.memmap) and self._mapped.mode == "r":
             drop_pages(self._mapped.ctypes.data, self._mapped.nbytes)
-
-    def _count(self, reader: Any, name: str) -> int | None:
-        """Return a whole number of the metadata, or None if it is missing."""
-        field = reader.fields.get(f"{self._architecture}.{name}")
-        found = None if field is None else field.contents()
-        if found is not None and type(found) is not int:
-            raise UnsupportedLayerError(f"its {name} is {found!r}, and not a whole number")
-        return found
 
     def _type(self, name: str) -> str:
         return str(self._tensors[name].tensor_type.name)

@@ -100,7 +100,7 @@ def _tokens_of(at: np.ndarray, bits: np.ndarray) -> np.ndarray:
 
 
 def _screen_bytes(outputs: int, inputs: int) -> int:
-    """Of the panels that `native/screen.h` describes."""
+    """Return the size of the panels that `native/screen.h` describes."""
     return -(-outputs // 32) * 32 * (-(-inputs // 4) * 4 + 3 * 4)
 
 

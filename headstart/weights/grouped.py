@@ -47,7 +47,7 @@ _MOST = 255  # of a step's or a start's byte
 
 
 class Form(NamedTuple):
-    """How a weight lies in memory: values of 4, 5 or 8 bits, steps and starts in bytes or float16.
+    """The layout of a weight: values of 4, 5 or 8 bits, steps and starts in bytes or float16.
 
     Those of 8 bits are float16.
     """
@@ -72,7 +72,7 @@ class Form(NamedTuple):
 
     @property
     def start_unit(self) -> float:
-        """What a start's number is multiplied by."""
+        """The factor of a start's number."""
         return -float(1 << (self.bits - 1)) if self.in_bytes else 1.0
 
     @property
@@ -181,7 +181,7 @@ class Grid(NamedTuple):
 
 
 class Common(NamedTuple):
-    """What the weights of an output, and of an input, have in common: float32."""
+    """The factors that weights of an output, and of an input, have in common: float32."""
 
     scales: Tensor
     columns: Tensor

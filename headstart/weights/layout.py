@@ -28,7 +28,7 @@ __all__ = ["NAMES", "Module", "check_pickle", "find_described", "find_modules"]
 
 
 class _Names(NamedTuple):
-    """What the tensors of a weight are called; order: the group of each input."""
+    """The names of the tensors of a weight; order: the group of each input."""
 
     words: str
     scales: str
@@ -53,7 +53,7 @@ _Shape = tuple[int, ...]
 
 
 class Module(NamedTuple):
-    """A quantised weight `[outputs, inputs]`.
+    """A quantized weight `[outputs, inputs]`.
 
     bits: of its values. group: inputs that share a step. parts: the tensors that it is kept in.
     """
@@ -67,7 +67,7 @@ class Module(NamedTuple):
 def find_modules(
     folder: Path, scheme: Scheme, entries: Mapping[str, Entry], read: Callable[[str], Tensor]
 ) -> dict[str, Module]:
-    """The quantised weights by name, of a method that has no description of each.
+    """The quantized weights by name, of a method that has no description of each.
 
     Raises `DamagedModelError` for tensors of types or shapes that do not fit together, and
     `UnsupportedLayerError` for groups that are kept in another way.
@@ -155,7 +155,7 @@ def _count_groups(scheme: Scheme, shapes: Mapping[str, _Shape]) -> int:
 
 
 def _fit(scheme: Scheme, shape: tuple[int, int], bits: int, shapes: Mapping[str, _Shape]) -> bool:
-    """Whether scales, zero points and groups are of a weight of this shape."""
+    """True if scales, zero points and groups fit a weight of this shape."""
     outputs, inputs = shape
     scales = shapes[NAMES[scheme.method].scales]
     if len(scales) != 2:
@@ -204,7 +204,7 @@ def check_pickle(files: Sequence[Path]) -> None:
 def find_described(
     folder: Path, scheme: Scheme, entries: Mapping[str, Entry], metadata: Mapping[str, str]
 ) -> dict[str, Module]:
-    """The quantised weights by name.
+    """The quantized weights by name.
 
     Raises `DamagedModelError` for tensors that do not fit together, to their description or to
     config.json, and `UnsupportedLayerError` for those that are kept in another way.
@@ -219,15 +219,15 @@ def find_described(
         for name, text in metadata.items()
         if name.endswith(".weight")
     }
-    quantised = {module for module, one in about.items() if one.get("_type") != "Tensor"}
-    if not quantised | held.keys():
-        raise DamagedModelError(f"{folder}: by config.json torchao quantised weights, and none is")
+    quantized = {module for module, one in about.items() if one.get("_type") != "Tensor"}
+    if not quantized | held.keys():
+        raise DamagedModelError(f"{folder}: by config.json torchao quantized weights, and none is")
     modules = {}
-    for module in sorted(quantised | held.keys()):
+    for module in sorted(quantized | held.keys()):
         parts = held.get(module, {})
         listed = ", ".join(f"{name} {one.dtype} {list(one.shape)}" for name, one in parts.items())
         told = f"{module} in {folder}: {listed or 'no tensors'}"
-        if module not in quantised:
+        if module not in quantized:
             raise DamagedModelError(f"{told}, of which no header says how values are kept")
         if f"{module}.weight" in entries:
             raise DamagedModelError(f"{told} stand beside a weight in float")
@@ -236,7 +236,7 @@ def find_described(
 
 
 def _describe(name: str, text: str) -> dict[str, Any]:
-    """What a header says of a tensor."""
+    """Return the description of a tensor in a header."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -215,7 +215,7 @@ _MOST = 512.0  # that a value's distance from its zero point may be, twice
 
 
 class PrequantizedCheckpoint(SafetensorsCheckpoint):
-    """As `SafetensorsCheckpoint`; the packed tensors of a module stand for its weight.
+    """Safetensors files in which packed tensors stand for the weight of a module.
 
     Raises `DamagedModelError` for tensors that do not fit together, `UnsupportedLayerError` for a
     layout that is not read here, and `UnsupportedModelError` for torchao's pickles.
@@ -239,12 +239,12 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's shape, and that of every quantised weight."""
+        """Every tensor's shape, and that of every quantized weight."""
         plain = {n: shape for n, shape in super().shapes.items() if n not in self._parts}
         return plain | {name: module.shape for name, module in self._modules.items()}
 
     def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
-        """The dtypes of these tensors, of a quantised weight that of its scales."""
+        """The dtypes of these tensors, of a quantized weight that of its scales."""
         scales = NAMES[self._scheme.method].scales
         return super().dtypes(
             f"{name.removesuffix('weight')}{scales}" if name in self._modules else name
@@ -252,11 +252,11 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         )
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor; a quantised weight in float32, in memory of its own."""
+        """The tensor; a quantized weight in float32, in memory of its own."""
         return self._read(name).weight() if name in self._modules else super().tensor(name)
 
     def kind(self, name: str) -> WeightKind | None:
-        """What a weight becomes that is not kept in its own bits; None for a float."""
+        """Return the kind for bits that no format has; None for a float."""
         return "int8" if name in self._modules else None
 
     def packed(self, name: str) -> StoredValues | None:

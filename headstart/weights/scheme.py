@@ -30,7 +30,7 @@ _TORCHAO = {
 
 
 class Scheme(NamedTuple):
-    """How weights are kept: all of what follows may differ from weight to weight.
+    """The storage of quantized weights; each fact may differ from weight to weight.
 
     bits: of a value. groups: inputs that share a step; -1 for all of an output's. has_zeros: zero
     points, None where the method says. is_ordered: inputs of a group lie side by side. zeros_less:
@@ -56,13 +56,13 @@ def read_scheme(content: Mapping[str, Any]) -> Scheme | None:
     method = given.get("quant_method") if isinstance(given, Mapping) else None
     if method not in _METHODS:
         raise UnsupportedLayerError(
-            f"its weights are quantised by {method!r}: {', '.join(_METHODS)} are read"
+            f"its weights are quantized by {method!r}: {', '.join(_METHODS)} are read"
         )
     return _READ[method](given)
 
 
 def is_read(content: Mapping[str, Any]) -> bool:
-    """Whether weights that config.json says of are floats, or read here."""
+    """True if weights are floats by config.json, or are read here."""
     try:
         read_scheme(content)
     except UnsupportedLayerError:
@@ -151,7 +151,7 @@ def _group_of(weights: Mapping[str, Any]) -> Iterable[int]:
 
 
 def _weights_of(group: object) -> Mapping[str, Any]:
-    """What a config group says of weights, which is read here."""
+    """Return the weights of a config group; raises for those that are not read."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(group, Mapping) or not isinstance(weights, Mapping):
         raise UnsupportedLayerError("its config_groups say nothing of weights")
@@ -171,7 +171,7 @@ def _weights_of(group: object) -> Mapping[str, Any]:
     if inputs and not inputs.get("dynamic"):
         raise UnsupportedLayerError("its layers' inputs are rounded by scales of the file")
     if group.get("output_activations"):
-        raise UnsupportedLayerError("its layers' outputs are quantised")
+        raise UnsupportedLayerError("its layers' outputs are quantized")
     return weights
 
 

@@ -320,7 +320,7 @@ def test_weights_may_be_asked_for_all_the_same(weights: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes'"),
+        ({"quant_method": "bitsandbytes"}, "quantized by 'bitsandbytes'"),
         ({"version": "gemv"}, "version 'gemv'"),
         ({"bits": 3}, "bits is 3, and not 4"),
         ({"bits": True}, "bits is True, and not 4"),

@@ -173,7 +173,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
             [tensors.pop(name) for name in list(tensors) if "._weight_" in name],
             header.clear(),
         ),
-        "torchao quantised weights, and none is",
+        "torchao quantized weights, and none is",
     ),
     "a weight that is nowhere": (
         lambda tensors, header: header.update({"x.weight": json.dumps(describe(3))}),

@@ -17,7 +17,7 @@ from headstart.models.families import DecoderShape
 from headstart.models.files import fingerprint_files
 from headstart.models.lora.files import Widths
 from headstart.weights.bf16 import PackedWeight
-from headstart.weights.format import Embedding, Linear
+from headstart.weights.format import Linear
 from headstart.weights.greedy_head import MOST_INPUTS, GreedyHead
 from headstart.weights.reader import Reader
 
@@ -122,13 +122,6 @@ class DenseDecoder(DecoderModel):
             for name, module in self._modules.named_modules()
             if isinstance(module, nn.Linear | Linear)
         }
-
-    def weight(self, name: str) -> Tensor | None:
-        module = dict(self._modules.named_modules()).get(name)
-        if isinstance(module, Linear | Embedding):
-            return module.matrix.unpack()
-        found = getattr(module, "weight", None)
-        return found.detach() if isinstance(found, Tensor) else None
 
     def _compute_fingerprint(self) -> str:
         return fingerprint_files(self._about.folder)

@@ -114,7 +114,7 @@ def _open_checkpoint(folder: Path, scheme: Scheme | None) -> Checkpoint:
 
 
 def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
-    """What the files say of the decoder, and the dtype of its weights, if they say that."""
+    """Return the description of a decoder, and the dtype of its weights or None."""
     content = read_json(folder / "config.json")
     kind = content.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None

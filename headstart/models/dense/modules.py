@@ -33,7 +33,7 @@ _BLOCK = 128  # rows of the largest block, which in deterministic mode are compu
 
 
 class LayerStep(NamedTuple):
-    """What layers need of a step: the attention, and the angles of its rows by kind.
+    """The attention of a step, and the angles of its rows by kind of layer.
 
     hooked: linear layers may have hooks, which want all rows at once.
     """

@@ -3,10 +3,10 @@
 import math
 from typing import Any
 
-from headstart.weights.gguf import ROPE_FACTORS
+from headstart.weights.gguf import ROPE_FACTORS, Metadata
 from headstart.weights.scheme import UnsupportedLayerError
 
-__all__ = ["Metadata", "make_config"]
+__all__ = ["make_config"]
 
 # transformers' model_type where it is another name.
 _MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
@@ -23,27 +23,6 @@ _ENDS = frozenset(
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROWS = "token_embd.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-
-
-class Metadata:
-    """The values of a file's metadata below one prefix."""
-
-    def __init__(self, reader: Any, prefix: str) -> None:
-        self._reader, self._prefix = reader, prefix
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a value, or `default` where the file has none."""
-        field = self._reader.fields.get(f"{self._prefix}.{name}")
-        return default if field is None else field.contents()
-
-    def count(self, name: str, default: int | None = None) -> int:
-        """Return a whole number; raises `UnsupportedLayerError` for any other value."""
-        value = self.get(name, default)
-        if type(value) is not int:
-            raise UnsupportedLayerError(
-                f"its {self._prefix}.{name} is {value!r}, and not a whole number"
-            )
-        return value
 
 
 def make_config(reader: Any, architecture: str) -> dict[str, Any]:

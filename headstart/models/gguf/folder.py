@@ -22,11 +22,11 @@ from transformers import PreTrainedTokenizerFast
 
 from headstart.errors import DamagedModelError, ModelError, OutOfMemoryError, UnsupportedModelError
 from headstart.models.files import read_json
-from headstart.models.gguf.config import Metadata, make_config
+from headstart.models.gguf.config import make_config
 from headstart.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from headstart.models.out_of_memory import is_out_of_memory
 from headstart.models.silence_transformers import silence_transformers
-from headstart.weights.gguf import import_gguf, read_architecture
+from headstart.weights.gguf import Metadata, import_gguf, read_architecture
 from headstart.weights.scheme import UnsupportedLayerError
 
 __all__ = ["CUT_OFF", "check_header", "gguf_folder"]

@@ -156,7 +156,7 @@ _CHARACTERS = 4_000_000
 
 
 def describe_text(file: Path | None) -> str:
-    """What a text is called."""
+    """Return the name of a text."""
     return "Python's help topics" if file is None else str(file)
 
 
@@ -221,7 +221,7 @@ def linear_of(layer: DecoderLayer, name: str) -> nn.Linear:
 
 
 def make_step(about: Description, windows: int, length: int) -> LayerStep:
-    """What layers need to read so many windows of so many tokens, one behind another."""
+    """Return the step of `windows` windows of `length` tokens, one behind another."""
     places = torch.arange(length).repeat(windows)
     like = torch.empty(0)
     angles = {kind: AngleTable(own, like)(places) for kind, own in about.frequencies.items()}
@@ -250,14 +250,14 @@ def see_input(layer: DecoderLayer, name: str, rows: Tensor, step: LayerStep) -> 
 
 
 class Seen(NamedTuple):
-    """What a layer gives `[rows, hidden]`, and the inputs of its linear layers by name."""
+    """The output of a layer `[rows, hidden]`, and the inputs of its linear layers by name."""
 
     out: Tensor
     inputs: dict[str, Tensor]
 
 
 def see_inputs(layer: DecoderLayer, names: Sequence[str], rows: Tensor, step: LayerStep) -> Seen:
-    """What a whole layer does."""
+    """Run a whole layer."""
     inputs: dict[str, Tensor] = {}
     with ExitStack() as hooks:
         for name in names:
@@ -279,7 +279,7 @@ class _Windows:
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """As `AttentionBackend.attend`; keeps no K/V."""
+        """Attend like `AttentionBackend.attend`, without storing K/V."""
         queries, keys, values = (torch.split(part, self._length) for part in (query, key, value))
         windows = zip(queries, keys, values, strict=True)
         return torch.cat([self._attend(*window, options) for window in windows])
@@ -287,7 +287,7 @@ class _Windows:
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Of one window: `[tokens, heads, head_dim]`."""
+        """Attend within one window: `[tokens, heads, head_dim]`."""
         tokens, heads, width = query.shape
         by_head = query.reshape(tokens, key.shape[1], -1, width).permute(1, 2, 0, 3)
         keys, values = key.permute(1, 2, 0).unsqueeze(1), value.transpose(0, 1).unsqueeze(1)
@@ -308,7 +308,7 @@ _LAYERS = "model.layers."
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is to be done, checked. tokens: int64 `[windows, length]`, of what `text` names."""
+    """A checked plan. tokens: int64 `[windows, length]`, of the text that `text` names."""
 
     source: Path
     target: Path
@@ -319,7 +319,7 @@ class Plan:
 
     @property
     def layers(self) -> int:
-        """How many there are."""
+        """The number of layers."""
         return len(self.about.shape.layers)
 
 

@@ -45,19 +45,19 @@ class _Grid(NamedTuple):
         return (elements / self.steps).add_(self.zeros).round_().clamp_(0, _MOST)
 
     def elements(self, values: Tensor) -> Tensor:
-        """What values `[..., outputs]` stand for."""
+        """Return the elements that values `[..., outputs]` stand for."""
         return (values - self.zeros).mul_(self.steps)
 
 
 class Rows(NamedTuple):
-    """What is known of a layer's inputs, each float32 `[inputs, inputs]`."""
+    """Statistics of a layer's inputs, each float32 `[inputs, inputs]`."""
 
     products: Tensor
     shifts: Tensor | None = None
 
     @classmethod
     def of(cls, rows: Tensor, by_float: Tensor) -> "Rows":
-        """Of rows `[rows, inputs]` of the quantised model, and those of the float model."""
+        """Compute them from rows `[rows, inputs]` of the quantized and of the float model."""
         return cls(rows.T @ rows / len(rows), (by_float - rows).T @ rows / len(rows))
 
 
@@ -150,7 +150,7 @@ def _limits(kept: torch.dtype) -> tuple[float, float]:
 
 
 def _choose_grid(elements: Tensor, sizes: Tensor, kept: torch.dtype) -> _Grid:
-    """Of a few grids for elements `[group, outputs]` the one that loses least.
+    """Return the grid that loses least for elements `[group, outputs]`.
 
     A grid holds zero, and is wider or narrower than the elements: a wider one leaves room for
     errors that are spread into it.

@@ -17,7 +17,7 @@ from headstart.models.context_length import context_length
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.files import fingerprint_files
 from headstart.models.lora.files import Widths
-from headstart.weights.format import Embedding, Linear
+from headstart.weights.format import Linear
 
 __all__ = ["TransformersDecoder", "fingerprint_memory", "forward_rows", "text_part"]
 
@@ -106,13 +106,6 @@ class TransformersDecoder(DecoderModel):
             elif isinstance(module, nn.Linear | Linear):
                 found[name] = Widths(module.in_features, module.out_features)
         return found
-
-    def weight(self, name: str) -> Tensor | None:
-        module = dict(self._model.named_modules()).get(name)
-        if isinstance(module, Linear | Embedding):
-            return module.matrix.unpack()
-        found = dict(self._model.named_parameters(remove_duplicate=False)).get(f"{name}.weight")
-        return None if found is None else found.detach()
 
     def _compute_fingerprint(self) -> str:
         if self._folder is not None:

@@ -15,8 +15,7 @@ from headstart.engine.logits.protocol import LogitsProcessor, TokenMask, allowed
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.params import SamplingParams
 from headstart.errors import RequestError
-from headstart.frontend.structured.grammar import NAMES_SPECIAL, GrammarCompiler
-from headstart.frontend.structured.processor import GrammarMask
+from headstart.frontend.structured.grammar import NAMES_SPECIAL, GrammarCompiler, GrammarMask
 from headstart.frontend.text.codec import encode_text
 
 if TYPE_CHECKING:

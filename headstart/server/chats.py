@@ -1,4 +1,4 @@
-"""Conversations to answer, whatever API they came by, and how the answers are read."""
+"""Conversations of every API: to requests, and the parsers of their answers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ChatCall:
 
 @dataclass(frozen=True)
 class _Dialect:
-    """How the answers to one conversation are written.
+    """The format of the answers to one conversation.
 
     special: ids of the tokenizer's special tokens. hidden: those of them that answers leave out
     though the detokenizer shows them all.
@@ -105,7 +105,7 @@ class PreparedChat:
 async def prepare_chat(
     service: Service, call: ChatCall, request_id: str, *, stream: bool, is_kept: bool = True
 ) -> PreparedChat:
-    """A request for a conversation: checked and tokenised. Raises ApiError or RequestError.
+    """Make a checked and tokenized request of a conversation. Raises ApiError, RequestError.
 
     is_kept: see `Service.prepare_chat`.
     """
@@ -175,19 +175,19 @@ async def _naming_fields(service: Service, call: ChatCall) -> AsyncIterator[None
 
 
 def are_many(count: int) -> bool:
-    """Whether what is done with so many messages is not for the event loop."""
+    """Return True if reading this many messages takes too long for the event loop."""
     return count > _MANY
 
 
 async def read_many(count: int, read: Callable[[], Result]) -> Result:
-    """What `read` returns, which reads so many messages or parts; in a thread if they are many."""
+    """Return what `read` returns; it runs in a thread if it reads many messages or parts."""
     return await asyncio.to_thread(read) if are_many(count) else read()
 
 
 def _place_form(
     form: StructuredOutputsParams, dialect: _Dialect
 ) -> tuple[StructuredOutputsParams, _Dialect]:
-    """A form of JSON comes after reasoning that the prompt began; any other is all of an answer."""
+    """Put a form of JSON after reasoning that the prompt began; others are all of an answer."""
     if dialect.thought != "begun":
         return form, dialect
     later = after_reasoning(form, dialect.special)
@@ -226,7 +226,7 @@ def _read_dialect(service: Service, call: ChatCall) -> _Dialect:
 
 
 def _read_thought(tokenizer: PreTrainedTokenizerBase, text: str, call: ChatCall) -> Thought:
-    """By the template, and where that knows reasoning by what it writes before an answer."""
+    """Return where reasoning begins, by the template and what it writes before an answer."""
     if not shows_reasoning(text):
         return "none"
     if not call.template.get("add_generation_prompt", True):

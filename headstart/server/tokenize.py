@@ -57,7 +57,7 @@ class DetokenizeRequest(Body):
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """The token ids of a prompt, and how many there may be."""
+    """Return the token ids of a prompt, and the largest number of them."""
     service = service_of(request)
     service.adapter(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -95,7 +95,7 @@ def _tell(service: Service, token_ids: list[int], with_texts: bool) -> bytes:
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    """The text of token ids, special tokens included."""
+    """Return the text of token ids, special tokens included."""
     service = service_of(request)
     service.adapter(body.model)
     if len(body.tokens) > service.max_model_len:  # whose decoding would stop every other thread

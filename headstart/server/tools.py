@@ -27,7 +27,7 @@ _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separato
 _THOUGHT = "thought gap "
 
 Thought = Literal["none", "possible", "begun"]
-"""Whether an answer may begin with reasoning, or the prompt already begins it."""
+"""Reasoning of an answer: none, possible at its beginning, or begun by the prompt."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class Tool:
         return {"type": "object", **(self.parameters or {"properties": {}})}
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates want it."""
+        """Return the tool as chat templates expect it."""
         told = {"name": self.name, "description": self.description, "parameters": self.parameters}
         function = {key: value for key, value in told.items() if value is not None}
         return {"type": "function", "function": {"parameters": self.schema, **function}}
 
 
 def make_tools(given: Sequence[Given], make: Callable[[Given], Tool]) -> tuple[Tool, ...]:
-    """The tools of a request. Raises RequestError for too many, before the first is made."""
+    """Return the tools of a request. Raises RequestError for too many, before the first is made."""
     if len(given) > MAX_TOOLS:
         raise RequestError(f"there are {len(given)} tools; allowed: {MAX_TOOLS} at most")
     return tuple(map(make, given))
@@ -66,7 +66,7 @@ def make_tools(given: Sequence[Given], make: Callable[[Given], Tool]) -> tuple[T
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Which tools there are, and whether the answer may call them, must, or must call `name`.
+    """The tools of a request, and a choice: the answer may call them, must, or must call `name`.
 
     parallel: whether it may be more than one call. allowed: names of the tools that may be called;
     None for all. The prompt shows all tools. Raises RequestError.
@@ -97,12 +97,12 @@ class ToolUse:
 
     @property
     def is_forced(self) -> bool:
-        """Whether the answer must be a call."""
+        """True if the answer must be a call."""
         return self.choice == "required"
 
     @property
     def may_call(self) -> bool:
-        """Whether calls are read out of the answer."""
+        """True if calls are read out of the answer."""
         return self.choice != "none" and bool(self.names)
 
 
@@ -137,7 +137,7 @@ def force_calls(
 def after_reasoning(
     form: StructuredOutputsParams, special: Mapping[str, int]
 ) -> StructuredOutputsParams | None:
-    """The same form for an answer whose prompt began reasoning; None if it is not one of JSON."""
+    """Return the form for an answer whose prompt began reasoning; None if it is not JSON."""
     kind, text, whitespace = form.form
     if kind != "json":
         return None

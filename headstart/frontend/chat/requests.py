@@ -30,7 +30,7 @@ _FOLLOWING = ("a", " 0")  # no tokenizer makes one beginning of both
 
 
 class RequestKeywords(TypedDict, total=False):
-    """What comes beside a conversation: see `EngineCore.prepare`."""
+    """Options of a request besides its conversation: see `EngineCore.prepare`."""
 
     request_id: str | None
     salt: str | None

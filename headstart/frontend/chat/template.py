@@ -1,4 +1,4 @@
-"""How a conversation is rendered by a chat template: vLLM's options of `LLM.chat`."""
+"""Options of the rendering by a chat template, as those of vLLM's `LLM.chat`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -29,7 +29,7 @@ _SHAPES = 4096  # images whose shape is remembered
 
 
 class Tenant(NamedTuple):
-    """Whose images they are: those of one cache salt, or of none.
+    """The owner of images: one cache salt, or none.
 
     similar: whether an image of the same tenant may stand for one that looks like it.
     """
@@ -39,7 +39,7 @@ class Tenant(NamedTuple):
 
 
 NOBODY = Tenant(None)
-"""Whose requests bring no salt."""
+"""The owner of images without a salt."""
 
 
 @dataclass(frozen=True, eq=False)

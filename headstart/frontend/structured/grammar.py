@@ -161,7 +161,7 @@ def check_form(form: Form) -> None:
 
 
 def _misread(form: Form) -> str:
-    """Why a form is refused whatever the tokens are; "" if it is not."""
+    """Return the reason why a form is refused for any tokens; "" if it is not."""
     try:
         is_wrong, messages = _library().LLMatcher.validate_grammar_with_warnings(
             _grammar(form, {}), limits=_limits()
@@ -243,7 +243,7 @@ def _follow(matcher: LLMatcher, masks: TokenMasks) -> LLMatcher:
 
 
 def _with_deep_stack(work: Callable[[], Found]) -> Found | Exception:
-    """What `work` returns or raises, run where there is stack for it.
+    """Return what `work` returns or raises, run with a large stack.
 
     llguidance follows rules and `$ref`s by calling itself: at 64 kB of them an ordinary stack of
     8 MB overflows, which would end the process.

@@ -1,1 +1,1 @@
-"""What a model's text says: content, reasoning and calls of tools, read as the text comes."""
+"""Content, reasoning and calls of tools in a model's text, read as it arrives."""

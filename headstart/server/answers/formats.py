@@ -251,7 +251,7 @@ def read_llama(source: Source, names: Container[str]) -> Reading[None]:
 
 
 def _read_llama_call(source: Source, index: int, names: Container[str]) -> Reading[str | None]:
-    """As `read_call`, which reads nothing where no object begins."""
+    """Read a call as `read_call` does, but nothing where no object begins."""
     if not (yield from source.match("{")):
         return ""
     source.back("{")
@@ -316,7 +316,7 @@ def _read_named(source: Source, index: int, space: str) -> Reading[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class CallFormat:
-    """How a model writes calls of tools.
+    """The format in which a model writes calls of tools.
 
     read: reads them out of an answer, given the names of the tools. markers: what the text must
     keep though a tokenizer may call it special. Forced calls are written as `head`, then each
@@ -335,7 +335,7 @@ class CallFormat:
     id_length: int | None = None
 
     def new_id(self, kind: str) -> str:
-        """A call's id; `kind` is what the API begins it with, where the format leaves room."""
+        """Return a new id of a call; `kind` is the API's prefix, where the format leaves room."""
         if self.id_length is None:
             return f"{kind}{secrets.token_hex(12)}"
         return "".join(secrets.choice(_LETTERS) for _ in range(self.id_length))
@@ -371,7 +371,7 @@ _SHOWN = (("<function=", None), (TOOL_CALLS, MISTRAL), (HERMES_OPEN, HERMES))
 
 
 def choose_format(template: str) -> CallFormat | None:
-    """The format of the calls that a chat template shows; None if it shows none that is known.
+    """Return the format of the calls in a chat template; None if it shows no known one.
 
     A template that takes tools without any mark of calls is taken for one of Llama's kind, whose
     calls are plain JSON.
@@ -383,5 +383,5 @@ def choose_format(template: str) -> CallFormat | None:
 
 
 def shows_reasoning(template: str) -> bool:
-    """Whether a chat template knows reasoning."""
+    """Return True if a chat template knows reasoning."""
     return THINK_OPEN in template or THINK_CLOSE in template

@@ -62,7 +62,7 @@ Part = Content | Reasoning | CallBegin | CallArguments
 
 
 def join(parts: Iterable[Part]) -> list[Part]:
-    """The same with neighbours of a kind put together.
+    """Return the parts with neighbours of a kind joined.
 
     >>> join([Content("a"), Content("b"), CallBegin(0, "f")])
     [Content(text='ab'), CallBegin(index=0, name='f')]
@@ -89,7 +89,7 @@ class Call:
 
 
 def gather(parts: Iterable[Part]) -> list[Content | Reasoning | Call]:
-    """Whole texts and calls, in their order."""
+    """Return whole texts and calls, in their order."""
     gathered: list[Content | Reasoning | Call] = []
     for part in join(parts):
         if isinstance(part, CallBegin):
@@ -104,7 +104,7 @@ def gather(parts: Iterable[Part]) -> list[Content | Reasoning | Call]:
 
 
 END = ""
-"""What a reader gets in place of a character when the text has ended."""
+"""The character that a reader gets when the text has ended."""
 
 Result = TypeVar("Result")
 Reading = Generator[None, str, Result]
@@ -121,15 +121,15 @@ class Source:
         """White space that `until` left out before the last marker."""
 
     def content(self, text: str) -> None:
-        """Tell a piece of content."""
+        """Add a piece of content."""
         self.parts.append(Content(text))
 
     def reasoning(self, text: str) -> None:
-        """Tell a piece of reasoning."""
+        """Add a piece of reasoning."""
         self.parts.append(Reasoning(text))
 
     def next(self) -> Reading[str]:
-        """The next character, or END, which comes again and again."""
+        """Return the next character, or END, again and again."""
         character = self._returned.pop() if self._returned else (yield)
         if character == END:
             self._returned.append(END)
@@ -144,16 +144,16 @@ class Source:
             del self._kept[-len(text) :]
 
     def keep(self) -> None:
-        """Remember what is read from here on, until it is asked for by `kept`."""
+        """Record what is read from here on, up to `kept`."""
         self._kept = []
 
     def kept(self) -> str:
-        """What was read since `keep`; nothing more is remembered."""
+        """Return the text read since `keep`, and stop recording."""
         kept, self._kept = self._kept or [], None
         return "".join(kept)
 
     def space(self) -> Reading[str]:
-        """White space, up to the next other character, which stays."""
+        """Read white space, up to the next other character."""
         space = ""
         while True:
             character = yield from self.next()
@@ -163,12 +163,12 @@ class Source:
             space += character
 
     def solid(self) -> Reading[str]:
-        """The next character that is no white space, or END."""
+        """Read the next character that is no white space, or END."""
         yield from self.space()
         return (yield from self.next())
 
     def match(self, text: str) -> Reading[bool]:
-        """Whether `text` comes next; it is read only then."""
+        """Return True if `text` comes next, and read it only then."""
         read = ""
         for wanted in text:
             character = yield from self.next()
@@ -181,7 +181,7 @@ class Source:
     def until(
         self, markers: Sequence[str], tell: Callable[[str], None], *, keeps_space: bool = True
     ) -> Reading[str]:
-        """Tell the text up to the first marker, which is returned, or up to the end: then END.
+        """Pass on the text up to the first marker, and return that, or END at the end.
 
         No marker begins another. White space before a marker is left out, and before the end too
         unless it is kept. Text that may be the beginning of a marker waits until that is known.
@@ -208,7 +208,7 @@ class Source:
 
 @lru_cache(64)
 def beginnings_of(markers: tuple[str, ...]) -> frozenset[str]:
-    """Every text that begins a marker, itself included."""
+    """Return every text that begins a marker, itself included."""
     return frozenset(marker[: n + 1] for marker in markers for n in range(len(marker)))
 
 
@@ -237,13 +237,13 @@ class AnswerParser:
         self._is_done = _starts(self._reading)
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that are certain with this text."""
+        """Return the parts that are certain with this text."""
         for character in self._hidden.feed(text):
             self._send(character)
         return self._take()
 
     def finish(self) -> list[Part]:
-        """The rest."""
+        """Return the remaining parts."""
         for character in self._hidden.finish():
             self._send(character)
         self._send(END)
@@ -270,7 +270,7 @@ class AnswerParser:
 
 
 def _starts(reading: Reading[None]) -> bool:
-    """Run to where the first character is waited for; whether none is."""
+    """Run up to the first character; return True if the reader needs none."""
     return next(reading, True) is True
 
 

@@ -37,13 +37,13 @@ _SAME = ("temperature", "top_p", "top_k", "max_tokens")
 
 
 def count_blocks(turns: Sequence[Turn]) -> int:
-    """Messages and their blocks."""
+    """Return the number of messages and their blocks."""
     blocks = (len(turn.content) for turn in turns if isinstance(turn.content, list))
     return len(turns) + sum(blocks)
 
 
 def read_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
-    """The conversation, its system text first. Raises ApiError."""
+    """Return the conversation, its system text first. Raises ApiError."""
     return [*_system(body), *(message for turn in body.messages for message in _read(turn))]
 
 
@@ -65,7 +65,7 @@ def _read(turn: Turn) -> Iterator[dict[str, Any]]:
 
 
 def _read_user(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
-    """Results of tools are messages of their own, in their places."""
+    """Yield a user's messages; results of tools are separate messages, in their places."""
     parts: list[dict[str, Any]] = []
     for block in blocks:
         if isinstance(block, ToolResultBlock) and role == "user":
@@ -149,12 +149,12 @@ def _text(text: str) -> dict[str, Any]:
 
 
 def _content(parts: Sequence[dict[str, Any]]) -> Any:
-    """A single text stands as it is: so a text and a list of one text are the same prompt."""
+    """Return parts, or a single text: so a text and a list of one text are the same prompt."""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
 def read_tools(body: CountTokensRequest) -> ToolUse:
-    """The tools of a message. Raises RequestError or ApiError."""
+    """Return the tools of a message. Raises RequestError or ApiError."""
     own = [tool for tool in body.tools or () if isinstance(tool, ToolDefinition)]
     tools = make_tools(own, lambda one: Tool(one.name, one.description, one.input_schema))
     choice = body.tool_choice
@@ -169,7 +169,7 @@ def read_tools(body: CountTokensRequest) -> ToolUse:
 
 
 def read_template(body: CountTokensRequest) -> dict[str, Any]:
-    """How the prompt is rendered; an answer that the conversation begins goes on there."""
+    """Return the template options; an answer that the conversation begins is continued."""
     more: dict[str, Any] = {}
     if body.thinking is not None and body.thinking.type != "adaptive":
         more["enable_thinking"] = body.thinking.type == "enabled"
@@ -182,7 +182,7 @@ def read_template(body: CountTokensRequest) -> dict[str, Any]:
 
 
 def read_sampling(body: MessagesRequest) -> dict[str, Any]:
-    """The sampling of an answer. Raises RequestError."""
+    """Return the sampling of an answer. Raises RequestError."""
     params: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     form = body.output_config.format if body.output_config is not None else None
     params |= {

@@ -78,7 +78,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
-    """The tokens of a prompt; nothing is computed."""
+    """Count the tokens of a prompt; nothing is computed."""
     service = service_of(request)
     call = await _read_call(service, body, request, {"max_tokens": None})
     prepared = await prepare_chat(service, call, service.new_id("count"), stream=False)
@@ -146,7 +146,7 @@ def _read_input(arguments: str) -> dict[str, Any]:
 
 
 def stop_of(answer: CompletionOutput, *, has_call: bool, is_full: bool) -> dict[str, Any]:
-    """Why an answer ended; `is_full`: there was no room for more, whatever it asked for."""
+    """Return the reason why an answer ended; `is_full`: the context had no room for more."""
     text = answer.stop_reason if isinstance(answer.stop_reason, str) else None
     if answer.finish_reason == "length":
         reason = "model_context_window_exceeded" if is_full else "max_tokens"
@@ -172,7 +172,7 @@ class MessageEvents:
         self._has_call = False
 
     async def events(self, service: Service, request_id: str) -> AsyncGenerator[bytes]:
-        """The stream, up to its last event or the one that says why it failed.
+        """Yield the events, up to the last or an error.
 
         request_id: as the answer's headers and the log have it.
         """
@@ -193,7 +193,7 @@ class MessageEvents:
             yield frame(told, "error")
 
     def _read(self, output: RequestOutput, parser: AnswerParser) -> list[bytes]:
-        """The events of what is new in the answer."""
+        """Return the events of an output."""
         return [event for answer in output.outputs for event in self._told(answer, parser)]
 
     def _told(self, answer: CompletionOutput, parser: AnswerParser) -> Iterator[bytes]:

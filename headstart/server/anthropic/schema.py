@@ -33,7 +33,7 @@ class CacheControl(Body):
 
 
 class Marked(Body):
-    """What may carry a breakpoint of the cache."""
+    """An object that may carry a breakpoint of the cache."""
 
     cache_control: CacheControl | None = None
 
@@ -158,7 +158,7 @@ Shown = Annotated[
 
 
 class ToolResultBlock(Marked):
-    """What a call gave."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -223,7 +223,7 @@ AnyTool = Annotated[
 
 
 class MessagesToolChoice(Body):
-    """Whether the answer may, must or must not call a tool."""
+    """A choice: the answer may, must or must not call a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -231,7 +231,7 @@ class MessagesToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model reasons first; templates that have no such switch ignore it.
+    """The switch of reasoning; templates without one ignore it.
 
     A budget is not kept: reasoning ends where the model ends it.
     """

@@ -47,7 +47,7 @@ class Breakpoint:
 
 
 def read_breakpoints(body: CountTokensRequest) -> tuple[Breakpoint, ...]:
-    """In the order of the prompt. Raises ApiError: more than four, or a longer one after a shorter.
+    """Return the breakpoints in order. Raises ApiError: over four, or a longer after a shorter.
 
     A mark of the whole request stands at its last block.
     """
@@ -82,7 +82,7 @@ def _marks(body: CountTokensRequest) -> Iterator[Breakpoint]:
 
 
 def _marks_of(block: Block) -> Iterator[CacheControl]:
-    """Those of a block, and of the blocks that are the result of a tool."""
+    """Yield the marks of a block, and of the blocks in a tool's result."""
     within = block.content if isinstance(block, ToolResultBlock) else None
     for one in [*(within if isinstance(within, list) else ()), block]:
         mark = getattr(one, "cache_control", None)
@@ -91,7 +91,7 @@ def _marks_of(block: Block) -> Iterator[CacheControl]:
 
 
 def begin_of(body: CountTokensRequest, point: Breakpoint) -> list[Turn] | None:
-    """The conversation up to a breakpoint; None if that is all of it.
+    """Return the conversation up to a breakpoint; None if that is all of it.
 
     Before the first message stands an empty one, which templates want.
     """
@@ -118,7 +118,7 @@ class Creation:
 def created_tokens(
     points: Sequence[Breakpoint], lengths: Sequence[int], num_cached: int
 ) -> Creation:
-    """What breakpoints at `lengths` tokens of a prompt created, of which the first were cached.
+    """Return the tokens created up to breakpoints at `lengths`; the first were cached.
 
     >>> points = [Breakpoint("1h"), Breakpoint("5m", 0)]
     >>> created_tokens(points, [100, 160], 64)
@@ -147,7 +147,7 @@ class Usage:
         self._lengths = lengths
 
     def told(self) -> dict[str, Any]:
-        """As a message has it."""
+        """Return the usage as a message has it."""
         count = self.count
         # A hit leaves the last token to compute, though its block is cached.
         is_whole = 0 < count.cached == count.prompt - 1
@@ -169,7 +169,7 @@ class Usage:
 async def apply_breakpoints(
     service: Service, body: CountTokensRequest, call: ChatCall, prepared: PreparedChat
 ) -> Usage:
-    """Have a prompt kept up to the breakpoints of its body, for their time after each use.
+    """Retain a prompt up to the breakpoints of its body, for their time after each use.
 
     The longest of each ttl counts. Each is found by the prompt of the conversation up to it: the
     tokens that it has in common with the whole. Beyond the last full block nothing is cached.
@@ -198,12 +198,12 @@ async def apply_breakpoints(
 
 
 def _whole(template: Any) -> dict[str, Any]:
-    """The last message is ended, and nothing begins the next."""
+    """Return options that end the last message and begin no other."""
     return {**template, "add_generation_prompt": False, "continue_final_message": False}
 
 
 async def _count_common(service: Service, call: ChatCall, token_ids: Sequence[int]) -> int:
-    """Tokens that a beginning has in common with the whole; 0 if the template refuses it alone."""
+    """Return the tokens that a prefix shares with the whole; 0 if the template refuses it alone."""
     try:
         name = service.new_id("part")
         prepared = await prepare_chat(service, call, name, stream=False, is_kept=False)

@@ -1,1 +1,1 @@
-"""What the server tells of its cache: the pool, why prompts missed, what would have helped."""
+"""The server's view of its cache: the pool, reasons of misses, and advice."""

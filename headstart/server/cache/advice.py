@@ -1,4 +1,4 @@
-"""Why prompts missed, in words, and what would have saved most over the recent traffic."""
+"""Reasons of misses in words, and advice: what would have saved most of the recent traffic."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NUMBERED, _HEAD, _MOVED = 8, 40, 64  # tokens: a passage's number and head, and
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a prompt hits what it does.
+    """The reason why a prompt hits what it does.
 
     num_common: tokens that the closest earlier prompt shares with it. seconds_ago: since that
     one came. difference: where the two part; None where one is the other's beginning, or where
@@ -60,7 +60,7 @@ class Adviser:
         token_ids: Sequence[int],
         missed: MissExplanation,
     ) -> Explanation:
-        """Why a prompt would hit as much as `missed` says, and not more."""
+        """Return the reason why a prompt hits as much as `missed` says, and not more."""
         tokens = np.asarray(token_ids, np.int32)
         closest = traffic.closest(namespace, tokens)
         if closest is None or not closest.num_common:
@@ -105,7 +105,7 @@ class Adviser:
         return difference
 
     def sum_up(self, recent: Sequence[Sequence[Seen]]) -> dict[str, Any]:
-        """What would have saved most tokens of each tenant's prompts, oldest first.
+        """Return what would have saved most tokens of each tenant's prompts, oldest first.
 
         What parts a tenant's prompts at the same word is one cause, whatever their salts.
         """
@@ -200,7 +200,7 @@ def _describe_salts(seen: Sequence[Seen]) -> dict[str, Any] | None:
 
 
 def _ago(seconds: float) -> str:
-    """How long ago a prompt came.
+    """Return how long ago a prompt came, in words.
 
     >>> _ago(0.4), _ago(0.6), _ago(100)
     ('just now', '1 s ago', '2 min ago')
@@ -317,7 +317,7 @@ def _find_order(before: str, here: str, there: str) -> str | None:
 
 
 def _is_moved(mine: list[str], theirs: list[str]) -> bool:
-    """Whether most entries are in both lists, and the first that differ are further on.
+    """Return True if most entries are in both lists, and the first that differ are further on.
 
     >>> _is_moved(["id", "a", "b"], ["id", "b", "a"]), _is_moved(["a", "b"], ["c", "b"])
     (True, False)

@@ -71,14 +71,14 @@ MAX_WATCHERS = 64  # streams of /cache/live at once
 
 @router.get("")
 async def show_cache(request: Request) -> Response:
-    """The pool by state and owner, the hit rate, the largest prefixes."""
+    """Show the pool by state and owner, the hit rate, the largest prefixes."""
     told = await service_of(request).live.show_now()
     return JsonResponse(told["engine"] | told["pool"] | {"prefixes": told["prefixes"]})
 
 
 @router.post("/explain")
 async def explain_prompt(body: CachePromptRequest, request: Request) -> Response:
-    """Why a prompt would hit what it would, without running it."""
+    """Explain what a prompt would hit, without running it."""
     service = service_of(request)
     prepared = await prepare(service, body, request, begins_reply=True)
     sequence = prepared.requests[0].sequence
@@ -152,7 +152,7 @@ async def reset_cache(request: Request, body: CacheResetRequest | None = None) -
 
 @router.get("/advice")
 async def show_advice(request: Request) -> Response:
-    """What would have saved most tokens of the prompts of late.
+    """Show what would have saved most tokens of the recent prompts.
 
     An administrator's key is told of the prompts of all; any other key of its own tenant's alone,
     and `memory` is null, since what was evicted depends on other tenants.

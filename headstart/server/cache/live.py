@@ -84,7 +84,7 @@ class Live:
         return self._look.told
 
     async def block_text(self, block_id: int) -> dict[str, Any]:
-        """What a block of the last look holds."""
+        """Return the text in a block at the last look."""
         for at, stretch in enumerate(self._look.stretches):
             if block_id in stretch.ids:
                 tokens = read_tokens(stretch.keys[stretch.ids.index(block_id)])

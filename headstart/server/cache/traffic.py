@@ -179,7 +179,7 @@ class Traffic:
         return seen
 
     def closest(self, namespace: Namespace, tokens: Tokens) -> Closest | None:
-        """The known prompt of the namespace that has most of the beginning in common."""
+        """Return the known prompt of the namespace with the longest common prefix."""
         prompts = self._prompts.get(namespace)
         if prompts is None:
             return None
@@ -282,14 +282,14 @@ def sort_key(tokens: Tokens) -> bytes:
 
 
 def count_common(left: Tokens, right: Tokens) -> int:
-    """Tokens that two prompts have in common from the first on."""
+    """Return the number of tokens that two prompts share from the first on."""
     shorter = min(len(left), len(right))
     different = np.flatnonzero(left[:shorter] != right[:shorter])
     return int(different[0]) if len(different) else shorter
 
 
 def count_again(tokens: Tokens, earlier: Tokens) -> int:
-    """How many of `tokens` stand in `earlier` too, in runs of at least eight.
+    """Return how many of `tokens` are in `earlier` too, in runs of at least eight.
 
     >>> count_again(np.arange(20, dtype=np.int32), np.arange(10, 40, dtype=np.int32))
     10

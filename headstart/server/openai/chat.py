@@ -132,7 +132,7 @@ def _message(
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Under the name that vLLM had for it, which clients read, and the one that it has."""
+    """Return reasoning under vLLM's former name, which clients read, and its present one."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -174,7 +174,7 @@ class _Chunks:
         self._calling: set[int] = set()  # answers with a call
 
     async def events(self, service: Service) -> AsyncGenerator[bytes]:
-        """The stream, up to the line that says that it is done, or why it is not."""
+        """Yield the events, up to `[DONE]` or an error."""
         count = TokenCount()
         try:
             async with (
@@ -222,13 +222,13 @@ class _Chunks:
             yield output
 
     def _chunk(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
-        """What an event tells behind the head."""
+        """Return the fields of an event after the head."""
         told = {"choices": choices, **self._first}
         self._first = {}
         return told | {"usage": usage} if self._wants_usage else told
 
     def _choices(self, answer: CompletionOutput) -> list[dict[str, Any]]:
-        """One for each part that is new; clients merge no two pieces of a call within one."""
+        """Return a choice for each new part; clients merge no two pieces of a call within one."""
         deltas: list[dict[str, Any]] = []
         if answer.index not in self._parsers:
             self._parsers[answer.index] = self._prepared.parser()

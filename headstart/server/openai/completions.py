@@ -106,7 +106,7 @@ class _Told:
     async def events(
         self, service: Service, requests: Sequence[RequestGroup]
     ) -> AsyncGenerator[bytes]:
-        """The stream, up to the line that says that it is done, or why it is not."""
+        """Yield the events, up to `[DONE]` or an error."""
         counts = [TokenCount() for _ in requests]
         places = {request.request_id: place for place, request in enumerate(requests)}
         frames = Frames(self._head)
@@ -139,7 +139,7 @@ class _Told:
         return self._chunk([self._choice(place, output, answer)], usage)
 
     def _chunk(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
-        """What an event tells behind the head."""
+        """Return the fields of an event after the head."""
         return {"choices": choices, "usage": usage} if self._wants_usage else {"choices": choices}
 
     def _choice(
@@ -178,7 +178,7 @@ class _Told:
     def _more(
         self, output: RequestOutput, answer: CompletionOutput, *, is_first: bool
     ) -> dict[str, Any]:
-        """What vLLM's clients ask for beside what OpenAI's have."""
+        """Return fields that vLLM's clients request besides OpenAI's."""
         more: dict[str, Any] = {}
         if self._body.return_token_ids:
             more["token_ids"] = [] if self._body.max_tokens == 0 else list(answer.token_ids)
@@ -218,7 +218,7 @@ def _prompt_length(output: RequestOutput, first: str) -> int:
 
 
 async def _answer_all(service: Service, requests: Sequence[RequestGroup]) -> list[RequestOutput]:
-    """Every answer; if one fails or nobody waits any more, the others are let go of."""
+    """Return all answers; if one fails or the client is gone, cancel the others."""
     tasks = [asyncio.ensure_future(service.answer(request)) for request in requests]
     try:
         return await asyncio.gather(*tasks)

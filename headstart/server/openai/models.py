@@ -21,7 +21,7 @@ router = APIRouter()
 
 
 def _cards(service: Front) -> list[dict[str, Any]]:
-    """In the words of both APIs, whose clients leave unread what they do not know."""
+    """Return the models with the fields of both APIs; clients ignore unknown fields."""
     started = datetime.fromtimestamp(service.started, UTC)
     common = {
         "object": "model",
@@ -44,7 +44,7 @@ def _cards(service: Front) -> list[dict[str, Any]]:
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """The model and its adapters."""
+    """List the model and its adapters."""
     cards = _cards(front_of(request))
     page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
     return JsonResponse({"object": "list", "data": cards, **page})
@@ -52,7 +52,7 @@ async def list_models(request: Request) -> Response:
 
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, request: Request) -> Response:
-    """One of them."""
+    """Show one of them."""
     front = front_of(request)
     front.adapter(name)  # raises what any request does that names what there is not
     return JsonResponse(next(card for card in _cards(front) if card["id"] == name))

@@ -67,7 +67,7 @@ def _common(body: SamplingFields) -> dict[str, Any]:
 
 
 def read_completion_sampling(body: CompletionRequest) -> dict[str, Any]:
-    """The sampling of a completion. Raises RequestError for what is not there."""
+    """Return the sampling of a completion. Raises RequestError for what is not supported."""
     if body.suffix:
         raise RequestError("suffix is given; allowed: none, models here continue a text")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -84,7 +84,7 @@ def read_completion_sampling(body: CompletionRequest) -> dict[str, Any]:
 
 
 def read_chat_sampling(body: ChatCompletionRequest) -> dict[str, Any]:
-    """The sampling of a chat; without a limit an answer may be as long as there is room."""
+    """Return the sampling of a chat; without a limit an answer may fill the context."""
     most = body.max_completion_tokens
     params = _common(body) | {"max_tokens": body.max_tokens if most is None else most}
     if body.top_logprobs is not None and not body.logprobs:
@@ -103,7 +103,7 @@ def _check_logprobs(name: str, value: int | None) -> None:
 
 
 def as_tools(given: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
-    """Tools as every API has them. Raises RequestError."""
+    """Return the tools in the form of every API. Raises RequestError."""
     return make_tools(given or (), _as_tool)
 
 
@@ -134,7 +134,7 @@ def _read_functions(body: ChatCompletionRequest) -> ToolUse:
 
 
 def read_template(body: TemplateFields) -> dict[str, Any]:
-    """How messages are rendered, but for the tools."""
+    """Return the template options of a body, without the tools."""
     options = {key: value for key in _TEMPLATE if (value := getattr(body, key)) is not None}
     if options.get("continue_final_message"):
         options.setdefault("add_generation_prompt", False)
@@ -146,7 +146,7 @@ def read_template(body: TemplateFields) -> dict[str, Any]:
 
 
 def form_field(body: SamplingFields, use: ToolUse | None = None) -> str | None:
-    """The field by which an answer has its form; None for `structured_outputs`, or none."""
+    """Return the field that gives an answer's form; None for `structured_outputs`, or none."""
     if use is not None and use.is_forced:
         return "tools"
     return None if body.response_format is None else "response_format"
@@ -171,7 +171,7 @@ def _read_form(body: SamplingFields) -> StructuredOutputsParams | None:
 
 
 def _read_format(given: ResponseFormat | None) -> StructuredOutputsParams | None:
-    """Without white space between tokens, as OpenAI answers: a model could write it for ever."""
+    """Return the form without white space between tokens: a model could write it for ever."""
     if given is None or given.type == "text":
         return None
     if given.type == "json_object":

@@ -65,7 +65,7 @@ def _check_bias(given: Any) -> Any:
 
 
 class SamplingFields(CacheFields):
-    """How answers are chosen, for completions and chats alike."""
+    """Fields of sampling, for completions and chats alike."""
 
     model: str | None = None
     temperature: Real | None = None
@@ -154,14 +154,14 @@ class ToolChoice(Body):
 
 
 class Speech(Body):
-    """How an answer is spoken; the voice is one of the model's."""
+    """Voice and format of a spoken answer; the voice is one of the model's."""
 
     voice: str | None = None
     format: Literal["wav", "pcm16", "flac", "mp3", "opus"] = "wav"
 
 
 class TemplateFields(Body):
-    """How a conversation becomes a prompt."""
+    """Fields by which a conversation becomes a prompt."""
 
     tools: Many[FunctionTool] | None = None
     reasoning_effort: str | None = None

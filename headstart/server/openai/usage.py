@@ -1,4 +1,4 @@
-"""Counts of tokens and log-probabilities as OpenAI tells them."""
+"""Counts of tokens and log-probabilities as OpenAI reports them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["chat_logprobs", "completion_logprobs", "prompt_logprobs", "usage_of"
 
 
 def usage_of(counts: Iterable[TokenCount]) -> dict[str, Any]:
-    """The usage of one request of the API, which may have several prompts."""
+    """Return the usage of one call, which may have several prompts."""
     counts = list(counts)
     prompt = sum(count.prompt for count in counts)
     completion = sum(count.completion for count in counts)
@@ -29,9 +29,9 @@ def usage_of(counts: Iterable[TokenCount]) -> dict[str, Any]:
 def chat_logprobs(
     answer: CompletionOutput, most: int, *, as_ids: bool = False
 ) -> dict[str, Any] | None:
-    """The log-probabilities of an answer's tokens, each with the `most` likeliest.
+    """Return the log-probabilities of an answer's tokens, each with the `most` likeliest.
 
-    as_ids: tokens are told as `token_id:5`, which can be told of all.
+    as_ids: tokens are shown as `token_id:5`, which works for all.
     """
     if answer.logprobs is None:
         return None
@@ -69,7 +69,7 @@ def completion_logprobs(
     as_ids: bool = False,
     first: tuple[int, str] = (0, ""),
 ) -> tuple[dict[str, Any], int]:
-    """The same as completions have them, and where the last token's text ends.
+    """Return log-probabilities as completions have them, and where the last token's text ends.
 
     offset: where the first token's text begins, below 0 for tokens that the text does not show
     at its beginning. first: id and text of a prompt's first token, whose
@@ -98,7 +98,7 @@ def completion_logprobs(
 
 
 def prompt_logprobs(output: RequestOutput, most: int) -> list[dict[str, Any] | None] | None:
-    """The log-probabilities of a prompt's tokens as vLLM tells them; None for the first one.
+    """Return the log-probabilities of a prompt's tokens as vLLM has them; None for the first.
 
     Each with the `most` likeliest.
     """

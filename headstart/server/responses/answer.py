@@ -61,7 +61,7 @@ class OutputItems:
         self._text: list[str] = []  # of the open item
 
     def add(self, part: Part) -> Iterator[Event]:
-        """Take a part, and tell what is new."""
+        """Take a part, and yield its events."""
         if isinstance(part, CallBegin):
             yield from self._begin(CallArguments, self._call(part))
             return
@@ -84,7 +84,7 @@ class OutputItems:
             yield self._event("response.custom_tool_call_input.delta", delta=new)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
-        """The open item has ended."""
+        """End the open item, and yield its events."""
         if self._open is None:
             return
         item, text = self.items[-1], "".join(self._text)
@@ -193,9 +193,9 @@ _TOLD = {*_AS_ASKED, "reasoning", "text", "tool_choice", "tools"}  # of a reques
 
 
 class ResponseAnswer:
-    """Reads a request's outputs into items, and tells the response at any time.
+    """The items of a request's outputs so far, and the response as JSON at any time.
 
-    What it tells of its request may be megabytes of tools and a form: it is spelled once.
+    The repeated request may have megabytes of tools and a form, so it is spelled once.
     """
 
     def __init__(self, service: Service, body: ResponsesRequest, prepared: PreparedChat) -> None:
@@ -237,11 +237,11 @@ class ResponseAnswer:
 
     @property
     def is_long(self) -> bool:
-        """Whether to tell it is not for the event loop."""
+        """True if spelling it takes too long for the event loop."""
         return len(self._head) > _LONG
 
     def read(self, output: RequestOutput) -> list[Event]:
-        """The events of the request's next output."""
+        """Return the events of the request's next output."""
         self._count.add(output)
         events: list[Event] = []
         for answer in output.outputs:
@@ -256,7 +256,7 @@ class ResponseAnswer:
         return events
 
     def told(self) -> bytes:
-        """The response by now, as JSON."""
+        """Return the response so far, as JSON."""
         is_over = self._status != "in_progress"
         reason = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         more = {
@@ -324,7 +324,7 @@ class ResponseAnswer:
 
 
 def _response_frame(step: str, told: bytes, number: int) -> bytes:
-    """An event that has the whole response."""
+    """Return an event that has the whole response."""
     kind = f"response.{step}"
     begin = f'event: {kind}\ndata: {{"type":"{kind}","response":'
     return b"".join((begin.encode(), told, f',"sequence_number":{number}}}\n\n'.encode()))
@@ -335,7 +335,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_asked(body: ResponsesRequest) -> dict[str, Any]:
-    """What a response tells of its request."""
+    """Return the fields of a request that its response repeats."""
     try:
         return body.model_dump(mode="json", by_alias=True, exclude_none=True, include=_TOLD)
     except ValueError as error:  # pydantic writes what is nested 255 deep, and no half characters

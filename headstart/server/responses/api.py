@@ -160,7 +160,7 @@ async def compact_response(request: Request) -> Response:
 
 @router.get("/{name}")
 async def show_response(name: str, request: Request) -> Response:
-    """A response that was kept, whole."""
+    """Show a stored response."""
     _check_query(request)
     return Response(_find(request, name, None).response, media_type=JsonResponse.media_type)
 
@@ -192,7 +192,7 @@ def _store(request: Request) -> ResponseStore:
 
 
 def _tenant(request: Request) -> str | None:
-    """Whose responses these are: what the salt is when the body asks for none."""
+    """Return the salt that owns the responses: that of bodies without one."""
     return service_of(request).salt(request, None)
 
 

@@ -236,7 +236,7 @@ def _together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(content: Any) -> str:
-    """What the assistant said. Raises ApiError for an image."""
+    """Return the assistant's text. Raises ApiError for an image."""
     parts = [content] if isinstance(content, str) else content
     if any(isinstance(part, InputImage) for part in parts):
         raise ApiError(400, "a message of the assistant has an image; allowed: text", param="input")
@@ -244,7 +244,7 @@ def _text(content: Any) -> str:
 
 
 def _content(content: Any) -> Any:
-    """A text, or parts as a chat has them."""
+    """Return a text, or parts as a chat has them."""
     if isinstance(content, str):
         return content
     parts = [
@@ -257,7 +257,7 @@ def _content(content: Any) -> Any:
 
 
 def read_sampling(body: ResponsesRequest) -> dict[str, Any]:
-    """The sampling of an answer. Raises RequestError."""
+    """Return the sampling of an answer. Raises RequestError."""
     return {
         "max_tokens": body.max_output_tokens,
         "temperature": body.temperature,
@@ -276,7 +276,7 @@ def _read_form(body: InputTokensRequest) -> StructuredOutputsParams | None:
 
 
 def read_template(body: InputTokensRequest) -> dict[str, Any]:
-    """How the prompt is rendered."""
+    """Return the template options."""
     if body.reasoning is None or body.reasoning.effort is None:
         return {}
     return {"chat_template_kwargs": {"reasoning_effort": body.reasoning.effort}}

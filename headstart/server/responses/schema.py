@@ -382,7 +382,7 @@ Metadata = Annotated[
     Field(max_length=_MOST_NOTES),
     BeforeValidator(_check_count),
 ]
-"""What a client notes of a response, which tells it again; as much as OpenAI takes."""
+"""Notes of the client on a response, which repeats them; as many as OpenAI takes."""
 
 
 Include = Literal[

@@ -1,6 +1,6 @@
 """Responses that can be read again and continued, within a number of them and of bytes.
 
-A response is its tenant's: nobody else finds it.
+A response belongs to its tenant; no other tenant finds it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ResponseStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of all responses, as if none shared a text with another."""
+        """Bytes of all responses, as if none shared a text with another."""
         return self._sizes.total()
 
     def add(
@@ -70,7 +70,7 @@ class ResponseStore:
                 self._forget_oldest(max(self._sizes, key=self._sizes.__getitem__))
 
     def get(self, name: str, tenant: str | None) -> StoredResponse | None:
-        """A tenant's response; None if there is none of this name."""
+        """Return a tenant's response; None if there is none of this name."""
         with self._lock:
             own = self._stored.get(tenant)
             return own.get(name) if own is not None else None
@@ -113,7 +113,7 @@ class ResponseStore:
 
 
 def _size(value: Any) -> int:
-    """Bytes of what JSON can tell, as objects."""
+    """Return the bytes of a JSON value's objects."""
     size = sys.getsizeof(value)
     if isinstance(value, dict):
         return size + sum(_size(key) + _size(one) for key, one in value.items())

@@ -67,7 +67,7 @@ class _Asked:
     created: int
 
     def head(self, kind: str) -> dict[str, Any]:
-        """What every answer and every event begins with."""
+        """Return the first fields of every answer and event."""
         return {
             "id": self.name,
             "object": kind,
@@ -136,7 +136,7 @@ def _read(service: SpeechService, body: ChatCompletionRequest, request: Request)
 
 
 def _voice(service: SpeechService, body: ChatCompletionRequest) -> str | None:
-    """The voice that is asked for; None for the model's first."""
+    """Return the requested voice; None for the model's first."""
     voice = body.audio.voice if body.audio is not None else None
     voices = service.omni.omni.voices
     if voice and voice not in voices:
@@ -193,7 +193,7 @@ def _whole(service: SpeechService, asked: _Asked, output: OmniOutput) -> dict[st
 
 
 def _usage(output: OmniOutput) -> dict[str, Any]:
-    """Codes of speech count as tokens."""
+    """Return the usage; codes of speech count as tokens."""
     prompt, text, speech = len(output.prompt_token_ids), len(output.token_ids), len(output.codes)
     return {
         "prompt_tokens": prompt,
@@ -207,7 +207,7 @@ def _usage(output: OmniOutput) -> dict[str, Any]:
 async def _events(
     service: SpeechService, asked: _Asked, outputs: AsyncGenerator[OmniOutput]
 ) -> AsyncGenerator[bytes]:
-    """The stream, up to the line that says that it is done, or why it is not."""
+    """Yield the events, up to `[DONE]` or an error."""
     teller = _Teller(service, asked)
     options = asked.body.stream_options
     wants_usage = options is not None and options.include_usage
@@ -234,7 +234,7 @@ async def _events(
 
 
 class _Teller:
-    """What is new in each output of one answer."""
+    """The events of one answer's outputs."""
 
     def __init__(self, service: SpeechService, asked: _Asked) -> None:
         self._service = service
@@ -244,17 +244,17 @@ class _Teller:
         self._num_chunks = 0  # of the speech
 
     def event(self, delta: dict[str, Any], reason: str | None = None) -> bytes:
-        """An event with one delta; with the last one comes why the answer ended."""
+        """Return an event with one delta; the last has the reason why the answer ended."""
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
         return frame(self._asked.head("chat.completion.chunk") | {"choices": [choice]})
 
     def num_new_samples(self, output: OmniOutput) -> int:
-        """How much speech is new in an output."""
+        """Return the new samples of speech in an output."""
         speaks = self._asked.form is not None
         return sum(map(len, output.audio_chunks[self._num_chunks :])) if speaks else 0
 
     def events(self, output: OmniOutput) -> list[bytes]:
-        """Of an output that has the whole answer so far."""
+        """Return the events of an output, which has the whole answer so far."""
         found = [self.event(delta) for delta in self._deltas(output)]
         if output.finished:
             found.append(self.event(self._end(output), output.finish_reason))

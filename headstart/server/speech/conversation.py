@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "MAX_SECONDS", "read_prompt", "read_sound", "write_sound"]
 
 FORMATS = ("wav", "pcm16", "flac", "mp3", "opus")
-"""In which speech is written."""
+"""Formats in which speech is written."""
 
 MAX_SECONDS = 600
-"""Of a sound that is read."""
+"""The longest sound that is read."""
 
 MAX_SAMPLES = 2**26
-"""Of all its channels together: 256 MiB."""
+"""Samples of all channels of a sound: 256 MiB."""
 
 RATES = range(1_000, 768_001)
 """Samples a second of a file. The work of a change of rate grows with the ratio of the two."""
@@ -102,17 +102,17 @@ def _library(name: str) -> Any:
 
 
 MAX_PIXELS = 2**25
-"""Of one image."""
+"""Pixels of one image."""
 
 MAX_ITEMS = 32
 """Sounds of a conversation, and images: a model pads the features of all to those of the longest.
 A few KiB in a file may be ten minutes of silence, or a hundred MiB of one colour."""
 
 MAX_ALL_PIXELS = 2**26
-"""Of all images of a conversation."""
+"""Pixels of all images of a conversation."""
 
 MAX_ALL_SECONDS = 2 * MAX_SECONDS
-"""Of all sounds of a conversation."""
+"""Seconds of all sounds of a conversation."""
 
 
 def read_prompt(
@@ -148,7 +148,7 @@ class _Media:
         self._num_pixels = 0
 
     def flatten(self, place: int, message: Any, transcript: Callable[[str], str]) -> dict[str, str]:
-        """A message whose content is one text, with a placeholder for each sound and image."""
+        """Return a message with one text, which has a placeholder for each sound and image."""
         role = message.get("role")
         if not isinstance(role, str):
             raise RequestError(f"message {place} has the role {describe(role)}; allowed: a text")
@@ -218,7 +218,7 @@ def _check_count(name: str, items: Sequence[Any]) -> None:
 
 
 def _data_of(url: str, kind: str) -> str:
-    """What a `data:` URL has in base64."""
+    """Return the base64 of a `data:` URL."""
     head, _, data = url.partition(",")
     lower = head.lower()
     if not lower.startswith(f"data:{kind}/") or not lower.endswith(";base64"):

@@ -1,4 +1,4 @@
-"""What the server of a speaking model does with a request, and what it tells of itself."""
+"""The service of a speaking model: requests, transcripts and metrics."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SpeechService(Front):
         return await self.omni.start(prompt, params, cache_salt=salt)
 
     async def run(self, stream: AsyncOutputStream[OmniOutput]) -> AsyncGenerator[OmniOutput]:
-        """The outputs of an answer. Raises ApiError (504) when its time is over."""
+        """Yield the outputs of an answer. Raises ApiError (504) when its time is over."""
         end = "abort"
         try:
             async with aclosing(stream):
@@ -88,7 +88,7 @@ class SpeechService(Front):
 
 
 class Transcripts:
-    """What was said of late, so that a conversation can name an answer by its id.
+    """Transcripts of recent answers, so that a conversation can name an answer by its id.
 
     At most MOST answers of all tenants, and for SECONDS each; a tenant finds its own alone, and
     where there are too many, the oldest of the tenant that has most of them goes.
@@ -103,7 +103,7 @@ class Transcripts:
         self._lock = threading.Lock()  # several threads keep answers
 
     def keep(self, salt: str | None, name: str, text: str) -> int:
-        """Keep a text; until when, in seconds of the epoch."""
+        """Store a text, and return when it expires, in seconds of the epoch."""
         now = time.time()
         with self._lock:
             own = self._kept.setdefault(_tenant(salt), OrderedDict())
@@ -118,7 +118,7 @@ class Transcripts:
         return int(now + self.SECONDS)
 
     def find(self, salt: str | None, name: str) -> str:
-        """The text of an answer. Raises ApiError if it is not there, or no more."""
+        """Return the text of an answer. Raises ApiError if it is not stored, or no longer."""
         with self._lock:
             own = self._kept.get(_tenant(salt))
             end, text = own.get((salt, name), (0.0, "")) if own else (0.0, "")
@@ -137,7 +137,7 @@ def _tenant(salt: str | None) -> str:
 
 
 class SpeechMetrics:
-    """Counts of what stages did, as Prometheus reads them, with the model's name as a label."""
+    """Counts of the stages' work for Prometheus, with the model's name as a label."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -194,12 +194,12 @@ class SpeechMetrics:
             self._first.labels(self._name).observe(first)
 
     def read(self, under_way: int) -> bytes:
-        """The text of `/metrics`, with so many requests in the pipeline."""
+        """Return the text of `/metrics`, with this many requests in the pipeline."""
         self._under_way.labels(self._name).set(under_way)
         return generate_latest(self._registry)
 
 
 def speech_service_of(request: Request) -> SpeechService:
-    """The service of the app that a request came to."""
+    """Return the service of a request's app."""
     service: SpeechService = request.app.state.service
     return service

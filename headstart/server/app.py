@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headstart.server import page, tokenize
 from headstart.server.anthropic import messages
 from headstart.server.cache import api as cache
+from headstart.server.endpoints import Endpoints
 from headstart.server.errors import add_handlers
-from headstart.server.http.endpoints import Endpoints
 from headstart.server.middleware import Frontdoor
 from headstart.server.monitoring import health
 from headstart.server.openai import chat, completions, models

@@ -14,7 +14,6 @@ status  OpenAI's type          Anthropic's type
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -39,6 +38,7 @@ from headstart.errors import (
     RequestError,
     TierError,
 )
+from headstart.server.encoding import encode
 from headstart.server.openai.compat import tell_missing
 from headstart.validation import in_one_line, shorten
 
@@ -88,12 +88,12 @@ class ApiError(HeadstartError):
 
 
 class JsonResponse(Response):
-    """JSON in ASCII: also texts with half characters can be told."""
+    """An answer in JSON."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+        return encode(content)
 
 
 def as_api_error(error: BaseException) -> ApiError:

@@ -45,9 +45,8 @@ from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat, read_many
 from headstart.server.errors import JsonResponse, as_api_error, body_of, telling_form_as
 from headstart.server.hosted import leave_out_hosted
-from headstart.server.long_answers import read_whole, tell_whole
 from headstart.server.service import Service, service_of, unless_gone
-from headstart.server.sse import EventStream, frame
+from headstart.server.sse import EventStream, frame, read_whole, tell_whole
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import CompletionOutput, RequestOutput

@@ -18,7 +18,6 @@ from headstart.server.answers.parser import Call, CallBegin, Content, Part, Reas
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, PreparedChat, TokenCount, prepare_chat
 from headstart.server.errors import ApiError, as_api_error, body_of, telling_form_as
-from headstart.server.long_answers import read_whole, tell_event, tell_whole
 from headstart.server.openai.reading import (
     form_field,
     read_chat_sampling,
@@ -28,7 +27,7 @@ from headstart.server.openai.reading import (
 from headstart.server.openai.schema import ChatCompletionRequest
 from headstart.server.openai.usage import chat_logprobs, prompt_logprobs, usage_of
 from headstart.server.service import Service, service_of, unless_gone
-from headstart.server.sse import EventStream, Frames, frame
+from headstart.server.sse import EventStream, Frames, frame, read_whole, tell_event, tell_whole
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import CompletionOutput, RequestOutput

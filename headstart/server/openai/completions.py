@@ -17,12 +17,11 @@ from headstart.errors import RequestError
 from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import TokenCount
 from headstart.server.errors import as_api_error, body_of, telling_form_as
-from headstart.server.long_answers import tell_event, tell_whole
 from headstart.server.openai.reading import form_field, read_completion_sampling
 from headstart.server.openai.schema import CompletionRequest
 from headstart.server.openai.usage import completion_logprobs, prompt_logprobs, usage_of
 from headstart.server.service import Service, service_of, unless_gone
-from headstart.server.sse import EventStream, Frames, frame
+from headstart.server.sse import EventStream, Frames, frame, tell_event, tell_whole
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import CompletionOutput, Logprobs, RequestOutput

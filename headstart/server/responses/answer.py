@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from headstart.server.answers.formats import CallFormat
 from headstart.server.answers.parser import CallArguments, CallBegin, Content, Part, Reasoning
 from headstart.server.chats import PreparedChat, TokenCount
+from headstart.server.encoding import encode
 from headstart.server.errors import ApiError, JsonResponse, as_api_error
-from headstart.server.long_answers import read_whole, spell
 from headstart.server.responses.conversation import (
     CallKind,
     call_kinds,
@@ -32,7 +32,7 @@ from headstart.server.responses.conversation import (
 )
 from headstart.server.responses.schema import ResponsesRequest
 from headstart.server.service import Service
-from headstart.server.sse import frame
+from headstart.server.sse import frame, read_whole
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
@@ -233,7 +233,7 @@ class ResponseAnswer:
             "store": body.store is not False and not body.no_store,
             **{name: asked.get(name) for name in _AS_ASKED},
         }
-        self._head = b"".join(spell(head))[:-1] + b","  # `asked` is a copy, which `spell` may empty
+        self._head = encode(head)[:-1] + b","  # `asked` is a copy
 
     @property
     def is_long(self) -> bool:

@@ -15,7 +15,6 @@ from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, are_many, prepare_chat, read_many
 from headstart.server.errors import ApiError, JsonResponse, telling_form_as
 from headstart.server.hosted import leave_out_hosted
-from headstart.server.long_answers import read_whole
 from headstart.server.responses.answer import ResponseAnswer
 from headstart.server.responses.conversation import (
     extend,
@@ -33,7 +32,7 @@ from headstart.server.responses.schema import (
 )
 from headstart.server.responses.store import ResponseStore, StoredResponse
 from headstart.server.service import Service, service_of, unless_gone
-from headstart.server.sse import EventStream
+from headstart.server.sse import EventStream, read_whole
 from headstart.validation import describe, shorten
 
 __all__ = ["router"]

@@ -19,16 +19,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headstart.errors import PromptTooLongError
 from headstart.server.bodies import Body
+from headstart.server.encoding import decode
 from headstart.server.errors import ApiError, as_api_error
-from headstart.server.http.long_json import MAX_NUMBERS, TooManyError, read_json
-from headstart.server.service import ClientGone, Front, front_of
+from headstart.server.service import ClientGone
 
 __all__ = ["Endpoints"]
 
-_LONG = 1 << 15
-"""Bytes of a body beyond which it is read in a thread. So many take the event loop 2 to 4 ms."""
+_LONG = 1 << 15  # bytes of a body beyond which it is read in a thread
+_MAX_VALUES = 1 << 20  # of a body: no other thread runs while so many are read, at most 0.1 s
+_MAX_OBJECTS = 40_000  # and lists; some APIs take 0.7 µs of the event loop for each
 
 
 class _Endpoint(NamedTuple):
@@ -68,7 +68,7 @@ class Endpoints:
         try:
             data = await request.body()
             is_left_out = endpoint.is_optional and data in (b"", b"null")
-            body = None if is_left_out else await _read_any(endpoint.body, data, front_of(request))
+            body = None if is_left_out else await _read_any(endpoint.body, data)
             response = await endpoint.answer(body=body, request=request)
         except ClientDisconnect as error:
             raise ClientGone from error
@@ -87,30 +87,26 @@ def _with_bodies(router: APIRouter) -> Iterator[tuple[str, _Endpoint]]:
                     yield route.path, _Endpoint(kind, route.endpoint, type(None) in kinds)
 
 
-async def _read_any(kind: type[Body], data: bytes, front: Front) -> Body:
-    """A body of JSON. Raises ApiError, RequestError, or RequestValidationError as FastAPI does."""
+async def _read_any(kind: type[Body], data: bytes) -> Body:
+    """Return a body. Raises ApiError, or RequestValidationError as FastAPI does."""
     if len(data) <= _LONG:
-        return _read(kind, data, json.loads)
-    most = max(front.max_model_len, MAX_NUMBERS)
-    try:
-        return await asyncio.to_thread(_read, kind, data, lambda data: read_json(data, most))
-    except TooManyError as error:
-        if error.name != "prompt":
-            raise ApiError(400, str(error), param=error.name or None) from error
-        text = f"the prompt has more than {most:,} tokens"
-        raise PromptTooLongError(text, front.max_model_len) from error
+        return _read(kind, data)
+    return await asyncio.to_thread(_read, kind, data)
 
 
-def _read(kind: type[Body], data: bytes, load: Callable[[bytes], Any]) -> Body:
+def _read(kind: type[Body], data: bytes) -> Body:
+    if data.count(b",") > _MAX_VALUES:
+        raise ApiError(400, f"the body has more than {_MAX_VALUES:,} values; allowed: so many")
     try:
-        given = load(data) if data else None
+        given = decode(data) if data else None
     except json.JSONDecodeError as error:
         wrong = {"type": "json_invalid", "loc": (error.pos,), "ctx": {"error": error.msg}}
         raise RequestValidationError([wrong]) from error
-    except TooManyError:
-        raise
     except (ValueError, RecursionError) as error:  # no UTF-8, too many digits, too many brackets
         raise ApiError(400, "the body is no JSON that can be read") from error
+    if data.count(b"{") + data.count(b"[") > _MAX_OBJECTS < _count_objects(given):
+        text = f"the body has more than {_MAX_OBJECTS:,} objects and lists; allowed: so many"
+        raise ApiError(400, text)
     if given is None:
         raise RequestValidationError([{"type": "missing", "loc": (), "msg": "is missing"}])
     try:
@@ -118,3 +114,14 @@ def _read(kind: type[Body], data: bytes, load: Callable[[bytes], Any]) -> Body:
     except ValidationError as error:
         told = error.errors(include_url=False, include_input=False)
         raise RequestValidationError(told) from error
+
+
+def _count_objects(value: Any) -> int:
+    """Return the number of objects and lists; the body's text may have brackets in strings."""
+    count, rest = 0, [value]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, dict | list):
+            count += 1
+            rest.extend(item.values() if isinstance(item, dict) else item)
+    return count

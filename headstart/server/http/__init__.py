@@ -1,1 +1,0 @@
-"""HTTP itself: its bytes, and the bodies of its requests."""

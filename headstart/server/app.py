@@ -14,13 +14,13 @@ from headstart.server.anthropic import messages
 from headstart.server.cache import api as cache
 from headstart.server.endpoints import Endpoints
 from headstart.server.errors import add_handlers
-from headstart.server.middleware import Frontdoor
+from headstart.server.middleware import RequestMiddleware
 from headstart.server.monitoring import health
 from headstart.server.openai import chat, completions, models
 from headstart.server.options import ServerOptions
 from headstart.server.responses import api as responses
 from headstart.server.responses.store import ResponseStore
-from headstart.server.service import Front, Service
+from headstart.server.service import BaseService, Service
 from headstart.server.speech import chat as speech
 from headstart.server.speech.service import SpeechService
 from headstart.server.tenants import Tenants, open_tenants
@@ -90,7 +90,7 @@ class _Application(FastAPI):
     fails in them is in the log like all else.
     """
 
-    def __init__(self, service: Front, routers: Sequence[APIRouter]) -> None:
+    def __init__(self, service: BaseService, routers: Sequence[APIRouter]) -> None:
         super().__init__(
             title="headstart",
             version=__version__,
@@ -101,7 +101,7 @@ class _Application(FastAPI):
         for router in routers:
             self.include_router(router)
         add_handlers(self)
-        self._door: ASGIApp = Frontdoor(Endpoints(super().__call__, routers), service)
+        self._door: ASGIApp = RequestMiddleware(Endpoints(super().__call__, routers), service)
         if (origin := service.options.cors_origin) is not None:
             self._door = CORSMiddleware(  # before the door: browsers ask first, without a key
                 self._door,

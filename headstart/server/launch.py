@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import os
 import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from granian.constants import HTTPModes, Interfaces, SSLProtocols
@@ -26,14 +28,17 @@ from granian.server.embed import Server
 from uvloop import new_event_loop
 
 from headstart.engine.tenant_queue import TenantQueue
-from headstart.errors import ConfigError
+from headstart.errors import ConfigError, HeadstartError
 from headstart.server.app import create_app, create_speech_app
 from headstart.server.monitoring.logs import set_up_logs
 from headstart.server.monitoring.tracing import open_tracer
 from headstart.server.options import ServerOptions
-from headstart.server.public_prefixes import publish, read_prefixes
-from headstart.server.service import Front
+from headstart.server.service import BaseService
 from headstart.server.tenants import open_tenants
+from headstart.validation import describe
+
+if TYPE_CHECKING:
+    from headstart.frontend.async_llm import AsyncLLM
 
 __all__ = [
     "HttpServer",
@@ -48,6 +53,7 @@ __all__ = [
     "serve",
 ]
 
+Prefix = str | list[int]
 _LOG = logging.getLogger("headstart.server")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _HEAD_SECONDS = 75
@@ -169,6 +175,46 @@ def _listener(address: tuple[str, int]) -> Iterator[socket.socket | None]:
     yield None
 
 
+def read_prefixes(files: Sequence[str]) -> dict[str, Prefix]:
+    """The prefix in each file: token ids of a `.json`, or a text.
+
+    A line end that closes the text is the editor's and left out. Raises ConfigError.
+    """
+    return {name: _read(Path(name)) for name in files}
+
+
+def _read(file: Path) -> Prefix:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"public_prefix {str(file)!r} cannot be read: {error}") from error
+    if file.suffix != ".json":
+        return text.removesuffix("\n").removesuffix("\r")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"public_prefix {str(file)!r} is no JSON: {error}") from error
+    if not isinstance(content, list) or not all(type(token_id) is int for token_id in content):
+        raise ConfigError(
+            f"public_prefix {str(file)!r} has {describe(content)}; allowed: a list of token ids"
+        )
+    return content
+
+
+def publish(llm: AsyncLLM, prefixes: Mapping[str, Prefix]) -> None:
+    """Let tenants share the prefixes. Raises ConfigError for one that has nothing to share."""
+    for name, prefix in prefixes.items():
+        try:
+            count = llm.publish(prefix)
+        except HeadstartError as error:
+            raise ConfigError(f"public_prefix {name!r} cannot be used: {error}") from error
+        if not count:
+            raise ConfigError(
+                f"public_prefix {name!r} is shorter than a block; allowed: at least "
+                f"{llm.block_size} tokens"
+            )
+
+
 def serve(app: FastAPI, at: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
     """Answer requests until SIGINT or SIGTERM; `ready` is called when the first can come.
 
@@ -202,7 +248,7 @@ class _Ending:
                          └──nothing runs, its time is over, or a second signal──┘
     """
 
-    def __init__(self, service: Front) -> None:
+    def __init__(self, service: BaseService) -> None:
         self._service = service
         self.is_forced = False
         self.loop: asyncio.AbstractEventLoop | None = None  # once it listens

@@ -4,9 +4,11 @@ in the log."""
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import re
 from collections.abc import Mapping
 from functools import partial
+from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
@@ -15,11 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headstart.server.calls import TimeLimit, new_name
 from headstart.server.errors import ApiError, JsonResponse, body_of, headers_of
 from headstart.server.monitoring.logs import Line, RequestLog
-from headstart.server.origins import check_origin
-from headstart.server.service import Front, stopped, too_late
+from headstart.server.options import ServerOptions
+from headstart.server.service import BaseService, stopped, too_late
 from headstart.validation import shorten
 
-__all__ = ["OPEN_PATHS", "Frontdoor"]
+__all__ = ["OPEN_PATHS", "RequestMiddleware", "check_origin"]
 
 # Without a key: probes, the API's description, and the page, which asks for a key itself; all are
 # the same for everybody.
@@ -34,7 +36,7 @@ _PART = 64 << 10  # bytes of a body, which asyncio keeps for a client that reads
 _GRACE = 5.0  # seconds in which an answer that came too late is told to be so
 
 
-class Frontdoor:
+class RequestMiddleware:
     """Names each request; refuses one without a good key, or a place, or with too large a body.
 
     A client may name its request itself in the header `X-Request-Id`; the answer has the name in
@@ -42,7 +44,7 @@ class Frontdoor:
     `calls`; but what an administrator orders needs no place.
     """
 
-    def __init__(self, app: ASGIApp, service: Front) -> None:
+    def __init__(self, app: ASGIApp, service: BaseService) -> None:
         self._app = app
         self._service = service
         self._max_bytes = service.options.max_request_bytes
@@ -204,3 +206,45 @@ def _check_kind(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
 def _is_there(scope: Scope) -> bool:
     """Whether any route has this path; of one that is not there, its type need not be told."""
     return any(route.matches(scope)[0] is not Match.NONE for route in scope["app"].routes)
+
+
+def check_origin(headers: Mapping[bytes, bytes], options: ServerOptions) -> None:
+    """Raise ApiError (403) for a request by a foreign name, or from a foreign page.
+
+    A page of another site can send requests to this machine, and by a name of its own that resolves
+    to 127.0.0.1 even read the answers (DNS rebinding). So without keys the header `Host` must name
+    this machine, and `Origin`, which browsers send, must be the server's own, or one that
+    `--cors-origin` allows. Source: the Fetch standard, section 3.1.
+    """
+    host = headers.get(b"host", b"").decode("latin-1")
+    name = _name_of(f"//{host}")
+    if host and name != options.host and not _is_this_machine(name):
+        raise ApiError(403, f"the host {host!r} is not known; allowed: an address, or localhost")
+    origin = headers.get(b"origin", b"").decode("latin-1")
+    allowed = [one.strip() for one in (options.cors_origin or "").split(",")]
+    if origin and origin not in allowed and "*" not in allowed and _host_of(origin) != host:
+        raise ApiError(403, f"pages of {origin!r} may not ask; --cors-origin allows them")
+
+
+def _is_this_machine(name: str) -> bool:
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _name_of(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _host_of(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ClientGone",
-    "Front",
+    "BaseService",
     "Service",
     "front_of",
     "service_of",
@@ -45,7 +45,7 @@ Answer = TypeVar("Answer")
 _GONE = 499  # nginx's status for a client that closed the connection; nobody reads it
 
 
-class Front(ABC):
+class BaseService(ABC):
     """One model behind a server, and the calls under way: what every model's server needs."""
 
     def __init__(
@@ -142,7 +142,7 @@ class Front(ABC):
             call.read.discard(outputs)
 
 
-class Service(Front):
+class Service(BaseService):
     """A text model behind the server."""
 
     def __init__(
@@ -177,7 +177,7 @@ class Service(Front):
         return tuple(adapter.name for adapter in self.llm.adapters)
 
     def salt(self, request: Request, asked: str | None) -> str | None:
-        """As `Front.salt`; the pool learns what the tenant's share is."""
+        """As `BaseService.salt`; the pool learns what the tenant's share is."""
         tenant = tenant_of(request)
         if tenant.salt is not None:
             self.llm.set_share(tenant.salt, tenant.weight)
@@ -295,9 +295,9 @@ def stopped() -> ApiError:
     return ApiError(503, "the server stopped before the answer was complete", retry_after=5)
 
 
-def front_of(request: Request) -> Front:
+def front_of(request: Request) -> BaseService:
     """The service of the app that a request came to, whatever its model."""
-    front: Front = request.app.state.service
+    front: BaseService = request.app.state.service
     return front
 
 

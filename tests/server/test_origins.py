@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from headstart.server.errors import ApiError
+from headstart.server.middleware import check_origin
 from headstart.server.options import ServerOptions
-from headstart.server.origins import check_origin
 from tests.server.running import Running
 
 

@@ -13,14 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headstart.server.errors import JsonResponse
-from headstart.server.service import Front, front_of
+from headstart.server.service import BaseService, front_of
 
 __all__ = ["router"]
 
 router = APIRouter()
 
 
-def _cards(service: Front) -> list[dict[str, Any]]:
+def _cards(service: BaseService) -> list[dict[str, Any]]:
     """Return the models with the fields of both APIs; clients ignore unknown fields."""
     started = datetime.fromtimestamp(service.started, UTC)
     common = {

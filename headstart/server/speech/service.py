@@ -16,7 +16,7 @@ from headstart.errors import EngineError
 from headstart.server.errors import ApiError
 from headstart.server.monitoring.logs import note_answer, note_error
 from headstart.server.options import ServerOptions
-from headstart.server.service import Front
+from headstart.server.service import BaseService
 from headstart.server.tenants import Tenants
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["SpeechService", "Transcripts", "speech_service_of"]
 
 
-class SpeechService(Front):
+class SpeechService(BaseService):
     """One speaking model behind the server, and the calls under way."""
 
     def __init__(

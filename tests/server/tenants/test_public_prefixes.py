@@ -10,7 +10,7 @@ from headstart import LLM, SamplingParams
 from headstart.engine.request import RequestGroup
 from headstart.errors import ConfigError
 from headstart.server.keys import KeyFolder
-from headstart.server.public_prefixes import publish, read_prefixes
+from headstart.server.launch import publish, read_prefixes
 from tests.engine.tiny_llm import save_smallest
 from tests.server.running import Running, running
 from tests.small_demos import shallow_built_in

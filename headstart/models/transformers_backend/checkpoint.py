@@ -14,7 +14,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headstart.errors import DamagedModelError, UnsupportedModelError
@@ -174,7 +173,11 @@ class _Known:
     def __init__(self, model: PreTrainedModel) -> None:
         modules = dict(model.named_modules())
         self._modules = modules.keys()
-        self._leaves = {name for name, module in modules.items() if _has_own(module)}
+        self._leaves = {
+            name
+            for name, module in modules.items()
+            if next(module.parameters(recurse=False), None) is not None
+        }
         drafts = getattr(model.config.get_text_config(), _DRAFT_LAYERS, None)
         self._drafts = drafts if isinstance(drafts, int) else 0
         self._counts: dict[str, int] = {}  # of layers in each list
@@ -198,10 +201,6 @@ class _Known:
         if not layer or stack not in self._counts:
             return False
         return not self._counts[stack] <= int(layer) < self._counts[stack] + self._drafts
-
-
-def _has_own(module: nn.Module) -> bool:
-    return next(module.parameters(recurse=False), None) is not None
 
 
 def split_layer(name: str) -> tuple[str, str]:

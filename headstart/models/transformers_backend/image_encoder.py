@@ -11,40 +11,26 @@ and which tokens stand around them, by the configuration and the tokenizer alone
                            and a small copy of the whole
 """
 
-from __future__ import annotations
-
+import hashlib
 import json
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
-from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedTokenizerBase
-
-from headstart.errors import DamagedModelError, UnsupportedModelError
-from headstart.imports import install
-from headstart.models.image_encoder import PlacedImage, ProcessedImage
-from headstart.models.silence_transformers import silence_transformers
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-
-import hashlib
-import threading
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from transformers import PreTrainedTokenizerBase
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedTokenizerBase
 
-from headstart.errors import HeadstartError
+from headstart.errors import DamagedModelError, HeadstartError, UnsupportedModelError
+from headstart.imports import install
 from headstart.models.decoder import DecoderModel
-from headstart.models.image_encoder import VisionFacts
+from headstart.models.image_encoder import PlacedImage, ProcessedImage, VisionFacts
+from headstart.models.silence_transformers import silence_transformers
 from headstart.models.transformers_backend.decoder import TransformersDecoder
 
 __all__ = [
@@ -54,42 +40,43 @@ __all__ = [
     "TransformersVision",
     "VISION_MODELS",
     "load_vision",
-    "make_family",
 ]
 
 
-class ImageFamily(Protocol):
+class ImageFamily(ABC):
     """The differences between model families; made of a configuration and a tokenizer.
 
     extra_rows: embeddings of an image beyond one a patch. Set at load; 0 but for LLaVA, where it is
     +1 for a kept class token and -1 for a cut first patch.
     """
 
-    extra_rows: int
-
-    def arguments(self, image: Any) -> dict[str, Any]:
-        """The image processor's arguments."""
-
-    def shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """The image's shape, from the processor's output."""
-
-    def expand(self, shape: tuple[int, ...]) -> list[int]:
-        """The tokens that replace one placeholder."""
-
-    def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
-        """Position ids int64 `[axes, tokens]` of a prompt, None if they are 0, 1, 2, ..."""
-
-
-class Fixed:
-    """LLaVA: every image has the processor's crop size."""
-
-    def __init__(self, config: PreTrainedConfig, _: PreTrainedTokenizerBase | None) -> None:
+    def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._token = int(config.image_token_id)
-        self._patch = int(config.vision_config.patch_size)
         self.extra_rows = 0
 
     def arguments(self, image: Any) -> dict[str, Any]:
+        """Return the image processor's arguments."""
         return {"images": [image]}
+
+    @abstractmethod
+    def shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the image's shape, from the processor's output."""
+
+    @abstractmethod
+    def expand(self, shape: tuple[int, ...]) -> list[int]:
+        """Return the tokens that replace one placeholder."""
+
+    def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
+        """Return position ids int64 `[axes, tokens]` of a prompt, None if they are 0, 1, 2, ..."""
+        return None
+
+
+class Fixed(ImageFamily):
+    """LLaVA: every image has the processor's crop size."""
+
+    def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        super().__init__(config, tokenizer)
+        self._patch = int(config.vision_config.patch_size)
 
     def shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         height, width = inputs["pixel_values"].shape[-2:]
@@ -98,20 +85,13 @@ class Fixed:
     def expand(self, shape: tuple[int, ...]) -> list[int]:
         return [self._token] * (shape[0] * shape[1] + self.extra_rows)
 
-    def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
-        return None
 
-
-class Grid:
+class Grid(ImageFamily):
     """Qwen2-VL and Qwen2.5-VL: as many patches as the image has room for, and M-RoPE."""
 
-    def __init__(self, config: PreTrainedConfig, _: PreTrainedTokenizerBase | None) -> None:
-        self._token = int(config.image_token_id)
+    def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        super().__init__(config, tokenizer)
         self._merge = int(config.vision_config.spatial_merge_size)
-        self.extra_rows = 0
-
-    def arguments(self, image: Any) -> dict[str, Any]:
-        return {"images": [image]}
 
     def shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         return tuple(inputs["image_grid_thw"][0].tolist())
@@ -138,7 +118,7 @@ class Grid:
         return np.concatenate(parts, axis=1)
 
 
-class Tiles:
+class Tiles(ImageFamily):
     """Idefics3 and SmolVLM: rows and columns of tiles, then a small copy of the whole image."""
 
     def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -147,8 +127,8 @@ class Tiles:
                 f"the {config.model_type} model came without a tokenizer, which spells what stands "
                 "around an image"
             )
+        super().__init__(config, tokenizer)
         self._tokenizer = tokenizer
-        self.extra_rows = 0
         side = int(config.vision_config.image_size) // int(config.vision_config.patch_size)
         self._rows = side * side // int(config.scale_factor) ** 2
         self._image = tokenizer.convert_ids_to_tokens(int(config.image_token_id))
@@ -174,11 +154,8 @@ class Tiles:
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 
-    def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
-        return None
 
-
-_FAMILIES: dict[str, type[Fixed] | type[Grid] | type[Tiles]] = {
+_FAMILIES: dict[str, type[ImageFamily]] = {
     "llava": Fixed,
     "qwen2_vl": Grid,
     "qwen2_5_vl": Grid,
@@ -190,11 +167,6 @@ VISION_MODELS = frozenset(_FAMILIES)
 """transformers' model types that take images."""
 
 
-def make_family(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> ImageFamily:
-    """The family of a configuration. Raises UnsupportedModelError."""
-    return _FAMILIES[config.model_type](config, tokenizer)
-
-
 class ImageProcessor:
     """The part of a `VisionModel` that has no weights: all but `encode` and `fingerprint`."""
 
@@ -204,7 +176,7 @@ class ImageProcessor:
         """Load the image processor of a model. Raises DamagedModelError, UnsupportedModelError."""
         self._processor = _load_processor(folder)
         self.image_token_id = int(config.image_token_id)
-        self._family = make_family(config, tokenizer)
+        self._family = _FAMILIES[config.model_type](config, tokenizer)
 
     def process(self, image: Any) -> ProcessedImage:
         found = self._processor(**self._family.arguments(image), return_tensors="pt")

@@ -94,8 +94,8 @@ class CompiledProduct:
 
     def check_rows(self, x: Tensor) -> None:
         """Raise `ValueError` unless `x` is `[..., inputs]` in the product's dtype on the CPU."""
-        width = x.shape[-1] if x.dim() else 0
-        if (x.dtype, x.device.type, width) != (self.dtype, "cpu", self._inputs):
+        if x.dtype != self.dtype or not x.is_cpu or x.shape[-1:] != (self._inputs,):
+            width = x.shape[-1] if x.dim() else 0
             raise ValueError(
                 f"a weight of {self._inputs} inputs under {self.dtype} on cpu was given {width} "
                 f"in {x.dtype} on {x.device.type}"

@@ -30,8 +30,8 @@ from headstart.frontend.images.reading import (
     Tenant,
     check_sources,
 )
-from headstart.frontend.images.similar import SimilarImages
 from headstart.frontend.text.codec import encode_text
+from headstart.imports import load_module
 from headstart.models.image_encoder import PlacedImage, VisionFacts, VisionModel
 from headstart.validation import describe
 
@@ -55,7 +55,9 @@ class ImagePrompts:
         budget: EncoderBudget,
     ) -> None:
         self.budget, self.cache = budget, budget.cache
-        self._similar = SimilarImages(self.cache)
+        # It needs Pillow, which only models with images need.
+        similar = load_module("headstart.frontend.images.similar")
+        self._similar = similar.SimilarImages(self.cache)
         self._vision = vision
         self._tokenizer = tokenizer
         self._reader = ImageReader(vision, config.max_image_pixels)

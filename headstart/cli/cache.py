@@ -23,10 +23,17 @@ from headstart.cli.streams import as_typed, columns_of, note
 from headstart.engine.config import EngineConfig, make_config
 from headstart.errors import CacheError, ConfigError
 from headstart.tiers import DiskStore, ModelRecord, default_folder, make_folder
-from headstart.tiers.contents import KeptPrefix, ModelState, read_models, read_prefixes
+from headstart.tiers.contents import (
+    KeptPrefix,
+    ModelState,
+    export_blocks,
+    import_blocks,
+    read_model,
+    read_models,
+    read_prefixes,
+)
 from headstart.tiers.folder import described_models, reopen, slot_path
 from headstart.tiers.index import KeptBlock
-from headstart.tiers.transfer import export_blocks, import_blocks, read_model
 from headstart.tiers.verify import verify as verify_folder
 
 _SHORTEST = 4  # digits of a prefix's name

@@ -15,7 +15,7 @@ stay; a slot that it has overwritten holds another block than the index lists.
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headstart.cache import BlockHash
@@ -32,7 +32,7 @@ from headstart.tiers.folder import (
     slot_files,
     slot_path,
 )
-from headstart.tiers.index import DiskIndex, KeptBlock, KeptModel, is_passing
+from headstart.tiers.index import DiskIndex, KeptBlock, is_passing
 from headstart.tiers.store import LoadedBlock, ModelRecord, StoredBlock
 
 __all__ = ["DiskStore"]
@@ -42,7 +42,7 @@ _INDEX_ROOM = 8 << 20  # bytes of the disk that a change of the index may need f
 
 
 class _Closed(Exception):
-    """The store is closed: a call that comes late opens nothing again."""
+    """The store is closed: a late call opens nothing again."""
 
 
 class DiskStore:
@@ -58,14 +58,14 @@ class DiskStore:
     def __init__(self, folder: Path, model: ModelRecord, max_bytes: int) -> None:
         self.folder = folder.absolute()
         self.faults = Faults(f"cache folder {folder}")
-        self.model = model  # whose blocks they are
+        self.model = model
         self.num_kept = 0
         self.block_seconds = 0.0  # when it was opened
         self._max_bytes = self._room = max_bytes
-        self._made_anew = 0  # times that the index was
-        self._new: set[BlockHash] = set()  # what the save under way has listed
+        self._num_rebuilds = 0  # of the index
+        self._new: set[BlockHash] = set()  # blocks that the save under way has listed
         self._surplus = 0  # bytes of files beyond their blocks, when `_taken` was called
-        self._to_cut: set[ModelRecord] = set()  # whose files are longer than their blocks
+        self._to_cut: set[ModelRecord] = set()  # models whose files are longer than their blocks
         self._files: dict[Path, SlotFile] = {}
         # Two connections, so that a lookup does not wait for what is being written.
         self._reading, self._writing = threading.RLock(), threading.RLock()
@@ -77,11 +77,15 @@ class DiskStore:
         with self._guard():
             self._check_files()
 
+    @property
+    def _lacks_index(self) -> bool:
+        """True for a read-only folder without an index."""
+        return self._is_read_only and not (self.folder / INDEX).exists()
+
     def find(self, names: Sequence[BlockHash]) -> int:
-        if self._is_read_only and not (self.folder / INDEX).exists():
-            return 0
-        with self._guard(), self._reading:
-            return len(self._open_reader().find(names))
+        if not self._lacks_index:
+            with self._guard(), self._reading:
+                return len(self._open_reader().find(names))
         return 0
 
     def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
@@ -99,19 +103,17 @@ class DiskStore:
                 yield LoadedBlock(self.tier, payload)
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
-        if self._is_read_only:
-            self.faults.num_unsaved += len(blocks)
-            return 0
-        made_anew = self._made_anew
-        saved = self._save(blocks)
-        if made_anew != self._made_anew:
+        rebuilds, saved = self._num_rebuilds, None
+        if not self._is_read_only:
+            saved = self._save(blocks)
+        if rebuilds != self._num_rebuilds:
             saved = self._save(blocks)
         if saved is None:
             self.faults.num_unsaved += len(blocks)
         return saved or 0
 
     def _save(self, blocks: Sequence[StoredBlock]) -> int | None:
-        """As `save`; None if the folder or its index failed."""
+        """Save blocks; return how many are new, None if the folder or its index failed."""
         with self._guard(), self._writing:
             saved = 0
             self._room = self._max_bytes
@@ -127,7 +129,7 @@ class DiskStore:
                         break
                     saved += 1
                 if index.known(list(self._new)) != self._new:
-                    raise ValueError("it does not find what was just listed")
+                    raise ValueError("it does not find blocks that were just listed")
             return saved
         return None
 
@@ -153,24 +155,26 @@ class DiskStore:
         return False
 
     def _find_room(self, index: DiskIndex, model: int, used: float) -> int | None:
-        """A slot for a block; None if all that is there was used since.
+        """Return a slot for a block; None if all that is there was used since.
 
-        Nor is there one where the index could not be changed: what lies in a slot is overwritten
-        before that, and would be lost for nothing.
+        Nor is there a slot where the index could not be changed: a slot is overwritten before that,
+        and its block would be lost for nothing.
         """
-        own = self._file(self.model)
+        size = self._file(self.model).slot_bytes
         if self._free_space() < _INDEX_ROOM:
             self.faults.note("the disk is full", f"less than {_INDEX_ROOM:,} bytes are free")
             return None
         while True:
             taken = self._taken(index)
-            free = self._free_space() + self._surplus
-            if taken + own.slot_bytes <= self._room and free >= own.slot_bytes + _LEAST_FREE:
+            if (
+                taken + size <= self._room
+                and self._free_space() + self._surplus >= size + _LEAST_FREE
+            ):
                 return index.count(model)
-            found = index.victim(used)
-            if found is None or own.slot_bytes > self._room:
+            victim = index.victim(used)
+            if victim is None or size > self._room:
                 return None
-            block, worth = found
+            block, worth = victim
             index.advance(worth)
             self._new.discard(block.name)
             if block.model == model and taken <= self._room:
@@ -178,29 +182,26 @@ class DiskStore:
             self._take_out(index, block)
 
     def _taken(self, index: DiskIndex) -> int:
-        """Bytes that the blocks of all models take."""
-        self._surplus = 0
-        return sum(self._bytes_of(index, kept) for kept in index.models())
+        """Return the bytes that the blocks of all models take; note files that are longer.
 
-    def _bytes_of(self, index: DiskIndex, model: KeptModel) -> int:
-        """Bytes that a model's blocks take. Raises ValueError if its file has no such slots.
-
-        Opens no file that is as long as it should be: a folder may have hundreds.
+        Opens no file: a folder may have hundreds. Raises ValueError if a file lacks listed slots.
         """
-        count, size = index.count(model.id), slot_bytes(model.record.block_bytes)
-        try:
-            there = slot_path(self.folder, model.record).lstat().st_size
-        except FileNotFoundError:
-            there = 0
-        if count * size > -(-there // size) * size:
-            raise ValueError(f"it tells of {count:,} blocks, and {there // size:,} are there")
-        if there > count * size:  # blocks were taken out, or a process was killed
-            self._surplus += there - count * size
-            self._to_cut.add(model.record)
-        return count * size
+        self._surplus = total = 0
+        for model, record in index.models():
+            count, size = index.count(model), slot_bytes(record.block_bytes)
+            length = 0
+            with suppress(FileNotFoundError):
+                length = slot_path(self.folder, record).lstat().st_size
+            if count * size > -(-length // size) * size:
+                raise ValueError(f"it lists {count:,} blocks, and {length // size:,} are there")
+            if length > count * size:  # blocks were taken out, or a process was killed
+                self._surplus += length - count * size
+                self._to_cut.add(record)
+            total += count * size
+        return total
 
     def _free_space(self) -> int:
-        """Bytes of the disk that are free."""
+        """Return the free bytes of the disk."""
         state = os.statvfs(self.folder)
         return state.f_bavail * state.f_frsize
 
@@ -217,44 +218,40 @@ class DiskStore:
 
     @contextmanager
     def _changing(self) -> Iterator[DiskIndex]:
-        """Open a transaction of the index, after which files are cut to the blocks that it lists.
+        """Open a transaction of the index, and cut files to the listed blocks after it.
 
         Models that have no block left are forgotten, and their files are removed; their
-        descriptions stay. Whoever has such a file open asks if it is in place before it is used.
+        descriptions stay. Other processes check that a file is in place before they use it.
         """
         index = self._open_writer()
         self._to_cut.clear()
         with index.changing():
             yield index
             self._to_cut.update(kept.record for kept in index.models() if index.count(kept.id) == 0)
-        if self._to_cut:
-            with index.changing():  # another process may have saved blocks since
-                self._cut_files(index)
-
-    def _cut_files(self, index: DiskIndex) -> None:
-        """Cut the files that are longer than their blocks; remove those without blocks."""
-        for kept in index.models():
-            if kept.record not in self._to_cut:
-                continue
-            if count := index.count(kept.id):
-                self._file(kept.record).cut(count)
-                continue
-            path = slot_path(self.folder, kept.record)
-            with self._opening:
-                self._files.pop(path, None)
-            path.unlink(missing_ok=True)
-            index.forget_model(kept.id)
+        if not self._to_cut:
+            return
+        with index.changing():  # another process may have saved blocks since
+            for model, record in index.models():
+                if record not in self._to_cut:
+                    continue
+                if count := index.count(model):
+                    self._file(record).cut(count)
+                    continue
+                path = slot_path(self.folder, record)
+                with self._opening:
+                    self._files.pop(path, None)
+                path.unlink(missing_ok=True)
+                index.forget_model(model)
 
     def touch(self, names: Sequence[BlockHash]) -> None:
-        if self._is_read_only:
-            return
-        with self._guard(), self._writing:
-            index = self._open_writer()
-            with index.changing():
-                index.touch(names, slot_bytes(self.model.block_bytes))
+        if not self._is_read_only:
+            with self._guard(), self._writing:
+                index = self._open_writer()
+                with index.changing():
+                    index.touch(names, slot_bytes(self.model.block_bytes))
 
     def remove(self, names: Sequence[BlockHash]) -> int:
-        """Forget blocks; how many there were."""
+        """Forget blocks; return how many there were."""
         removed = 0
         with self._guard(), self._writing, self._changing() as index:
             for name in names:
@@ -264,14 +261,12 @@ class DiskStore:
         return removed
 
     def clear(self) -> bool:
-        """Forget all blocks of the model; False where some may be left."""
-        if self._is_read_only:
-            return False
-        with self._guard(), self._writing:
-            with self._changing() as index:
-                if (model := self._known_id(index)) is not None:
-                    index.drop_blocks(model)
-            return True
+        if not self._is_read_only:
+            with self._guard(), self._writing:
+                with self._changing() as index:
+                    if (model := self._known_id(index)) is not None:
+                        index.drop_blocks(model)
+                return True
         return False
 
     def forget_damaged(self, names: Sequence[BlockHash]) -> None:
@@ -284,7 +279,7 @@ class DiskStore:
         return payload is not None and payload.nbytes == self.model.block_bytes
 
     def _look_again(self, name: BlockHash) -> memoryview | None:
-        """A block that another process may have moved meanwhile; forgotten if it is damaged."""
+        """Read a block that another process may have moved; forget it if it is damaged."""
         if self._is_read_only:
             return None
         with self._writing, self._changing() as index:
@@ -312,7 +307,7 @@ class DiskStore:
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """Note an exception that is raised inside, and end it; make a damaged index anew."""
+        """Note an exception that is raised inside, and end it; rebuild a damaged index."""
         try:
             yield
         except _Closed:
@@ -321,62 +316,59 @@ class DiskStore:
             self.faults.note("a file cannot be used", error)
         except ConfigError as error:
             self.faults.note("the folder cannot be used", error)
-        except Exception as error:  # of any kind: what a damaged index says may be anything
+        except Exception as error:  # whatever a damaged index causes
             if is_passing(error):
                 self.faults.note("the index cannot be used", error)
             else:
                 self.faults.note("the index is damaged", error)
                 if not self._is_read_only:
-                    self._make_anew()
+                    self._rebuild()
 
     def _check_files(self) -> None:
         """Describe the model, and look for files that the index lacks."""
-        if self._is_read_only and not (self.folder / INDEX).exists():
+        if self._lacks_index:
             return
         with self._writing:
             index = self._open_writer()
             with index.changing():
                 if not self._is_read_only:
                     describe_model(self.folder, self.model)
-                    self._require_all_listed(index)
+                    listed = {slot_path(self.folder, kept.record) for kept in index.models()}
+                    for path in slot_files(self.folder) - listed:
+                        if path.lstat().st_size:
+                            raise ValueError(f"it lacks {path.name}")
                 if (model := self._known_id(index)) is not None:
                     self.num_kept = index.count(model)
                     self.block_seconds = index.block_seconds(model)
                 if self.num_kept:
                     SlotFile.prepare_reading()
 
-    def _require_all_listed(self, index: DiskIndex) -> None:
-        """Raise ValueError if a file with records is of no model that the index lists."""
-        listed = {slot_path(self.folder, kept.record) for kept in index.models()}
-        for path in slot_files(self.folder) - listed:
-            if path.lstat().st_size:
-                raise ValueError(f"it lacks {path.name}")
-
     def _open_reader(self) -> DiskIndex:
+        """Return the connection for lookups; the caller holds its lock."""
         self._require_open()
         opened, self._reader = self._reader, None
         self._reader = reopen(self.folder, opened)
         return self._reader.connection
 
     def _open_writer(self) -> DiskIndex:
+        """Return the connection for changes; the caller holds its lock."""
         self._require_open()
         opened, self._writer = self._writer, None
         self._writer = reopen(self.folder, opened)
         return self._writer.connection
 
     def _require_open(self) -> None:
-        """For whoever holds one of the locks, which closing takes both."""
         if self._closed:
             raise _Closed
 
     def _known_id(self, index: DiskIndex) -> int | None:
-        """The model's number; None while it has no blocks."""
+        """Return the model's id; None while it has no blocks."""
         path = slot_path(self.folder, self.model)
-        found = (one.id for one in index.models() if slot_path(self.folder, one.record) == path)
-        return next(found, None)
+        ids = (one.id for one in index.models() if slot_path(self.folder, one.record) == path)
+        return next(ids, None)
 
     def _model_id(self, index: DiskIndex) -> int:
-        """The model's number, which it gets with its first block."""
+        """Return the model's id, which it gets with its first block."""
         if (known := self._known_id(index)) is not None:
             return known
         describe_model(self.folder, self.model)
@@ -391,7 +383,8 @@ class DiskStore:
                 self._files[path] = file
         return file
 
-    def _make_anew(self) -> None:
+    def _rebuild(self) -> None:
+        """Rebuild the index."""
         try:
             with self._reading, self._writing:
                 self._require_open()
@@ -399,10 +392,10 @@ class DiskStore:
                 self._close_indexes()
                 describe_model(self.folder, self.model)
                 rebuild_index(self.folder, broken)
-                self._made_anew += 1
+                self._num_rebuilds += 1
         except _Closed:
             pass
-        except Exception as error:  # of any kind, again
+        except Exception as error:  # whatever a damaged folder causes
             self.faults.note("the index cannot be made anew", error)
 
     def _close_indexes(self) -> None:

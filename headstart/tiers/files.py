@@ -1,34 +1,150 @@
-"""The files of a disk store: one for each model, with its blocks in slots of one size."""
+"""The files of a disk store: blocks of one model in slots of one size, and files opened safely.
 
+Someone who could write to the folder may have put a link in a file's place, so that the store
+overwrites the link's target. A file is accepted only if it is a regular file with one name that
+belongs to this user or to root; anything else with its name is removed before a file is written.
+"""
+
+import ctypes
+import logging
+import mmap
 import os
+import stat
+import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
+from threading import Thread
 
 from headstart.cache import BlockHash
-from headstart.tiers.buffers import ReadBuffers
 from headstart.tiers.records import HEADER_BYTES, RecordHeader, make_header, payload_of, read_header
-from headstart.tiers.safe_files import open_file
 from headstart.tiers.store import StoredBlock
 
-__all__ = ["SlotFile", "slot_bytes"]
+__all__ = [
+    "ReadBuffers",
+    "SlotFile",
+    "is_accepted",
+    "open_file",
+    "read_file",
+    "replace_file",
+    "slot_bytes",
+]
 
+_LOG = logging.getLogger("headstart.tiers")
+_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_ATTEMPTS = 5  # to open a file that other processes remove and create meanwhile
 _ALIGN = 512
 _AT_ONCE = 2 << 20  # bytes that one call reads; checked while they are in the CPU's cache
-_KEPT = 8  # buffers of so many bytes that wait for the next read
+_NUM_BUFFERS = 8  # of so many bytes that wait for the next read
 
-_buffers = ReadBuffers(_AT_ONCE, _KEPT)
+
+def is_accepted(state: os.stat_result) -> bool:
+    """True for a regular file with one name that belongs to this user or to root."""
+    return stat.S_ISREG(state.st_mode) and state.st_nlink <= 1 and state.st_uid in (os.geteuid(), 0)
+
+
+def open_file(path: Path, flags: int, *, create: bool = False) -> int:
+    """Return a descriptor of a file that is accepted.
+
+    create: create the file if it is missing. Anything else that has its name is removed; a link's
+    target stays as it is. Raises OSError; FileNotFoundError if no such file is there.
+    """
+    for _ in range(_ATTEMPTS):
+        with suppress(FileNotFoundError):
+            state = os.lstat(path)
+            if is_accepted(state):
+                fd = os.open(path, flags | _FLAGS)
+                with ExitStack() as closing:
+                    closing.callback(os.close, fd)
+                    if os.path.samestat(os.fstat(fd), state):
+                        closing.pop_all()
+                        return fd
+                continue
+            if create:
+                _LOG.warning("%s is a link or belongs to another user: it is removed", path)
+                path.unlink()
+        if not create:
+            raise FileNotFoundError(f"{path} is missing, or it is a link or another user's file")
+        with suppress(FileExistsError):
+            return os.open(path, flags | _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+    raise OSError(f"{path} is replaced again and again")
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a file that is accepted. Raises OSError."""
+    with open(open_file(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name and rename it. Raises OSError."""
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        partial.unlink(missing_ok=True)
+        with open(open_file(partial, os.O_WRONLY, create=True), "wb") as file:
+            file.write(data)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+class ReadBuffers:
+    """Buffers of one size, each reused once no view of it is left. For any thread.
+
+    The system clears each page of new memory at its first use, which for pages of 4 KiB takes
+    longer than reading a file that it has in memory. most: unused buffers that stay. Fewer bytes
+    than a quarter of a buffer get separate memory, so that a small view retains no large buffer.
+    """
+
+    def __init__(self, nbytes: int, most: int) -> None:
+        self._nbytes = nbytes
+        self._most = most
+        self._free: deque[mmap.mmap] = deque(maxlen=most)
+
+    def fill(self) -> None:
+        """Allocate all buffers, with their pages, before the first one is needed."""
+        while len(self._free) < self._most:
+            memory = self._allocate()
+            pages = (ctypes.c_char * self._nbytes).from_buffer(memory)
+            ctypes.memset(pages, 0, self._nbytes)  # releases the GIL
+            del pages
+            self._free.append(memory)
+
+    def take(self, nbytes: int) -> memoryview:
+        """Return memory for so many bytes, of any content."""
+        if not self._nbytes // 4 <= nbytes <= self._nbytes:
+            return memoryview(bytearray(nbytes))
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = self._allocate()
+        lent = (ctypes.c_char * self._nbytes).from_buffer(memory)  # every view keeps it alive
+        weakref.finalize(lent, self._free.append, memory).atexit = False
+        return memoryview(lent).cast("B")[:nbytes]
+
+    def _allocate(self) -> mmap.mmap:
+        """Return new memory, in huge pages where the system has them."""
+        memory = mmap.mmap(-1, self._nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+
+
+_buffers = ReadBuffers(_AT_ONCE, _NUM_BUFFERS)
 
 
 class SlotFile:
     """Records in slots. May be used by several threads and processes. Raises OSError.
 
-    Somebody else may overwrite a slot that is read: a record says whose it is, and that it is
-    whole. read_only: the file must exist, and is not written.
+    Another process may overwrite a slot while it is read: a record names its block and has
+    checksums. read_only: the file must exist, and is not written.
     """
 
     def __init__(self, path: Path, block_bytes: int, *, read_only: bool = False) -> None:
-        self._fd = -1  # first, for `__del__`: a damaged index may tell no number of bytes
+        self._fd = -1  # first, for `__del__`: a damaged index may give no number of bytes
         self.slot_bytes = slot_bytes(block_bytes)
         self._path = path
         self._fd = open_file(path, os.O_RDONLY if read_only else os.O_RDWR, create=not read_only)
@@ -58,8 +174,9 @@ class SlotFile:
 
     @staticmethod
     def prepare_reading() -> None:
-        """Get the memory for reading ready, so that the first blocks come as soon as others."""
-        _buffers.fill()
+        """Allocate the memory for reading in a thread, so that the first load is no slower."""
+        with suppress(RuntimeError):  # the machine has no more threads
+            Thread(target=_buffers.fill, name="headstart-buffers", daemon=True).start()
 
     def write(self, slot: int, block: StoredBlock) -> None:
         """Write a block's record. Raises OSError if the disk is full."""
@@ -69,7 +186,7 @@ class SlotFile:
             raise OSError(f"only {written:,} bytes of a block were written: the disk is full")
 
     def read(self, blocks: Sequence[tuple[BlockHash, int]]) -> Iterator[memoryview | None]:
-        """The payloads of these (name, slot), in order; None for one that is not whole."""
+        """Yield the payloads of these (name, slot), in order; None for one that is not whole."""
         most = max(1, _AT_ONCE // self.slot_bytes)
         for at in range(0, len(blocks), most):
             some = blocks[at : at + most]
@@ -85,7 +202,7 @@ class SlotFile:
                     yield payload_of(data[start : start + self.slot_bytes], name)
 
     def _pread(self, slot: int, place: memoryview) -> memoryview:
-        """Read slots from this one on; the part of the place that the file had bytes for."""
+        """Read slots from this one on; return the part of the place that the file has bytes for."""
         at = 0
         while at < len(place):
             read = os.preadv(self._fd, [place[at:]], slot * self.slot_bytes + at)
@@ -101,34 +218,27 @@ class SlotFile:
             raise OSError("a block could not be moved: the disk is full")
 
     def cut(self, slots: int) -> None:
-        """Give back what comes after the first slots."""
+        """Cut the file behind the first slots."""
         if os.fstat(self._fd).st_size > slots * self.slot_bytes:
             os.truncate(self._fd, slots * self.slot_bytes)
 
-    def headers(self) -> Iterator[tuple[int, RecordHeader]]:
-        """The slots that begin with a header that is whole; payloads are not read."""
-        for slot in range(self.num_slots):
-            header = self.header(slot)
-            if header is not None:
-                yield slot, header
+    def header(self, slot: int) -> RecordHeader | None:
+        """Return the header that a slot begins with; None if it is damaged or missing."""
+        return read_header(os.pread(self._fd, HEADER_BYTES, slot * self.slot_bytes))
 
     def holds_another(self, slot: int, name: BlockHash) -> bool:
-        """Return True if a slot was overwritten with another block than this, at least in part."""
+        """True if a slot was overwritten with another block than this, at least in part."""
         header = self.header(slot)
         return header is not None and header.name != name
 
-    def header(self, slot: int) -> RecordHeader | None:
-        """The header that a slot begins with; None if it is damaged, or none."""
-        return read_header(os.pread(self._fd, HEADER_BYTES, slot * self.slot_bytes))
-
 
 def slot_bytes(block_bytes: int) -> int:
-    """Bytes of a slot for a block of so many."""
+    """Return the bytes of a slot for a block of so many."""
     return -(-(HEADER_BYTES + block_bytes) // _ALIGN) * _ALIGN
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of the list whose slots follow one another in the file."""
+    """Yield the ranges of the list whose slots follow one another in the file."""
     first = 0
     for at, (left, right) in enumerate(pairwise(slots), start=1):
         if right != left + 1:

@@ -1,4 +1,4 @@
-"""The folder of a disk store: made for its owner alone, and its index opened, or made anew."""
+"""The folder of a disk store: made for its owner alone; its index is opened, or rebuilt."""
 
 import fcntl
 import json
@@ -13,11 +13,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
+from headstart.cache import BlockHash
 from headstart.errors import ConfigError
-from headstart.tiers.files import SlotFile
+from headstart.tiers.files import SlotFile, open_file, read_file, replace_file
 from headstart.tiers.index import DiskIndex, is_passing
 from headstart.tiers.records import RecordHeader
-from headstart.tiers.safe_files import open_file, read_file, replace_file
 from headstart.tiers.store import ModelRecord, StoredBlock
 
 __all__ = [
@@ -37,19 +37,19 @@ __all__ = [
 INDEX = "index.sqlite"
 _LOG = logging.getLogger("headstart.tiers")
 _OURS = re.compile(r"index\.sqlite.*|lock|fingerprints\..*|[0-9a-f]{32}\..*")
-_LARGEST = 1 << 40  # bytes of a block that a description may tell
-_PATIENCE = 5.0  # seconds to wait for another process that makes the index anew
+_LARGEST = 1 << 40  # bytes of a block that a description may name
+_PATIENCE = 5.0  # seconds to wait for another process that rebuilds the index
 
 
 class OpenIndex(NamedTuple):
-    """A connection, and the inode of the file that it is to."""
+    """A connection, and the inode of its file."""
 
     connection: DiskIndex
     inode: int
 
 
 def default_folder() -> Path:
-    """Where blocks are kept unless told otherwise, in the user's cache folder."""
+    """Return the default folder, in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     caches = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     return caches / "headstart" / "prefixes"
@@ -64,7 +64,7 @@ def make_folder(folder: Path) -> bool:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
-        names = [entry.name for entry in os.scandir(folder)]
+        names = os.listdir(folder)
         if names and not any(_OURS.fullmatch(name) for name in names):
             raise ConfigError(
                 f"cache folder {folder} holds other files, such as {sorted(names)[0]}; allowed: "
@@ -84,7 +84,9 @@ def make_folder(folder: Path) -> bool:
             folder.chmod(state.st_mode & 0o700)
         if state.st_mode & 0o022 and names:
             _LOG.warning("%s could be written by other users: it is emptied", folder)
-            _remove_files(folder)
+            for path in folder.iterdir():
+                if _OURS.fullmatch(path.name) and (path.is_symlink() or not path.is_dir()):
+                    path.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"cache folder {folder} cannot be used: {error.strerror}") from error
     if not os.access(folder, os.R_OK | os.X_OK):
@@ -92,36 +94,29 @@ def make_folder(folder: Path) -> bool:
     return is_writable
 
 
-def _remove_files(folder: Path) -> None:
-    """Remove the files of a store. Raises OSError."""
-    for path in folder.iterdir():
-        if _OURS.fullmatch(path.name) and (path.is_symlink() or not path.is_dir()):
-            path.unlink(missing_ok=True)
-
-
-@lru_cache(maxsize=256)  # asked for every model with every block that is saved
+@lru_cache(maxsize=256)  # called for every model with every block that is saved
 def slot_path(folder: Path, record: ModelRecord) -> Path:
-    """The file of a model's blocks; its name follows from all that its slots depend on."""
-    told = f"{record.fingerprint} {record.block_size} {record.block_bytes}"
-    return folder / f"{sha256(told.encode()).hexdigest()[:32]}.kv"
+    """Return the file of a model's blocks; its name covers all that its slots depend on."""
+    key = f"{record.fingerprint} {record.block_size} {record.block_bytes}"
+    return folder / f"{sha256(key.encode()).hexdigest()[:32]}.kv"
 
 
 def slot_files(folder: Path) -> set[Path]:
-    """The files of all models."""
+    """Return the files of all models."""
     return {path for path in folder.glob("*.kv") if _OURS.fullmatch(path.name)}
 
 
 def describe_model(folder: Path, record: ModelRecord) -> None:
-    """Write down what a model's file holds, for `rebuild_index`. Raises OSError."""
+    """Write a description of a model's file, for `rebuild_index`. Raises OSError."""
     path = slot_path(folder, record).with_suffix(".json")
     if _read_description(path) != record:
         replace_file(path, json.dumps(record._asdict()).encode())
 
 
 def reopen(folder: Path, opened: OpenIndex | None) -> OpenIndex:
-    """A connection to the index that is there now. Raises what opening it may raise.
+    """Return a connection to the current index; it only reads in a folder that is read-only.
 
-    In a folder that cannot be written, it only reads.
+    Raises sqlite3.Error, ValueError, ConfigError or OSError.
     """
     inode = _inode(folder)
     if opened is not None:
@@ -143,10 +138,10 @@ def reopen(folder: Path, opened: OpenIndex | None) -> OpenIndex:
 
 
 def rebuild_index(folder: Path, broken: Collection[int]) -> None:
-    """Make a damaged index anew from the records, one process at a time.
+    """Rebuild a damaged index from the records, one process at a time.
 
-    broken: inodes of indexes that are. Another process may have been faster: one that is not
-    among them stays if it is sound. Raises sqlite3.Error or OSError.
+    broken: inodes of damaged indexes. Another process may have been faster: its index stays if it
+    is sound. Raises sqlite3.Error or OSError.
     """
     with _locked(folder):
         if _inode(folder) not in (None, *broken) and _is_sound(folder):
@@ -170,24 +165,23 @@ def rebuild_index(folder: Path, broken: Collection[int]) -> None:
 
 def _add_records(index: DiskIndex, record: ModelRecord, file: SlotFile) -> None:
     """List a model, and the records of its file that are whole by their headers, without gaps."""
-    found: dict[bytes, tuple[int, RecordHeader]] = {
-        header.name: (slot, header)
-        for slot, header in file.headers()
-        if header.length == record.block_bytes
-    }
-    kept = sorted(found.values())
-    gaps = sorted(set(range(len(kept))) - {slot for slot, _ in kept})
+    headers: dict[BlockHash, tuple[int, RecordHeader]] = {}
+    for slot in range(file.num_slots):
+        header = file.header(slot)
+        if header is not None and header.length == record.block_bytes:
+            headers[header.name] = slot, header
+    whole = sorted(headers.values())
+    gaps = sorted(set(range(len(whole))) - {slot for slot, _ in whole})
     for gap in gaps:  # the last one fills the first gap
-        slot, header = kept.pop()
+        slot, header = whole.pop()
         file.move(slot, gap)
-        kept.insert(0, (gap, header))
-    file.cut(len(kept))
-    if not kept:
-        return
-    model = index.add_model(record)
-    for slot, (name, parent, depth, seconds, _, _) in kept:
-        block = StoredBlock(name, parent, depth, seconds, 0.0, b"")
-        index.insert(model, slot, block, index.worth(seconds, file.slot_bytes))
+        whole.insert(0, (gap, header))
+    file.cut(len(whole))
+    if whole:
+        model = index.add_model(record)
+        for slot, (name, parent, depth, seconds, _, _) in whole:
+            block = StoredBlock(name, parent, depth, seconds, 0.0, b"")
+            index.insert(model, slot, block, index.worth(seconds, file.slot_bytes))
 
 
 def _inode(folder: Path) -> int | None:
@@ -202,12 +196,12 @@ def _is_sound(folder: Path) -> bool:
     try:
         with closing(DiskIndex(folder / INDEX)) as index:
             return index.is_sound()
-    except Exception as error:  # of whatever kind: it is made anew
+    except Exception as error:  # whatever a damaged file causes: it is rebuilt
         return is_passing(error)
 
 
 def described_models(folder: Path) -> Iterator[ModelRecord]:
-    """The models whose descriptions can be read."""
+    """Yield the models whose descriptions can be read."""
     for path in sorted(folder.glob("*.json")):
         record = _read_description(path)
         if record is not None and slot_path(folder, record).stem == path.stem:
@@ -217,18 +211,21 @@ def described_models(folder: Path) -> Iterator[ModelRecord]:
 def _read_description(path: Path) -> ModelRecord | None:
     try:
         return parse_description(read_file(path))
-    except Exception:  # of any kind: a damaged file may say anything
+    except Exception:  # whatever a damaged file causes
         return None
 
 
 def parse_description(data: bytes) -> ModelRecord | None:
-    """A model as JSON tells of it; None if it cannot be. Raises what JSON and its values may."""
-    told = json.loads(data)
+    """Return the model that JSON describes; None if it has no valid sizes.
+
+    Raises ValueError, TypeError, KeyError, OverflowError or RecursionError.
+    """
+    fields = json.loads(data)
     record = ModelRecord(
-        str(told["fingerprint"]),
-        str(told["title"]),
-        int(told["block_size"]),
-        int(told["block_bytes"]),
+        str(fields["fingerprint"]),
+        str(fields["title"]),
+        int(fields["block_size"]),
+        int(fields["block_bytes"]),
     )
     fits = record.block_size > 0 and 0 < record.block_bytes < _LARGEST
     return record if fits else None
@@ -238,20 +235,16 @@ def parse_description(data: bytes) -> ModelRecord | None:
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, which ends with the process that has it."""
     fd = open_file(folder / "lock", os.O_RDWR, create=True)
+    until = time.monotonic() + _PATIENCE
     try:
-        until = time.monotonic() + _PATIENCE
-        while not _try_lock(fd):
-            if time.monotonic() > until:
-                raise TimeoutError("another process makes the index anew, and takes long")
-            time.sleep(0.02)
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise TimeoutError("another process rebuilds the index, slowly") from None
+                time.sleep(0.02)
         yield
     finally:
         os.close(fd)
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

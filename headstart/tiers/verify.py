@@ -1,14 +1,15 @@
-"""Reads every record of a cache folder, and reports what is whole and what is not.
+"""The check of a cache folder: every record is read, and what is whole and what is not reported.
 
 Other processes may use the folder meanwhile: a block that does not read as it should is read again
-while nobody may write, since it may have been moved.
+while no process may write, since it may have been moved.
 """
 
 import os
 import sqlite3
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,20 +18,20 @@ from headstart.errors import ConfigError
 from headstart.tiers.disk import DiskStore
 from headstart.tiers.files import SlotFile
 from headstart.tiers.folder import INDEX, described_models, make_folder, rebuild_index, slot_path
-from headstart.tiers.index import DiskIndex, KeptModel, is_passing
+from headstart.tiers.index import DiskIndex, is_passing
 from headstart.tiers.store import ModelRecord
 
 __all__ = ["Counts", "ModelReport", "VerifyReport", "verify"]
 
-_AT_ONCE = 64  # blocks that are read again while nobody may write
+_AT_ONCE = 64  # blocks that are read again while no process may write
 
 
 class Counts(NamedTuple):
     """Blocks by their state.
 
-    damaged: listed, and the record is not that block, whole. lost: listed beyond the file's end.
+    damaged: listed, and the record is not that block. lost: listed beyond the file's end.
     overwritten: listed, and another block is there, since a process ended while it saved.
-    unlisted: whole, and not listed; the next save overwrites it. gaps: slots that nobody lists.
+    unlisted: whole, and not listed; the next save overwrites it. gaps: slots without a block.
     """
 
     whole: int = 0
@@ -73,161 +74,145 @@ def verify(
 ) -> VerifyReport:
     """Read all records of a folder; safe while others use it.
 
-    repair: forget the blocks that are damaged or lost, and make a damaged index anew; the report
-    says what was found before. progress: called with the records read, and all there are. Raises
-    ConfigError if the folder cannot be read, or its index is in use for long.
+    repair: forget the blocks that are damaged or lost, and rebuild a damaged index; the report
+    says what was found before. progress: called with the records read, and the number of all.
+    Raises ConfigError if the folder cannot be read, or its index is in use for long.
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no cache folder {folder}")
     if not make_folder(folder) and repair:
         raise ConfigError(f"cache folder {folder} cannot be written, and so not be repaired")
     try:
-        return _verify(folder, repair, progress or (lambda done, count: None))
+        with _open_index(folder) as index:
+            checks = list(_list_checks(folder, index))
+            count = sum(len(check.steps) for check in checks)
+            done = 0
+            for check in checks:
+                for _ in check.run():
+                    done += 1
+                    if progress is not None:
+                        progress(done, count)
+            is_sound = index is not None or not checks
+        if repair:
+            for check in checks:
+                if check.bad:
+                    with closing(DiskStore(folder, check.record, sys.maxsize)) as store:
+                        store.forget_damaged(check.bad)
+            if not is_sound or any(check.counts["gaps"] for check in checks):
+                path = folder / INDEX
+                rebuild_index(folder, [os.stat(path).st_ino] if path.exists() else [])
     except (OSError, sqlite3.OperationalError) as error:
         raise ConfigError(f"cache folder {folder} cannot be read now: {error}") from error
-
-
-def _verify(folder: Path, repair: bool, progress: Callable[[int, int], None]) -> VerifyReport:
-    with _opened(folder) as index:
-        readers = list(_readers(folder, index))
-        done, count = 0, sum(reader.num_steps for reader in readers)
-        for reader in readers:
-            for _ in reader.steps():
-                done += 1
-                progress(done, count)
-        is_sound = index is not None or not readers
-    if repair:
-        for reader in readers:
-            reader.forget_bad(folder)
-        if not is_sound or any(reader.gaps for reader in readers):
-            path = folder / INDEX
-            rebuild_index(folder, [os.stat(path).st_ino] if path.exists() else [])
-    return VerifyReport(is_sound, [reader.report() for reader in readers])
+    return VerifyReport(is_sound, [check.report() for check in checks])
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[DiskIndex | None]:
-    """The folder's index; None if there is none, or it is damaged. Raises if it is in use."""
-    index: DiskIndex | None = None
-    try:
-        if (folder / INDEX).exists():
-            index = DiskIndex(folder / INDEX, read_only=not os.access(folder, os.W_OK))
-            if not index.is_sound():
-                raise sqlite3.DatabaseError("the index is damaged")
-    except Exception as error:  # of any kind: what a damaged index says may be anything
-        if index is not None:
-            index.close()
-        if is_passing(error):
-            raise
-        index = None
-    try:
+def _open_index(folder: Path) -> Iterator[DiskIndex | None]:
+    """Open the folder's index; None if there is none, or it is damaged. Raises if it is in use."""
+    with ExitStack() as stack:
+        index: DiskIndex | None = None
+        try:
+            if (folder / INDEX).exists():
+                index = DiskIndex(folder / INDEX, read_only=not os.access(folder, os.W_OK))
+                stack.callback(index.close)
+                index = index if index.is_sound() else None
+        except Exception as error:  # whatever a damaged index causes
+            if is_passing(error):
+                raise
+            index = None
         yield index
-    finally:
-        if index is not None:
-            index.close()
 
 
-def _readers(folder: Path, index: DiskIndex | None) -> Iterator["_Reader"]:
-    """A reader for each model that the index lists, or a description tells of."""
+def _list_checks(folder: Path, index: DiskIndex | None) -> Iterator["_Check"]:
+    """Yield a check for each model that the index lists, or a description names."""
     listed = {slot_path(folder, kept.record): kept for kept in index.models()} if index else {}
     described = {slot_path(folder, record): record for record in described_models(folder)}
     described |= {path: kept.record for path, kept in listed.items()}
     for path, record in described.items():
-        if os.path.lexists(path) or path in listed:
-            yield _Reader(path, record, index, listed.get(path))
+        if index is not None and path in listed:
+            yield _Check(path, record, index, listed[path].id)
+        elif os.path.lexists(path):
+            yield _Check(path, record)
 
 
-class _Reader:
-    """Reads the records of one model, those that are listed first."""
+class _Check:
+    """The check of one model's records.
+
+    steps: what is read: the blocks that the index lists, with their slots, then the other slots,
+    without a name. bad: blocks to forget.
+    """
 
     def __init__(
-        self, path: Path, record: ModelRecord, index: DiskIndex | None, kept: KeptModel | None
+        self, path: Path, record: ModelRecord, index: DiskIndex | None = None, model: int = 0
     ) -> None:
-        self._record = record
-        self._index = index if kept is not None else None
-        self._model = kept.id if kept is not None else 0
+        self.record = record
+        self.counts = Counter[str]()
+        self.bad: list[BlockHash] = []
+        self._index, self._model = index, model
+        self._unlisted: list[int] = []
         self._file: SlotFile | None = None
         with suppress(FileNotFoundError):
             self._file = SlotFile(path, record.block_bytes, read_only=True)
-        blocks = self._index.list_blocks(self._model) if self._index is not None else []
+        blocks = index.list_blocks(model) if index is not None else []
+        others = sorted(set(range(self._num_slots)) - {block.slot for block in blocks})
         self._listed = [(block.name, block.slot) for block in blocks]
-        slots = {block.slot for block in blocks}
-        num_slots = self._file.num_slots if self._file is not None else 0
-        self._others = [slot for slot in range(num_slots) if slot not in slots]
-        self._whole = self._damaged = self._lost = self._overwritten = 0
-        self._unlisted: list[int] = []
-        self._bad: list[BlockHash] = []
-        self.gaps = 0
+        self.steps = [*self._listed, *((None, slot) for slot in others)]
 
     @property
-    def num_steps(self) -> int:
-        """Number of records to read."""
-        return len(self._listed) + len(self._others)
+    def _num_slots(self) -> int:
+        return self._file.num_slots if self._file is not None else 0
 
     def report(self) -> ModelReport:
-        """The counts so far."""
-        found = (self._whole, self._damaged, self._lost, len(self._unlisted), self.gaps)
-        return ModelReport(self._record, Counts(*found, self._overwritten))
+        """Return the counts."""
+        return ModelReport(self.record, Counts(**self.counts))
 
-    def steps(self) -> Iterator[None]:
-        """Read one record after the other."""
+    def run(self) -> Iterator[None]:
+        """Read one record after the other; yields after each."""
         doubtful: list[BlockHash] = []
-        for (name, _), payload in zip(self._listed, self._read(self._listed), strict=True):
-            if payload is not None:
-                self._whole += 1
+        for (name, _), is_whole in zip(self._listed, self._read(self._listed), strict=True):
+            if is_whole:
+                self.counts["whole"] += 1
             else:
                 doubtful.append(name)
             yield
-        for slot in self._others:
-            if self._file is not None and self._holds_a_block(self._file, slot):
+        for _, slot in self.steps[len(self._listed) :]:
+            header = self._file.header(slot) if self._file is not None else None
+            if header is not None and next(self._read([(header.name, slot)])):
                 self._unlisted.append(slot)
             yield
         for at in range(0, len(doubtful), _AT_ONCE):
             self._look_again(doubtful[at : at + _AT_ONCE])
-        self._count_gaps()
+        if self._index is not None:
+            with self._index.changing():
+                slots = {block.slot for block in self._index.list_blocks(self._model)}
+                self._unlisted = [
+                    slot for slot in self._unlisted if slot not in slots and slot < self._num_slots
+                ]
+                self.counts["gaps"] = self._index.count(self._model) - len(slots)
+        self.counts["unlisted"] = len(self._unlisted)
 
-    def _read(self, blocks: Sequence[tuple[BlockHash, int]]) -> Iterator[memoryview | None]:
+    def _read(self, blocks: Sequence[tuple[BlockHash, int]]) -> Iterator[bool]:
+        """Yield True for each block whose record is whole."""
         if self._file is None:
-            yield from [None] * len(blocks)
+            yield from [False] * len(blocks)
             return
         for payload in self._file.read(blocks):
-            is_whole = payload is not None and payload.nbytes == self._record.block_bytes
-            yield payload if is_whole else None
-
-    def _holds_a_block(self, file: SlotFile, slot: int) -> bool:
-        header = file.header(slot)
-        return header is not None and next(self._read([(header.name, slot)])) is not None
+            yield payload is not None and payload.nbytes == self.record.block_bytes
 
     def _look_again(self, names: Sequence[BlockHash]) -> None:
-        """Judge blocks that did not read well, while nobody may write."""
+        """Judge blocks that did not read well, while no process may write."""
         assert self._index is not None
         with self._index.changing():
             for name in names:
-                block = self._index.block(name)
-                if block is None:
-                    continue  # it went meanwhile
-                if next(self._read([(name, block.slot)])) is not None:
-                    self._whole += 1
+                if (block := self._index.block(name)) is None:
+                    continue  # it was removed meanwhile
+                if next(self._read([(name, block.slot)])):
+                    self.counts["whole"] += 1
                     continue
-                self._bad.append(name)
-                if self._file is None or block.slot >= self._file.num_slots:
-                    self._lost += 1
+                self.bad.append(name)
+                if self._file is None or block.slot >= self._num_slots:
+                    self.counts["lost"] += 1
                 elif self._file.holds_another(block.slot, name):
-                    self._overwritten += 1
+                    self.counts["overwritten"] += 1
                 else:
-                    self._damaged += 1
-
-    def _count_gaps(self) -> None:
-        if self._index is None:
-            return
-        with self._index.changing():
-            slots = {block.slot for block in self._index.list_blocks(self._model)}
-            num_slots = self._file.num_slots if self._file is not None else 0
-            self._unlisted = [at for at in self._unlisted if at not in slots and at < num_slots]
-            self.gaps = self._index.count(self._model) - len(slots)
-
-    def forget_bad(self, folder: Path) -> None:
-        """Have the store forget what is damaged or lost."""
-        if self._bad:
-            with closing(DiskStore(folder, self._record, sys.maxsize)) as store:
-                store.forget_damaged(self._bad)
+                    self.counts["damaged"] += 1

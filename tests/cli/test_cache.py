@@ -15,7 +15,7 @@ from headstart import SamplingParams
 from headstart.cache import BlockHash
 from headstart.cli.cache import size_of
 from headstart.cli.main import main
-from headstart.tiers import DiskStore, ModelRecord, StoredBlock, transfer
+from headstart.tiers import DiskStore, ModelRecord, StoredBlock, contents
 from headstart.tiers.index import DiskIndex
 from tests.engine.tiny_llm import make_llm, save_smallest
 
@@ -207,7 +207,7 @@ def test_a_file_that_cannot_be_written_is_not_left_behind(
     """It stayed, and the next try said that it exists."""
     name = cache("ls", "tiny-model").output.splitlines()[1].split()[0]
     with monkeypatch.context() as patch:
-        patch.setattr(transfer, "make_header", lambda block: os.write(-1, b""))
+        patch.setattr(contents, "make_header", lambda block: os.write(-1, b""))
         said = cache("export", name, str(tmp_path / "moved"), status=2).stderr
     assert "moved cannot be written: " in said and not (tmp_path / "moved").exists()
     cache("export", name, str(tmp_path / "moved"))

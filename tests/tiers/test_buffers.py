@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.tiers.buffers import ReadBuffers
+from headstart.tiers.files import ReadBuffers
 from tests.tiers.stores import blocks, disk
 
 SIZE = 1 << 13
@@ -37,9 +37,7 @@ def test_buffers_that_were_made_ready_are_used_first() -> None:
     """Their pages are there before the first request of a new process asks for its prefix."""
     buffers = ReadBuffers(SIZE, most=3)
     for _ in range(2):
-        thread = buffers.fill()
-        assert thread is not None
-        thread.join()
+        buffers.fill()
     ready = set(buffers._free)
     assert len(ready) == 3
     views = [buffers.take(SIZE) for _ in range(4)]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from headstart.errors import ConfigError
+from headstart.tiers.files import open_file, replace_file
 from headstart.tiers.folder import INDEX, make_folder, slot_path
-from headstart.tiers.safe_files import open_file, replace_file
 from tests.tiers.stores import MODEL, blocks, disk, held
 
 MINE = b"nothing of a cache" * 1000
@@ -100,7 +100,7 @@ def test_links_are_found_where_the_system_cannot_refuse_them(
     tmp_path: Path, plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows has no O_NOFOLLOW."""
-    monkeypatch.setattr("headstart.tiers.safe_files._FLAGS", 0)
+    monkeypatch.setattr("headstart.tiers.files._FLAGS", 0)
     target, path = tmp_path / "mine", tmp_path / "file"
     target.write_bytes(MINE)
     plant(path, target)

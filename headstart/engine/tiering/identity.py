@@ -22,7 +22,7 @@ from headstart.machine import cpu_flags
 from headstart.models.decoder import DecoderModel
 from headstart.models.files import BUILT_IN, find_folder
 from headstart.tiers import ModelRecord
-from headstart.tiers.safe_files import read_file, replace_file
+from headstart.tiers.files import read_file, replace_file
 from headstart.version import __version__
 from headstart.weights.format import PREQUANTIZED_REVISION, REVISIONS, Embedding, Linear
 

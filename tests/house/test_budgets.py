@@ -9,7 +9,7 @@ from tests.house.source import ROOT, FunctionNode, Module, read_modules
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8  # outside the public API, which spells out what users may pass
-MAX_CONFIG_FIELDS = 64
+MAX_OPTION_FIELDS = 80  # of all dataclasses of options
 MAX_COMPILED_LINES = 6_000  # of C++, all files together
 
 # Modules of the public API: their functions take as many parameters as users need.
@@ -42,11 +42,13 @@ def count_parameters(function: FunctionNode) -> int:
 
 
 def count_fields(module: Module) -> int:
-    """Fields of the dataclasses named *Config."""
+    """Count the fields of the dataclasses named *Config and *Options."""
     return sum(
         isinstance(statement, ast.AnnAssign) and "ClassVar" not in ast.unparse(statement.annotation)
         for node in ast.walk(module.tree)
-        if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
+        if isinstance(node, ast.ClassDef)
+        and node.name.endswith(("Config", "Options"))
+        and any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
         for statement in node.body
     )
 
@@ -76,7 +78,7 @@ def test_a_file_of_tests_is_within_its_lines(name: str) -> None:
 
 def test_configuration_is_within_its_budget() -> None:
     fields = {name: count_fields(module) for name, module in MODULES.items()}
-    assert sum(fields.values()) <= MAX_CONFIG_FIELDS, fields
+    assert sum(fields.values()) <= MAX_OPTION_FIELDS, fields
 
 
 @pytest.mark.parametrize(

@@ -160,10 +160,6 @@ class EngineCore:
         """Whether a step would do something."""
         return bool(self._groups)
 
-    def is_unfinished(self, request_id: str) -> bool:
-        """Whether this request was queued, and has not ended."""
-        return request_id in self._groups
-
     @property
     def num_preemptions(self) -> int:
         """How often a running request had to give up its blocks."""

@@ -106,10 +106,7 @@ class TenantQueue(ThreadPoolExecutor):
         while (taken := self._take()) is not None:
             tenant, job = taken
             job.run()
-            del (
-                job,
-                taken,
-            )  # they hold the arguments until the next job comes
+            del job, taken  # they hold the arguments until the next job comes
             with self._changed:
                 self._running[tenant] -= 1
                 self._running += Counter()  # drops tenants without any

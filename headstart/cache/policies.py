@@ -165,7 +165,7 @@ class Marks:
         return self._minutes.get(block)
 
     def is_over(self, minute: int) -> bool:
-        """Whether this minute has ended."""
+        """Return True if this minute has ended."""
         return minute * MINUTE <= self._clock()
 
     def drop(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -337,7 +337,7 @@ class Lru:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class EmptyFirstLru(Lru):
-    """As `Lru`, but a block without reusable content is always taken before a cached one.
+    """Lru in which a block without reusable content is always taken before a cached one.
 
     The queue is empty blocks, then cached ones by recency; O(1) a block. A request's empty
     blocks go to the head in prefix order, so that the next request's blocks lie side by side

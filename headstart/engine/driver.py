@@ -116,7 +116,7 @@ class Driver(Protocol):
         ...
 
     async def call_async(self, function: Callable[[], Answer]) -> Answer:
-        """As `call`, without blocking the event loop."""
+        """Do what `call` does, without blocking the event loop."""
         ...
 
     def close(self) -> None:
@@ -285,7 +285,7 @@ class LocalDriver:
         return answer[0]
 
     async def call_async(self, function: Callable[[], Answer]) -> Answer:
-        """As `call`, for a task of the event loop that runs; no thread waits meanwhile."""
+        """Do what `call` does in a task of the running event loop; no thread waits meanwhile."""
         answer: Future[Answer] = Future()
 
         def run() -> None:

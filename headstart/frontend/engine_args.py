@@ -162,7 +162,7 @@ class EngineArgs:
 
 
 class AsyncEngineArgs(EngineArgs):
-    """The same for `AsyncLLM.from_engine_args`."""
+    """Arguments of `AsyncLLM.from_engine_args`."""
 
     @classmethod
     def add_cli_args(cls, parser: ArgumentParser, async_args_only: bool = False) -> ArgumentParser:

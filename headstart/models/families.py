@@ -68,7 +68,7 @@ class DecoderShape:
     epsilon: float
     activation: Activation
     scaling: float
-    """What the scores q·k are multiplied by."""
+    """Factor of the scores q·k."""
     tied: bool
     """The LM head is the embedding's weight."""
     qkv_bias: bool = False

@@ -366,7 +366,7 @@ def has_store(config: EngineConfig) -> bool:
 
 
 def without_store(config: EngineConfig) -> EngineConfig:
-    """The same options for a stage whose blocks end with the process."""
+    """Return these options for a stage whose blocks end with the process."""
     return replace(config, cache_dir=None, remote_cache=None)
 
 

@@ -177,7 +177,7 @@ class Service(BaseService):
         return tuple(adapter.name for adapter in self.llm.adapters)
 
     def salt(self, request: Request, asked: str | None) -> str | None:
-        """As `BaseService.salt`; the pool learns what the tenant's share is."""
+        """Return the salt of a tenant, and set the tenant's share of the pool."""
         tenant = tenant_of(request)
         if tenant.salt is not None:
             self.llm.set_share(tenant.salt, tenant.weight)

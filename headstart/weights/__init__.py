@@ -1,1 +1,1 @@
-"""How matrices are stored, read from files and multiplied."""
+"""Storage of matrices: formats, reading from files, products."""

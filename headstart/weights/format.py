@@ -1,4 +1,4 @@
-"""How a matrix is stored, and the modules that multiply by it or read its rows.
+"""Formats in which a matrix is stored, and modules that multiply by it or read its rows.
 
 A `WeightFormat` is a value: a matrix in one layout, with the bias of its layer. `Linear` and
 `Embedding` work over any of them, and may share one. A new format is one subclass, and one entry

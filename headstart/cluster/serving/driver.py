@@ -59,7 +59,7 @@ Answer = TypeVar("Answer")
 
 
 class ReplicaDriver:
-    """What `AsyncLLM` asks of a `LocalDriver`. Every method may be called from any thread."""
+    """The driver of `AsyncLLM`. Every method may be called from any thread."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ COMPUTE_WEIGHT = 4.0
 DECODE_TOKENS = 512
 """Tokens to compute that a request which decodes counts for."""
 SLACK, SLACK_SECONDS = 0.05, 0.01
-"""Ratio to the least rate up to which a rate counts as equal."""
+"""A cost counts as equal to the least one if it is larger by no more than this share and time."""
 LOAD_RATE = 100_000.0
 """Tokens a second that come back from a slower tier: 13 GB/s for 128 KB a token."""
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from headstart.frontend.engine_args import AsyncEngineArgs, EngineArgs
     from headstart.frontend.llm import LLM
     from headstart.frontend.llm_engine import LLMEngine
-    from headstart.frontend.prompt_types import PromptType, TextPrompt, TokensPrompt
+    from headstart.frontend.vllm_types import PromptType, TextPrompt, TokensPrompt
     from headstart.omni.omni import AsyncOmni, Omni
     from headstart.omni.params import OmniOutput, OmniParams
 
@@ -93,9 +93,9 @@ _HOMES = {
     "SamplingParams": "headstart.engine.params",
     "StructuredOutputsParams": "headstart.engine.structured_outputs",
     "LoRARequest": "headstart.engine.adapters.request",
-    "PromptType": "headstart.frontend.prompt_types",
-    "TextPrompt": "headstart.frontend.prompt_types",
-    "TokensPrompt": "headstart.frontend.prompt_types",
+    "PromptType": "headstart.frontend.vllm_types",
+    "TextPrompt": "headstart.frontend.vllm_types",
+    "TokensPrompt": "headstart.frontend.vllm_types",
     "EngineArgs": "headstart.frontend.engine_args",
     "AsyncEngineArgs": "headstart.frontend.engine_args",
     "RequestOutput": "headstart.engine.outputs",

@@ -98,7 +98,7 @@ class Questions:
             return  # a token has a byte at least
         with hiding_typed(), waiting(describe_wait("counting the tokens of the prompt")):
             # Reading a tokenizer takes a second of imports, which the model needs in any case.
-            max_length = load_module("headstart.frontend.text.codec")
+            max_length = load_module("headstart.frontend.text")
             max_length.check_text_fits(folder, longest, limit)
 
     def check(self, answers: Sequence[RequestOutput]) -> None:
@@ -158,7 +158,7 @@ def _read_schema(path: Path) -> StructuredOutputsParams:
         form = StructuredOutputsParams(json=text, disable_any_whitespace=True)
         with hiding_typed(), waiting(describe_wait(f"compiling the schema in {path}")):
             # The compiler brings torch with it, which the model needs in any case.
-            load_module("headstart.frontend.structured.grammar").check_form(form.form)
+            load_module("headstart.frontend.grammar").check_form(form.form)
     except RequestError as error:
         text = str(error).replace("structured_outputs.json", str(path))
         raise RequestError(f"--json: {text}") from error

@@ -21,7 +21,7 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.tenant_queue import TenantQueue
 from headstart.engine.threads import count_cores
 from headstart.errors import EngineError
-from headstart.frontend.chat.template import TemplateOptions
+from headstart.frontend.chat.messages import TemplateOptions
 from headstart.frontend.facade import Facade
 from headstart.frontend.streams import AsyncRequestStream
 from headstart.validation import check_absent, check_flag
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
     from headstart.frontend.chat.requests import ChatRequests, Conversation
+    from headstart.frontend.facade import Started
     from headstart.frontend.frontend import Frontend
     from headstart.frontend.inputs import Prompt
-    from headstart.frontend.start import Started
 
 Answer = TypeVar("Answer")
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from headstart.engine.adapters.request import LoRARequest, choose_adapters
+from headstart.engine.config import make_config
 from headstart.engine.metrics import Metric, read_metrics
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, RequestError
 from headstart.frontend.engine_args import EngineArgs
-from headstart.frontend.start import Started, start_engine
-from headstart.frontend.vllm_views import ConfigParts, VllmView, read_config
+from headstart.frontend.vllm_compat import read_options
+from headstart.frontend.vllm_types import ConfigParts, VllmView, read_config
+from headstart.imports import load_module
+from headstart.models.prefetch import read_ahead
 from headstart.validation import check_absent, check_flag
 
-# These bring torch, which waits until the model's name is checked: see `start_engine`.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -30,7 +32,51 @@ if TYPE_CHECKING:
     from headstart.frontend.chat.requests import ChatRequests
     from headstart.frontend.frontend import Frontend
 
-__all__ = ["Facade", "SyncFacade"]
+__all__ = ["Facade", "Started", "SyncFacade", "start_engine"]
+
+
+class Started(NamedTuple):
+    """A frontend, its chats, the driver of the engine, and the engine itself.
+
+    sampling: for calls that bring no parameters.
+    """
+
+    frontend: Frontend
+    chats: ChatRequests
+    driver: LocalDriver
+    sampling: SamplingParams
+    engine: EngineCore
+
+
+def start_engine(
+    model: str | Path, options: dict[str, Any], *, is_observed: bool = False
+) -> Started:
+    """An engine for a model by path or hub name; `options` are those of `LLM(...)`.
+
+    Wrong options and files are told before torch is imported, which takes seconds, and memory for
+    the weights is got meanwhile. is_observed: see `make_parts`.
+    Raises ConfigError, ModelError or OutOfMemoryError.
+    """
+    read = read_options(model, options)
+    config = make_config(read.config)
+    memory = read_ahead(model, config.dtype, config.device, config.weights)
+    loading = load_module("headstart.engine.loading")
+    engine, tokenizer = loading.load_engine(
+        model,
+        tokenizer_folder=read.tokenizer,
+        ready_memory=memory,
+        is_observed=is_observed,
+        **read.config,
+    )
+    frontend = load_module("headstart.frontend.frontend").make_frontend(engine, tokenizer)
+    chats = load_module("headstart.frontend.chat.requests").ChatRequests(
+        frontend, read.chat_template
+    )
+    driver = load_module("headstart.engine.driver").LocalDriver(engine)
+    return Started(frontend, chats, driver, read.sampling, engine)
+
+
+# These bring torch, which waits until the model's name is checked: see `start_engine`.
 
 
 class Facade(ConfigParts, ABC):

@@ -16,10 +16,9 @@ from headstart.cache import MultiModalItem
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt
 from headstart.errors import RequestError
-from headstart.frontend.images.prompt import ImagePrompts
-from headstart.frontend.images.reading import NOBODY, Tenant
-from headstart.frontend.prompt_types import PromptType
-from headstart.frontend.text.codec import TextLimit, encode_text, too_many_tokens
+from headstart.frontend.images.prompt import NOBODY, ImagePrompts, Tenant
+from headstart.frontend.text import TextLimit, encode_text, too_many_tokens
+from headstart.frontend.vllm_types import PromptType
 from headstart.validation import Number, check_absent, check_name, describe
 
 if TYPE_CHECKING:

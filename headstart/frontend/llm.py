@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex, cast
 from headstart.engine.adapters.request import LoRARequest
 from headstart.engine.params import SamplingParams
 from headstart.frontend.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
-from headstart.frontend.chat.template import TemplateOptions
+from headstart.frontend.chat.messages import TemplateOptions
 from headstart.frontend.facade import SyncFacade
 from headstart.frontend.streams import RequestStream, run_all
 from headstart.imports import load_module
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
     from headstart.frontend.chat.requests import Conversation
+    from headstart.frontend.facade import Started
     from headstart.frontend.inputs import Prompt
-    from headstart.frontend.start import Started
 
 
 class LLM(SyncFacade):

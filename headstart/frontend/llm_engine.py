@@ -18,8 +18,8 @@ from headstart.validation import check_absent
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
+    from headstart.frontend.facade import Started
     from headstart.frontend.inputs import Prompt
-    from headstart.frontend.start import Started
 
 __all__ = ["LLMEngine"]
 

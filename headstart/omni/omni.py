@@ -22,7 +22,7 @@ from headstart.engine.prompt import PreparedPrompt
 from headstart.errors import ConfigError, EngineError, RequestError, UnsupportedModelError
 from headstart.frontend.inputs import InputProcessor
 from headstart.frontend.streams import AsyncOutputStream, OutputStream, run_all
-from headstart.frontend.text.codec import TextLimit
+from headstart.frontend.text import TextLimit
 from headstart.models.files import OMNI_TYPES, find_folder, read_json
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.graph import Factory, check_graph, check_options, read_graph

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headstart.errors import RequestError
-from headstart.frontend.text.codec import encode_text
+from headstart.frontend.text import encode_text
 from headstart.server.bodies import Body, Flag, Many, Whole
 from headstart.server.chats import ChatCall, prepare_chat
 from headstart.server.errors import ApiError, JsonResponse

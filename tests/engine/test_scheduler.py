@@ -16,7 +16,7 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.sampling import SampledToken, SamplingState
 from headstart.engine.scheduler import LOOKAHEAD, Scheduler
-from headstart.frontend.text.output import Detokenizer, OutputText
+from headstart.frontend.text import Detokenizer, OutputText
 
 BLOCK = 4
 

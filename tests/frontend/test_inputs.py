@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headstart import LLM, LoRARequest, SamplingParams
 from headstart.engine.adapters.request import choose_adapters
 from headstart.errors import AdapterError, ConfigError, HeadstartError, RequestError
-from headstart.frontend.text.codec import TextLimit
+from headstart.frontend.text import TextLimit
 from headstart.validation import describe
 from tests.tiny_models import save_tiny
 from tests.tiny_tokenizers import TINY_TOKENIZERS

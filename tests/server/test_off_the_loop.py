@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from headstart.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
-from headstart.frontend.structured.grammar import GrammarCompiler
+from headstart.frontend.grammar import GrammarCompiler
 from headstart.server import chats, endpoints
 from headstart.server.answers.parser import AnswerParser
 from headstart.server.anthropic import messages as messages_api

@@ -22,7 +22,7 @@ from headstart.engine.params import RequestOutputKind, SamplingParams
 from headstart.engine.prompt import PreparedPrompt
 from headstart.errors import EngineError
 from headstart.frontend.async_llm import AsyncLLM
-from headstart.frontend.start import start_engine
+from headstart.frontend.facade import start_engine
 
 if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup

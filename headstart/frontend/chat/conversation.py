@@ -1,15 +1,16 @@
-"""Chats: from messages to the token ids of a prompt that begins with what the model already saw.
+"""Chats: from messages to the token ids of a prompt that begins with the tokens of earlier turns.
 
-A reply comes back in the next turn as text. Tokenised anew it often gives other ids than the
-model sampled (it may spell "the" as "t" + "he"), and from there on nothing hits. So the ids are
-kept under the text that they spell, and a prompt that begins with such a text begins with its
-ids. Only what follows is tokenised.
-"""
+A reply comes back in the next turn as text. Tokenized anew it often has other ids than the model
+sampled ("the" may be "t" + "he"), and from there on nothing hits. So the ids are stored under the
+text that they spell, and a prompt that begins with such a text begins with its ids. Only the rest
+is tokenized."""
 
 from __future__ import annotations
 
+import hashlib
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,22 +19,180 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jinja2 import TemplateError
 
 from headstart.cache import Namespace
-from headstart.errors import RequestError
+from headstart.errors import ConfigError, RequestError
 from headstart.frontend.chat.messages import (
     Message,
     RawArguments,
+    TemplateOptions,
     TemplateOrder,
     check_text_content,
     read_conversation,
     text_parts,
 )
-from headstart.frontend.chat.template import TemplateOptions
-from headstart.frontend.text.codec import Spelling, TextLimit
-from headstart.frontend.text.index import TextIndex
+from headstart.frontend.text import Spelling, TextLimit
 from headstart.validation import check_utf8, shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+__all__ = ["ENTRY_BYTES", "TextIndex"]
+
+
+ENTRY_BYTES = 768
+"""What a text costs beside its token ids: its digest, its places in four tables, and the head of
+an array."""
+
+
+class _Known(NamedTuple):
+    """The first `num_tokens` of `token_ids`; several texts of one turn share the same array."""
+
+    num_bytes: int
+    token_ids: array[int]
+    num_tokens: int
+
+
+class TextIndex:
+    """At most `max_texts` texts, which with their token ids take at most `max_bytes`.
+
+    Not thread-safe. Raises ConfigError for a bound below 1.
+    """
+
+    def __init__(self, max_texts: int, max_bytes: int) -> None:
+        for name, value in (("max_texts", max_texts), ("max_bytes", max_bytes)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; allowed: at least 1")
+        self._max_texts = max_texts
+        self._max_bytes = max_bytes
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()  # least recently used first
+        self._changing = False
+        self._derive()
+
+    def _derive(self) -> None:
+        """Work out the fields that follow from what is known."""
+        self._num_bytes = 0
+        self._counts: Counter[int] = Counter()  # texts of each length
+        self._lengths: list[int] = []
+        self._users: Counter[int] = Counter()  # texts of each array, by its id
+        for known in self._known.values():
+            self._count(known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all token ids, each array counted once, and `ENTRY_BYTES` a text."""
+        self._repair()
+        return self._num_bytes
+
+    def add(self, text: str, token_ids: array[int], count: int, namespace: Namespace) -> None:
+        """Keep the first `count` ids as those of `text`, in place of any earlier ones.
+
+        One whose ids alone take more than `max_bytes` is not kept.
+        """
+        self._repair()
+        if _size(token_ids) + ENTRY_BYTES > self._max_bytes:
+            return
+        data = _encode(text)
+        hasher = _hasher(namespace)
+        hasher.update(data)
+        key = hasher.digest()
+        self._changing = True
+        if key in self._known:
+            self._forget(key)
+        known = self._known[key] = _Known(len(data), token_ids, count)
+        self._count(known)
+        self._make_room()
+        self._changing = False
+
+    def _make_room(self) -> None:
+        while len(self._known) > self._max_texts or self._num_bytes > self._max_bytes:
+            self._forget(next(iter(self._known)))
+
+    def _repair(self) -> None:
+        if self._changing:
+            self._derive()
+            self._make_room()
+            self._changing = False
+
+    def _count(self, known: _Known) -> None:
+        self._counts[known.num_bytes] += 1
+        if self._counts[known.num_bytes] == 1:
+            insort(self._lengths, known.num_bytes)
+        self._users[id(known.token_ids)] += 1
+        if self._users[id(known.token_ids)] == 1:
+            self._num_bytes += _size(known.token_ids)
+        self._num_bytes += ENTRY_BYTES
+
+    def _forget(self, key: bytes) -> None:
+        known = self._known.pop(key)
+        self._counts[known.num_bytes] -= 1
+        if not self._counts[known.num_bytes]:
+            del self._counts[known.num_bytes]
+            del self._lengths[bisect_left(self._lengths, known.num_bytes)]
+        self._users[id(known.token_ids)] -= 1
+        if not self._users[id(known.token_ids)]:
+            del self._users[id(known.token_ids)]
+            self._num_bytes -= _size(known.token_ids)
+        self._num_bytes -= ENTRY_BYTES
+
+    def clear(self) -> None:
+        """Forget every text."""
+        self._changing = True
+        self._known.clear()
+        self._repair()
+
+    def longest(self, text: str, namespace: Namespace) -> tuple[list[int], str]:
+        """The ids of the longest known beginning of `text`, and the text after it."""
+        self._repair()
+        data = _encode(text)
+        hasher = _hasher(namespace)
+        done = 0
+        found: bytes | None = None
+        for length in self._lengths[: bisect_right(self._lengths, len(data))]:
+            hasher.update(data[done:length])
+            done = length
+            key = hasher.digest()
+            if key in self._known:
+                found = key
+        if found is None:
+            return [], text
+        self._known.move_to_end(found)
+        known = self._known[found]
+        return known.token_ids[: known.num_tokens].tolist(), _decode(data[known.num_bytes :])
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        self._repair()
+        arrays = {id(known.token_ids): known.token_ids for known in self._known.values()}
+        size = sum(map(_size, arrays.values())) + ENTRY_BYTES * len(self._known)
+        assert self._num_bytes == size <= self._max_bytes, "the bytes are counted wrong"
+        assert len(self._known) <= self._max_texts
+        lengths = Counter(known.num_bytes for known in self._known.values())
+        assert self._counts == lengths and self._lengths == sorted(lengths)
+
+
+def _encode(text: str) -> bytes:
+    """A text in UTF-8; half a character, which a model may have written, in three bytes."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _decode(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def _size(token_ids: array[int]) -> int:
+    return len(token_ids) * token_ids.itemsize
+
+
+def _hasher(namespace: Namespace) -> hashlib.blake2b:
+    """Adapter and salt stand in fields of their own lengths, so that no two run together."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for field in namespace:
+        name = b"" if field is None else _encode(field)
+        hasher.update((field is not None).to_bytes() + len(name).to_bytes(8) + name)
+    return hasher
+
 
 MAX_TEXTS = 4096
 MAX_BYTES = 64 * 2**20

@@ -14,11 +14,10 @@ from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.request import RequestGroup
 from headstart.errors import RequestError
 from headstart.frontend.chat.conversation import ChatPrompt, ConversationMemory, Turn
-from headstart.frontend.chat.messages import Message
-from headstart.frontend.chat.template import TemplateOptions
+from headstart.frontend.chat.messages import Message, TemplateOptions
 from headstart.frontend.frontend import Frontend
 from headstart.frontend.images.chat import ImageChat, ImageSpelling
-from headstart.frontend.images.reading import Tenant
+from headstart.frontend.images.prompt import Tenant
 from headstart.frontend.inputs import RequestOptions, check_request
 from headstart.validation import describe
 

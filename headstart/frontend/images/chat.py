@@ -21,16 +21,21 @@ from headstart.engine.prompt import PreparedPrompt
 from headstart.errors import RequestError
 from headstart.frontend.chat.conversation import ChatPrompt, ConversationMemory
 from headstart.frontend.chat.messages import (
+    TemplateOptions,
     describe_content,
     kind_of_part,
     read_conversation,
     text_parts,
 )
-from headstart.frontend.chat.template import TemplateOptions
 from headstart.frontend.images.decoding import is_data_url
-from headstart.frontend.images.prompt import IMAGE_MARK, ImagePrompts
-from headstart.frontend.images.reading import ImageSource, LoadedImage, Tenant
-from headstart.frontend.text.codec import Spelling
+from headstart.frontend.images.prompt import (
+    IMAGE_MARK,
+    ImagePrompts,
+    ImageSource,
+    LoadedImage,
+    Tenant,
+)
+from headstart.frontend.text import Spelling
 from headstart.validation import check_utf8, describe, shorten
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageChops, ImageFilter
 
 from headstart.engine.images.encoder_cache import EncoderKey
-from headstart.frontend.images.reading import LoadedImage
+from headstart.frontend.images.prompt import LoadedImage
 
 __all__ = ["SimilarImages", "are_same", "distance", "thumbnail_of"]
 

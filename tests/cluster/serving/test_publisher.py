@@ -18,7 +18,7 @@ from headstart.cluster.index import prefix_keys
 from headstart.cluster.serving import publisher as publishing
 from headstart.cluster.serving.messages import Report
 from headstart.cluster.serving.publisher import CachePublisher
-from headstart.frontend.start import start_engine
+from headstart.frontend.facade import start_engine
 
 MODEL = "headstart-tiny"
 PROMPTS = [f"Row {row}. " + "Anna is 31. Ben is 45. " * 6 for row in range(6)]

@@ -16,7 +16,7 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.sampling import SampledToken, SamplingState
 from headstart.engine.scheduler import Scheduler
-from headstart.frontend.text.output import Detokenizer, OutputText
+from headstart.frontend.text import Detokenizer, OutputText
 
 BLOCK, BLOCKS, TOKENS, RUNNING = 16, 400, 128, 16
 STEP = 20.0  # what a step costs besides its tokens

@@ -13,7 +13,7 @@ from headstart.engine.logits.protocol import LogitsProcessor, change_logits
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.sampling import SampledToken, Sampler, SamplingState
 from headstart.errors import EngineError, NoTokenError, RequestError
-from headstart.frontend.processors import ProcessorFactory
+from headstart.frontend.frontend import ProcessorFactory
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
 TOKENIZER = TINY_TOKENIZERS["byte_level"]()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headstart.frontend.chat.conversation import ConversationMemory
-from headstart.frontend.chat.template import TemplateOptions
+from headstart.frontend.chat.messages import TemplateOptions
 from tests.tiny_tokenizers import CHATML, TINY_TOKENIZERS
 
 TURN = "{{- '<' + m.role + '>' + m.content + '</>' -}}"

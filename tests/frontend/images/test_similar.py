@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from headstart import LLM, RequestOutput, SamplingParams
 from headstart.engine.images.encoder_cache import EncoderKey
-from headstart.frontend.images.reading import LoadedImage
+from headstart.frontend.images.prompt import LoadedImage
 from headstart.frontend.images.similar import ENTRY_BYTES, SimilarImages, thumbnail_of
 from headstart.models.image_encoder import ProcessedImage
 from tests.tiny_vision import make_image, save_tiny_vision

@@ -7,7 +7,7 @@ import pytest
 from headstart import StructuredOutputsParams
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.errors import RequestError
-from headstart.frontend.structured.grammar import GrammarCompiler, check_form
+from headstart.frontend.grammar import GrammarCompiler, check_form
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
 TOKENIZER = TINY_TOKENIZERS["byte_level"]()

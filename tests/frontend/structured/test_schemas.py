@@ -10,7 +10,7 @@ import pytest
 
 from headstart import RequestError, StructuredOutputsParams
 from headstart.engine.structured_outputs import FORMATS
-from headstart.frontend.structured.grammar import check_form
+from headstart.frontend.grammar import check_form
 
 llguidance = pytest.importorskip("llguidance")
 

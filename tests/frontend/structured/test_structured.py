@@ -14,8 +14,8 @@ from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.engine.outputs import CompletionOutput
 from headstart.engine.structured_outputs import Form
 from headstart.errors import RequestError
-from headstart.frontend.structured import grammar
-from headstart.frontend.structured.grammar import GrammarCompiler
+from headstart.frontend import grammar
+from headstart.frontend.grammar import GrammarCompiler
 from tests.forked import run_program
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
@@ -161,7 +161,7 @@ import json, sys
 from contextlib import suppress
 from headstart import StructuredOutputsParams
 from headstart.engine.logits.vocabulary import Vocabulary
-from headstart.frontend.structured.grammar import GrammarCompiler
+from headstart.frontend.grammar import GrammarCompiler
 from headstart.errors import RequestError
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 tokenizer = TINY_TOKENIZERS["byte_level"]()

@@ -9,7 +9,7 @@ import pytest
 from headstart import LLM, SamplingParams, StructuredOutputsParams
 from headstart.engine.logits.vocabulary import Vocabulary
 from headstart.errors import RequestError
-from headstart.frontend.structured.grammar import GrammarCompiler
+from headstart.frontend.grammar import GrammarCompiler
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
 TOKENIZER = TINY_TOKENIZERS["byte_level"]()

@@ -13,7 +13,7 @@ import pytest
 
 from headstart import AsyncLLM, EngineError, SamplingParams, StructuredOutputsParams
 from headstart.frontend import async_llm
-from headstart.frontend.structured.grammar import GrammarCompiler
+from headstart.frontend.grammar import GrammarCompiler
 from tests.engine.tiny_llm import save_smallest
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 

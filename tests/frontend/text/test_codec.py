@@ -4,8 +4,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from headstart.errors import RequestError
-from headstart.frontend.text import codec
-from headstart.frontend.text.codec import encode_text
+from headstart.frontend import text as codec
+from headstart.frontend.text import encode_text
 from headstart.models.auto_tokenizer import plain_backend
 from headstart.models.tokenizer import load_tokenizer
 from tests.tiny_tokenizers import END_OF_TURN, TINY_TOKENIZERS

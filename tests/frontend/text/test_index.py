@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.cache import Namespace
+from headstart.frontend.chat.conversation import ENTRY_BYTES, TextIndex
 from headstart.frontend.text import index as text_index
-from headstart.frontend.text.index import ENTRY_BYTES, TextIndex
 from tests.interruptions import Interrupted, Interruption
 
 NAMESPACES = st.builds(Namespace, st.none(), st.sampled_from([None, "a"]))

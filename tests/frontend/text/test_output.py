@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from headstart import SamplingParams
-from headstart.frontend.text.output import Detokenizer, OutputText, TokenTexts
+from headstart.frontend.text import Detokenizer, OutputText, TokenTexts
 from tests.tiny_tokenizers import DECODED_TOKENIZERS, END_OF_TURN, TINY_TOKENIZERS, byte_tokens
 
 TOKENIZERS = {name: make() for name, make in DECODED_TOKENIZERS.items()}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, TypedDict
 
 from headstart.errors import RequestError
 from headstart.imports import load_module
@@ -16,7 +17,33 @@ if TYPE_CHECKING:
 
     from headstart.engine.engine import EngineCore
 
-__all__ = ["ConfigParts", "VllmView", "read_config"]
+__all__ = ["ConfigParts", "PromptType", "TextPrompt", "TokensPrompt", "VllmView", "read_config"]
+
+
+class _PromptOptions(TypedDict):
+    """multi_modal_data: `{"image": one or a list}`. multi_modal_uuids: names of those images.
+    cache_salt: prompts of different salts share no K/V."""
+
+    multi_modal_data: NotRequired[Mapping[str, Any] | None]
+    multi_modal_uuids: NotRequired[Mapping[str, Any] | None]
+    cache_salt: NotRequired[str | None]
+
+
+class TextPrompt(_PromptOptions):
+    """A text."""
+
+    prompt: str
+
+
+class TokensPrompt(_PromptOptions):
+    """Token ids, and the text that they came from."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str | None]
+
+
+PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
+"""What `LLM.generate` takes one or many of."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Answers in a given form: JSON schemas, regular expressions, choices, grammars."""

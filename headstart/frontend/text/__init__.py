@@ -1,1 +1,0 @@
-"""Texts and token ids: encoding, decoding, and where an answer ends."""

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from headstart.cache import BlockHash, BlockNames, TokenSequence
+from headstart.cache import BlockHash, BlockHasher, TokenSequence
 from headstart.cluster import EventBatch, ReplicaIndex, Router, make_policy
 from headstart.cluster.events import DISK, POOL
 from headstart.cluster.index import prefix_keys
@@ -38,7 +38,7 @@ from headstart.cluster.prompt_keys import PromptKeys
 TOKENS, BLOCK = 8192, 16
 REQUESTS_A_SECOND, EVENTS_A_SECOND, BATCH_SECONDS = 100.0, 10_000, 0.05
 LIMITS = {"match_us": 100.0, "match_full_us": 100.0, "added_ms": 1.0, "bytes": 100.0}
-NAMES = BlockNames(BLOCK, "bench")
+NAMES = BlockHasher(BLOCK, "bench")
 Figures = dict[str, float]
 
 

@@ -3,7 +3,7 @@
 from pool import MARGIN, WIDTH, heading
 from svg import CACHED, EMPTY, HOLDERS, LINE, Canvas, Colour
 
-from headstart.cache import BlockNames, MultiModalItem, TokenSequence, extra_keys
+from headstart.cache import BlockHasher, MultiModalItem, TokenSequence, extra_keys
 
 BLOCK_SIZE = 16
 TEXT, PLACEHOLDERS = [1, 3, 7493, 1681, 1294, 1593, 3937, 9551], 41
@@ -19,7 +19,7 @@ def draw_items() -> Canvas:
     token_ids = [*TEXT, *[IMAGE_TOKEN] * PLACEHOLDERS, END]
     sequence = TokenSequence("prompt", token_ids, items=[item])
     keys = sequence.cut(BLOCK_SIZE)
-    names = BlockNames(BLOCK_SIZE, "model").of_keys(sequence.namespace, keys)
+    names = BlockHasher(BLOCK_SIZE, "model").of_keys(sequence.namespace, keys)
     canvas = Canvas(WIDTH, 424, title)
     heading(
         canvas,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from scenes import BLOCK_SIZE, BlockView, Scene
 from svg import CACHED, EMPTY, HOLDERS, INK, LINE, MUTED, Canvas, Colour
 
-from headstart.cache import BlockNames, TokenSequence
+from headstart.cache import BlockHasher, TokenSequence
 from headstart.cache.identity import Namespace, root_hash
 
 MARGIN, BLOCK, GAP, HEIGHT = 28, 84, 8, 78
@@ -250,7 +250,7 @@ def draw_identity(words: Sequence[str], block_size: int) -> Canvas:
     """A prompt cut into blocks, and what makes the identity of each."""
     title = "A prompt cut into blocks, and the identity of each"
     sequence = TokenSequence("prompt", range(len(words)), salt="tenant 7")
-    names = BlockNames(block_size, "model").of_keys(sequence.namespace, sequence.cut(block_size))
+    names = BlockHasher(block_size, "model").of_keys(sequence.namespace, sequence.cut(block_size))
     root = root_hash(Namespace(None, "tenant 7"), block_size, "model")
     full = len(names)
     canvas = Canvas(WIDTH, 330, title)

@@ -13,6 +13,7 @@ Glossary:
 from headstart.cache.block import KVCacheBlock, PrefixNode
 from headstart.cache.config import CacheConfig
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
+from headstart.cache.hasher import BlockHasher
 from headstart.cache.identity import (
     BlockHash,
     BlockKey,
@@ -23,10 +24,9 @@ from headstart.cache.identity import (
     extra_keys,
     read_tokens,
 )
-from headstart.cache.index import PrefixTree, Stretch
+from headstart.cache.index import PathSegment, PrefixTree
 from headstart.cache.lookup import ComputedBlocks, PartialHit
 from headstart.cache.manager import Allocation, KVCacheManager, RowCopy
-from headstart.cache.names import BlockNames
 from headstart.cache.policies import EvictionPolicy, FreeBlockQueue
 from headstart.cache.pool import BlockPicture, BlockPool, BlockState
 from headstart.cache.sequence import Mark, TokenSequence
@@ -47,7 +47,7 @@ __all__ = [
     "BlockEvicted",
     "BlockHash",
     "BlockKey",
-    "BlockNames",
+    "BlockHasher",
     "BlockPicture",
     "BlockPool",
     "BlockState",
@@ -73,7 +73,7 @@ __all__ = [
     "PublicBlocks",
     "RowCopy",
     "Shares",
-    "Stretch",
+    "PathSegment",
     "TokenSequence",
     "UnsavedBlock",
     "UnsavedBlocks",

@@ -7,8 +7,8 @@ not: further copies of a block in the same pool raise no events. Names are compu
 from dataclasses import dataclass, field
 
 from headstart.cache.block import PrefixNode
+from headstart.cache.hasher import BlockHasher
 from headstart.cache.identity import BlockHash
-from headstart.cache.names import BlockNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,18 +17,18 @@ class PrefixEvent:
 
     block_id: int
     node: PrefixNode = field(repr=False)
-    names: BlockNames = field(repr=False, compare=False)
+    hasher: BlockHasher = field(repr=False, compare=False)
 
     @property
     def block_hash(self) -> BlockHash:
         """The portable name of the prefix that the block ends."""
-        return self.names.of_node(self.node)
+        return self.hasher.of_node(self.node)
 
     @property
     def parent_hash(self) -> BlockHash:
         """The portable name of the prefix before the block."""
         assert self.node.parent is not None
-        return self.names.of_node(self.node.parent)
+        return self.hasher.of_node(self.node.parent)
 
 
 class BlockStored(PrefixEvent):

@@ -307,11 +307,6 @@ def root_hash(
     return BlockHash(digest(b"headstart/1" + head + _framed(model, *namespace)))
 
 
-def child_hash(parent: BlockHash, key: BlockKey, digest: Digest = sha256) -> BlockHash:
-    """The portable name of the prefix that ends with a block of this key."""
-    return chain_hashes(parent, (key,), digest)[0]
-
-
 def chain_hashes(
     parent: BlockHash, keys: Sequence[BlockKey], digest: Digest = sha256
 ) -> list[BlockHash]:

@@ -22,19 +22,20 @@ from headstart.cache.block import (
     PrefixNode,
     RootNode,
     block_ids,
+    count_free,
     make_node,
 )
 from headstart.cache.identity import BlockKey, Namespace, cut_salt
 from headstart.mypyc_hints import mypyc_attr
 
 
-class Stretch(NamedTuple):
-    """A piece of the tree of prefixes without a fork: the blocks that hold it, first one first.
+class PathSegment(NamedTuple):
+    """A path of the prefix tree without a fork: its cached blocks, in prefix order.
 
-    It ends where a salt enters the chain, too: `namespace` is that of the blocks' owner.
+    It also ends where a salt enters the chain: `namespace` is that of the blocks' owner.
 
-    parent: place in the list of the stretch that it goes on from, -1 for none. start: blocks
-    before it. keys, ids: of its cached blocks. num_held: how many of these some request holds.
+    parent: index of the segment before it, -1 for none. start: number of blocks before it.
+    keys, ids: of its cached blocks. num_held: the number of these that requests hold.
     """
 
     parent: int
@@ -84,12 +85,12 @@ class PrefixTree:
         latest = (root for root in reversed(roots.values()) if root is not plain)
         return recent + list(islice(latest, count - len(recent)))
 
-    def stretches(self) -> list[Stretch]:
-        """The tree from fork to fork, a stretch after the one that it goes on from.
+    def path_segments(self) -> list[PathSegment]:
+        """Return the tree from fork to fork, parents first.
 
-        One whose blocks were all evicted has none, and may go on in others that have some.
+        A segment whose blocks were all evicted is empty, and may have children that are not.
         """
-        found: list[Stretch] = []
+        segments: list[PathSegment] = []
         pending = [
             (root.namespace, child, -1, 0) for root in self.roots() for child in root.children()
         ]
@@ -103,19 +104,19 @@ class PrefixTree:
                 node, depth = only, depth + 1
                 if node.block is not None:
                     nodes.append(node)
-            blocks = [one.block for one in nodes if one.block is not None]
-            pending += [(namespace, child, len(found), depth) for child in node.children()]
-            found.append(
-                Stretch(
+            blocks = [node.block for node in nodes if node.block is not None]
+            pending += [(namespace, child, len(segments), depth) for child in node.children()]
+            segments.append(
+                PathSegment(
                     parent,
                     namespace,
                     start,
-                    [one.key for one in nodes],
+                    [node.key for node in nodes],
                     block_ids(blocks),
-                    len(blocks) - [block.ref_cnt for block in blocks].count(0),
+                    len(blocks) - count_free(blocks),
                 )
             )
-        return found
+        return segments
 
     def find(self, parent: PrefixNode, key: BlockKey) -> PrefixNode | None:
         """The child of this key."""
@@ -176,7 +177,7 @@ class PrefixTree:
 
 
 def _is_fork(child: PrefixNode) -> bool:
-    """True if another stretch begins with what hangs on a node."""
+    """Return True if another segment begins with this child."""
     return isinstance(child, Branches) or cut_salt(child.key)[0] is not None
 
 

@@ -19,17 +19,17 @@ from typing import NamedTuple
 from headstart.cache.block import KVCacheBlock, PrefixNode, block_ids, count_free
 from headstart.cache.config import CacheConfig
 from headstart.cache.events import CacheEvent
+from headstart.cache.hasher import BlockHasher
 from headstart.cache.identity import BlockHash
-from headstart.cache.index import PrefixIndex, Stretch
+from headstart.cache.index import PathSegment, PrefixIndex
 from headstart.cache.indexer import BlockIndexer, BlocksInProgress
 from headstart.cache.invariants import check_everything
 from headstart.cache.lookup import ComputedBlocks, explain_end, find_partial, is_in_other_salt
-from headstart.cache.names import BlockNames, check_names
 from headstart.cache.policies import Clock
 from headstart.cache.pool import BlockPicture, BlockPool
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
-from headstart.errors import CacheError
+from headstart.errors import CacheError, ConfigError
 from headstart.mypyc_hints import mypyc_attr
 
 
@@ -60,20 +60,27 @@ class KVCacheManager:
     def __init__(
         self,
         config: CacheConfig,
-        names: BlockNames | None = None,
+        hasher: BlockHasher | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Make a manager of empty blocks. `names` are needed for events and `block_hashes`.
+        """Make a manager of empty blocks. `hasher` is needed for events and `block_hashes`.
 
-        Raises ConfigError if they do not fit.
+        Raises ConfigError if it is missing, or for another block size.
         """
+        if config.events and hasher is None:
+            raise ConfigError("events is True, and events have hashes; pass a BlockHasher")
+        if hasher is not None and hasher.block_size != config.block_size:
+            raise ConfigError(
+                f"block_size of the hasher is {hasher.block_size}; allowed: {config.block_size}, "
+                "as in the configuration"
+            )
         ghosts = config.num_blocks // 10 if config.ghost_entries is None else config.ghost_entries
         self.config = config
         self.block_size = config.block_size
-        self.names = check_names(config, names)
-        self._has_names = names is not None
+        self.hasher = hasher or BlockHasher(config.block_size)
+        self._has_hasher = hasher is not None
         self.pool = BlockPool(config.num_blocks, config.eviction, PrefixIndex(ghosts), clock)
-        self.pool.names = self.names if config.events else None
+        self.pool.hasher = self.hasher if config.events else None
         self.stats = PrefixCacheStats(eviction_ages=self.pool.ages)
         self.shares = self.pool.shares
         self._indexer = BlockIndexer(config, self.pool)
@@ -148,14 +155,14 @@ class KVCacheManager:
         return explanation
 
     def block_hashes(self, sequence: TokenSequence) -> list[BlockHash]:
-        """Return the portable names of the sequence's full blocks, cached or not.
+        """Return the portable hashes of the sequence's full blocks, cached or not.
 
-        Raises CacheError for a manager without `BlockNames`, which cannot know the model.
+        Raises CacheError for a manager without a `BlockHasher`, which does not know the model.
         """
-        if not self._has_names:
-            raise CacheError("block_hashes needs names; give the manager BlockNames")
-        keys = sequence.cut(self.block_size)
-        return self.names.of_keys(sequence.root, keys)
+        if not self._has_hasher:
+            raise CacheError("block_hashes needs a BlockHasher; pass one to the manager")
+        keys = sequence.cut(self.block_size)  # which may change the root
+        return self.hasher.of_keys(sequence.root, keys)
 
     def picture(self) -> list[BlockPicture]:
         """Every block of the pool as it is now, by block id; for those who draw it."""
@@ -165,9 +172,9 @@ class KVCacheManager:
         """The ids of the blocks that some request holds; asks every block."""
         return block_ids([block for block in self.pool.blocks if block.ref_cnt])
 
-    def stretches(self) -> list[Stretch]:
-        """The tree of cached prefixes from fork to fork; takes time with the number of blocks."""
-        return self.pool.index.stretches()
+    def path_segments(self) -> list[PathSegment]:
+        """Return the tree of cached prefixes from fork to fork; takes time by number of blocks."""
+        return self.pool.index.path_segments()
 
     # Allocation
 

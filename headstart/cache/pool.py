@@ -11,9 +11,9 @@ from typing import NamedTuple
 from headstart.cache.block import KVCacheBlock, PartialNode, PrefixNode, make_chain
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
 from headstart.cache.eviction import make_policy
+from headstart.cache.hasher import BlockHasher
 from headstart.cache.identity import BlockKey
 from headstart.cache.index import PrefixIndex
-from headstart.cache.names import BlockNames
 from headstart.cache.policies import Clock, Marks
 from headstart.cache.shares import Shares
 from headstart.cache.stats import EvictionAges
@@ -64,7 +64,7 @@ class BlockPool:
         self.ages = EvictionAges()
         self._sample = frozenset(self.blocks[::AGE_SAMPLE])
         self._freed = dict.fromkeys(self._sample, 0.0)  # and when that was
-        self.names: BlockNames | None = None
+        self.hasher: BlockHasher | None = None
         self.events: list[CacheEvent] = []
 
     def picture(self) -> list[BlockPicture]:
@@ -153,8 +153,8 @@ class BlockPool:
             self.copies.setdefault(node, {})[block] = None
             return
         self.index.attach(node, block)
-        if self.names is not None:
-            self.events.append(BlockStored(block.block_id, node, self.names))
+        if self.hasher is not None:
+            self.events.append(BlockStored(block.block_id, node, self.hasher))
 
     def store_child(self, parent: PrefixNode, key: BlockKey, block: KVCacheBlock) -> PrefixNode:
         """Store one block under a node without children, in a sixth of `store_chain`'s time."""
@@ -165,8 +165,8 @@ class BlockPool:
         node.block = block
         node.child = node.block_hash = None
         parent.child = block.node = node
-        if self.names is not None:
-            self.events.append(BlockStored(block.block_id, node, self.names))
+        if self.hasher is not None:
+            self.events.append(BlockStored(block.block_id, node, self.hasher))
         return node
 
     def store_chain(
@@ -175,10 +175,10 @@ class BlockPool:
         """Store blocks one after another under a node without children; the last one's node."""
         self.index.unwritten.update(blocks)
         end = make_chain(parent, keys, blocks)
-        if self.names is not None:
+        if self.hasher is not None:
             for block in blocks:
                 assert block.node is not None
-                self.events.append(BlockStored(block.block_id, block.node, self.names))
+                self.events.append(BlockStored(block.block_id, block.node, self.hasher))
         return end
 
     def forget(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -188,10 +188,10 @@ class BlockPool:
         self.version += 1
         if self.copies:
             blocks = [block for block in blocks if not self._forget_copy(block)]
-        if self.names is not None:
+        if self.hasher is not None:
             for block in blocks:
                 if block.node is not None and not isinstance(block.node, PartialNode):
-                    self.events.append(BlockEvicted(block.block_id, block.node, self.names))
+                    self.events.append(BlockEvicted(block.block_id, block.node, self.hasher))
         self.index.detach(blocks)
 
     def _forget_copy(self, block: KVCacheBlock) -> bool:
@@ -221,5 +221,5 @@ class BlockPool:
         self.free = make_policy(self.eviction, self.blocks, self.shares, self.marks)
         self.index.clear()
         self.version += 1
-        if self.names is not None:
+        if self.hasher is not None:
             self.events.append(AllBlocksCleared())

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from headstart.cache.block import PrefixNode
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
+from headstart.cache.hasher import BlockHasher
 from headstart.cache.identity import BlockHash, BlockKey, Namespace, cut_salt, read_tokens
-from headstart.cache.names import BlockNames
 
 __all__ = ["UnsavedBlock", "UnsavedBlocks"]
 
@@ -55,8 +55,8 @@ class UnsavedBlocks:
     tells_tokens: tell the tokens of blocks that are no tenant's alone.
     """
 
-    def __init__(self, names: BlockNames, *, tells_tokens: bool = False) -> None:
-        self._names = names
+    def __init__(self, hasher: BlockHasher, *, tells_tokens: bool = False) -> None:
+        self._hasher = hasher
         self._tells_tokens = tells_tokens
         self._filling: dict[PrefixNode, float] = {}
         # Oldest first. A dict walks over all that were deleted before it finds its first.
@@ -127,7 +127,7 @@ class UnsavedBlocks:
         for node, block_id, asked in found:
             assert node.parent is not None
             place = self._find_place(node, place)
-            name, parent = self._names.of_node(node), self._names.of_node(node.parent)
+            name, parent = self._hasher.of_node(node), self._hasher.of_node(node.parent)
             is_told = self._tells_tokens and not place.salt  # "": what tenants share
             tokens = read_tokens(cut_salt(node.key)[1]) if is_told else []
             described.append(UnsavedBlock(block_id, name, parent, place.depth, asked, tokens, node))

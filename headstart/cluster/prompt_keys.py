@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import cast, overload
 
-from headstart.cache import BlockNames, TokenSequence
+from headstart.cache import BlockHasher, TokenSequence
 from headstart.cluster.holders import PrefixKey
 from headstart.cluster.index import unpack_keys
 
@@ -16,10 +16,10 @@ from headstart.cluster.index import unpack_keys
 class PromptKeys(Sequence[PrefixKey]):
     """The keys of a prompt's full blocks."""
 
-    def __init__(self, names: BlockNames, prompt: TokenSequence) -> None:
-        blocks = prompt.cut(names.block_size)
+    def __init__(self, hasher: BlockHasher, prompt: TokenSequence) -> None:
+        blocks = prompt.cut(hasher.block_size)
         self._count = len(blocks)
-        self._rest: Iterator[bytes] = names.stretches(prompt.root, blocks)
+        self._rest: Iterator[bytes] = hasher.packed(prompt.root, blocks)
         self._known = array("Q")
 
     def __len__(self) -> int:

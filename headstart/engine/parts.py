@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headstart.attention import PagedKVMemory
-from headstart.cache import BlockNames, CacheConfig, CacheEvent, KVCacheManager
+from headstart.cache import BlockHasher, CacheConfig, CacheEvent, KVCacheManager
 from headstart.engine.config import EngineConfig
 from headstart.engine.tiering.identity import identify
 from headstart.engine.tiering.offers import block_text
@@ -103,7 +103,7 @@ class ObservedManager(KVCacheManager):
     A router follows the cache this way without taking events from the tiers, which need them all.
     """
 
-    def __init__(self, config: CacheConfig, names: BlockNames | None = None) -> None:
+    def __init__(self, config: CacheConfig, names: BlockHasher | None = None) -> None:
         super().__init__(config, names)
         self._observed: list[CacheEvent] = []
 
@@ -191,7 +191,7 @@ def make_parts(
         events=is_observed or stores is not None,
         **config.shared() | {"partial_hits": config.partial_hits and not config.deterministic},
     )
-    names = BlockNames(config.block_size, "" if model is None else model.fingerprint)
+    names = BlockHasher(config.block_size, "" if model is None else model.fingerprint)
     manager = (ObservedManager if is_observed else KVCacheManager)(cache, names)
     return Parts(decoder, tokenizer, memory, manager, limit, vision, stores)
 

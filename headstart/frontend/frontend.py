@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from headstart.cache import BlockNames, Shares, TokenSequence
+from headstart.cache import BlockHasher, Shares, TokenSequence
 from headstart.engine.adapters.request import AdapterNames
 from headstart.engine.config import EngineConfig
 from headstart.engine.logits.bad_words import BadWords, Word
@@ -156,7 +156,7 @@ class ModelFacts(NamedTuple):
     max_model_len: int
     num_blocks: int
     kv_cache_bytes: int
-    names: BlockNames
+    names: BlockHasher
     shares: Shares
 
 
@@ -293,7 +293,7 @@ def make_frontend(core: EngineCore, tokenizer: PreTrainedTokenizerBase | None) -
         core.max_model_len,
         manager.config.num_blocks,
         core.kv_cache_bytes,
-        manager.names,
+        manager.hasher,
         manager.shares,
     )
     images = None

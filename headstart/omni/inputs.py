@@ -378,7 +378,7 @@ class SpokenPrompts:
         stage = EngineStage(node.spec, decoder, _think, stage_config(node), self._cache, tokenizer)
         tiers = stage.engine.tiers
         if tiers is not None:
-            self._encoded.keep(tiers.image_rows, stage.engine.manager.names.model)
+            self._encoded.keep(tiers.image_rows, stage.engine.manager.hasher.model)
         return stage
 
     def prepare(

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from headstart.cache import BlockNames, CacheConfig, KVCacheManager, TokenSequence
+from headstart.cache import BlockHasher, CacheConfig, KVCacheManager, TokenSequence
 from headstart.errors import ConfigError
 from headstart.validation import Number, check_fields, option
 
@@ -92,7 +92,7 @@ class Replica:
 
     def __init__(self, pool: CacheConfig, grain: int, speed: SpeedModel) -> None:
         """`pool` counts in units of `grain` tokens."""
-        self.manager = KVCacheManager(pool, BlockNames(pool.block_size))
+        self.manager = KVCacheManager(pool, BlockHasher(pool.block_size))
         self.grain = grain
         self.speed = speed
         self.waiting: deque[Job] = deque()

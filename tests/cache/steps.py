@@ -1,13 +1,13 @@
 """Short ways to say what an engine does with a manager, one step at a time."""
 
-from headstart.cache import BlockNames, CacheConfig, KVCacheManager, MultiModalItem, TokenSequence
+from headstart.cache import BlockHasher, CacheConfig, KVCacheManager, MultiModalItem, TokenSequence
 
 
 def make_manager(**options: object) -> KVCacheManager:
     """Ten blocks of four tokens unless told otherwise."""
     options = {"num_blocks": 10, "block_size": 4} | options
     config = CacheConfig(**options)  # type: ignore[arg-type]
-    return KVCacheManager(config, BlockNames(config.block_size))
+    return KVCacheManager(config, BlockHasher(config.block_size))
 
 
 def admit(manager: KVCacheManager, sequence: TokenSequence, count: int | None = None) -> int:

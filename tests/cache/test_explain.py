@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headstart.cache import (
-    BlockNames,
+    BlockHasher,
     CacheConfig,
     KVCacheManager,
     MissExplanation,
@@ -297,7 +297,7 @@ def test_a_caller_that_cannot_use_all_of_a_hit_is_the_reason() -> None:
 
 
 def test_an_adapter_of_another_tenant_behind_a_public_prefix_is_not_named() -> None:
-    names = BlockNames(4, "model")
+    names = BlockHasher(4, "model")
     names.publish(LONG[:8])
     manager = KVCacheManager(CacheConfig(num_blocks=32, block_size=4), names)
     told = []

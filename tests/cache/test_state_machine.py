@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headstart.cache import (
     AllBlocksCleared,
-    BlockNames,
+    BlockHasher,
     BlockStored,
     CacheConfig,
     ComputedBlocks,
@@ -61,7 +61,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(config=CONFIGS, public=PUBLIC)
     def start(self, config: CacheConfig, public: list[list[int]]) -> None:
-        names = BlockNames(config.block_size, digest=self.digest)
+        names = BlockHasher(config.block_size, digest=self.digest)
         self.now = 0.0
         self.manager = KVCacheManager(config, names, lambda: self.now)
         self.manager.shares.set("s", 2.0)  # an owner beside nobody; other salts are nobody's
@@ -326,7 +326,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def stretches_have_every_cached_block_once(self) -> None:
-        stretches = self.manager.stretches()
+        stretches = self.manager.path_segments()
         found = sorted(block_id for one in stretches for block_id in one.ids)
         pool = self.manager.pool
         extra = {copy for copies in pool.copies.values() for copy in copies}

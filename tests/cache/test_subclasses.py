@@ -5,8 +5,8 @@ import pickle
 
 from headstart.cache import (
     BlockHash,
+    BlockHasher,
     BlockKey,
-    BlockNames,
     CacheConfig,
     CacheEvent,
     KVCacheBlock,
@@ -25,7 +25,7 @@ from tests.cache.watched_policy import watch_policy
 class NoisyManager(KVCacheManager):
     """Keeps what it hands out."""
 
-    def __init__(self, config: CacheConfig, names: BlockNames) -> None:
+    def __init__(self, config: CacheConfig, names: BlockHasher) -> None:
         super().__init__(config, names)
         self.told: list[CacheEvent] = []
 
@@ -42,7 +42,7 @@ class Prompt(TokenSequence):
         return super().cut(block_size)[:1]
 
 
-class Names(BlockNames):
+class Names(BlockHasher):
     """Counts what it is asked."""
 
     asked = 0

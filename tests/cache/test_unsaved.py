@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headstart.cache import (
-    BlockNames,
+    BlockHasher,
     CacheConfig,
     KVCacheManager,
     TokenSequence,
@@ -22,7 +22,7 @@ class Engine:
     """Runs requests through a pool, writes the names of blocks for rows, and saves them."""
 
     def __init__(self, seed: int, **options: Any) -> None:
-        names = BlockNames(BLOCK, "model")
+        names = BlockHasher(BLOCK, "model")
         config = CacheConfig(num_blocks=12, block_size=BLOCK, events=True, **options)
         self.manager = KVCacheManager(config, names)
         names.publish([0] * BLOCK)  # in such a prompt the salt enters behind its first block
@@ -129,7 +129,7 @@ def test_nothing_is_left_after_a_reset() -> None:
 def test_a_few_blocks_are_handed_on_without_a_look_at_all_others() -> None:
     """Every step looked at all that no tier had room for: at the whole pool."""
     config = CacheConfig(num_blocks=500, block_size=BLOCK, events=True)
-    manager = KVCacheManager(config, names := BlockNames(BLOCK, "model"))
+    manager = KVCacheManager(config, names := BlockHasher(BLOCK, "model"))
     unsaved = UnsavedBlocks(names)
     sequences = [TokenSequence(f"{at}", [at] * 40) for at in range(50)]
     for sequence in sequences:

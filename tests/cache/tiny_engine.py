@@ -125,4 +125,4 @@ class TinyEngine:
             self.replay()
             blocks = self.manager.pool.blocks
             full = [b.node for b in blocks if b.node and len(b.node.key) == 4 * size]
-            assert self.mirror == {self.manager.names.of_node(node) for node in full}
+            assert self.mirror == {self.manager.hasher.of_node(node) for node in full}

@@ -76,7 +76,7 @@ def test_a_public_beginning_is_shown_and_what_a_tenant_wrote_is_not(
     folder = tmp_path / "kept"
     with opened(model, folder) as llm:
         tokenizer = llm.get_tokenizer()
-        llm.engine.manager.names.publish(tokenizer.encode(SHARED * 5))
+        llm.engine.manager.hasher.publish(tokenizer.encode(SHARED * 5))
         llm.generate(SHARED * 5 + QUESTIONS[0] * 5, PARAMS, cache_salt="a", use_tqdm=False)
     shown = listed(folder, "model")
     assert "system hello there" in shown

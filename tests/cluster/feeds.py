@@ -1,6 +1,6 @@
 """Real caches whose events may get lost on the way to an index."""
 
-from headstart.cache import BlockNames, CacheConfig, KVCacheManager, TokenSequence
+from headstart.cache import BlockHasher, CacheConfig, KVCacheManager, TokenSequence
 from headstart.cluster.events import EventBatch, EventPublisher
 from headstart.cluster.holders import PrefixKey
 from headstart.cluster.index import prefix_keys
@@ -24,7 +24,7 @@ class Engine:
         config = CacheConfig(
             num_blocks=self.num_blocks, block_size=BLOCK, events=True, partial_hits=False
         )
-        self.manager = KVCacheManager(config, BlockNames(BLOCK, "model"))
+        self.manager = KVCacheManager(config, BlockHasher(BLOCK, "model"))
         self.publisher = EventPublisher(self.replica, self.epoch)
         self.held: set[bytes] = set()
 

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from headstart.cache import BlockNames, TokenSequence
+from headstart.cache import BlockHasher, TokenSequence
 from headstart.cluster.events import EventBatch
 from headstart.cluster.index import ReplicaIndex
 from tests.cluster.feeds import BLOCK, Engine
@@ -77,7 +77,7 @@ class LossyFeeds(RuleBasedStateMachine):
 
     @invariant()
     def current_replicas_are_as_they_were_after_their_latest_batch(self) -> None:
-        names = BlockNames(BLOCK, "model")
+        names = BlockHasher(BLOCK, "model")
         for tokens in ([0] * 10, [1] * 10, [0, 1] * 5, [0, 0, 1, 1, 0, 0]):
             sequence = TokenSequence("asked", tokens)
             prompt = names.of_keys(sequence.namespace, sequence.cut(BLOCK))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from headstart.cache import BlockNames, TokenSequence
+from headstart.cache import BlockHasher, TokenSequence
 from headstart.cluster import Router, make_policy
 from headstart.cluster.events import EventBatch
 from headstart.cluster.index import prefix_keys
@@ -33,10 +33,10 @@ def prompt() -> TokenSequence:
 
 def test_they_are_the_keys_of_the_names() -> None:
     sequence = prompt()
-    names = BlockNames(BLOCK).of_keys(sequence.root, sequence.cut(BLOCK))
+    names = BlockHasher(BLOCK).of_keys(sequence.root, sequence.cut(BLOCK))
     expected, rng = list(prefix_keys(names)), random.Random(0)
     for _ in range(20):
-        keys = PromptKeys(BlockNames(BLOCK), prompt())
+        keys = PromptKeys(BlockHasher(BLOCK), prompt())
         assert len(keys) == len(expected) == 300
         for at in rng.sample(range(-300, 300), 5):
             assert keys[at] == expected[at]
@@ -45,12 +45,12 @@ def test_they_are_the_keys_of_the_names() -> None:
         assert list(keys[start:]) == expected[start:]
         step = rng.choice([-130, -2, -1, 1, 2, 130])
         assert (
-            list(PromptKeys(BlockNames(BLOCK), prompt())[start:stop:step])
+            list(PromptKeys(BlockHasher(BLOCK), prompt())[start:stop:step])
             == (expected[start:stop:step])
         )
         assert list(keys) == expected and list(keys[::-1]) == expected[::-1]
     with pytest.raises(IndexError):
-        PromptKeys(BlockNames(BLOCK), prompt())[300]
+        PromptKeys(BlockHasher(BLOCK), prompt())[300]
 
 
 @pytest.mark.parametrize(("held", "most"), [(0, 70), (100, 140), (300, 310)])
@@ -58,10 +58,10 @@ def test_what_lies_behind_the_blocks_that_somebody_holds_is_named_later(
     held: int, most: int
 ) -> None:
     sequence, digests = prompt(), Digests()
-    names = BlockNames(BLOCK).of_keys(sequence.root, sequence.cut(BLOCK))
+    names = BlockHasher(BLOCK).of_keys(sequence.root, sequence.cut(BLOCK))
     router = Router(4, make_policy("expected"))
     router.index.apply(EventBatch(2, 0, 0, stored=b"".join(names[:held])))
-    keys = PromptKeys(BlockNames(BLOCK, digest=digests), prompt())
+    keys = PromptKeys(BlockHasher(BLOCK, digest=digests), prompt())
     chosen = router.route(RouteRequest("one", keys, len(TOKENS), BLOCK), 0.0)
     assert digests.count <= most
     router.catch_up()
@@ -72,7 +72,7 @@ def test_what_lies_behind_the_blocks_that_somebody_holds_is_named_later(
 def test_the_garbage_collector_has_little_to_look_at() -> None:
     """It looked at each name and key of the prompts of late: 5 ms, for which a request waited."""
     router, count = Router(2, make_policy("expected")), 40
-    names = BlockNames(BLOCK)
+    names = BlockHasher(BLOCK)
     gc.collect()
     gc.disable()
     try:

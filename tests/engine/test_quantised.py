@@ -98,7 +98,7 @@ def test_blocks_of_other_bits_are_not_found(tmp_path: Path) -> None:
     names, hits = [], []
     for weights in ("auto", "int8", "int5", "int4", "int4", "int5", "int8", "auto"):
         llm = make_llm(model, cache_dir=kept, weights=weights)
-        names.append(llm.engine.manager.names.model)
+        names.append(llm.engine.manager.hasher.model)
         [output] = llm.generate(prompt, GREEDY)
         hits.append(output.num_cached_tokens)
         llm.close()

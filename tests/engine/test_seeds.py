@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.cache import BlockNames, Shares
+from headstart.cache import BlockHasher, Shares
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError
@@ -29,7 +29,7 @@ def test_every_seed_of_a_request_may_be_the_engine_s(seed: int) -> None:
 @pytest.mark.parametrize("first", [-(2**63), -1, 0, 2**63 - 1, 2**64 - 1])
 def test_answers_take_one_seed_after_the_other(first: int) -> None:
     """torch takes seeds below 2**64, and a negative one for itself plus 2**64."""
-    facts = ModelFacts(8, frozenset(), 8, 1, 1, BlockNames(16), Shares())
+    facts = ModelFacts(8, frozenset(), 8, 1, 1, BlockHasher(16), Shares())
     config = EngineConfig(seed=first if first < 2**63 else 0)
     maker = Frontend(None, facts, config, None, None, lambda: None)  # type: ignore[arg-type]
     maker._seeds = itertools.count(first)

@@ -12,8 +12,8 @@ FOLDER = ROOT / "packages" / "headstart-cache"
 PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from headstart.cache import BlockNames, CacheConfig, KVCacheManager, MultiModalItem, TokenSequence
-manager = KVCacheManager(CacheConfig(num_blocks=8, block_size=4, events=True), BlockNames(4))
+from headstart.cache import BlockHasher, CacheConfig, KVCacheManager, MultiModalItem, TokenSequence
+manager = KVCacheManager(CacheConfig(num_blocks=8, block_size=4, events=True), BlockHasher(4))
 for name in ("first", "second"):
     sequence = TokenSequence(name, range(9), items=[MultiModalItem(b"cat", 2, 3)])
     found = manager.get_computed_blocks(sequence)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headstart.cache import Stretch
+from headstart.cache import PathSegment
 from tests.server.running import Running, running
 from tests.server.templates import png_of
 from tests.small_demos import shallow_built_in
@@ -292,13 +292,13 @@ def test_images_and_turns_are_forgotten_too(image_server: Running) -> None:
 def test_many_questions_cost_few_looks() -> None:
     """All that came before a look share it; none is told what was before its question."""
     with running(shallow_built_in(), num_blocks=128) as server:
-        looks, look = [], server.llm.engine.manager.stretches
+        looks, look = [], server.llm.engine.manager.path_segments
 
-        def count() -> list[Stretch]:
+        def count() -> list[PathSegment]:
             looks.append(1)
             return look()
 
-        server.llm.engine.manager.stretches = count  # type: ignore[method-assign]
+        server.llm.engine.manager.path_segments = count  # type: ignore[method-assign]
 
         async def ask_often() -> list[int]:
             async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headstart.cache import BlockHash, BlockNames, Shares
+from headstart.cache import BlockHash, BlockHasher, Shares
 from headstart.cluster.prompt_keys import PromptKeys
 from headstart.errors import EngineError
 from headstart.frontend.frontend import Frontend, ModelFacts
@@ -58,7 +58,7 @@ class ReplicaFrontend(Frontend):
             facts.max_model_len,
             facts.num_blocks * most,
             facts.kv_cache_bytes * most,
-            BlockNames(facts.block_size, facts.model_name),
+            BlockHasher(facts.block_size, facts.model_name),
             Shares(),
         )
         super().__init__(tokenizer, model_facts, config, adapters, self._images, self._require_open)
@@ -72,8 +72,9 @@ class ReplicaFrontend(Frontend):
 
     def names(self, request: RequestGroup) -> list[BlockHash]:
         """Return the names of the prompt's full blocks, as replicas report them in events."""
-        names, sequence = self.facts.names, request.requests[0].sequence
-        return names.of_keys(sequence.root, sequence.cut(names.block_size))
+        hasher, sequence = self.facts.names, request.requests[0].sequence
+        keys = sequence.cut(hasher.block_size)  # which may change the root
+        return hasher.of_keys(sequence.root, keys)
 
     def count_public(self, request: RequestGroup) -> int:
         """Return the number of blocks at the prompt's head that lie wholly in a public prefix."""

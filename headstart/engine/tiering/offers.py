@@ -87,7 +87,7 @@ class Offers:
         self._saver = saver
         self._rate = rate
         self._text = text
-        self._unsaved = UnsavedBlocks(manager.names, tells_tokens=text is not None)
+        self._unsaved = UnsavedBlocks(manager.hasher, tells_tokens=text is not None)
 
     def note(self, asked: float, *, is_saved: bool = False) -> None:
         """Offer the blocks that the step is about to overwrite; call before anything is written.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.cache import BlockKey, MissReason, Namespace, Stretch, read_tokens
+from headstart.cache import BlockKey, MissReason, Namespace, PathSegment, read_tokens
 from headstart.cache.identity import PUBLIC, TOKEN_BYTES
 from headstart.server.cache.traffic import Seen
 
@@ -46,7 +46,7 @@ class _Look:
     at: float = -1e9
     took: float = 0.0
     told: dict[str, Any] = field(default_factory=dict)
-    stretches: list[Stretch] = field(default_factory=list)
+    stretches: list[PathSegment] = field(default_factory=list)
 
 
 class Live:
@@ -99,9 +99,9 @@ class Live:
         tenants = self._tenants.names() if self._tenants.ask_for_keys else None
         at = time.monotonic()
 
-        def look() -> tuple[float, dict[str, Any], list[Stretch], list[int]]:
+        def look() -> tuple[float, dict[str, Any], list[PathSegment], list[int]]:
             start = time.perf_counter()
-            stretches = manager.stretches()
+            stretches = manager.path_segments()
             told = {
                 "engine": describe_engine(llm),
                 "batch": describe_batch(llm, _MOST_REQUESTS),
@@ -131,7 +131,7 @@ class Live:
 
 
 def draw_cells(
-    num_blocks: int, stretches: Sequence[Stretch], held: Sequence[int], shown: set[int]
+    num_blocks: int, stretches: Sequence[PathSegment], held: Sequence[int], shown: set[int]
 ) -> dict[str, Any]:
     """Cells in the order of block ids, as runs of [cells, state, prefix or -1].
 
@@ -199,7 +199,7 @@ def describe_batch(llm: AsyncLLM, most: int) -> list[dict[str, Any]]:
 
 
 def describe_pool(
-    manager: KVCacheManager, stretches: Sequence[Stretch], tenants: Tenancy
+    manager: KVCacheManager, stretches: Sequence[PathSegment], tenants: Tenancy
 ) -> dict[str, Any]:
     """Blocks by state, and who has them. For the engine's thread."""
     by_owner: dict[Owner, Counter[str]] = defaultdict(Counter)
@@ -223,7 +223,7 @@ def describe_pool(
     }
 
 
-def choose_prefixes(stretches: Sequence[Stretch], most: int) -> list[int]:
+def choose_prefixes(stretches: Sequence[PathSegment], most: int) -> list[int]:
     """Return the places of the `most` largest stretches and of their parents, parents first."""
     ranked = sorted(range(len(stretches)), key=lambda at: -len(stretches[at].ids))
     chosen: set[int] = set()
@@ -234,7 +234,7 @@ def choose_prefixes(stretches: Sequence[Stretch], most: int) -> list[int]:
     return sorted(chosen, key=lambda at: (stretches[at].start, -len(stretches[at].ids)))
 
 
-def describe_prefix(at: int, stretch: Stretch, decode: Decode | None) -> dict[str, Any]:
+def describe_prefix(at: int, stretch: PathSegment, decode: Decode | None) -> dict[str, Any]:
     """Return a prefix as the page shows it; without `decode` its text is None."""
     tokens = [token for key in stretch.keys[:_SHOWN_TOKENS] for token in read_tokens(key)]
     return {
@@ -252,7 +252,10 @@ _Place = tuple[int, Namespace | None, BlockKey]
 
 
 def count_hits(
-    stretches: Sequence[Stretch], places: Iterable[int], prompts: Iterable[Seen], block_size: int
+    stretches: Sequence[PathSegment],
+    places: Iterable[int],
+    prompts: Iterable[Seen],
+    block_size: int,
 ) -> Counter[int]:
     """For each of these places in `stretches`: prompts that found all of its first block cached.
 
@@ -273,7 +276,7 @@ def count_hits(
 
 
 def _path(
-    stretches: Sequence[Stretch], known: dict[_Place, int], seen: Seen, block_size: int
+    stretches: Sequence[PathSegment], known: dict[_Place, int], seen: Seen, block_size: int
 ) -> list[int]:
     """The places of the stretches that a prompt found, from the root on."""
     step = block_size * TOKEN_BYTES

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.cache import (
-    BlockNames,
+    BlockHasher,
     CacheConfig,
     KVCacheManager,
     MultiModalItem,
@@ -36,7 +36,7 @@ EVERYTHING = [  # of model "model", adapter "a", salt "s", and with the image
 
 
 def names_of(sequence: TokenSequence, model: str = "") -> list[str]:
-    names = BlockNames(4, model).of_keys(sequence.namespace, sequence.cut(4))
+    names = BlockHasher(4, model).of_keys(sequence.namespace, sequence.cut(4))
     return [name.hex() for name in names]
 
 
@@ -51,7 +51,7 @@ def test_golden_values() -> None:
 
 def test_prompts_that_begin_alike_are_named_as_if_each_was_the_first() -> None:
     """Stretches of the prompts of late are remembered; the oldest are forgotten."""
-    names = BlockNames(1)
+    names = BlockHasher(1)
     long = list(range(1, 400))
     for tokens in (long, long[:200], [*long[:150], *long], [9, *long], long):
         sequence = TokenSequence("asked", tokens)
@@ -62,20 +62,32 @@ def test_prompts_that_begin_alike_are_named_as_if_each_was_the_first() -> None:
         assert set(names.of_keys(other, keys)).isdisjoint(expected)
 
 
-def test_few_names_are_remembered() -> None:
-    names = BlockNames(1)
-    for first in range(5000):
-        sequence = TokenSequence("asked", range(first, first + 64))
-        names.of_keys(sequence.root, sequence.cut(1))
-    assert 2048 <= len(names._recent) <= 4096
+def test_recent_hashes_are_remembered_and_older_ones_forgotten() -> None:
+    num_digests = 0
+
+    def digest(data: bytes) -> bytes:
+        nonlocal num_digests
+        num_digests += 1
+        return sha256(data)
+
+    hasher = BlockHasher(1, digest=digest)
+
+    def count_digests(first: int) -> int:
+        before, sequence = num_digests, TokenSequence("prompt", range(first, first + 64))
+        hasher.of_keys(sequence.root, sequence.cut(1))
+        return num_digests - before - 1  # the root's is computed each time
+
+    assert {count_digests(first) for first in range(5000)} == {64}
+    assert {count_digests(first) for first in range(4999, 4999 - 2048, -1)} == {0}
+    assert count_digests(0) == 64
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
 def test_another_process_gives_the_same_names(seed: str) -> None:
     program = (
-        "from headstart.cache import BlockNames, TokenSequence\n"
+        "from headstart.cache import BlockHasher, TokenSequence\n"
         f"sequence = TokenSequence('other', {TOKENS})\n"
-        "for name in BlockNames(4).of_keys(sequence.namespace, sequence.cut(4)):\n"
+        "for name in BlockHasher(4).of_keys(sequence.namespace, sequence.cut(4)):\n"
         "    print(name.hex())\n"
     )
     environment = os.environ | {"PYTHONHASHSEED": seed}
@@ -111,7 +123,7 @@ def test_roots_differ_when_anything_differs(
 
 def name_of_last(manager: KVCacheManager, sequence: TokenSequence) -> bytes:
     assert sequence.node is not None
-    return manager.names.of_node(sequence.node)
+    return manager.hasher.of_node(sequence.node)
 
 
 def test_a_cached_block_has_the_name_of_its_keys() -> None:
@@ -120,7 +132,7 @@ def test_a_cached_block_has_the_name_of_its_keys() -> None:
     names = manager.block_hashes(sequence)
     assert len(names) == 2
     assert name_of_last(manager, sequence) == names[1]
-    assert manager.names.of_node(sequence.blocks[0].node) == names[0]  # type: ignore[arg-type]
+    assert manager.hasher.of_node(sequence.blocks[0].node) == names[0]  # type: ignore[arg-type]
 
 
 def test_each_node_is_named_once() -> None:
@@ -130,7 +142,7 @@ def test_each_node_is_named_once() -> None:
         named.append(data)
         return sha256(data)
 
-    manager = KVCacheManager(make_manager().config, BlockNames(4, digest=digest))
+    manager = KVCacheManager(make_manager().config, BlockHasher(4, digest=digest))
     sequence = start(manager, "one", TOKENS)
     assert named == []  # nobody asked
     name_of_last(manager, sequence)
@@ -141,7 +153,7 @@ def test_each_node_is_named_once() -> None:
 def test_hits_do_not_depend_on_names() -> None:
     """Two prefixes of one name stay two prefixes."""
     manager = KVCacheManager(
-        make_manager(num_blocks=40, events=True).config, BlockNames(4, digest=digest_of_one_bit)
+        make_manager(num_blocks=40, events=True).config, BlockHasher(4, digest=digest_of_one_bit)
     )
     prompts = [[at, at, at, at, 0, 0, 0, 0, 0] for at in range(6)]
     for at, prompt in enumerate(prompts):
@@ -157,22 +169,22 @@ def test_hits_do_not_depend_on_names() -> None:
 
 
 def test_names_of_another_block_size_are_refused() -> None:
-    complaint = "names of blocks of 4 tokens do not fit block_size 8; both must be the same"
+    complaint = "block_size of the hasher is 4; allowed: 8, as in the configuration"
     with pytest.raises(ConfigError, match=complaint):
-        KVCacheManager(CacheConfig(num_blocks=2, block_size=8), BlockNames(4))
+        KVCacheManager(CacheConfig(num_blocks=2, block_size=8), BlockHasher(4))
 
 
 def test_events_without_names_are_refused() -> None:
     """They would be read as another model's by whoever mirrors several engines."""
-    with pytest.raises(ConfigError, match="give the manager BlockNames"):
+    with pytest.raises(ConfigError, match="pass a BlockHasher"):
         KVCacheManager(CacheConfig(num_blocks=2, events=True))
-    assert KVCacheManager(CacheConfig(num_blocks=2, events=True), BlockNames(16)).names
+    assert KVCacheManager(CacheConfig(num_blocks=2, events=True), BlockHasher(16)).hasher
 
 
 def test_hashes_without_names_are_refused() -> None:
     """They would be equal for every model."""
     manager = KVCacheManager(CacheConfig(num_blocks=2, block_size=4))
-    with pytest.raises(CacheError, match="block_hashes needs names; give the manager BlockNames"):
+    with pytest.raises(CacheError, match="block_hashes needs a BlockHasher; pass one"):
         manager.block_hashes(TokenSequence("one", range(4)))
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart.cache import (
-    BlockNames,
+    BlockHasher,
     CacheConfig,
     ComputedBlocks,
     KVCacheManager,
@@ -44,7 +44,7 @@ def run(manager: KVCacheManager, sequence: TokenSequence) -> int:
 
 def make_manager(**options: object) -> KVCacheManager:
     config = CacheConfig(**{"num_blocks": 64, "block_size": SIZE, **options})
-    return KVCacheManager(config, BlockNames(config.block_size))
+    return KVCacheManager(config, BlockHasher(config.block_size))
 
 
 def shared_blocks(left: TokenSequence, right: TokenSequence) -> int:
@@ -167,7 +167,7 @@ def test_public_blocks_count_for_nobody_and_the_rest_for_its_tenant() -> None:
     public, manager = make_public(SYSTEM), make_manager(eviction="fair-lru")
     manager.shares.set("a", 1.0)
     run(manager, TokenSequence("one", [*SYSTEM, 1, 2, 3, 4, 5, 6, 7], salt="a/x", public=public))
-    owners = {(s.namespace.salt, s.start): len(s.ids) for s in manager.stretches()}
+    owners = {(s.namespace.salt, s.start): len(s.ids) for s in manager.path_segments()}
     assert owners == {("", 0): 2, ("a/x", 2): 3}  # the last is the partial block
     run(manager, TokenSequence("two", [*SYSTEM, 1, 2], salt="b", public=public))
     manager.check()

@@ -52,7 +52,7 @@ async def names_in_pool(llm: AsyncLLM) -> set[BlockHash]:
     def look() -> set[BlockHash]:
         manager = llm.engine.manager
         return {
-            manager.names.of_node(block.node)
+            manager.hasher.of_node(block.node)
             for block in manager.pool.blocks
             if block.node is not None and not isinstance(block.node, PartialNode)
         }

@@ -146,7 +146,7 @@ def test_tenants_share_what_a_request_says_is_public_and_nothing_after_it() -> N
 
     async def ask_all() -> None:
         made = EngineReplica("headstart-tiny", {"num_blocks": 64, "dtype": "float32"})
-        names = made._llm.engine.manager.names
+        names = made._llm.engine.manager.hasher
         assert await ask(made, "a", 2) == 0
         assert await ask(made, "b", 2) == 2 * names.block_size
         sequence = TokenSequence("asked", prompt, salt="c", public=names.public)

@@ -82,7 +82,7 @@ def test_few_layers_that_were_rounded_are_no_kind_of_a_model(tmp_path: Path) -> 
 
 
 def fingerprint(llm: LLM) -> str:
-    found = llm.engine.manager.names.model
+    found = llm.engine.manager.hasher.model
     llm.close()
     return found
 

@@ -62,7 +62,7 @@ def test_who_hands_on_which_rows_is_in_the_fingerprint(tmp_path: Path) -> None:
             for rows in (None, speech.thinker.kept_rows, speech.talker.kept_rows)
         ]
         assert len({record.fingerprint for record in records}) == 3
-        assert records[1].fingerprint == engine.manager.names.model
+        assert records[1].fingerprint == engine.manager.hasher.model
         rows_bytes = 4 * (32 + 16) * 4  # tokens of a block, widths, float32
         more = [record.block_bytes - memory.block_bytes for record in records]
         assert more == [0, rows_bytes, 0]

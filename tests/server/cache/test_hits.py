@@ -30,7 +30,7 @@ def test_hits_are_the_prompts_that_found_a_prefix_s_first_block(
         num_cached = manager.get_computed_blocks(probe).num_tokens
         finish(manager, f"r{number}", tokens, salt=salt)
         traffic.add(f"r{number}", Namespace(None, salt), tokens, num_cached, None)
-    stretches = manager.stretches()
+    stretches = manager.path_segments()
     hits = count_hits(stretches, range(len(stretches)), traffic.recent, SIZE)
     for at, stretch in enumerate(stretches):
         above = stretch.parent

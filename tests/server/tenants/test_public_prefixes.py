@@ -111,7 +111,7 @@ def test_two_tenants_do_not_wait_for_each_other(tmp_path: Path) -> None:
     for name in "abc":
         engine.manager.shares.set(name, 1.0)
     head = [3 + at % 100 for at in range(160)]
-    assert engine.manager.names.publish(head) == 10
+    assert engine.manager.hasher.publish(head) == 10
 
     def submit(prompt: list[int], salt: str, count: int) -> RequestGroup:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)

@@ -13,10 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 
-from headstart.cluster.holders import PrefixKey
-from headstart.cluster.index import ReplicaIndex
-from headstart.cluster.load import Choice, ReplicaLoad, RouteRequest
-from headstart.cluster.policies import POLICIES, RoutingPolicy
+from headstart.cluster.index import PrefixKey, ReplicaIndex
+from headstart.cluster.router import POLICIES, Choice, ReplicaLoad, RouteRequest, RoutingPolicy
 
 ABSOLUTE, RELATIVE, LEAST_MATCH = 32, 1.0001, 0.5
 MAX_BLOCKS = 1 << 16

@@ -31,9 +31,8 @@ from rich.table import Table
 from headstart.cache import BlockHash, BlockHasher, TokenSequence
 from headstart.cluster import EventBatch, ReplicaIndex, Router, make_policy
 from headstart.cluster.events import DISK, POOL
-from headstart.cluster.index import prefix_keys
-from headstart.cluster.load import RouteRequest
-from headstart.cluster.prompt_keys import PromptKeys
+from headstart.cluster.index import PromptKeys, prefix_keys
+from headstart.cluster.router import RouteRequest
 
 TOKENS, BLOCK = 8192, 16
 REQUESTS_A_SECOND, EVENTS_A_SECOND, BATCH_SECONDS = 100.0, 10_000, 0.05

@@ -18,7 +18,7 @@ from rich.table import Table
 from headstart.cli.options import GroupedCommand, GroupedOption, speed_options, take_options
 from headstart.cli.progress import count, progress_bar
 from headstart.cli.streams import as_typed
-from headstart.cluster.policies import DEFAULT_POLICY, POLICIES
+from headstart.cluster.router import DEFAULT_POLICY, POLICIES
 from headstart.errors import ConfigError
 from headstart.replay import (
     WORKLOADS,

@@ -1,12 +1,11 @@
-"""Many engines as one: which replica holds which prefixes, and where a request goes.
+"""Prefix index and router over many engines, and replicas on Ray Serve.
 
-The prefix index and the router import the cache alone: no torch, no model, no server.
+The index and the router import the cache alone: no torch, no model, no server.
 """
 
 from headstart.cluster.events import EventBatch, EventPublisher
 from headstart.cluster.index import Match, ReplicaIndex
-from headstart.cluster.policies import POLICIES, make_policy
-from headstart.cluster.router import Router
+from headstart.cluster.router import POLICIES, Router, make_policy
 
 __all__ = [
     "POLICIES",

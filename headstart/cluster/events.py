@@ -1,33 +1,33 @@
-"""What an engine tells a router of its cache: numbered batches of names, and snapshots.
+"""Cache events from an engine to a router: numbered batches of block names, and snapshots.
 
-    epoch     number   what is meant
+    epoch     number   meaning
     the same  next     the batch follows the last one: apply it
-    the same  later    batches were lost: ask for a snapshot
-    another   any      the engine was started anew: nothing of the old one is left
+    the same  later    batches were lost: request a snapshot
+    another   any      the engine was restarted: forget its blocks
 
-A batch has names alone, 32 bytes each, so that it can be sent as it is.
+A batch holds only names, 32 bytes each, so it can be sent as it is.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headstart.cache import AllBlocksCleared, BlockHash, BlockStored, CacheEvent
 
 POOL, DISK = "pool", "disk"
 TIERS = (POOL, DISK)
-"""Where a replica may hold a block, fastest first."""
+"""The places where a replica may hold a block, fastest first."""
 
 NAME_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """The net change of one replica's cache since the batch before; or all of it.
+    """The net change of one replica's cache since the batch before, or the whole cache.
 
     epoch: differs for each start of the engine. number: 0 for the first batch of an epoch, then
-    one more each. cleared: forget everything that was held before, in this tier. snapshot: the
+    one more each. cleared: forget everything that was held before in this tier. snapshot: the
     state after batch `number`, not a change; it begins with `cleared`. stored, removed: names
-    of prefixes, 32 bytes each, one behind the other; no name is in both.
+    of prefixes, 32 bytes each, concatenated; no name is in both.
     """
 
     replica: int
@@ -41,7 +41,7 @@ class EventBatch:
 
 
 class EventPublisher:
-    """Turns one manager's events into batches, and keeps what a snapshot needs.
+    """Makes batches of one manager's events, and snapshots.
 
     Costs a set entry for each cached block: the names themselves are the cache's own.
     """
@@ -54,8 +54,7 @@ class EventPublisher:
         self._number = -1
 
     def publish(self, events: Sequence[CacheEvent]) -> EventBatch | None:
-        """The batch of these events, None if they change nothing."""
-        before = self._held
+        """Return the batch of these events, None if they change nothing."""
         stored: dict[BlockHash, None] = {}
         removed: dict[BlockHash, None] = {}
         cleared = False
@@ -63,60 +62,36 @@ class EventPublisher:
             if isinstance(event, AllBlocksCleared):
                 stored.clear()
                 removed.clear()
-                before, cleared = set(), True
+                self._held, cleared = set(), True
                 continue
             name = event.block_hash
             if isinstance(event, BlockStored):
                 removed.pop(name, None)
-                if name not in before:
+                if name not in self._held:
                     stored[name] = None
             else:
                 stored.pop(name, None)
-                if name in before:
+                if name in self._held:
                     removed[name] = None
-        self._held = before
-        return self._change(stored, removed, cleared=cleared)
+        return self.publish_names(stored, removed, cleared=cleared)
 
     def publish_names(
-        self, stored: Iterable[BlockHash], removed: Iterable[BlockHash]
+        self, stored: Iterable[BlockHash], removed: Iterable[BlockHash], *, cleared: bool = False
     ) -> EventBatch | None:
-        """The same of a tier that has names alone; none is in both."""
+        """Return the batch of these names, of which none is in both."""
         new = dict.fromkeys(name for name in stored if name not in self._held)
         gone = dict.fromkeys(name for name in removed if name in self._held)
-        return self._change(new, gone)
-
-    def _change(
-        self,
-        stored: Mapping[BlockHash, None],
-        removed: Mapping[BlockHash, None],
-        *,
-        cleared: bool = False,
-    ) -> EventBatch | None:
-        if not stored and not removed and not cleared:
+        if not new and not gone and not cleared:
             return None
-        self._held.update(stored)
-        self._held.difference_update(removed)
+        self._held.update(new)
+        self._held.difference_update(gone)
         self._number += 1
-        return self._batch(_join(stored), _join(removed), cleared=cleared)
-
-    def snapshot(self) -> EventBatch:
-        """Everything that is cached, as of the last batch."""
-        return self._batch(_join(self._held), b"", cleared=True, snapshot=True)
-
-    def _batch(
-        self, stored: bytes, removed: bytes, *, cleared: bool, snapshot: bool = False
-    ) -> EventBatch:
+        names = b"".join(new), b"".join(gone)
         return EventBatch(
-            replica=self.replica,
-            epoch=self.epoch,
-            number=self._number,
-            stored=stored,
-            removed=removed,
-            cleared=cleared,
-            snapshot=snapshot,
-            tier=self.tier,
+            self.replica, self.epoch, self._number, *names, cleared=cleared, tier=self.tier
         )
 
-
-def _join(names: Iterable[BlockHash]) -> bytes:
-    return b"".join(names)
+    def snapshot(self) -> EventBatch:
+        """Return all cached blocks as of the last batch."""
+        names = b"".join(self._held)
+        return EventBatch(self.replica, self.epoch, self._number, names, b"", True, True, self.tier)

@@ -1,54 +1,59 @@
-"""The prefix index over replicas: how much of a prompt each of them holds.
+"""Prefix index: the number of a prompt's first blocks that each replica holds.
 
-A table for each tier maps a block to the replicas that hold it, as the bits of one int, so a block
-that many replicas hold costs no more than one that a single replica holds. A block is known by the
-first 8 bytes of its SHA-256 name: an int of 32 bytes, where the whole name would take 80. Two of
-ten million blocks share these bytes with a probability of 3 in a million, and even then a prompt
-would have to hold the one where the other is expected. The index is a hint in any case: an engine
-looks up its own blocks, so a lost event or a shared name costs a worse choice, never a wrong
-answer.
+One table for each tier maps a block to the bits of the replicas that hold it, so a block that many
+replicas hold costs no more than a block of one replica. A key is the first 8 bytes of a block's
+SHA-256 name: an int of 32 bytes, where the whole name would take 80. Two of ten million blocks
+share these bytes with a probability of 3 in a million. The index is a hint in any case: an engine
+looks up its own blocks, so a lost event or a shared key costs a worse choice, never a wrong answer.
 
-An engine evicts a prefix from its end, so who has a block has those before it: a query bisects
-for each depth that the prompt has somewhere, and leaves the blocks between alone. A lookup waits
-for memory, up to 1 us, so asking for every block of 8,192 tokens took a quarter of a millisecond.
-After a lost event, or where a tier has lost a block in the middle, a query may tell too much.
+An engine evicts a prefix from its end, so a replica that has a block has those before it. A query
+bisects for each depth that the prompt has on some replica and skips the blocks between. A lookup
+waits for memory, up to 1 us, so looking up every block of 8,192 tokens took a quarter of a
+millisecond. After a lost event, or where a tier lost a block in the middle, a query may report too
+many blocks.
 
-Where all replicas share a store, who said that a block is in it does not matter: one search finds
-how much of a prompt it has for all of them.
+Where all replicas share a store, any of them can load its blocks: one search finds how much of a
+prompt the store has for all.
 
-A replica that is removed is in no answer any more at once. What it held stays in the tables for a
-while: each batch that comes looks through some blocks, several times as many as it stores.
+A removed replica is in no answer from then on. Its blocks stay in the tables for a while: each
+batch sweeps several times as many blocks as it stores.
 """
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import NamedTuple, NewType, cast, overload
 
-from headstart.cache import BlockHash
+from headstart.cache import BlockHash, BlockHasher, TokenSequence
 from headstart.cluster.events import NAME_BYTES, POOL, TIERS, EventBatch
-from headstart.cluster.holders import (
-    Holders,
-    PrefixKey,
-    ReplicaBits,
-    add_bit,
-    count_parts,
-    make_holders,
-    take_bit,
-    take_bits,
-)
 from headstart.errors import ConfigError
 
-Outcome = TypeVar("Outcome")
+PrefixKey = NewType("PrefixKey", int)
+Holders = list[dict[PrefixKey, int]]
+"""A table in parts; key `k` is in part `k % num_parts`, since keys are evenly spread.
+
+A dictionary of a million blocks is copied as a whole when its insertions fill it, which stops
+routing for 60 ms. With parts as large as a replica the copy takes one. More parts would not fit
+into the processor's cache: with 1,024 for 64 replicas an event took a quarter longer.
+"""
 
 MAX_BACKLOG = 1024
-"""Batches kept of a replica whose snapshot is awaited."""
+"""Batches stored for a replica whose snapshot is awaited."""
+SWEPT = 4096
+"""Blocks examined in one step of a sweep."""
+_LEAST_PARTS = 64
+_SLICE = 512
+"""Blocks recorded in one step: less than a millisecond."""
+_STRIDE = 64
+"""Distance between the blocks that a query probes before it bisects."""
 
 
 class Match(NamedTuple):
-    """How many blocks of a prompt's head each replica has, by replica.
+    """The number of a prompt's first blocks on each replica, by replica.
 
     cached: blocks in its KV pool. expected: in its pool, or being computed for a request that was
-    sent there. stored: the same, or in a slower tier, from which they must be loaded.
+    sent there. stored: expected, or in a slower tier, from which they must be loaded.
     """
 
     cached: list[int]
@@ -57,47 +62,160 @@ class Match(NamedTuple):
 
 
 def prefix_keys(names: Sequence[BlockHash]) -> Sequence[PrefixKey]:
-    """What the index knows blocks of these names by: an array."""
+    """Return the keys of blocks with these names, in an array."""
     return unpack_keys(b"".join(names))
 
 
 def unpack_keys(packed: bytes) -> Sequence[PrefixKey]:
-    """The same of names that stand one behind the other."""
+    """Return the keys of concatenated names."""
     words = array("Q", packed)  # in this machine's order of bytes: keys never leave the process
     return cast("Sequence[PrefixKey]", words[:: NAME_BYTES // words.itemsize])
 
 
-_SLICE = 512
-"""Blocks that are noted at once: less than a millisecond."""
+class PromptKeys(Sequence[PrefixKey]):
+    """The keys of a prompt's full blocks, computed when they are read.
 
-_STRIDE = 64
-"""Blocks from one that is asked for to the next, until nobody has one."""
+    Hashing is most of a request's time in a router, and if no replica holds a prompt's first
+    blocks, the others can be hashed after the request is sent. Indices are not negative.
+    """
+
+    def __init__(self, hasher: BlockHasher, prompt: TokenSequence) -> None:
+        blocks = prompt.cut(hasher.block_size)
+        self._count = len(blocks)
+        self._rest: Iterator[bytes] = hasher.packed(prompt.root, blocks)
+        self._keys = array("Q")
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> PrefixKey: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[PrefixKey]: ...
+
+    def __getitem__(self, index: int | slice) -> PrefixKey | Sequence[PrefixKey]:
+        needed = self._count if isinstance(index, slice) else min(index + 1, self._count)
+        while len(self._keys) < needed:
+            self._keys += cast("array[int]", unpack_keys(next(self._rest)))
+        if len(self._keys) == self._count:
+            self._rest = iter(())  # frees the hashes
+        return cast("PrefixKey | Sequence[PrefixKey]", self._keys[index])
 
 
-class _Depths(NamedTuple):
-    """counts: blocks by replica. is_of_first: the first of the tables alone gives the same."""
+class ReplicaBits:
+    """The bit of each replica.
 
-    counts: list[int]
-    is_of_first: bool
+        bit      owner      in the tables
+        live     a replica  where the replica holds a block
+        retired  none       where a removed replica held a block, until a sweep
+        free     none       nowhere
+
+    A removed replica gets another bit at once, so a new replica may have its number before the
+    tables are swept.
+
+    of: the bit of each replica. live: all of these. owners: the replica by the position of its bit.
+    singles: each bit by its position, the one int object that all tables share.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self.of = [1 << replica for replica in range(num_replicas)]
+        self.singles = list(self.of)
+        self.owners = list(range(num_replicas))
+        self.live = (1 << num_replicas) - 1
+        self.retired = 0
+        self._used = 0
+        self._free: list[int] = []
+
+    def use(self, replica: int) -> int:
+        """Return the replica's bit, to be written to a table."""
+        bit = self.of[replica]
+        self._used |= bit
+        return bit
+
+    def renew(self, replica: int) -> None:
+        """Give the replica another bit if its bit was used."""
+        old = self.of[replica]
+        if not self._used & old:
+            return
+        if not self._free:
+            self._free.append(1 << len(self.singles))
+            self.singles.append(self._free[-1])
+            self.owners.append(replica)
+        new = self._free.pop()
+        self.of[replica] = new
+        self.owners[new.bit_length() - 1] = replica
+        self.live ^= old | new
+        self.retired |= old
+
+    def release(self, bits: int) -> None:
+        """Free these retired bits, which no table has any more."""
+        self.retired &= ~bits
+        self._used &= ~bits
+        self._free += [bit for bit in self.singles if bit & bits]
 
 
+def make_holders(num_parts: int) -> Holders:
+    """Return an empty table."""
+    return [{} for _ in range(num_parts)]
+
+
+def add_bit(holders: Holders, keys: Iterable[PrefixKey], bit: int) -> None:
+    """Record that a replica holds these blocks, which are in prefix order."""
+    num_parts, last = len(holders), bit
+    for key in keys:
+        part = holders[key % num_parts]
+        mask = part.get(key, 0) | bit
+        # All blocks of a prefix that the same replicas hold share one int: less memory to store
+        # and to read in a query.
+        if mask != last:
+            last = bit if mask == bit else mask
+        part[key] = last
+
+
+def take_bits(holders: Holders, bits: int, singles: Sequence[int]) -> Generator[None, None, None]:
+    """Remove bits from a table, in steps of about `SWEPT` blocks or one larger part.
+
+    Blocks inserted meanwhile are seen if their part comes later.
+    """
+    num_examined = 0
+    for part in holders:
+        if num_examined >= SWEPT:
+            yield
+            num_examined = 0
+        num_examined += len(part)
+        for key in [key for key, mask in part.items() if mask & bits]:
+            take_bit(part, key, bits, singles)
+
+
+def take_bit(part: dict[PrefixKey, int], key: PrefixKey, bits: int, singles: Sequence[int]) -> None:
+    """Record that these replicas do not hold a block."""
+    mask = part.get(key, 0)
+    if mask & bits:
+        left = mask & ~bits
+        if not left:
+            del part[key]
+        elif left & (left - 1):
+            part[key] = left
+        else:
+            part[key] = singles[left.bit_length() - 1]
+
+
+@dataclass(slots=True, eq=False)
 class _Feed:
-    """How far the events of one replica and tier have come."""
+    """The progress of one replica's events for one tier."""
 
-    __slots__ = ("backlog", "epoch", "is_current", "is_empty", "number")
-
-    def __init__(self) -> None:
-        self.epoch: int | None = None
-        self.number = -1
-        self.is_current = True
-        self.is_empty = True  # nothing was stored since it was cleared
-        self.backlog: list[EventBatch] = []
+    epoch: int | None = None
+    number: int = -1
+    is_current: bool = True
+    is_empty: bool = True  # nothing was stored since it was cleared
+    backlog: list[EventBatch] = field(default_factory=list)
 
 
 class ReplicaIndex:
-    """Which replicas hold which blocks, fed by the events of each.
+    """The replicas that hold each block, updated by the events of each replica.
 
-    shares_store: what one replica has in a tier below its pool, all can load.
+    shares_store: all replicas can load blocks that one of them has in a tier below its pool.
 
     Raises ConfigError for fewer than one replica.
     """
@@ -108,33 +226,37 @@ class ReplicaIndex:
         self.num_replicas = num_replicas
         self._shares_store = shares_store
         self._bits = ReplicaBits(num_replicas)
-        self._num_parts = count = count_parts(num_replicas)
-        self._holders = {tier: make_holders(count) for tier in TIERS}
-        self._lower: dict[str, Holders] = {}  # of the tiers below the pool that had a block
-        self._expected = make_holders(count)
+        self._num_parts = max(1 << (num_replicas - 1).bit_length(), _LEAST_PARTS)
+        self._holders = {tier: make_holders(self._num_parts) for tier in TIERS}
+        self._lower: dict[str, Holders] = {}  # tables of tiers below the pool that were used
+        self._expected = make_holders(self._num_parts)
         self._sweeping: Generator[None, None, None] | None = None
         self._feeds = {(r, tier): _Feed() for r in range(num_replicas) for tier in TIERS}
 
     def __len__(self) -> int:
-        """Blocks that some replica holds in its pool, and those of removed ones not swept yet."""
+        """Return the number of blocks in pools, including unswept blocks of removed replicas."""
         return sum(map(len, self._holders[POOL]))
 
     # Events
 
     def apply(self, batch: EventBatch) -> bool:
-        """Take a batch or snapshot; False where a snapshot is needed to be exact again.
+        """Apply a batch or snapshot; return False if a snapshot is needed to be exact again.
 
-        What comes while a snapshot is awaited is applied too, and again after the snapshot if
-        it is newer. Raises ConfigError for a replica or tier that there is not.
+        Batches that arrive while a snapshot is awaited are applied too, and again after the
+        snapshot if they are newer. Raises ConfigError for an unknown replica or tier.
         """
-        return _finish(self.steps(batch))
+        steps = self.steps(batch)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return bool(end.value)
 
     def steps(self, batch: EventBatch) -> Generator[None, None, bool]:
-        """As `apply`, in steps of about a millisecond; requests may be routed between them.
+        """Apply a batch in steps of about a millisecond, between which requests may be routed.
 
-        A large replica's snapshot takes a tenth of a second in all. If the replica is removed
-        meanwhile, nothing more is noted; the caller then leaves it. It takes no other batch of
-        that replica before the end.
+        A large replica's snapshot takes a tenth of a second in all. The rest is skipped if the
+        replica is removed meanwhile. A replica's batches must be applied one after another.
         """
         feed = self._feeds.get((batch.replica, batch.tier))
         if feed is None:
@@ -142,26 +264,26 @@ class ReplicaIndex:
                 f"events of replica {batch.replica}, tier {batch.tier!r}; allowed: replicas "
                 f"below {self.num_replicas}, tiers {', '.join(TIERS)}"
             )
-        noting = self._note(feed, batch)
+        applying = self._apply(feed, batch)
         while True:
             self.sweep()
             try:
-                next(noting)
-            except StopIteration as done:
-                return bool(done.value)
+                next(applying)
+            except StopIteration as end:
+                return bool(end.value)
             yield
             if self._feeds[batch.replica, batch.tier] is not feed:
-                return True  # the replica is removed, and its number may be another's
+                return True  # the replica is removed, and a new one may have its number
 
-    def _note(self, feed: _Feed, batch: EventBatch) -> Generator[None, None, bool]:
+    def _apply(self, feed: _Feed, batch: EventBatch) -> Generator[None, None, bool]:
         if batch.epoch != feed.epoch:
             if feed.epoch is not None:
-                yield from self._clear(batch.replica, batch.tier)
+                yield from self._clear(feed, batch)
             feed.epoch, feed.number, feed.is_current, feed.backlog = batch.epoch, -1, True, []
         if batch.snapshot:
             return (yield from self._replace(feed, batch))
         if batch.number <= feed.number:
-            return feed.is_current  # it came twice
+            return feed.is_current  # a duplicate
         if batch.number != feed.number + 1:
             feed.is_current = False
         feed.number = batch.number
@@ -170,54 +292,23 @@ class ReplicaIndex:
         yield from self._change(feed, batch)
         return feed.is_current
 
-    def is_current(self, replica: int, tier: str = POOL) -> bool:
-        """False while a snapshot of the replica is awaited."""
-        return self._feeds[replica, tier].is_current
-
-    def remove(self, replica: int) -> None:
-        """The replica is gone: nothing of it is held or expected. Costs no look at any block.
-
-        Its number may be another's from now on.
-        """
-        self._bits.renew(replica)
-        for tier in TIERS:
-            self._feeds[replica, tier] = _Feed()
-
-    def sweep(self) -> bool:
-        """Look through some blocks for what removed replicas held; False when none is left.
-
-        Done by every batch: only who wants the memory at once need call it.
-        """
-        if self._sweeping is None:
-            if not self._bits.retired:
-                return False
-            self._sweeping = self._sweep(self._bits.retired)
-        if next(self._sweeping, self) is self:
-            self._sweeping = None
-        return self._sweeping is not None or bool(self._bits.retired)
-
-    def _sweep(self, bits: int) -> Generator[None, None, None]:
-        for table in (*self._holders.values(), self._expected):
-            yield from take_bits(table, bits, self._bits.singles)
-        self._bits.release(bits)
-
     def _replace(self, feed: _Feed, snapshot: EventBatch) -> Generator[None, None, bool]:
-        """Begin anew from a snapshot, then apply what came after it was taken."""
+        """Apply a snapshot, then the batches after it."""
         newer = [batch for batch in feed.backlog if batch.number > snapshot.number]
         if feed.is_current and feed.number > snapshot.number:
-            return True  # it comes late, and nothing is missing
-        expected = range(snapshot.number + 1, snapshot.number + 1 + len(newer))
-        if feed.number > snapshot.number + len(newer) or [b.number for b in newer] != [*expected]:
-            return False  # older than what was lost
-        feed.number = snapshot.number + len(newer)
-        feed.is_current, feed.backlog = True, []
+            return True  # it is late, and nothing is missing
+        last = snapshot.number + len(newer)
+        numbers = [batch.number for batch in newer]
+        if feed.number > last or numbers != [*range(snapshot.number + 1, last + 1)]:
+            return False  # older than a lost batch
+        feed.number, feed.is_current, feed.backlog = last, True, []
         for batch in (snapshot, *newer):
             yield from self._change(feed, batch)
         return True
 
     def _change(self, feed: _Feed, batch: EventBatch) -> Generator[None, None, None]:
         if batch.cleared:
-            yield from self._clear(batch.replica, batch.tier)
+            yield from self._clear(feed, batch)
         bit, singles, count = self._bits.use(batch.replica), self._bits.singles, self._num_parts
         holders = self._holders[batch.tier]
         if batch.stored:
@@ -234,23 +325,54 @@ class ReplicaIndex:
             if len(keys) == _SLICE:
                 yield
 
-    def _clear(self, replica: int, tier: str) -> Generator[None, None, None]:
-        """One look at every block, unless the replica never said that it holds any."""
-        feed = self._feeds[replica, tier]
+    def _clear(self, feed: _Feed, batch: EventBatch) -> Generator[None, None, None]:
+        """Remove a replica's blocks; examines the whole table unless the replica stored nothing."""
         if not feed.is_empty:
-            yield from take_bits(self._holders[tier], self._bits.of[replica], self._bits.singles)
+            bit = self._bits.of[batch.replica]
+            yield from take_bits(self._holders[batch.tier], bit, self._bits.singles)
             feed.is_empty = True
+
+    def is_current(self, replica: int, tier: str = POOL) -> bool:
+        """Return False while a snapshot of the replica is awaited."""
+        return self._feeds[replica, tier].is_current
+
+    def remove(self, replica: int) -> None:
+        """Forget what a replica holds and computes, without a look at any block.
+
+        A new replica may have its number from now on.
+        """
+        self._bits.renew(replica)
+        for tier in TIERS:
+            self._feeds[replica, tier] = _Feed()
+
+    def sweep(self) -> bool:
+        """Remove some blocks of removed replicas from the tables; return False if none is left.
+
+        Every batch does this.
+        """
+        if self._sweeping is None:
+            if not self._bits.retired:
+                return False
+            self._sweeping = self._sweep(self._bits.retired)
+        if next(self._sweeping, self) is self:
+            self._sweeping = None
+        return self._sweeping is not None or bool(self._bits.retired)
+
+    def _sweep(self, bits: int) -> Generator[None, None, None]:
+        for table in (*self._holders.values(), self._expected):
+            yield from take_bits(table, bits, self._bits.singles)
+        self._bits.release(bits)
 
     # Prefixes that are being computed
 
     def expect(self, replica: int, keys: Iterable[PrefixKey]) -> Sequence[PrefixKey]:
-        """The replica will hold these blocks, of a request sent there. Returns those it adds.
+        """Record that a replica will compute these blocks; return those that are new.
 
-        The caller hands them to `unexpect` when the blocks are computed, or will not be.
+        The caller passes them to `unexpect` when they are computed or given up.
         """
         expected, bit = self._expected, self._bits.use(replica)
         num_parts = self._num_parts
-        added = array("Q")  # kept while the prompt is computed; the garbage collector skips it
+        added = array("Q")  # which the garbage collector skips
         for key in keys:
             part = expected[key % num_parts]
             before = part.get(key, 0)
@@ -260,7 +382,7 @@ class ReplicaIndex:
         return cast("Sequence[PrefixKey]", added)
 
     def unexpect(self, replica: int, keys: Iterable[PrefixKey]) -> None:
-        """Take back what `expect` added."""
+        """Undo an `expect`, given the blocks that it returned."""
         expected, bit = self._expected, self._bits.of[replica]
         for key in keys:
             take_bit(expected[key % self._num_parts], key, bit, self._bits.singles)
@@ -268,59 +390,57 @@ class ReplicaIndex:
     # Queries
 
     def match(self, keys: Sequence[PrefixKey]) -> Match:
-        """How many of a prompt's blocks, from the first on, each replica has."""
+        """Return how many of a prompt's first blocks each replica has."""
         pool, lower = self._holders[POOL], tuple(self._lower.values())
         reach = _reach(keys, (pool, self._expected))
-        expected = self._depths(keys, reach, pool, self._expected)
-        cached = expected if expected.is_of_first else self._depths(keys, reach, pool)
+        expected, is_of_pool = self._depths(keys, reach, pool, self._expected)
+        cached = expected if is_of_pool else self._depths(keys, reach, pool)[0]
         if not lower:
-            return Match(cached.counts, expected.counts, expected.counts)
+            return Match(cached, expected, expected)
         if self._shares_store:
-            depth = _depth(keys, lower)
-            stored = [n if n > depth else depth for n in expected.counts]
+            blocks = range(_reach(keys, lower))
+            depth = bisect_left(blocks, True, key=lambda i: not _is_held(keys[i], lower))
+            stored = [max(count, depth) for count in expected]
         else:
             reach = _reach(keys, (pool, self._expected, *lower))
-            stored = self._depths(keys, reach, pool, self._expected, *lower).counts
-        return Match(cached.counts, expected.counts, stored)
+            stored = self._depths(keys, reach, pool, self._expected, *lower)[0]
+        return Match(cached, expected, stored)
 
     def _depths(
         self, keys: Sequence[PrefixKey], reach: int, first: Holders, *others: Holders
-    ) -> _Depths:
-        """How much of a prompt's first `reach` blocks each replica has in one of these tables."""
+    ) -> tuple[list[int], bool]:
+        """Return how many of the first `reach` blocks each replica has in one of these tables.
+
+        The second value is True if the first table alone gives the same.
+        """
         depths, num_parts = [0] * self.num_replicas, self._num_parts
         is_of_first = True
-        # Of some replicas, the least and the most that they can have.
-        unsure = [(self._bits.live, 0, reach)]
-        while unsure:
-            replicas, low, high = unsure.pop()
+        # Sets of replicas, each with the least and the most blocks that they can have.
+        open_ranges = [(self._bits.live, 0, reach)]
+        while open_ranges:
+            replicas, low, high = open_ranges.pop()
             while low < high:
                 middle = (low + high) // 2
                 key = keys[middle]
-                found = first[key % num_parts].get(key, 0)
+                mask = first[key % num_parts].get(key, 0)
                 for table in others:
                     more = table[key % num_parts].get(key, 0)
                     if more:
-                        found |= more
+                        mask |= more
                         is_of_first = False
-                found &= replicas
-                if found == replicas:
+                mask &= replicas
+                if mask == replicas:
                     low = middle + 1
-                elif found:
-                    unsure.append((found, middle + 1, high))
-                    replicas, high = replicas ^ found, middle
+                elif mask:
+                    open_ranges.append((mask, middle + 1, high))
+                    replicas, high = replicas ^ mask, middle
                 else:
                     high = middle
-            if low:  # they are 0 already, and mostly many
-                _set_bits(depths, self._bits.owners, replicas, low)
-        return _Depths(depths, is_of_first)
-
-
-def _finish(steps: Generator[None, None, Outcome]) -> Outcome:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            return cast("Outcome", done.value)
+            while replicas and low:  # depths begin at 0
+                bit = replicas & -replicas
+                depths[self._bits.owners[bit.bit_length() - 1]] = low
+                replicas ^= bit
+        return depths, is_of_first
 
 
 def _slices(keys: Sequence[PrefixKey]) -> Iterator[Sequence[PrefixKey]]:
@@ -328,36 +448,16 @@ def _slices(keys: Sequence[PrefixKey]) -> Iterator[Sequence[PrefixKey]]:
 
 
 def _reach(keys: Sequence[PrefixKey], tables: Sequence[Holders]) -> int:
-    """How many of a prompt's first blocks somebody may hold; those behind are not named for it."""
-    for at in range(_STRIDE - 1, len(keys), _STRIDE):
-        if not _is_held(keys[at], tables):
-            return at
+    """Return a bound on the blocks that any replica holds, without reading all keys."""
+    for index in range(_STRIDE - 1, len(keys), _STRIDE):
+        if not _is_held(keys[index], tables):
+            return index
     return len(keys)
 
 
 def _is_held(key: PrefixKey, tables: Sequence[Holders]) -> bool:
-    """Whether somebody holds the block."""
     part = key % len(tables[0])
     for table in tables:  # noqa: SIM110 (`any` makes a generator, which takes twice as long)
         if key in table[part]:
             return True
     return False
-
-
-def _depth(keys: Sequence[PrefixKey], tables: Sequence[Holders]) -> int:
-    """How many of a prompt's first blocks are in these tables, whoever said so."""
-    low, high = 0, _reach(keys, tables)
-    while low < high:
-        middle = (low + high) // 2
-        if _is_held(keys[middle], tables):
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-def _set_bits(depths: list[int], owners: Sequence[int], bits: int, depth: int) -> None:
-    while bits:
-        low = bits & -bits
-        depths[owners[low.bit_length() - 1]] = depth
-        bits ^= low

@@ -1,8 +1,8 @@
-"""The options of a server with replicas; command line flags are made from these fields."""
+"""Options of a server with replicas; command line flags are made from these fields."""
 
 from dataclasses import dataclass, fields
 
-from headstart.cluster.policies import DEFAULT_POLICY, POLICIES
+from headstart.cluster.router import DEFAULT_POLICY, POLICIES
 from headstart.errors import ConfigError
 from headstart.validation import Number, OneOf, check_fields, option
 
@@ -13,7 +13,7 @@ _COUNTS = Number(int, 1, 4096)
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaConfig:
-    """How many engines answer, and what each is given. Raises ConfigError."""
+    """The number of engines and the resources of each. Raises ConfigError."""
 
     replicas: int | None = option(
         None, "engines behind this server, on Ray Serve; default: one, in this process", _COUNTS
@@ -40,35 +40,29 @@ class ReplicaConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
-        if not self.is_wanted:
-            self._refuse_others()
-        least = self.replicas or 1
-        if self.max_replicas is not None and self.max_replicas < least:
-            raise ConfigError(
-                f"max_replicas is {self.max_replicas} and replicas is {least}; allowed: at least "
-                "as many"
-            )
-
-    def _refuse_others(self) -> None:
-        """Raise ConfigError for an option that would do nothing."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if value != field.default:
+            if not self.is_wanted and value != field.default:
                 raise ConfigError(
                     f"{field.name} is {value!r}; allowed: with replicas or max_replicas alone"
                 )
+        if self.most < self.least:
+            raise ConfigError(
+                f"max_replicas is {self.max_replicas} and replicas is {self.least}; allowed: at "
+                "least as many"
+            )
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there are to be replicas at all."""
+        """True if replicas are used at all."""
         return self.replicas is not None or self.max_replicas is not None
 
     @property
     def least(self) -> int:
-        """Replicas that there are in any case."""
+        """The least number of replicas."""
         return self.replicas or 1
 
     @property
     def most(self) -> int:
-        """Replicas that there may be."""
+        """The largest number of replicas."""
         return self.max_replicas or self.least

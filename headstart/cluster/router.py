@@ -1,46 +1,324 @@
-"""The router: sends each request to one of many replicas, and keeps the books for that.
+"""Router: sends each request to one of many replicas, by a policy, and tracks their loads.
 
     route         choose a replica; its blocks are expected there for the next request
-    catch_up      note these blocks, once the request is on its way
+    catch_up      record these blocks, once the request is on its way
     first_token   the prompt is computed: the replica's rate is measured
-    finish        the reply is whole, or the request is given up
-    index.apply   what the replicas' caches hold, as they say in events
+    finish        the reply is complete, or the request is given up
+    index.apply   events of the replicas' caches
 
-A request need not wait for its own blocks to be noted: they are before anything else happens here,
-if nobody asks for it earlier. One thread calls all of this. Times come from the caller, so that a
-simulator may have its own clock.
+A request does not wait until its own blocks are recorded: every other method does this first. All
+calls come from one thread. Times come from the caller, so a simulator can use its own clock.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count
 
-from headstart.cluster.holders import PrefixKey
-from headstart.cluster.index import ReplicaIndex
-from headstart.cluster.load import Choice, MeasuredRate, ReplicaLoad, RouteRequest
-from headstart.cluster.policies import RoutingPolicy
-from headstart.errors import RequestError
+from headstart.cluster.index import Match, PrefixKey, ReplicaIndex
+from headstart.errors import ConfigError, RequestError
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "POLICIES",
+    "Choice",
+    "ReplicaLoad",
+    "RouteRequest",
+    "Router",
+    "RoutingPolicy",
+    "make_policy",
+]
 
 FIRST_RATE = 15_000.0
-"""Tokens of prompts a second that replicas are thought to compute before any was measured."""
+"""Assumed prompt tokens per second of a replica before any was measured."""
+_HALF_LIFE = 20.0
+"""Busy seconds after which the weight of a measurement is halved."""
+_TRUST = 2.0
+"""Busy seconds by which the rate of all replicas counts in the rate of one."""
+
+COMPUTE_WEIGHT = 4.0
+DECODE_TOKENS = 512
+"""Tokens to compute that a decoding request counts for."""
+SLACK, SLACK_SECONDS = 0.05, 0.01
+"""A cost counts as equal to the least cost if it exceeds it by no more than this share and time."""
+LOAD_RATE = 100_000.0
+"""Tokens per second loaded from a slower tier: 13 GB/s for 128 KB a token."""
+
+
+@dataclass(slots=True)
+class RouteRequest:
+    """A request to route.
+
+    keys: of the prompt's full blocks. num_tokens: of the whole prompt. block_size: tokens in a
+    block. session: equal for the requests of one conversation, or None.
+    """
+
+    request_id: str
+    keys: Sequence[PrefixKey]
+    num_tokens: int
+    block_size: int
+    session: str | None = None
+
+    def tokens(self, num_blocks: int) -> int:
+        """Return how many tokens of the first blocks are not computed: all but one at most."""
+        return min(num_blocks * self.block_size, self.num_tokens - 1)
+
+
+class MeasuredRate:
+    """Tokens per second: `tokens` in `seconds`, of which older ones count less; `mean` is 0 at
+    first."""
+
+    __slots__ = ("mean", "seconds", "tokens")
+
+    def __init__(self, tokens: float = 0.0, seconds: float = 0.0) -> None:
+        self.tokens = tokens
+        self.seconds = seconds
+        self.mean = tokens / seconds if seconds else 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Add a measurement."""
+        decay: float = 0.5 ** (seconds / _HALF_LIFE)
+        self.tokens = decay * self.tokens + tokens
+        self.seconds = decay * self.seconds + seconds
+        self.mean = self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(slots=True)
+class ReplicaLoad:
+    """The unfinished work of one replica, and its speed.
+
+    queued_tokens: prompt tokens still to be computed. waiting: requests without a first token.
+    running: requests with a first token. routed_tokens: tokens to compute, of all requests so far.
+    rate: prompt tokens per second while prompts waited, decoding included; `all_rate`, that of all
+    replicas together, replaces it while little is measured.
+    """
+
+    replica: int
+    all_rate: MeasuredRate = field(repr=False)
+    queued_tokens: int = 0
+    waiting: int = 0
+    running: int = 0
+    routed_tokens: int = 0
+    is_alive: bool = True
+    _own_rate: MeasuredRate = field(default_factory=MeasuredRate, repr=False)
+    _since: float = field(default=0.0, repr=False)
+    _largest: int = field(default=0, repr=False)  # prompt since nothing waited
+
+    @property
+    def active(self) -> int:
+        """The number of unfinished requests."""
+        return self.waiting + self.running
+
+    @property
+    def rate(self) -> float:
+        """Prompt tokens computed per second."""
+        own = self._own_rate
+        return (own.tokens + _TRUST * self.all_rate.mean) / (own.seconds + _TRUST)
+
+    def backlog(self, now: float) -> float:
+        """Return the queued tokens less those computed since a prompt ended, at the measured rate.
+
+        The progress of a prompt is not reported. The estimate is at most the largest prompt, whose
+        end would be reported: otherwise a replica that hangs would soon seem idle.
+        """
+        if not self.waiting:
+            return 0.0
+        computed = min((now - self._since) * self.rate, self._largest)
+        return max(self.queued_tokens - computed, 0.0)
+
+    def add(self, num_tokens: int, now: float) -> None:
+        """Add a request with this many tokens to compute."""
+        if not self.waiting:
+            self._since, self._largest = now, 0
+        self._largest = max(self._largest, num_tokens)
+        self.waiting += 1
+        self.queued_tokens += num_tokens
+        self.routed_tokens += num_tokens
+
+    def finish_prompt(self, num_tokens: int, now: float) -> None:
+        """Record the first token of a request that was added with this many tokens."""
+        self.waiting -= 1
+        self.running += 1
+        self.queued_tokens -= num_tokens
+        seconds = now - self._since
+        self._since = now
+        self._own_rate.add(num_tokens, seconds)
+        self.all_rate.add(num_tokens, seconds)
+
+
+@dataclass(slots=True)
+class Choice:
+    """The input of a policy. `match` is None for a policy that needs no prefixes."""
+
+    request: RouteRequest
+    match: Match | None
+    loads: Sequence[ReplicaLoad]
+    alive: Sequence[ReplicaLoad]
+    now: float
+
+
+class RoutingPolicy:
+    """Chooses a replica for each request; the router maintains the loads and the index.
+
+    `choose` is called once a request and changes none of its arguments. The other methods notify a
+    policy that has counts of its own; they do nothing by default.
+    """
+
+    needs_prefixes = True
+    """False for a policy that does not read `Choice.match`, which is then None."""
+
+    needs_keys = True
+    """False for a policy that does not read a request's keys, which may then be empty."""
+
+    def choose(self, choice: Choice) -> ReplicaLoad:
+        """Return one of `choice.alive`, which is not empty."""
+        raise NotImplementedError
+
+    def sent(self, request: RouteRequest, replica: int) -> None:
+        """Note that the request was sent to this replica."""
+
+    def prompt_done(self, request: RouteRequest, replica: int) -> None:
+        """Note that the request has its first token."""
+
+    def done(self, request: RouteRequest, replica: int) -> None:
+        """Note that the request finished or was given up."""
+
+    def forget(self, replica: int) -> None:
+        """Note that the replica is gone with its cache; its number may be used again."""
+
+
+class Expected(RoutingPolicy):
+    """The replica with the least expected time to the first token.
+
+        expected = (tokens queued there + w * tokens to compute + d * requests that decode there)
+                   / its measured rate
+                 + tokens to load from a slower tier / load rate
+
+    Blocks count as held where a request was sent that computes them, so a burst of one new prefix
+    follows its first request. A hot prefix spreads: once the queue of the replica that holds it
+    costs more than computing it elsewhere, the next request computes it there.
+
+    w > 1, because a token computed also delays later requests and takes memory from cached blocks,
+    while a queued token is waited for once. d spreads prompts that cost little to compute again,
+    such as a short system prompt, before one replica decodes for all. Among equals the replica that
+    was given least to compute so far wins: new prefixes then fill all pools equally.
+    """
+
+    def __init__(self, weight: float = COMPUTE_WEIGHT, load_rate: float = LOAD_RATE) -> None:
+        self.weight = weight
+        self.load_rate = load_rate
+
+    def choose(self, choice: Choice) -> ReplicaLoad:
+        """Return the least used of the replicas close to the least expected time."""
+        costs = self._seconds(choice)
+        limit = min(costs) * (1 + SLACK) + SLACK_SECONDS
+        close = [load for load, cost in zip(choice.alive, costs, strict=True) if cost <= limit]
+        return min(close, key=lambda load: load.routed_tokens)
+
+    def _seconds(self, choice: Choice) -> list[float]:
+        assert choice.match is not None
+        request, now = choice.request, choice.now
+        _, expected, stored = choice.match
+        total, size, weight = request.num_tokens, request.block_size, self.weight
+        costs = []
+        for load in choice.alive:
+            held = stored[load.replica]
+            work = weight * max(total - held * size, 1) + DECODE_TOKENS * load.running
+            if load.waiting:
+                work += load.backlog(now)
+            seconds = work / load.rate
+            if held > expected[load.replica]:
+                seconds += (held - expected[load.replica]) * size / self.load_rate
+            costs.append(seconds)
+        return costs
+
+
+class RoundRobin(RoutingPolicy):
+    """Each replica in turn."""
+
+    needs_prefixes = needs_keys = False
+
+    def __init__(self) -> None:
+        self._turns = count()
+
+    def choose(self, choice: Choice) -> ReplicaLoad:
+        """Return the next replica."""
+        return choice.alive[next(self._turns) % len(choice.alive)]
+
+
+class LeastLoaded(RoutingPolicy):
+    """The replica with the fewest unfinished requests; the fewest queued tokens among equals."""
+
+    needs_prefixes = needs_keys = False
+
+    def choose(self, choice: Choice) -> ReplicaLoad:
+        """Return the least loaded replica."""
+        return min(choice.alive, key=lambda load: (load.active, load.queued_tokens))
+
+
+class SessionAffinity(LeastLoaded):
+    """The replica that rendezvous hashing gives a session; least loaded without a session.
+
+    When a replica leaves, only its own sessions move.
+    """
+
+    def choose(self, choice: Choice) -> ReplicaLoad:
+        """Return the session's replica."""
+        session = choice.request.session
+        if session is None:
+            return super().choose(choice)
+        return max(
+            choice.alive,
+            key=lambda load: blake2b(f"{session} {load.replica}".encode(), digest_size=8).digest(),
+        )
+
+
+class PrefixAffinity(RoutingPolicy):
+    """The replica with the longest prefix, however loaded; the least loaded one among equals."""
+
+    def choose(self, choice: Choice) -> ReplicaLoad:
+        """Return the replica with the longest match."""
+        assert choice.match is not None
+        held = choice.match.expected
+        return max(choice.alive, key=lambda load: (held[load.replica], -load.active))
+
+
+DEFAULT_POLICY = "expected"
+POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
+    "expected": Expected,
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "session": SessionAffinity,
+    "prefix": PrefixAffinity,
+}
+
+
+def make_policy(name: str) -> RoutingPolicy:
+    """Return a new policy of this name. Raises ConfigError for an unknown name."""
+    if name not in POLICIES:
+        raise ConfigError(f"router is {name!r}; allowed: {', '.join(POLICIES)}")
+    return POLICIES[name]()
 
 
 @dataclass(slots=True)
 class _Sent:
+    """An unfinished request and the load of its replica.
+
+    held: blocks cached or expected there; None if prefixes are not matched.
+    """
+
     request: RouteRequest
     load: ReplicaLoad
     num_tokens: int
-    held: int | None  # blocks that are there or expected; None if prefixes are not looked at
+    held: int | None
     expected: Sequence[PrefixKey] = ()
-
-    @property
-    def replica(self) -> int:
-        return self.load.replica
+    is_running: bool = False
 
 
 class Router:
     """Routes requests over replicas 0 to `num_replicas` - 1.
 
-    shares_store: as of the index. Raises ConfigError for fewer than one replica.
+    shares_store: see `ReplicaIndex`. Raises ConfigError for fewer than one replica.
     """
 
     def __init__(
@@ -56,39 +334,31 @@ class Router:
         self._rate = MeasuredRate(first_rate, seconds=1.0)
         self.loads = [ReplicaLoad(replica, self._rate) for replica in range(num_replicas)]
         self._alive = list(self.loads)
-        self._waiting: dict[str, _Sent] = {}
-        self._running: dict[str, _Sent] = {}
-        self._last: _Sent | None = None  # whose blocks are not noted yet
+        self._sent: dict[str, _Sent] = {}
+        self._last: _Sent | None = None  # the request whose blocks are not recorded yet
 
     def set_alive(self, replica: int, is_alive: bool) -> None:
-        """Send requests to this replica, or no longer. What it holds is forgotten when it dies.
+        """Start or stop sending requests to a replica. A dead replica's blocks are forgotten.
 
-        The number may then stand for a new replica. Requests that the old one still ends are
-        counted in the old one's load, which they keep.
+        Its number may then be used for a new replica. Requests that the old replica still ends
+        count in the old load.
         """
         self.catch_up()
         if is_alive and not self.loads[replica].is_alive:
-            self.loads[replica] = self._new_load(replica)
+            # From 0 routed tokens it would get every new prefix for months.
+            fewest = min((load.routed_tokens for load in self._alive), default=0)
+            self.loads[replica] = ReplicaLoad(replica, self._rate, routed_tokens=fewest)
         self.loads[replica].is_alive = is_alive
         self._alive = [load for load in self.loads if load.is_alive]
         if not is_alive:
             self.index.remove(replica)
             self.policy.forget(replica)
-            for sent in self._waiting.values():
-                if sent.replica == replica:  # nothing is expected there: nothing to take back
+            for sent in self._sent.values():
+                if sent.load.replica == replica:
                     sent.expected = ()
 
-    def _new_load(self, replica: int) -> ReplicaLoad:
-        """The load of a new replica.
-
-        It begins with as many routed tokens as the replica with the fewest: with none it would get
-        every new prefix until it has caught up with months of the others'.
-        """
-        fewest = min((load.routed_tokens for load in self._alive), default=0)
-        return ReplicaLoad(replica, self._rate, routed_tokens=fewest)
-
     def route(self, request: RouteRequest, now: float, avoid: Collection[int] = ()) -> int:
-        """The replica to send the request to; one of `avoid` only if no other is alive.
+        """Return the replica for a request; a replica of `avoid` only if no other is alive.
 
         Raises RequestError if none is alive.
         """
@@ -103,44 +373,43 @@ class Router:
         held = None if match is None else match.expected[load.replica]
         num_tokens = request.num_tokens - request.tokens(held or 0)
         load.add(num_tokens, now)
-        self._last = _Sent(request, load, num_tokens, held)
-        self._waiting[request.request_id] = self._last
+        self._last = self._sent[request.request_id] = _Sent(request, load, num_tokens, held)
         return load.replica
 
     def requests_at(self, replica: int) -> set[str]:
-        """Return the ids of the requests that were sent to a replica and are not finished."""
-        sent = {**self._waiting, **self._running}
-        return {name for name, one in sent.items() if one.load is self.loads[replica]}
+        """Return the ids of the unfinished requests of a replica."""
+        return {name for name, sent in self._sent.items() if sent.load is self.loads[replica]}
 
     def catch_up(self) -> None:
-        """Note what the last request will compute where it was sent."""
+        """Record the blocks that the last request will compute where it was sent."""
         sent, self._last = self._last, None
         if sent is not None:
+            replica = sent.load.replica
             if sent.held is not None:
-                sent.expected = self.index.expect(sent.replica, sent.request.keys[sent.held :])
-            self.policy.sent(sent.request, sent.replica)
+                sent.expected = self.index.expect(replica, sent.request.keys[sent.held :])
+            self.policy.sent(sent.request, replica)
 
     def first_token(self, request_id: str, now: float) -> None:
-        """The request's prompt is computed. Unknown requests are none of the router's."""
+        """Note that the request's prompt is computed; ignores unknown requests."""
         self.catch_up()
-        sent = self._waiting.pop(request_id, None)
-        if sent is None:
+        sent = self._sent.get(request_id)
+        if sent is None or sent.is_running:
             return
-        self.index.unexpect(sent.replica, sent.expected)
+        self.index.unexpect(sent.load.replica, sent.expected)
+        sent.expected, sent.is_running = (), True
         sent.load.finish_prompt(sent.num_tokens, now)
-        self.policy.prompt_done(sent.request, sent.replica)
-        self._running[request_id] = sent
+        self.policy.prompt_done(sent.request, sent.load.replica)
 
     def finish(self, request_id: str) -> None:
-        """The request is finished, or given up at any time before."""
+        """Note that the request finished or was given up; ignores unknown requests."""
         self.catch_up()
-        sent = self._running.pop(request_id, None)
-        if sent is not None:
-            sent.load.finish()
+        sent = self._sent.pop(request_id, None)
+        if sent is None:
+            return
+        if sent.is_running:
+            sent.load.running -= 1
         else:
-            sent = self._waiting.pop(request_id, None)
-            if sent is None:
-                return
-            self.index.unexpect(sent.replica, sent.expected)
-            sent.load.give_up(sent.num_tokens)
-        self.policy.done(sent.request, sent.replica)
+            self.index.unexpect(sent.load.replica, sent.expected)
+            sent.load.waiting -= 1
+            sent.load.queued_tokens -= sent.num_tokens
+        self.policy.done(sent.request, sent.load.replica)

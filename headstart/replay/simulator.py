@@ -23,9 +23,8 @@ from statistics import fmean as mean
 
 from headstart.cache import CacheConfig, TokenSequence
 from headstart.cluster import EventPublisher, Router, make_policy
-from headstart.cluster.holders import PrefixKey
-from headstart.cluster.index import prefix_keys
-from headstart.cluster.load import RouteRequest
+from headstart.cluster.index import PrefixKey, prefix_keys
+from headstart.cluster.router import RouteRequest
 from headstart.errors import ConfigError
 from headstart.replay.replica import Job, Replica, SpeedModel
 from headstart.replay.trace import Trace, TraceRequest, private_units

@@ -2,8 +2,7 @@
 
 from headstart.cache import BlockHasher, CacheConfig, KVCacheManager, TokenSequence
 from headstart.cluster.events import EventBatch, EventPublisher
-from headstart.cluster.holders import PrefixKey
-from headstart.cluster.index import prefix_keys
+from headstart.cluster.index import PrefixKey, prefix_keys
 
 BLOCK = 2
 

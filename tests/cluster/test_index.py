@@ -8,8 +8,7 @@ import pytest
 
 from headstart.cache import BlockHash
 from headstart.cluster.events import DISK, EventBatch
-from headstart.cluster.holders import PrefixKey
-from headstart.cluster.index import MAX_BACKLOG, ReplicaIndex, prefix_keys
+from headstart.cluster.index import MAX_BACKLOG, PrefixKey, ReplicaIndex, prefix_keys
 from headstart.errors import ConfigError
 from tests.cluster.feeds import Engine, cut
 

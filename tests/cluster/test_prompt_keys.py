@@ -9,9 +9,8 @@ import pytest
 from headstart.cache import BlockHasher, TokenSequence
 from headstart.cluster import Router, make_policy
 from headstart.cluster.events import EventBatch
-from headstart.cluster.index import prefix_keys
-from headstart.cluster.load import RouteRequest
-from headstart.cluster.prompt_keys import PromptKeys
+from headstart.cluster.index import PromptKeys, prefix_keys
+from headstart.cluster.router import RouteRequest
 
 BLOCK = 4
 TOKENS = list(range(1, 300 * BLOCK + 3))
@@ -38,17 +37,11 @@ def test_they_are_the_keys_of_the_names() -> None:
     for _ in range(20):
         keys = PromptKeys(BlockHasher(BLOCK), prompt())
         assert len(keys) == len(expected) == 300
-        for at in rng.sample(range(-300, 300), 5):
+        for at in rng.sample(range(300), 5):
             assert keys[at] == expected[at]
-        start, stop = rng.randrange(-310, 310), rng.randrange(-310, 310)
-        assert list(keys[start:stop]) == expected[start:stop]
-        assert list(keys[start:]) == expected[start:]
-        step = rng.choice([-130, -2, -1, 1, 2, 130])
-        assert (
-            list(PromptKeys(BlockHasher(BLOCK), prompt())[start:stop:step])
-            == (expected[start:stop:step])
-        )
-        assert list(keys) == expected and list(keys[::-1]) == expected[::-1]
+        start = rng.randrange(310)
+        assert list(PromptKeys(BlockHasher(BLOCK), prompt())[start:]) == expected[start:]
+        assert list(keys) == expected
     with pytest.raises(IndexError):
         PromptKeys(BlockHasher(BLOCK), prompt())[300]
 

@@ -10,12 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from headstart.cluster import Router, holders, make_policy
+from headstart.cluster import Router, make_policy
 from headstart.cluster import index as index_module
 from headstart.cluster.events import DISK, POOL, EventBatch
-from headstart.cluster.holders import PrefixKey
-from headstart.cluster.index import ReplicaIndex, unpack_keys
-from headstart.cluster.load import RouteRequest
+from headstart.cluster.index import PrefixKey, ReplicaIndex, unpack_keys
+from headstart.cluster.router import RouteRequest
 
 REPLICAS, CHAINS, LENGTH = 3, 3, 6
 NAMES = [[random.Random(9 * c + at).randbytes(32) for at in range(LENGTH)] for c in range(CHAINS)]
@@ -39,7 +38,7 @@ class Removals(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patches = [
-            mock.patch.object(holders, "SWEPT", 1),
+            mock.patch.object(index_module, "SWEPT", 1),
             mock.patch.object(index_module, "_STRIDE", 2),
         ]
         for patch in self.patches:
@@ -118,7 +117,7 @@ class Removals(RuleBasedStateMachine):
 
     def check_end(self) -> None:
         sweep(self.index)
-        fresh = {tier: holders.make_holders(self.index._num_parts) for tier in (POOL, DISK)}
+        fresh = {tier: index_module.make_holders(self.index._num_parts) for tier in (POOL, DISK)}
         for (which, tier, chain), depth in self.depths.items():
             for key in KEYS[chain][:depth]:
                 part = fresh[tier][key % self.index._num_parts]
@@ -161,7 +160,7 @@ def test_a_step_of_a_sweep_looks_at_few_blocks() -> None:
     while True:
         before = len(index)
         is_more = index.sweep()
-        assert before - len(index) <= holders.SWEPT + 2 * count / index._num_parts
+        assert before - len(index) <= index_module.SWEPT + 2 * count / index._num_parts
         if not is_more:
             break
     assert len(index) == 0

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from bench.cluster.rivals import RIVALS, CacheAware
 from headstart.cluster import POLICIES, EventBatch, Router, make_policy
 from headstart.cluster.events import DISK
-from headstart.cluster.holders import PrefixKey
-from headstart.cluster.index import prefix_keys
-from headstart.cluster.load import RouteRequest
+from headstart.cluster.index import PrefixKey, prefix_keys
+from headstart.cluster.router import RouteRequest
 from headstart.errors import ConfigError, RequestError
 
 BLOCK = 16

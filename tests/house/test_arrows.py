@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "utils": set(),
     "v1": {"engine", "frontend"},
 }
-CLUSTER_CORE = ("events", "holders", "index", "load", "policies", "prompt_keys", "router")
+CLUSTER_CORE = ("events", "index", "router")
 CORE_MODULES = {"headstart.cluster", *(f"headstart.cluster.{name}" for name in CLUSTER_CORE)}
 EVERYONE_MAY_IMPORT = {
     "errors",

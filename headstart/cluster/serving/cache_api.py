@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headstart.cluster.index import prefix_keys
-from headstart.cluster.load import RouteRequest
+from headstart.cluster.router import RouteRequest
 from headstart.server.cache import api
 from headstart.server.cache.api import CachePromptRequest
 from headstart.server.errors import JsonResponse

@@ -20,9 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from headstart.cluster.events import EventBatch
-from headstart.cluster.load import RouteRequest
-from headstart.cluster.policies import make_policy
-from headstart.cluster.router import Router
+from headstart.cluster.router import Router, RouteRequest, make_policy
 from headstart.cluster.serving.metric_sums import add_up
 from headstart.engine.metrics import Gauge, Metric
 

@@ -30,7 +30,7 @@ from dataclasses import replace
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from headstart.cluster.load import RouteRequest
+from headstart.cluster.router import RouteRequest
 from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.cluster.serving.feeds import Feeds, cancel
 from headstart.cluster.serving.front import CLOSED

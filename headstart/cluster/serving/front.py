@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headstart.cache import BlockHash, BlockHasher, Shares
-from headstart.cluster.prompt_keys import PromptKeys
+from headstart.cluster.index import PromptKeys
 from headstart.errors import EngineError
 from headstart.frontend.frontend import Frontend, ModelFacts
 from headstart.imports import load_module

@@ -9,10 +9,9 @@ import pytest
 
 from headstart.cluster import EventBatch
 from headstart.cluster.events import DISK
-from headstart.cluster.holders import PrefixKey
-from headstart.cluster.index import prefix_keys, unpack_keys
-from headstart.cluster.load import RouteRequest
+from headstart.cluster.index import PrefixKey, prefix_keys, unpack_keys
 from headstart.cluster.options import ReplicaConfig
+from headstart.cluster.router import RouteRequest
 from headstart.cluster.serving import dispatch
 from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.engine.metrics import Counter

@@ -76,7 +76,7 @@ def test_a_call_for_which_there_is_no_replica_does_not_hold_up_the_others(asked:
 
 
 def test_a_request_goes_to_the_replica_of_our_choice() -> None:
-    from headstart.cluster.load import RouteRequest
+    from headstart.cluster.router import RouteRequest
 
     dispatcher = Dispatcher("expected", 1)
     dispatcher.set_replicas(["one"])

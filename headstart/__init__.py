@@ -20,7 +20,7 @@ from headstart.version import __version__, __version_tuple__
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:
-    from headstart.engine.adapters.request import LoRARequest
+    from headstart.engine.adapter_names import LoRARequest
     from headstart.engine.outputs import CompletionOutput, RequestOutput
     from headstart.engine.params import SamplingParams
     from headstart.engine.structured_outputs import StructuredOutputsParams
@@ -92,7 +92,7 @@ _HOMES = {
     "LLMEngine": "headstart.frontend.llm_engine",
     "SamplingParams": "headstart.engine.params",
     "StructuredOutputsParams": "headstart.engine.structured_outputs",
-    "LoRARequest": "headstart.engine.adapters.request",
+    "LoRARequest": "headstart.engine.adapter_names",
     "PromptType": "headstart.frontend.vllm_types",
     "TextPrompt": "headstart.frontend.vllm_types",
     "TokensPrompt": "headstart.frontend.vllm_types",

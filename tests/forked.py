@@ -26,7 +26,7 @@ FORKS.set_forkserver_preload(
         "headstart.cli.chat_session",
         "headstart.cli.chat_commands",
         "headstart.frontend.llm",
-        "headstart.engine.loading",
+        "headstart.engine.engine",
         "headstart.models.demo",
         "headstart.server.launch",
         "transformers.models.llama.modeling_llama",

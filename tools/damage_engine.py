@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from headstart import LLM, SamplingParams
-from headstart.engine.adapters.request import LoRARequest
+from headstart.engine.adapter_names import LoRARequest
 from headstart.tiers import verify
 
 _PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -18,9 +18,8 @@ import click
 
 from headstart.cli.streams import note, tell_error
 from headstart.cluster.options import ReplicaConfig
-from headstart.engine.config import EngineConfig, make_config
+from headstart.engine.config import EngineConfig, count_cores, make_config
 from headstart.engine.params import SamplingParams
-from headstart.engine.threads import count_cores
 from headstart.errors import RequestError
 from headstart.frontend.engine_args import read_value
 from headstart.frontend.vllm_compat import read_config

@@ -1,13 +1,13 @@
 """The engine's options; command line flags are made from these fields."""
 
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from headstart.cache.config import CacheOptions
 from headstart.engine.params import SEEDS
-from headstart.engine.threads import count_cores
 from headstart.errors import ConfigError
 from headstart.validation import Number, OneOf, check_fields, option
 
@@ -90,16 +90,65 @@ class EngineConfig(CacheOptions):
 
     @property
     def threads(self) -> int:
-        """Torch threads: as given here, or in OMP_NUM_THREADS, else one for each core."""
-        given = os.environ.get("OMP_NUM_THREADS", "")
-        told = int(given) if given.isdecimal() and len(given) < 9 else 0
-        return self.num_threads or (told if told in _THREADS else count_cores())
+        """Torch threads: `num_threads`, else OMP_NUM_THREADS, else one for each core."""
+        variable = os.environ.get("OMP_NUM_THREADS", "")
+        number = int(variable) if variable.isdecimal() and len(variable) < 9 else 0
+        return self.num_threads or (number if number in _THREADS else count_cores())
 
 
 def make_config(options: dict[str, Any]) -> EngineConfig:
-    """The configuration of these options. Raises ConfigError, also for one that there is not."""
+    """Return the configuration of these options. Raises ConfigError, also for an unknown option."""
     known = {field.name for field in fields(EngineConfig)}
     unknown = sorted(map(str, options.keys() - known))
     if unknown:
         raise ConfigError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     return EngineConfig(**options)
+
+
+def count_cores() -> int:
+    """Return the physical cores of this process's affinity, at most its control group's quota.
+
+    Each gets one thread. Two threads on one core share its multipliers and gain nothing in a
+    product; with a thread more than the quota, all of them are stopped sooner.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return cores_of(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cores_of(cpus: Iterable[int], root: Path = Path("/")) -> int:
+    """Return the physical cores behind these CPUs, at least one.
+
+    root: the folder of /proc and /sys. Where Linux does not say which CPUs share a core, each CPU
+    counts as a core.
+    """
+    topology = root / "sys/devices/system/cpu"
+    cores = {_read(topology / f"cpu{cpu}/topology/thread_siblings_list") or cpu for cpu in cpus}
+    return max(1, int(min([float(len(cores)), *_quotas(root)])))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Yield the CPU time that this process's control group and its parents may use, in CPUs."""
+    mount = root / "sys/fs/cgroup"
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, place = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        # In a container the path may be the host's, and the mount begins further down.
+        group = Path(place.lstrip("/"))
+        for part in (group, *group.parents):
+            if controllers:
+                folder = mount / "cpu" / part
+                quota = _read(folder / "cpu.cfs_quota_us")
+                period = _read(folder / "cpu.cfs_period_us")
+            else:
+                quota, _, period = (_read(mount / part / "cpu.max") or "").partition(" ")
+            if quota and period and quota.isdigit():  # neither "max" nor -1
+                yield int(quota) / int(period)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None

@@ -2,39 +2,48 @@
 
 submit    queue a request that the frontend has prepared
 step      schedule, compute, sample, commit, deliver
-abort     forget a request at any time between steps
+abort     remove a request at any time between steps
 
 A step can fail while it computes and samples: in the model, in a logits processor, by lack of
 memory. Its requests then end with an error that names the cause, and no block that it was to fill
 can be found, since results are committed afterwards. Any other exception is a bug: the engine
-forgets its cache, ends all requests with an error, and continues empty.
+resets its cache, ends all requests with an error, and continues empty.
 """
+
+from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from headstart.attention import make_backend
-from headstart.engine.adapters.store import AdapterStore
-from headstart.engine.batch import Batch
-from headstart.engine.config import EngineConfig
-from headstart.engine.hooks import EngineHooks
-from headstart.engine.images.budget import EncoderBudget
-from headstart.engine.images.encoder_cache import EncoderCache
-from headstart.engine.limits import Limit
-from headstart.engine.limits.fair_share import FairShare
+from headstart.engine.adapter_store import AdapterStore
+from headstart.engine.config import EngineConfig, count_cores, make_config
+from headstart.engine.fair_share import FairShare
+from headstart.engine.hooks import EngineHooks, Limit
+from headstart.engine.image_cache import EncoderBudget, EncoderCache
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.parts import Parts, make_parts
 from headstart.engine.request import Request, RequestGroup
-from headstart.engine.runner import Runner, StepLogits
+from headstart.engine.runner import Choice, Runner, StepLogits, choose_tokens
 from headstart.engine.sampling import SampledToken, Sampler
 from headstart.engine.scheduler import Scheduler
-from headstart.engine.step import Choice, StepResult, choose_tokens, engine_error
-from headstart.engine.tiering.tiers import make_tiers
-from headstart.errors import EngineError, RequestError
+from headstart.engine.step import Batch, StepResult, engine_error
+from headstart.engine.tiering.tiers import Tiers
+from headstart.errors import ConfigError, EngineError, RequestError
 from headstart.models.decoder import DecoderModel
-from headstart.models.image_encoder import VisionModel
-from headstart.models.tokenizer import Tokenizer
+from headstart.models.loader import load_model
+from headstart.models.prefetch import ReadyMemory
+from headstart.models.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["EngineCore", "load_engine"]
 
 _LOG = logging.getLogger("headstart.engine")
 
@@ -42,8 +51,8 @@ _LOG = logging.getLogger("headstart.engine")
 class EngineCore:
     """Continuous batching over one model with automatic prefix caching.
 
-    Not thread-safe: `headstart.engine.driver` calls it from one thread. `images` is the budget of
-    image embeddings, None for a model without vision.
+    Not thread-safe: `headstart.engine.driver` calls it from one thread. images: the budget of image
+    embeddings, None for a model without vision.
     """
 
     def __init__(
@@ -56,51 +65,44 @@ class EngineCore:
         if config.deterministic:
             self.model.fix_rows()
         self.model.attach(backend := make_backend(parts.memory, share=config.share_attention))
-        self.tiers = make_tiers(parts.stores, self.manager)
-        self.images = self._make_images(parts.vision)
+        self.tiers = None if parts.stores is None else Tiers(parts.stores, self.manager)
+        self.images: EncoderBudget | None = None
+        if parts.vision is not None:
+            store = self.tiers.image_loads if self.tiers is not None else None
+            cache = EncoderCache(
+                parts.vision, config.encoder_cache_rows, store, self.manager.shares
+            )
+            self.images = EncoderBudget(cache, config.block_size if config.deterministic else None)
         self.adapters = AdapterStore(self.model, config)
         self._runner = Runner(
             self.model, backend, parts.memory, self.adapters, deterministic=config.deterministic
         )
         self._sampler, self._turns = Sampler(self.model.vocab_size), FairShare(self.manager, config)
+        # Inputs first: a request that waits for them delays no other.
+        inputs = [hooks, self.tiers.loads if self.tiers is not None else None]
+        limits: list[Limit | None] = [*inputs, self.adapters, self.images, self._turns]
         self._scheduler = Scheduler(
             self.manager,
             max_tokens=config.max_num_batched_tokens,
             max_running=config.max_num_seqs,
             max_bypassed=config.max_bypassed,
-            limits=self._limits(hooks),
+            limits=[limit for limit in limits if limit is not None],
             max_prompt_tokens=self._turns.max_prompt_tokens,
             hooks=hooks,
         )
         self._hooks = hooks
         self._groups: dict[str, RequestGroup] = {}
-        self._closed: str | None = None  # why, once it is
-
-    def _make_images(self, vision: VisionModel | None) -> EncoderBudget | None:
-        if vision is None:
-            return None
-        config, shares = self.config, self.manager.shares
-        store = self.tiers.image_loads if self.tiers is not None else None
-        cache = EncoderCache(vision, config.encoder_cache_rows, store, shares)
-        return EncoderBudget(cache, config.block_size if config.deterministic else None)
-
-    def _limits(self, hooks: EngineHooks | None) -> list[Limit]:
-        """The limits of a step. Inputs come first: who waits for them is in nobody's way."""
-        images = [self.images] if self.images is not None else []
-        inputs: list[Limit] = [] if hooks is None else [hooks]
-        if self.tiers is not None:
-            inputs.append(self.tiers.loads)
-        return [*inputs, self.adapters, *images, self._turns]
+        self._closed: str | None = None  # the reason, once it is closed
 
     @classmethod
     def of_model(
         cls,
         decoder: DecoderModel,
-        tokenizer: "Tokenizer | None",
+        tokenizer: Tokenizer | None,
         config: EngineConfig,
         hooks: EngineHooks | None = None,
-    ) -> "EngineCore":
-        """Make the core of a loaded model. Raises ConfigError or OutOfMemoryError.
+    ) -> EngineCore:
+        """Return the core of a loaded model. Raises ConfigError or OutOfMemoryError.
 
         tokenizer: for the text that tiers store with blocks.
         """
@@ -123,7 +125,7 @@ class EngineCore:
             self._scheduler.add(self._turns.queue(request))
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Forget a request; its output so far, with finish reason "abort", or None if unknown."""
+        """Remove a request; return its output, with finish reason "abort", or None if unknown."""
         if (group := self._groups.get(request_id)) is not None:
             self._leave(group, "abort")
         if self.tiers is not None and not self._groups:
@@ -131,7 +133,7 @@ class EngineCore:
         return group.output() if group is not None else None
 
     def unload_adapter(self, name: str) -> None:
-        """Requests may ask for the adapter no more; those that have it finish.
+        """Remove an adapter for later requests; those that use it finish.
 
         Raises RequestError for a name that is not loaded.
         """
@@ -142,10 +144,10 @@ class EngineCore:
     def reset_prefix_cache(
         self, *, reset_running_requests: bool = False, reset_tiers: bool = False
     ) -> bool:
-        """Forget everything cached; False, and nothing done, while a request runs.
+        """Forget everything cached; return False, having done nothing, while a request runs.
 
-        reset_running_requests: have those that run wait, and be computed anew, instead.
-        reset_tiers: forget what tiers have of it too; raises TierError if one may not have.
+        reset_running_requests: let running requests wait and compute everything again, instead.
+        reset_tiers: clear the tiers too; raises TierError if a tier may not be clear.
         """
         self.require_open()
         if reset_running_requests:
@@ -157,7 +159,7 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step would do something."""
+        """True if a step would do something."""
         return bool(self._groups)
 
     @property
@@ -167,7 +169,7 @@ class EngineCore:
 
     @property
     def requests(self) -> tuple[Sequence[Request], Sequence[Request]]:
-        """Answers that are computed, and those that wait: to look at, not to change."""
+        """Running and waiting answers: to look at, not to change."""
         return self._scheduler.running, self._scheduler.waiting
 
     # Steps
@@ -176,7 +178,7 @@ class EngineCore:
         """Run one step; return the requests that got a token or ended.
 
         When the model, a logits processor or the sampler fails, the step's requests end with an
-        EngineError and give their blocks back. A request whose K/V or logits are not finite ends so
+        EngineError and give their blocks back. A request whose K/V or logits are not finite ends
         alone. When an image cannot be encoded, that ends the requests that need it, and the others
         wait again. After any other exception see `reset`.
         """
@@ -185,14 +187,16 @@ class EngineCore:
         try:
             self._step(results)
             if self.config.debug:
-                self._check()
+                self.manager.check()
+                if self.images is not None:
+                    self.images.cache.check()
         except BaseException as error:
             ended = [r for r in results if r.error is not None or r.group.finished]
             results = [*ended, *self.reset(error)]
         return results
 
     def reset(self, cause: BaseException) -> list[StepResult]:
-        """End all requests with an EngineError and forget the cache, after an unexpected exception.
+        """End all requests with an EngineError and clear the cache, after an unexpected exception.
 
         Returns the requests that this ends.
         """
@@ -219,22 +223,35 @@ class EngineCore:
             waited, batch = read, self._schedule()
         if not batch.scheduled and self.tiers is not None and self.tiers.wait():
             batch = self._schedule()
-        for name, error in self.adapters.take_refused().items():
-            self._end(results, self._groups[name], engine_error("no adapter to run it with", error))
+        for name, refusal in self.adapters.take_refused().items():
+            self._end(
+                results, self._groups[name], engine_error("no adapter to run it with", refusal)
+            )
         if not batch.scheduled:
             waits = self._scheduler.waits_for_inputs or (self.tiers and self.tiers.is_loading)
             if not results and self._groups and not waits:
                 raise EngineError("requests wait, and none can run: the scheduler is stuck")
             return
         tokens: list[Choice] = []
+        failed: dict[Any, EngineError] = {}  # by request
         try:
-            failed = self._encode(batch)
+            if self.tiers is not None:
+                self.tiers.scheduled(batch)
+            if self.images is not None:
+                failed = self.images.cache.encode_wanted()
             if not failed:
                 tokens = choose_tokens(self._sampler, batch, self._compute(batch))
         except BaseException as cause:
             failed = {p.request: engine_error("the step failed", cause) for p in batch.scheduled}
-        if failed:
-            self._fail_step(results, failed)
+        if failed:  # the requests that did not fail wait again
+            self.manager.fail_step()
+            self._scheduler.restart()
+            if self.tiers is not None:
+                self.tiers.roll_back()
+            if self.images is not None:
+                self.images.cache.drop_wanted()
+            for request, error in failed.items():
+                self._end(results, request.group, error)
             return
         self._discard_failed(results, batch, tokens)
         self.manager.commit_step()
@@ -248,12 +265,6 @@ class EngineCore:
         if self.tiers is not None:
             self.tiers.take_in()
         return self._scheduler.schedule()
-
-    def _encode(self, batch: Batch) -> dict[object, EngineError]:
-        """Prepare what the step reads; return the requests that an image keeps from running."""
-        if self.tiers is not None:
-            self.tiers.scheduled(batch)
-        return self.images.cache.encode_wanted() if self.images is not None else {}
 
     def _compute(self, batch: Batch) -> StepLogits:
         now = time.perf_counter()
@@ -278,7 +289,7 @@ class EngineCore:
         if not failed:
             return
         sequences = [request.sequence for group in failed for request in group.requests]
-        self.manager.discard([one for one in sequences if self.manager.is_known(one)])
+        self.manager.discard([s for s in sequences if self.manager.is_known(s)])
         for group, error in failed.items():
             self._end(results, group, error)
 
@@ -305,20 +316,8 @@ class EngineCore:
                     self._groups.pop(request.group.request_id, None)
         results += map(StepResult, moved)
 
-    def _fail_step(self, results: list[StepResult], failed: Mapping[object, EngineError]) -> None:
-        """Call the scheduled step off; requests that did not fail wait again."""
-        self.manager.fail_step()
-        self._scheduler.restart()
-        if self.tiers is not None:
-            self.tiers.roll_back()
-        if self.images is not None:
-            self.images.cache.drop_wanted()
-        for request, error in failed.items():
-            assert isinstance(request, Request)
-            self._end(results, request.group, error)
-
     def _end(self, results: list[StepResult], group: RequestGroup, error: EngineError) -> None:
-        """End what is left of a request with an error."""
+        """End the unfinished answers of a request with an error."""
         if self._groups.get(group.request_id) is group:
             results.append(StepResult(group, error))
             self._leave(group, "error")
@@ -331,18 +330,13 @@ class EngineCore:
                 request.finish_reason = reason
         self._groups.pop(group.request_id, None)
 
-    def _check(self) -> None:
-        self.manager.check()
-        if self.images is not None:
-            self.images.cache.check()
-
     def require_open(self) -> None:
         """Raise EngineError after `close`."""
         if self._closed is not None:
             raise EngineError(self._closed)
 
     def close(self, reason: str = "the engine is closed") -> None:
-        """Let go of requests, threads and K/V memory. Later calls, but not `close`, raise."""
+        """Release requests, threads and K/V memory. Later calls except `close` raise."""
         self._closed = self._closed or reason
         self._groups.clear()
         self.adapters.close()
@@ -352,3 +346,33 @@ class EngineCore:
             self.tiers.close()
         self.model.detach()
         self._runner.close()
+
+
+def load_engine(
+    model: str | Path,
+    *,
+    tokenizer_folder: Path | None = None,
+    ready_memory: ReadyMemory | None = None,
+    is_observed: bool = False,
+    **options: Any,
+) -> tuple[EngineCore, PreTrainedTokenizerBase | None]:
+    """Load a model by path or name, and its tokenizer; `options` are those of `EngineConfig`.
+
+    The tokenizer is the model's own unless another folder is given. Packed weights lie in
+    `ready_memory` if that is given and fits them. is_observed: see `make_parts`.
+    Raises ConfigError, ModelError or OutOfMemoryError; nothing is left behind.
+    """
+    config = make_config(options)
+    # Nothing else computes yet, and allocating memory for the weights keeps every core busy.
+    torch.set_num_threads(max(config.threads, count_cores()))
+    try:
+        tokenizer = load_tokenizer(tokenizer_folder or model)
+        if tokenizer is None and tokenizer_folder is not None:
+            raise ConfigError(f"tokenizer is {tokenizer_folder}, a folder without one")
+        decoder = load_model(
+            model, config.dtype, config.device, ready_memory, weights=config.weights
+        )
+    finally:
+        torch.set_num_threads(config.threads)
+    parts = make_parts(decoder, tokenizer, config, is_observed=is_observed)
+    return EngineCore(parts, config), tokenizer

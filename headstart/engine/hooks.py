@@ -1,36 +1,68 @@
-"""Hooks by which a pipeline of models takes part in an engine's steps. An engine alone has none.
+"""Protocols by which other parts limit a step, and by which a pipeline of models takes part in it.
 
-In a pipeline an engine's requests may have to wait for what another stage is still making, may
-use a cached prefix only as far as its outputs are known, and hand on more than tokens.
+A limit may reduce the tokens of a request that a step computes: adapters (`adapter_store.py`), the
+encoder budget of images (`image_cache.py`), the turns of owners (`fair_share.py`), prefixes that
+are being loaded (`tiering/loads.py`), and in a pipeline the inputs from another stage.
 """
 
 from typing import Protocol
 
 from headstart.cache import ComputedBlocks
-from headstart.engine.batch import Batch
-from headstart.engine.limits import Limit
 from headstart.engine.request import Request
-from headstart.engine.tiering.payload import BlockRows
+from headstart.engine.step import Batch
+from headstart.engine.tiering.offers import BlockRows
+
+__all__ = ["EngineHooks", "Limit"]
+
+
+class Limit(Protocol):
+    """A decision how far a request may be computed in a step. No method waits."""
+
+    def applies(self, request: Request) -> bool:
+        """Return True if the request can be limited; called when it is queued or preempted.
+
+        The other methods are not called for other requests.
+        """
+        ...
+
+    def reach(self, request: Request, start: int, stop: int) -> int | None:
+        """Return how far the request's tokens can be computed now; called before each step.
+
+            start    not now: it waits for something that others hold, and may be bypassed
+            between  up to there, at most to `stop`
+            None     it waits for its own inputs, and no other request waits for it
+
+        The limit may fetch what the request will need, but holds nothing for it yet.
+        """
+        ...
+
+    def enter(self, request: Request, start: int, stop: int) -> None:
+        """Note that tokens `start` to `stop - 1` are in the step, as `reach` allowed."""
+        ...
+
+    def leave(self, request: Request) -> None:
+        """Note that the request no longer runs or waits. Idempotent."""
+        ...
 
 
 class EngineHooks(Limit, Protocol):
-    """Callbacks; the engine calls them in each step.
+    """Callbacks of a pipeline, called in each step. An engine alone has none.
 
-    As a limit, they have a request wait until the inputs of all tokens that it knows are there.
-    kept_rows: what outlives the process beside K/V, where these do; asked before the first step.
+    As a limit, they make a request wait until the inputs of all its tokens are there. kept_rows:
+    the rows that tiers store with K/V; read before the first step.
     """
 
     @property
     def kept_rows(self) -> BlockRows | None: ...
 
     def usable_blocks(self, request: Request, found: ComputedBlocks) -> int:
-        """How many of the cached blocks the request may skip. Changes nothing."""
+        """Return how many of the cached blocks the request may skip. Changes nothing."""
         ...
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
-        """The request runs from this token on, for the first time or again."""
+        """Note that the request runs from this token on, for the first time or again."""
         ...
 
     def computed(self, batch: Batch) -> None:
-        """The model is through with a step; what is raised here fails it."""
+        """Note that the model has computed a step; an exception fails the step."""
         ...

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from headstart.cache import MissExplanation
-from headstart.engine.adapters.request import LoRARequest
+from headstart.engine.adapter_names import LoRARequest
 from headstart.engine.params import RequestOutputKind
 
 

@@ -13,8 +13,7 @@ from headstart.attention import PagedKVMemory
 from headstart.cache import BlockHasher, CacheConfig, CacheEvent, KVCacheManager
 from headstart.engine.config import EngineConfig
 from headstart.engine.tiering.identity import identify
-from headstart.engine.tiering.offers import block_text
-from headstart.engine.tiering.payload import BlockPayload, BlockRows
+from headstart.engine.tiering.offers import BlockPayload, BlockRows, block_text
 from headstart.engine.tiering.tiers import Stores
 from headstart.errors import ConfigError, OutOfMemoryError
 from headstart.imports import load_module

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headstart.cache import Mark, MissExplanation, Namespace, TokenSequence
-from headstart.engine.adapters.request import Adapter, LoRARequest
+from headstart.engine.adapter_names import Adapter, LoRARequest
 from headstart.engine.outputs import (
     CompletionOutput,
     ImageUse,
@@ -50,7 +50,7 @@ class Request:
     """One answer in the making: what the scheduler schedules.
 
     `group` is what the user asked for; with `n` answers it has as many requests, which share
-    their prompt by ordinary prefix caching. turn: see `headstart.engine.limits.fair_share`.
+    their prompt by ordinary prefix caching. turn: see `headstart.engine.fair_share`.
     token_gaps: seconds from each token to the next. awaits_writer: when it was to be admitted last,
     another request was computing the block that it needs next. num_read: tokens whose K/V a step
     that is over has written.

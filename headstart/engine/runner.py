@@ -1,15 +1,15 @@
-"""Runs a batch: from requests and block tables to tensors, through the model, to logits.
+"""The runner: from a batch of requests and block tables to tensors, logits and tokens.
 
 By default a step is one forward pass over all its tokens. With `deterministic` a pass is always
-one whole block of one sequence, at its absolute place, filled up behind the known tokens: every
-matrix product then has the same shape whoever else is there, whatever was cached, and whether a
-token came from a prompt or was generated, so its result is the same bit for bit. A block that
-decoding fills is thereby last computed exactly as a prefill computes it.
+one whole block of one sequence, at its absolute position, padded behind the known tokens. Every
+matrix product then has the same shape whatever else runs or was cached, and for generated tokens as
+for a prompt's, so its result is equal bit for bit. A block that decoding fills is thereby last
+computed exactly as a prefill computes it.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,72 +17,27 @@ from torch import Tensor
 
 from headstart.attention import AttentionBackend, PagedKVMemory, Span, StepPlan
 from headstart.cache import TokenSequence
-from headstart.engine.batch import Batch
-from headstart.engine.logits.protocol import allowed_tokens
+from headstart.engine.adapter_store import AdapterStore
+from headstart.engine.logits import allowed_tokens
 from headstart.engine.prompt import PromptExtras
+from headstart.engine.sampling import SampledToken, Sampler, token_logprobs
+from headstart.engine.step import Batch
 from headstart.errors import EngineError
-from headstart.models.decoder import EmbeddingOverlay
+from headstart.models.decoder import DecoderModel, EmbeddingOverlay
+from headstart.weights.greedy_head import greedy_tokens
+
+__all__ = ["Choice", "Runner", "StepLogits", "choose_tokens"]
 
 PADDING_TOKEN = 0
 
 Answer = TypeVar("Answer")
 
 
-class ForwardModel(Protocol):
-    """A model whose attention goes through the backend."""
+class _Rows(NamedTuple):
+    """_Rows of the flat batch that belong to one sequence: positions `start` to `stop - 1`.
 
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        logit_rows: Tensor,
-        embeddings: EmbeddingOverlay | None = None,
-    ) -> Tensor:
-        """Logits float32 `[logit_rows, vocab]` of a flat batch of tokens `[tokens]`.
-
-        `positions` is `[tokens]`, or `[axes, tokens]` if a prompt in the batch has its own.
-        """
-        ...
-
-    def choose(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        logit_rows: Tensor,
-        embeddings: EmbeddingOverlay | None = None,
-        allowed: np.ndarray | None = None,
-    ) -> list[int]:
-        """The first of the largest of each row of what `forward` would give; -1 if not finite.
-
-        Among tokens with a bit in `allowed` uint8 `[rows, bytes]`, if that is given.
-        """
-        ...
-
-
-class StepAdapters(Protocol):
-    """Adds adapters to the model's layers, for one pass at a time."""
-
-    def begin_step(self, runs: Iterable[tuple[str | None, int, int]]) -> None:
-        """The pass has these rows: (an adapter's digest or None, rows, of which with logits)."""
-
-    def begin_plain_step(self) -> None:
-        """The pass has no row with an adapter."""
-
-    def end_step(self) -> None:
-        """The pass is over."""
-
-
-class Rows(NamedTuple):
-    """Rows of the flat batch that belong to one sequence.
-
-    Positions `start` to `stop - 1`, of which those from `known` on are padding. Logits are wanted
-    of the last `wanted` rows. `extras` is None where token ids say everything.
+    known: where padding begins. wanted: how many of the last rows need logits. extras: None where
+    the prompt is token ids alone.
     """
 
     sequence: TokenSequence
@@ -94,11 +49,11 @@ class Rows(NamedTuple):
 
 
 class StepLogits(NamedTuple):
-    """Logits float32 `[rows, vocab]` of a step, and how many of the rows each part has.
+    """The logits float32 `[rows, vocab]` of a step, and the number of rows of each part.
 
-    `values` is None where each row's greedy token is all that is wanted: `greedy` then has them, -1
-    for logits that are not finite, and `failed` the errors of rows without a token, by row.
-    `nonfinite` are the parts that have K or V which are not finite.
+    values: None where only each row's greedy token is needed: `greedy` then has these, -1 for
+    logits that are not finite, and `failed` the errors of rows without a token, by row. nonfinite:
+    the parts with K or V that are not finite.
     """
 
     values: Tensor | None
@@ -109,14 +64,14 @@ class StepLogits(NamedTuple):
 
 
 class Runner:
-    """Executes batches against one model and its paged memory."""
+    """Batches computed by one model over its paged memory."""
 
     def __init__(
         self,
-        model: ForwardModel,
+        model: DecoderModel,
         backend: AttentionBackend,
         memory: PagedKVMemory,
-        adapters: StepAdapters,
+        adapters: AdapterStore,
         *,
         deterministic: bool,
     ) -> None:
@@ -126,29 +81,28 @@ class Runner:
         self._memory = memory
         self._adapters = adapters
         self._deterministic = deterministic
-        # Of the step under way, by sequence: the first position whose K or V are not finite.
+        # In the current step, by sequence: the first position whose K or V are not finite.
         self._nonfinite: dict[TokenSequence, int] = {}
 
     def run(self, batch: Batch) -> StepLogits:
         """Compute the batch.
 
-        A part's logits are those of all its rows when its prompt's log-probabilities are asked
-        for, otherwise of its last row if it samples, else none.
+        A part has logits of all its rows if its prompt's log-probabilities are needed, otherwise of
+        its last row if it samples, else none.
         """
         self._nonfinite.clear()
         self._memory.copy_rows(batch.copies)
-        parts: list[Rows] = []
+        parts: list[_Rows] = []
         greedy_only = not self._deterministic
         for request, start, stop, samples in batch.scheduled:
             group, needs_prompt = request.group, request.needs_prompt_logits
             wanted = stop - start if needs_prompt else int(samples)
-            parts.append(Rows(request.sequence, start, stop, stop, wanted, group.extras))
+            parts.append(_Rows(request.sequence, start, stop, stop, wanted, group.extras))
             if needs_prompt or (samples and not request.sampling.is_masked_argmax):
                 greedy_only = False
         counts = [rows.wanted for rows in parts]
         if self._deterministic:
-            blocks = (block for rows in parts for block in self._blocks(rows))
-            values = torch.cat([self._forward_block(block) for block in blocks])
+            values = torch.cat([b for rows in parts for b in self._forward_blocks(rows)])
         elif greedy_only:
             masks = [part.request.sampling.masks for part in batch.scheduled if part.samples]
             allowed, failed = allowed_tokens(masks, self._model.vocab_size)
@@ -167,25 +121,19 @@ class Runner:
         """Free the K/V memory; there are no steps afterwards."""
         self._memory.release()
 
-    def _blocks(self, rows: Rows) -> Iterator[Rows]:
-        """The same rows as whole blocks, recomputed from their first token."""
+    def _forward_blocks(self, rows: _Rows) -> Iterator[Tensor]:
+        """Yield the logits of rows as whole blocks, computed again from their first token."""
         size = self._memory.block_size
         for start in range(rows.start // size * size, rows.stop, size):
             known = min(start + size, rows.stop)
             first = max(start, rows.stop - rows.wanted)
-            wanted = start + size - first if first < known else 0
-            yield Rows(rows.sequence, start, start + size, known, wanted, rows.extras)
+            wanted = size if first < known else 0  # the LM head, too, gets a whole block or none
+            block = _Rows(rows.sequence, start, start + size, known, wanted, rows.extras)
+            logits = self._forward([block], self._model.forward)
+            yield logits[first - start : known - start] if wanted else logits
 
-    def _forward_block(self, rows: Rows) -> Tensor:
-        """One whole block; the LM head, too, always gets all of its rows or none."""
-        if not rows.wanted:
-            return self._forward([rows], self._model.forward)
-        count = rows.stop - rows.start
-        logits = self._forward([rows._replace(wanted=count)], self._model.forward)
-        return logits[count - rows.wanted : rows.known - rows.start]
-
-    def _forward(self, parts: list[Rows], compute: Callable[..., Answer]) -> Answer:
-        """One pass of the model: what `compute`, its `forward` or `choose`, says of the rows."""
+    def _forward(self, parts: list[_Rows], compute: Callable[..., Answer]) -> Answer:
+        """Run one pass of the model; `compute` is its `forward` or `choose`."""
         tokens: list[int] = []
         positions: list[int] = []
         logit_rows: list[int] = []
@@ -211,7 +159,12 @@ class Runner:
             embeddings, places = self._extras(parts), self._places(parts, places)
         plan = StepPlan(self._tensor(slots), tuple(spans), contiguous_gather=self._deterministic)
         try:
-            self._begin_adapters(parts)
+            uses_adapters = any(rows.sequence.namespace.adapter for rows in parts)
+            self._adapters.begin_step(
+                [(r.sequence.namespace.adapter, r.stop - r.start, r.wanted) for r in parts]
+                if uses_adapters
+                else []
+            )
             self._backend.begin_step(plan)
             answer = compute(self._tensor(tokens), places, self._tensor(logit_rows), embeddings)
             self._note_nonfinite(parts)
@@ -219,24 +172,23 @@ class Runner:
         finally:
             self.end_step()
 
-    def _note_nonfinite(self, parts: list[Rows]) -> None:
-        """Remember whose K or V were not finite in this pass; what padding has is of no account."""
+    def _note_nonfinite(self, parts: list[_Rows]) -> None:
+        """Record the sequences with K or V that were not finite in this pass, except in padding."""
         bad = self._backend.nonfinite_rows()
         if not bad:
             return
         first = 0
         for rows in parts:
             known = range(first, first + rows.known - rows.start)
-            found = next((row for row in bad if row in known), None)
-            if found is not None:
-                self._nonfinite.setdefault(rows.sequence, rows.start + found - first)
+            if (row := next((row for row in bad if row in known), None)) is not None:
+                self._nonfinite.setdefault(rows.sequence, rows.start + row - first)
             first += rows.stop - rows.start
 
-    def _nonfinite_parts(self, parts: list[Rows]) -> list[int]:
-        """The parts with a row that is not finite in their block tables, also if another wrote it.
+    def _nonfinite_parts(self, parts: list[_Rows]) -> list[int]:
+        """Return the parts whose block tables have a row that is not finite, whoever wrote it.
 
-        Such a row may show in nobody's logits: not before the last layer's K and V are attended
-        to, and a key of minus infinity only hides its position.
+        Such a row may show in no logits: not before the last layer's K and V are attended to, and a
+        key of minus infinity only hides its position.
         """
         size = self._memory.block_size
         bad = {
@@ -246,32 +198,24 @@ class Runner:
         }
         if not bad:
             return []
-        return [at for at, r in enumerate(parts) if not bad.isdisjoint(r.sequence.block_table())]
+        return [i for i, r in enumerate(parts) if not bad.isdisjoint(r.sequence.block_table())]
 
-    def _begin_adapters(self, parts: list[Rows]) -> None:
-        if not any(rows.sequence.namespace.adapter for rows in parts):
-            self._adapters.begin_plain_step()
-            return
-        self._adapters.begin_step(
-            (rows.sequence.namespace.adapter, rows.stop - rows.start, rows.wanted) for rows in parts
-        )
-
-    def _extras(self, parts: list[Rows]) -> EmbeddingOverlay | None:
-        """The embeddings that prompts of the pass bring along for its rows."""
-        at: list[int] = []
+    def _extras(self, parts: list[_Rows]) -> EmbeddingOverlay | None:
+        """Return the embeddings that prompts of the pass have for its rows."""
+        places: list[int] = []
         values: list[Tensor] = []
         first = 0
         for rows in parts:
             if rows.extras is not None and rows.extras.embeddings is not None:
-                for position, given in rows.extras.embeddings.between(rows.start, rows.known):
+                for position, part in rows.extras.embeddings.between(rows.start, rows.known):
                     row = first + position - rows.start
-                    at += range(row, row + len(given))
-                    values.append(given)
+                    places += range(row, row + len(part))
+                    values.append(part)
             first += rows.stop - rows.start
-        return EmbeddingOverlay(self._tensor(at), torch.cat(values)) if values else None
+        return EmbeddingOverlay(self._tensor(places), torch.cat(values)) if values else None
 
-    def _places(self, parts: list[Rows], plain: Tensor) -> Tensor:
-        """Position ids `[axes, tokens]` if a prompt has its own, else `plain`, `[tokens]`."""
+    def _places(self, parts: list[_Rows], plain: Tensor) -> Tensor:
+        """Return position ids `[axes, tokens]` if a prompt has special ones, else `plain`."""
         own = [rows.extras.positions if rows.extras is not None else None for rows in parts]
         axes = max((len(positions.table) for positions in own if positions is not None), default=0)
         if not axes:
@@ -288,3 +232,48 @@ class Runner:
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self._device)
+
+
+Choice = SampledToken | EngineError | None
+"""The next token of a part, or its error; None for a part that ends before its last token."""
+
+
+def choose_tokens(sampler: Sampler, batch: Batch, logits: StepLogits) -> list[Choice]:
+    """Return the choice of each part: an error for one with K or V that are not finite."""
+    errors: dict[int, EngineError] = {}
+    if logits.values is None:
+        tokens = iter(
+            [logits.failed.get(r) or sampler.accept(t) for r, t in enumerate(logits.greedy)]
+        )
+    else:
+        values, stop = logits.values, 0
+        rows = []
+        for index, (part, count) in enumerate(zip(batch.scheduled, logits.counts, strict=True)):
+            if part.request.needs_prompt_logits:
+                choices = map(sampler.accept, greedy_tokens(values[stop : stop + count]))
+                error = next((c for c in choices if isinstance(c, EngineError)), None)
+                if error is not None:
+                    errors[index] = error
+                else:  # row i has the log-probabilities of the token after position start + i
+                    group = part.request.group
+                    following = group.prompt_token_ids[part.start + 1 : part.stop + 1]
+                    entries = token_logprobs(
+                        values[stop : stop + len(following)],
+                        following,
+                        group.params.prompt_logprobs or 0,
+                    )
+                    group.add_prompt_logprobs(part.start + 1, entries)
+            stop += count
+            if part.samples:
+                rows.append(stop - 1)
+        states = [part.request.sampling for part in batch.scheduled if part.samples]
+        tokens = iter(sampler.sample(values if len(rows) == len(values) else values[rows], states))
+    chosen: list[Choice] = [next(tokens) if part.samples else None for part in batch.scheduled]
+    for index in logits.nonfinite:
+        errors[index] = EngineError(
+            "K or V of the request's tokens are not finite: the model's weights are damaged, or "
+            "overflow in this dtype"
+        )
+    for index, error in errors.items():
+        chosen[index] = error
+    return chosen

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.engine.logits.protocol import ALL_BANNED, TokenMask, change_logits
-from headstart.engine.logits.protocol import LogitsProcessor as RowProcessor
+from headstart.engine.logits import ALL_BANNED, TokenMask, change_logits
+from headstart.engine.logits import LogitsProcessor as RowProcessor
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, NoTokenError
 from headstart.weights.greedy_head import greedy_tokens

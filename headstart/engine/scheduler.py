@@ -32,10 +32,9 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from headstart.cache import Allocation, ComputedBlocks, KVCacheManager, RowCopy
-from headstart.engine.batch import Batch, ScheduledTokens
-from headstart.engine.hooks import EngineHooks
-from headstart.engine.limits import Limit
+from headstart.engine.hooks import EngineHooks, Limit
 from headstart.engine.request import Request
+from headstart.engine.step import Batch, ScheduledTokens
 
 LOOKAHEAD = 16  # waiting requests that are looked up to find the best hit
 

@@ -15,11 +15,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from headstart.engine.adapters.request import LoRARequest
+from headstart.engine.adapter_names import LoRARequest
+from headstart.engine.config import count_cores
 from headstart.engine.metrics import Metric, read_metrics
 from headstart.engine.params import SamplingParams
 from headstart.engine.tenant_queue import TenantQueue
-from headstart.engine.threads import count_cores
 from headstart.errors import EngineError
 from headstart.frontend.chat.messages import TemplateOptions
 from headstart.frontend.facade import Facade
@@ -30,7 +30,7 @@ from headstart.validation import check_absent, check_flag
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from headstart.engine.adapters.request import Adapter
+    from headstart.engine.adapter_names import Adapter
     from headstart.engine.driver import Driver
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup

@@ -18,7 +18,7 @@ from headstart.errors import RequestError
 from headstart.validation import Number, check_absent, check_fields, describe, option
 
 if TYPE_CHECKING:
-    from headstart.engine.adapters.request import LoRARequest
+    from headstart.engine.adapter_names import LoRARequest
     from headstart.frontend.frontend import Frontend
 
 __all__ = ["BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "search_beams"]

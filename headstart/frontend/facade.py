@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from headstart.engine.adapters.request import LoRARequest, choose_adapters
+from headstart.engine.adapter_names import LoRARequest, choose_adapters
 from headstart.engine.config import make_config
 from headstart.engine.metrics import Metric, read_metrics
 from headstart.engine.params import SamplingParams
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headstart.cache import KVCacheManager
-    from headstart.engine.adapters.request import Adapter
+    from headstart.engine.adapter_names import Adapter
     from headstart.engine.config import EngineConfig
     from headstart.engine.driver import LocalDriver
     from headstart.engine.engine import EngineCore
@@ -60,7 +60,7 @@ def start_engine(
     read = read_options(model, options)
     config = make_config(read.config)
     memory = read_ahead(model, config.dtype, config.device, config.weights)
-    loading = load_module("headstart.engine.loading")
+    loading = load_module("headstart.engine.engine")
     engine, tokenizer = loading.load_engine(
         model,
         tokenizer_folder=read.tokenizer,

@@ -15,15 +15,20 @@ import numpy as np
 import torch
 
 from headstart.cache import BlockHasher, Shares, TokenSequence
-from headstart.engine.adapters.request import AdapterNames
+from headstart.engine.adapter_names import AdapterNames
 from headstart.engine.config import EngineConfig
-from headstart.engine.logits.bad_words import BadWords, Word
-from headstart.engine.logits.bias import AllowedTokens, LogitBias
-from headstart.engine.logits.callback import Callbacks
-from headstart.engine.logits.checks import check_vocabulary
-from headstart.engine.logits.protocol import LogitsProcessor, TokenMask, allowed_tokens
-from headstart.engine.logits.vocabulary import Vocabulary
-from headstart.engine.params import SamplingParams
+from headstart.engine.logits import (
+    AllowedTokens,
+    BadWords,
+    Callbacks,
+    LogitBias,
+    LogitsProcessor,
+    TokenMask,
+    Vocabulary,
+    Word,
+    allowed_tokens,
+)
+from headstart.engine.params import SamplingParams, check_vocabulary
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.sampling import SamplingState
 from headstart.errors import RequestError

@@ -27,8 +27,7 @@ from urllib.parse import unquote
 import numpy as np
 import torch
 
-from headstart.engine.logits.protocol import Failures, Rows, TokenMask
-from headstart.engine.logits.vocabulary import Vocabulary
+from headstart.engine.logits import Failures, Rows, TokenMask, Vocabulary
 from headstart.engine.structured_outputs import Form, write_tags
 from headstart.errors import NoTokenError, RequestError
 from headstart.imports import install

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, cast
 
-from headstart.engine.adapters.request import LoRARequest
+from headstart.engine.adapter_names import LoRARequest
 from headstart.engine.params import SamplingParams
 from headstart.frontend.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from headstart.frontend.chat.messages import TemplateOptions
@@ -19,7 +19,7 @@ from headstart.validation import check_absent
 
 # These bring torch, which waits until the model's name is checked: see `start_engine`.
 if TYPE_CHECKING:
-    from headstart.engine.adapters.request import Adapter
+    from headstart.engine.adapter_names import Adapter
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
     from headstart.frontend.chat.requests import Conversation

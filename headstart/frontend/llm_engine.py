@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headstart.engine.adapters.request import LoRARequest
+from headstart.engine.adapter_names import LoRARequest
 from headstart.engine.outputs import ShownOutputs
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, RequestError

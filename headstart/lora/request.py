@@ -1,5 +1,5 @@
 """The names of `vllm.lora.request`."""
 
-from headstart.engine.adapters.request import LoRARequest
+from headstart.engine.adapter_names import LoRARequest
 
 __all__ = ["LoRARequest"]

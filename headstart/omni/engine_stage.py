@@ -16,11 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import ComputedBlocks, TokenSequence
-from headstart.engine.batch import Batch
 from headstart.engine.config import EngineConfig
 from headstart.engine.engine import EngineCore
 from headstart.engine.request import Request, RequestGroup
-from headstart.engine.step import StepResult, engine_error
+from headstart.engine.step import Batch, StepResult, engine_error
 from headstart.errors import ConfigError, EngineError, HeadstartError
 from headstart.frontend.frontend import make_frontend
 from headstart.omni.feeds import Feed, Feeder

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from headstart.cache import BlockKey, Namespace, PrefixNode, PrefixTree
-from headstart.engine.images.encoder_cache import EmbeddingStore, EncoderKey
+from headstart.engine.image_cache import EmbeddingStore, EncoderKey
 from headstart.errors import ConfigError
 from headstart.validation import Number, describe
 

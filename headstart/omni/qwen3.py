@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from headstart.cache import TokenSequence
-from headstart.engine.batch import Batch
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
 from headstart.engine.sampling import SampledToken, Sampler, SamplingState
+from headstart.engine.step import Batch
 from headstart.errors import DamagedModelError, EngineError, RequestError
 from headstart.models.tokenizer import load_tokenizer
 from headstart.omni.engine_stage import EngineStage, TokenEvent

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from headstart import LLM, SamplingParams
-from headstart.engine.batch import Batch
 from headstart.engine.runner import StepLogits
+from headstart.engine.step import Batch
 from tests.tiny_models import save_tiny
 
 ARCHITECTURES = ("llama", "qwen3_moe", "gemma2", "gpt_oss")

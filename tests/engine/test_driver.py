@@ -14,8 +14,8 @@ from transformers import AttentionInterface
 
 from headstart import LLM, AsyncLLM, SamplingParams
 from headstart.attention.register import unregister
-from headstart.engine.batch import Batch
 from headstart.engine.outputs import RequestOutput
+from headstart.engine.step import Batch
 from headstart.errors import EngineError, RequestError
 from headstart.frontend.streams import Mailbox
 from headstart.lora.request import LoRARequest

@@ -22,7 +22,7 @@ ERRORS = [MemoryError("on purpose"), RuntimeError("on purpose"), SystemExit("on 
 COMPUTING = {
     "copy": ("_runner._memory", "copy_rows"),
     "plan": ("_runner._backend", "begin_step"),
-    "adapters": ("_runner._adapters", "begin_plain_step"),
+    "adapters": ("_runner._adapters", "begin_step"),
     "model": ("model", "forward"),
     "sampler": ("_sampler", "accept"),
 }

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart import LLM, LoRARequest, SamplingParams
-from headstart.engine.adapters.request import choose_adapters
+from headstart.engine.adapter_names import choose_adapters
 from headstart.errors import AdapterError, ConfigError, HeadstartError, RequestError
 from headstart.frontend.text import TextLimit
 from headstart.validation import describe

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from headstart.engine.adapters.request import Adapter, AdapterNames, InEngine, adapter_folder
+from headstart.engine.adapter_names import Adapter, AdapterNames, InEngine, adapter_folder
 from headstart.errors import ConfigError, DamagedAdapterError
 from headstart.validation import check_name
 

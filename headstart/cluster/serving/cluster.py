@@ -46,8 +46,7 @@ from headstart.cluster.serving.llm import ReplicatedLLM
 from headstart.cluster.serving.ray_errors import read_error
 from headstart.cluster.serving.replica import EngineReplica
 from headstart.cluster.serving.signs import SILENCE, knock, watch_ray
-from headstart.engine.config import EngineConfig, make_config
-from headstart.engine.threads import count_cores
+from headstart.engine.config import EngineConfig, count_cores, make_config
 from headstart.errors import ConfigError, EngineError, HeadstartError
 from headstart.frontend.vllm_compat import read_options
 from headstart.version import __version__

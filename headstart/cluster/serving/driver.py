@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
     from headstart.cluster.serving.front import ReplicaFrontend
-    from headstart.engine.images.transfer import SentImages
+    from headstart.engine.image_cache import SentImages
     from headstart.engine.request import RequestGroup
 
 __all__ = ["MAX_LOST", "ReplicaDriver"]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headstart.cluster.serving.images import FrontImages
     from headstart.cluster.serving.messages import EngineFacts
     from headstart.engine.config import EngineConfig
-    from headstart.engine.images.transfer import SentImages
+    from headstart.engine.image_cache import SentImages
     from headstart.engine.request import RequestGroup
 
 __all__ = ["CLOSED", "ReplicaFrontend"]

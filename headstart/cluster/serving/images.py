@@ -14,9 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headstart.engine.images.budget import EncoderBudget
-from headstart.engine.images.encoder_cache import EncoderCache, EncoderKey
-from headstart.engine.images.transfer import SentImages, send_images
+from headstart.engine.image_cache import (
+    EncoderBudget,
+    EncoderCache,
+    EncoderKey,
+    SentImages,
+    send_images,
+)
 from headstart.frontend.images.prompt import ImagePrompts
 from headstart.frontend.images.similar import SimilarImages
 from headstart.models.files import find_folder

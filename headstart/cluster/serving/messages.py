@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from headstart.cache import Mark, MissExplanation
 from headstart.cluster.events import EventBatch
-from headstart.engine.adapters.request import Adapter
-from headstart.engine.images.transfer import SentImages
+from headstart.engine.adapter_names import Adapter
+from headstart.engine.image_cache import SentImages
 from headstart.engine.metrics import Metric
 from headstart.engine.outputs import Logprobs, RequestOutput
 from headstart.engine.params import SamplingParams

@@ -16,7 +16,7 @@ from headstart.cluster.serving.gauges import RayGauges
 from headstart.cluster.serving.messages import AnswerRequest, EngineFacts, Follow, Part, Report
 from headstart.cluster.serving.publisher import CachePublisher
 from headstart.cluster.serving.signs import SILENCE, LastHeard, with_heartbeats
-from headstart.engine.adapters.request import Adapter
+from headstart.engine.adapter_names import Adapter
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import RequestOutputKind, SamplingParams
 from headstart.engine.prompt import PreparedPrompt

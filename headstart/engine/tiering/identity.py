@@ -17,7 +17,7 @@ import torch
 from headstart.attention import PagedKVMemory, name_backend
 from headstart.attention.int8_rows import REVISION
 from headstart.engine.config import EngineConfig
-from headstart.engine.tiering.payload import BlockRows
+from headstart.engine.tiering.offers import BlockRows
 from headstart.machine import cpu_flags
 from headstart.models.decoder import DecoderModel
 from headstart.models.files import BUILT_IN, find_folder

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.engine.images.encoder_cache import EncoderKey
+from headstart.engine.image_cache import EncoderKey
 from headstart.engine.tenant_queue import TenantQueue
 from headstart.tiers import ObjectStore
 

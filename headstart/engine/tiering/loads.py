@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from headstart.cache import BlockHash, KVCacheManager, TokenSequence
 from headstart.engine.request import Request, RequestGroup
-from headstart.engine.tiering.payload import BlockPayload
+from headstart.engine.tiering.offers import BlockPayload
 from headstart.tiers import LoadedBlock, Loader, LoadJob
 
 __all__ = ["Load", "Loads"]

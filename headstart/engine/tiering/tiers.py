@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headstart.cache import BlockHash, KVCacheManager
-from headstart.engine.batch import Batch
 from headstart.engine.request import Request
+from headstart.engine.step import Batch
 from headstart.engine.tiering.images import ImageLoads, KeptRows
 from headstart.engine.tiering.loads import Loads
-from headstart.engine.tiering.offers import BlockText, ComputeRate, Offers
-from headstart.engine.tiering.payload import BlockPayload
+from headstart.engine.tiering.offers import BlockPayload, BlockText, ComputeRate, Offers
 from headstart.errors import TierError
 from headstart.machine import return_freed_memory
 from headstart.tiers import (
@@ -28,7 +27,7 @@ from headstart.tiers import (
 )
 from headstart.tiers.faults import SILENT, SLOW
 
-__all__ = ["Stores", "TierStats", "Tiers", "make_tiers"]
+__all__ = ["Stores", "TierStats", "Tiers"]
 
 _QUEUED_BYTES = 256 << 20  # at most, that wait to be saved, and as many that wait to be taken in
 _LEAST_QUEUED_BYTES = 16 << 20
@@ -274,11 +273,6 @@ class Tiers:
         stores = (*self._tiers, *self._object_tiers)
         for close in [part.close for part in workers] + [store.close for store in stores]:
             close(max(0.0, self._until - time.monotonic()))
-
-
-def make_tiers(stores: Stores | None, manager: KVCacheManager) -> Tiers | None:
-    """Return the tiers of an engine; None for one without stores."""
-    return None if stores is None else Tiers(stores, manager)
 
 
 def is_worth_loading(tokens: int, nbytes: int, compute: float | None, load: float | None) -> bool:

@@ -25,9 +25,14 @@ import torch
 from headstart.cache import MultiModalItem
 from headstart.cache.identity import MAX_TOKEN_ID
 from headstart.engine.config import EngineConfig
-from headstart.engine.images.budget import EncoderBudget
-from headstart.engine.images.encoder_cache import EncoderKey, PromptImage, PromptImages
-from headstart.engine.images.transfer import SentImage, SentImages
+from headstart.engine.image_cache import (
+    EncoderBudget,
+    EncoderKey,
+    PromptImage,
+    PromptImages,
+    SentImage,
+    SentImages,
+)
 from headstart.engine.outputs import ImageUse
 from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
 from headstart.errors import EngineError, RequestError

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageChops, ImageFilter
 
-from headstart.engine.images.encoder_cache import EncoderKey
+from headstart.engine.image_cache import EncoderKey
 from headstart.frontend.images.prompt import LoadedImage
 
 __all__ = ["SimilarImages", "are_same", "distance", "thumbnail_of"]

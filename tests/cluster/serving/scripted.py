@@ -24,7 +24,7 @@ from headstart.cluster.serving.messages import (
     Report,
 )
 from headstart.cluster.serving.signs import SILENCE
-from headstart.engine.adapters.request import Adapter
+from headstart.engine.adapter_names import Adapter
 from headstart.engine.config import make_config
 from headstart.engine.driver import Update
 from headstart.engine.request import RequestGroup

@@ -19,8 +19,7 @@ import pytest
 from headstart import AsyncLLM, SamplingParams
 from headstart.cluster.serving.images import _Encoded
 from headstart.cluster.serving.messages import AnswerRequest
-from headstart.engine.images.encoder_cache import EncoderKey, PromptImages
-from headstart.engine.images.transfer import SentImage
+from headstart.engine.image_cache import EncoderKey, PromptImages, SentImage
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
 from headstart.errors import EngineError, RequestError

@@ -17,7 +17,7 @@ from headstart.cluster.serving import gauges
 from headstart.cluster.serving.adapters import check_adapter
 from headstart.cluster.serving.cache_api import router
 from headstart.cluster.serving.llm import ReplicatedLLM
-from headstart.engine.adapters.request import Adapter, LoRARequest
+from headstart.engine.adapter_names import Adapter, LoRARequest
 from headstart.engine.metrics import Counter, Gauge, Histogram, Metric, read_metrics
 from headstart.errors import AdapterNotFoundError, DamagedAdapterError, RequestError
 from headstart.server.app import create_app

@@ -17,7 +17,7 @@ from headstart.cluster.serving import signs
 from headstart.cluster.serving.messages import AnswerRequest, Follow
 from headstart.cluster.serving.replica import EngineReplica
 from headstart.cluster.serving.signs import LastHeard
-from headstart.engine.adapters.request import Adapter
+from headstart.engine.adapter_names import Adapter
 from headstart.engine.request import RequestGroup
 from headstart.errors import EngineError, ModelError
 from headstart.models.files import find_folder

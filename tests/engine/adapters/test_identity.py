@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart import LLM, SamplingParams
-from headstart.engine.batch import Batch
 from headstart.engine.runner import StepLogits
+from headstart.engine.step import Batch
 from headstart.errors import RequestError
 from tests.tiny_adapters import make_adapter
 from tests.tiny_models import VOCABULARY, save_tiny

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from headstart import LLM, AsyncLLM, LoRARequest, RequestOutput, SamplingParams
-from headstart.engine.batch import Batch
 from headstart.engine.runner import StepLogits
+from headstart.engine.step import Batch
 from headstart.errors import AdapterNotFoundError, RequestError
 from tests.frontend.chat.test_requests import save_model
 from tests.tiny_adapters import Oracle, make_adapter

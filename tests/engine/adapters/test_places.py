@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headstart import LLM, SamplingParams
-from headstart.engine.adapters import store as adapter_store
+from headstart.engine import adapter_store
 from headstart.engine.request import RequestGroup
 from headstart.errors import AdapterError, EngineError
 from headstart.models.lora.files import LoraWeights

@@ -10,11 +10,15 @@ from torch import Tensor
 
 from headstart import RequestError
 from headstart.cache import MultiModalItem, TokenSequence
-from headstart.engine.batch import Batch
-from headstart.engine.images.budget import EncoderBudget
-from headstart.engine.images.encoder_cache import EncoderCache, PromptImage, PromptImages
+from headstart.engine.image_cache import (
+    EncoderBudget,
+    EncoderCache,
+    PromptImage,
+    PromptImages,
+)
 from headstart.engine.prompt import PromptExtras
 from headstart.engine.request import Request
+from headstart.engine.step import Batch
 from headstart.models.image_encoder import ProcessedImage
 from tests.engine.test_scheduler import BLOCK, Bench
 

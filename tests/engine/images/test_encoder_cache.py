@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart.cache import MultiModalItem, Shares
-from headstart.engine.images.encoder_cache import (
+from headstart.engine.image_cache import (
     EncoderCache,
     EncoderKey,
     PromptImage,

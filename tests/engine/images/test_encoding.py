@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headstart import LLM, EngineError, RequestError, RequestOutput, SamplingParams
-from headstart.engine.images.encoder_cache import (
+from headstart.engine.image_cache import (
     PromptImages,
 )
 from headstart.engine.prompt import PlacedRows

@@ -11,7 +11,7 @@ from itertools import count
 
 from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
 from headstart.engine.config import EngineConfig
-from headstart.engine.limits.fair_share import FairShare
+from headstart.engine.fair_share import FairShare
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.sampling import SampledToken, SamplingState

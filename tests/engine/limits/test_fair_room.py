@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from headstart.engine.limits.fair_share import MEMORY
+from headstart.engine.fair_share import MEMORY
 from headstart.engine.request import Request
 from tests.engine.limits.simulation import BLOCK, BLOCKS, TOKENS, Flood, Simulation
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headstart.engine.limits.fair_share import ACTIVE_SECONDS
+from headstart.engine.fair_share import ACTIVE_SECONDS
 from headstart.engine.request import Request
 from tests.engine.limits.simulation import BLOCK, BLOCKS, RUNNING, TOKENS, Flood, Simulation, run
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart import SamplingParams
-from headstart.engine.logits.protocol import LogitsProcessor, change_logits
-from headstart.engine.logits.vocabulary import Vocabulary
+from headstart.engine.logits import LogitsProcessor, Vocabulary, change_logits
 from headstart.engine.sampling import SampledToken, Sampler, SamplingState
 from headstart.errors import EngineError, NoTokenError, RequestError
 from headstart.frontend.frontend import ProcessorFactory

@@ -9,7 +9,7 @@ import torch
 
 from headstart import LLM, SamplingParams
 from headstart.attention import name_backend
-from headstart.engine import loading
+from headstart.engine import engine as loading
 from headstart.errors import ConfigError
 from headstart.native import avx2_library
 from tests.engine.tiny_llm import VOCABULARY, make_llm, save_smallest

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.engine.config import EngineConfig
-from headstart.engine.threads import cores_of, count_cores
+from headstart.engine.config import EngineConfig, cores_of, count_cores
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

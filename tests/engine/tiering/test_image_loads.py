@@ -11,7 +11,7 @@ import pytest
 
 from headstart import LLM, SamplingParams
 from headstart.cache import BlockHash
-from headstart.engine.images.encoder_cache import EncoderCache, PromptImages
+from headstart.engine.image_cache import EncoderCache, PromptImages
 from headstart.engine.request import RequestGroup
 from headstart.errors import TierError
 from headstart.tiers import OBJECTS, DiskStore, LoadedBlock

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from headstart import LLM, SamplingParams
-from headstart.engine.images.encoder_cache import EncoderCache
+from headstart.engine.image_cache import EncoderCache
 from tests.tiny_vision import make_image, save_tiny_vision
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from headstart import LLM, RequestOutput, SamplingParams
-from headstart.engine.images.encoder_cache import EncoderKey
+from headstart.engine.image_cache import EncoderKey
 from headstart.frontend.images.prompt import LoadedImage
 from headstart.frontend.images.similar import ENTRY_BYTES, SimilarImages, thumbnail_of
 from headstart.models.image_encoder import ProcessedImage

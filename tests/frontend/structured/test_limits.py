@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headstart import LLM, SamplingParams, StructuredOutputsParams
-from headstart.engine.logits.vocabulary import Vocabulary
+from headstart.engine.logits import Vocabulary
 from headstart.errors import EngineError, RequestError
 from headstart.frontend.grammar import GrammarCompiler
 from tests.tiny_tokenizers import TINY_TOKENIZERS

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from headstart import StructuredOutputsParams
-from headstart.engine.logits.vocabulary import Vocabulary
+from headstart.engine.logits import Vocabulary
 from headstart.errors import RequestError
 from headstart.frontend.grammar import GrammarCompiler, check_form
 from tests.tiny_tokenizers import TINY_TOKENIZERS

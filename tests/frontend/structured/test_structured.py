@@ -10,7 +10,7 @@ import pydantic
 import pytest
 
 from headstart import LLM, SamplingParams, StructuredOutputsParams
-from headstart.engine.logits.vocabulary import Vocabulary
+from headstart.engine.logits import Vocabulary
 from headstart.engine.outputs import CompletionOutput
 from headstart.engine.structured_outputs import Form
 from headstart.errors import RequestError
@@ -160,7 +160,7 @@ def test_a_deep_grammar_does_not_end_the_process(tmp_path: Path) -> None:
 import json, sys
 from contextlib import suppress
 from headstart import StructuredOutputsParams
-from headstart.engine.logits.vocabulary import Vocabulary
+from headstart.engine.logits import Vocabulary
 from headstart.frontend.grammar import GrammarCompiler
 from headstart.errors import RequestError
 from tests.tiny_tokenizers import TINY_TOKENIZERS

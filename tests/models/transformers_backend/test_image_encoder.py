@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoImageProcessor
 
-from headstart.engine.loading import load_engine
+from headstart.engine.engine import load_engine
 from headstart.errors import DamagedModelError, UnsupportedModelError
 from tests.tiny_vision import save_tiny_vision
 

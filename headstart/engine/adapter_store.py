@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from headstart.engine.adapters.request import Adapter, AdapterNames, InEngine, adapter_folder
+from headstart.engine.adapter_names import Adapter, AdapterNames, InEngine, adapter_folder
 from headstart.engine.config import EngineConfig
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.tenant_queue import TenantQueue
@@ -220,7 +220,7 @@ class AdapterStore(AdapterNames):
     # Steps
 
     def begin_step(self, runs: Iterable[tuple[str | None, int, int]]) -> None:
-        """The pass that comes has these rows: (digest or None, rows, of which with logits)."""
+        """Begin a pass with these rows: (digest or None, rows, rows with logits); none if empty."""
         resident = self._resident
         self._layers.begin_step(
             [
@@ -228,10 +228,6 @@ class AdapterStore(AdapterNames):
                 for digest, rows, logits in runs
             ]
         )
-
-    def begin_plain_step(self) -> None:
-        """The pass that comes has no row with an adapter."""
-        self._layers.begin_step([])
 
     def end_step(self) -> None:
         """The pass is over."""

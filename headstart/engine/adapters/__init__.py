@@ -1,1 +1,0 @@
-"""LoRA adapters: how a request names one, and which of them are in memory."""

@@ -1,0 +1,438 @@
+"""The encoder cache: image embeddings by salt and digest, within a budget of rows.
+
+    state      users   rows present        counted   may be evicted
+    wanted     > 0     not yet encoded     yes       no
+    held       > 0     yes                 yes       no
+    kept       0       yes                 yes       oldest first, of the owner with most rows
+
+Rows that only requests used which store nothing are removed with the last of these.
+
+An image is encoded once for each salt, however many prompts of that salt show it and at any place,
+while its entry exists. An entry of one salt is never found under another, so the time to the first
+token does not reveal the images of another tenant. Where tenants share the cache, the image evicted
+belongs to the tenant with most rows for its weight, including the tenant that needs the space: a
+flood of images only evicts its own.
+
+Users are uses: a request that shows an image twice is two users, each of which leaves when the
+sequence has computed past its place, when it is preempted, and at its end. A range of tokens is
+scheduled only as far as all images in it have entries.
+
+Two requests cannot wait for each other's rows forever: images are held in the order of the prompt
+and released one by one, so a request that holds some can compute up to their end. The exception,
+several images in one block in deterministic mode, is resolved by preemption.
+
+`_entries` and their users are the state; `_derive` computes the other fields from them.
+
+Source: vLLM's `EncoderCacheManager`.
+"""
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headstart.cache import MultiModalItem, Shares
+from headstart.engine.prompt import PlacedRows, PromptExtras
+from headstart.engine.request import Request
+from headstart.errors import EngineError, RequestError
+from headstart.models.image_encoder import ProcessedImage
+
+__all__ = [
+    "AskedStore",
+    "EmbeddingStore",
+    "EncoderBudget",
+    "EncoderCache",
+    "EncoderKey",
+    "ImageEncoder",
+    "PromptImage",
+    "PromptImages",
+    "SentImage",
+    "SentImages",
+    "send_images",
+]
+
+
+class ImageEncoder(Protocol):
+    """A model that makes embeddings of images."""
+
+    def encode(self, image: ProcessedImage) -> Tensor:
+        """Return embeddings `[rows, hidden]`."""
+
+
+class EmbeddingStore(Protocol):
+    """A store in which embeddings outlive the cache."""
+
+    def load(self, key: "EncoderKey") -> Tensor | None:
+        """Return the embeddings `[rows, hidden]` saved under this key, None if there are none."""
+
+    def save(self, key: "EncoderKey", rows: Tensor, seconds: float) -> None:
+        """Store embeddings that took so long to compute."""
+
+
+class AskedStore(EmbeddingStore, Protocol):
+    """A store that is queried ahead, so that no step waits for it."""
+
+    def is_coming(self, key: "EncoderKey") -> bool:
+        """Return True until the store has answered; the first call starts the lookup."""
+
+    def forget(self, key: "EncoderKey") -> None:
+        """Drop the lookup of a request that has left."""
+
+
+class EncoderKey(NamedTuple):
+    """The key of an entry: the tenant's salt, and the digest of the embeddings."""
+
+    salt: str | None
+    digest: bytes
+
+
+User = tuple[object, int]
+"""A request, and the index of an image in its prompt."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptImage:
+    """An image at its place in a prompt.
+
+    item: its identity and extent, from its first placeholder to its last. places: the positions of
+    the placeholders, int64 `[rows]`, between which other tokens may stand. salt: the tenant's.
+    """
+
+    item: MultiModalItem
+    image: ProcessedImage
+    places: Tensor
+    salt: str | None = None
+
+    @property
+    def key(self) -> EncoderKey:
+        """The key of its embeddings."""
+        return EncoderKey(self.salt, self.item.digest)
+
+    @property
+    def start(self) -> int:
+        """Position of its first placeholder."""
+        return self.item.offset
+
+    @property
+    def stop(self) -> int:
+        """Position behind its last placeholder."""
+        return self.item.offset + self.item.length
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One image's rows, and their users. is_stored: the rows stay without users.
+
+    image: None once it is encoded.
+    """
+
+    key: EncoderKey
+    image: ProcessedImage | None
+    num_rows: int
+    rows: Tensor | None = None
+    is_stored: bool = False
+    users: set[User] = field(default_factory=set)
+
+
+class EncoderCache:
+    """Embeddings of images, at most `capacity` rows of them.
+
+    store: queried before an image is encoded, and given the result; None for none. shares: the
+    tenants and their weights. Not thread-safe: one engine calls it.
+    """
+
+    def __init__(
+        self,
+        encoder: ImageEncoder,
+        capacity: int,
+        store: AskedStore | None = None,
+        shares: Shares | None = None,
+    ) -> None:
+        self.capacity = capacity
+        self.num_encoded = 0
+        self.num_loaded = 0
+        self.num_hits = 0
+        self._store = store
+        self._shares = shares or Shares()
+        self._encoder = encoder
+        self._entries: dict[EncoderKey, _Entry] = {}
+        self._kept: OrderedDict[EncoderKey, None] = OrderedDict()  # without users, oldest first
+        self._wanted: list[_Entry] = []
+        self._askers: set[User] = set()  # users that started a lookup in the store
+        self._used = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all entries, including images about to be encoded."""
+        return self._used
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def rows(self, key: EncoderKey) -> Tensor:
+        """Return the embeddings `[rows, hidden]` of an image that the step holds."""
+        rows = self._entries[key].rows
+        assert rows is not None, "an image's rows are read before it is encoded"
+        return rows
+
+    def fits(self, images: Iterable[PromptImage]) -> bool:
+        """Return True if all of these fit now. Changes nothing."""
+        wanted = {image.key: image.image.num_rows for image in images}
+        kept = sum(self._entries[key].num_rows for key in self._kept if key not in wanted)
+        new = sum(rows for key, rows in wanted.items() if key not in self._entries)
+        return self._used - kept + new <= self.capacity
+
+    def is_coming(self, user: User, image: PromptImage) -> bool:
+        """Return True while the store is looking for the image; the first call starts that."""
+        if self._store is None or image.key in self._entries:
+            return False
+        if not self._store.is_coming(image.key):
+            return False
+        self._askers.add(user)
+        return True
+
+    def hold(self, user: User, image: PromptImage, *, is_stored: bool = True) -> None:
+        """Add a use of an image, after `fits`. Idempotent.
+
+        is_stored: the user allows that the rows stay for others.
+        """
+        key, rows = image.key, image.image.num_rows
+        entry = self._entries.get(key)
+        if entry is None:
+            self._evict(rows, self._shares.owner(image.salt))
+            entry = self._entries[key] = _Entry(key, image.image, rows)
+            self._wanted.append(entry)
+            self._used += rows
+        elif user not in entry.users:
+            self.num_hits += 1
+        self._kept.pop(key, None)
+        entry.is_stored |= is_stored
+        entry.users.add(user)
+
+    def _evict(self, rows: int, taker: str | None) -> None:
+        """Evict images until so many rows fit: the oldest of the owner with most rows."""
+        owner, weight = self._shares.owner, self._shares.weight
+        while self._used + rows > self.capacity:
+            oldest: dict[str | None, EncoderKey] = {}
+            for key in self._kept:
+                oldest.setdefault(owner(key.salt), key)
+            used = Counter({taker: rows})
+            for entry in self._entries.values():
+                used[owner(entry.key.salt)] += entry.num_rows
+            key = oldest[max(oldest, key=lambda name: used[name] / weight(name))]
+            del self._kept[key]
+            self._used -= self._entries.pop(key).num_rows
+
+    def leave(self, user: User, image: PromptImage) -> None:
+        """End a use; an entry without users stays until its space is needed. Idempotent."""
+        if self._store is not None and user in self._askers:
+            self._askers.discard(user)  # once: a decoding request leaves with each token
+            self._store.forget(image.key)
+        entry = self._entries.get(image.key)
+        if entry is None:
+            return
+        entry.users.discard(user)
+        if entry.users or image.key in self._kept:
+            return
+        if entry.is_stored:
+            self._kept[image.key] = None
+        else:
+            del self._entries[image.key]
+            self._derive()
+
+    def encode_wanted(self) -> dict[object, EngineError]:
+        """Encode the images that are held and have no rows yet.
+
+        Returns the requests that need an image which cannot be encoded, with the reason. Such an
+        image has no rows afterwards, and the step that needs them must not run.
+        """
+        failed: dict[object, EngineError] = {}
+        for entry in self._wanted:
+            try:
+                if entry.rows is None:
+                    self._encode(entry)
+            except Exception as error:  # of the vision tower: it ends these requests alone
+                reason = EngineError(f"an image cannot be encoded: {type(error).__name__}: {error}")
+                reason.__cause__ = error
+                failed |= {request: reason for request, _ in entry.users}
+        self._wanted.clear()
+        return failed
+
+    def _encode(self, entry: _Entry) -> None:
+        assert entry.image is not None
+        rows = self._store.load(entry.key) if self._store is not None else None
+        if rows is not None and len(rows) == entry.num_rows:
+            entry.rows, entry.image = rows, None
+            self.num_loaded += 1
+            return
+        begun = time.perf_counter()
+        rows = self._encoder.encode(entry.image)
+        if len(rows) != entry.num_rows:
+            raise ValueError(
+                f"the vision tower gave {len(rows)} embeddings for {entry.num_rows} placeholders"
+            )
+        entry.rows, entry.image = rows, None
+        self.num_encoded += 1
+        if self._store is not None and entry.is_stored:
+            self._store.save(entry.key, rows, time.perf_counter() - begun)
+
+    def drop_wanted(self) -> None:
+        """Forget the images that a failed step did not encode, once its requests have left."""
+        entries = self._entries.items()
+        self._entries = {key: e for key, e in entries if e.users or e.rows is not None}
+        self._derive()
+
+    def clear(self) -> None:
+        """Forget every image without users."""
+        self._entries = {key: entry for key, entry in self._entries.items() if entry.users}
+        self._derive()
+
+    def _derive(self) -> None:
+        """Compute the fields that follow from the entries; kept images retain their order."""
+        unused = dict.fromkeys(key for key, e in self._entries.items() if not e.users)
+        self._kept = OrderedDict.fromkeys([*(k for k in self._kept if k in unused), *unused])
+        self._used = sum(entry.num_rows for entry in self._entries.values())
+        self._wanted = [entry for entry in self._entries.values() if entry.rows is None]
+
+    def check(self) -> None:
+        """Raise AssertionError if any invariant is broken."""
+        assert self._used == sum(entry.num_rows for entry in self._entries.values())
+        assert self._used <= self.capacity
+        assert set(self._kept) == {key for key, entry in self._entries.items() if not entry.users}
+        for key in self._kept:
+            assert self._entries[key].rows is not None, "kept, and never encoded"
+
+
+@dataclass(frozen=True, eq=False)
+class PromptImages:
+    """The images of one prompt, as an `EmbeddingSource` whose rows come from the cache."""
+
+    images: tuple[PromptImage, ...]
+    cache: EncoderCache
+
+    def between(self, start: int, stop: int) -> Iterable[PlacedRows]:
+        """Yield the rows of placeholders in these positions, in runs without a gap."""
+        for image in self.images:
+            if image.start >= stop or start >= image.stop:
+                continue
+            first, last = torch.searchsorted(image.places, torch.tensor([start, stop])).tolist()
+            rows = self.cache.rows(image.key)
+            while first < last:
+                run = first + 1
+                position = int(image.places[first])
+                while run < last and int(image.places[run]) == position + run - first:
+                    run += 1
+                yield PlacedRows(position, rows[first:run])
+                first = run
+
+
+class EncoderBudget:
+    """A limit that holds, for every running request, the images of its next tokens.
+
+    block_size: set in deterministic mode, where a step computes whole blocks again: the images of a
+    block are then needed until the block is complete.
+    """
+
+    def __init__(self, cache: EncoderCache, block_size: int | None) -> None:
+        self.cache = cache
+        self._block_size = block_size
+
+    def check(self, images: tuple[PromptImage, ...]) -> None:
+        """Raise RequestError if images that are needed at once exceed the cache."""
+        for image in images:
+            first = self._first(image.start)
+            together = [i for i in images if i.start <= image.start and first < i.stop]
+            rows = sum({i.key: i.image.num_rows for i in together}.values())
+            if rows > self.cache.capacity:
+                raise RequestError(
+                    f"an image of {image.image.num_rows} embeddings needs {rows} at once, and "
+                    f"the encoder cache holds {self.cache.capacity} (encoder_cache_rows)"
+                )
+
+    def applies(self, request: Request) -> bool:
+        """Return True for a request with images."""
+        return bool(_images(request))
+
+    def reach(self, request: Request, start: int, stop: int) -> int | None:
+        """Return the first image that does not fit, or `stop`; None while tiers look for one."""
+        waits = False
+        needed: list[PromptImage] = []
+        for index, image in enumerate(_images(request)):
+            if image.start >= stop:
+                break
+            if image.stop > self._first(start):
+                needed.append(image)
+                if not self.cache.fits(needed):
+                    return None if waits else max(start, image.start)
+                waits |= self.cache.is_coming((request, index), image)
+        return None if waits else stop
+
+    def enter(self, request: Request, start: int, stop: int) -> None:
+        """Hold the images of tokens `start` to `stop - 1`, and leave earlier ones."""
+        first = self._first(start)
+        held: list[tuple[int, PromptImage]] = []
+        for index, image in enumerate(_images(request)):
+            if image.stop <= first:
+                self.cache.leave((request, index), image)
+            elif image.start < stop:
+                held.append((index, image))
+        # Cached images first, so that eviction for the others spares them.
+        for index, image in sorted(held, key=lambda pair: pair[1].key not in self.cache):
+            self.cache.hold((request, index), image, is_stored=request.group.params.is_stored)
+
+    def leave(self, request: Request) -> None:
+        """Leave all of the request's images."""
+        for index, image in enumerate(_images(request)):
+            self.cache.leave((request, index), image)
+
+    def _first(self, start: int) -> int:
+        """Return the first position that is computed when `start` is."""
+        return start if self._block_size is None else start // self._block_size * self._block_size
+
+
+def _images(request: Request) -> tuple[PromptImage, ...]:
+    extras = request.group.extras
+    if extras is None or not isinstance(extras.embeddings, PromptImages):
+        return ()
+    return extras.embeddings.images
+
+
+# Images that one process reads and another one encodes. The reader checks an image, names it and
+# knows its placeholders. It sends the pixels, not the image processor's result, which is 8 times as
+# large for Qwen2-VL, and 53 MB for an icon for SmolVLM. The encoder runs its own image processor.
+
+
+class SentImage(NamedTuple):
+    """An image in a prompt.
+
+    digest: names its embeddings. places: of its placeholders, int64 `[rows]`. pixels: in RGB,
+    uint8 `[height, width, 3]`.
+    """
+
+    digest: bytes
+    places: NDArray[np.int64]
+    pixels: NDArray[np.uint8]
+
+
+class SentImages(NamedTuple):
+    """A prompt's images, in order, named for the vision model with this fingerprint."""
+
+    fingerprint: bytes
+    images: tuple[SentImage, ...]
+
+
+def send_images(fingerprint: bytes, extras: PromptExtras | None) -> SentImages | None:
+    """Return the images of a prompt that was made here, with their pixels; None if it has none."""
+    if extras is None or not isinstance(extras.embeddings, PromptImages):
+        return None
+    images = [
+        SentImage(image.item.digest, image.places.numpy(), np.asarray(image.image.pixels))
+        for image in extras.embeddings.images
+    ]
+    return SentImages(fingerprint, tuple(images))

@@ -1,1 +1,0 @@
-"""Image embeddings: the encoder cache, and what a step may encode."""

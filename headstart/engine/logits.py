@@ -1,0 +1,286 @@
+"""Logits processors, and the places where a step applies them.
+
+    call         when                                                where
+    (made)       a request is prepared, for each of its answers      the caller's thread
+    change       before a token is sampled                           the step
+    accept       after the answer has taken a token and continues    the step
+
+A step that fails while it samples ends its requests, so nothing is ever taken back, and a request
+that is preempted retains its processors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.errors import EngineError, NoTokenError
+from headstart.weights.greedy_head import every_token, mask_logits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "ALL_BANNED",
+    "AllowedTokens",
+    "BadWords",
+    "Callbacks",
+    "LogitBias",
+    "LogitsProcessor",
+    "Rows",
+    "TokenMask",
+    "Vocabulary",
+    "Word",
+    "allowed_tokens",
+    "change_logits",
+]
+
+ALL_BANNED = "every token is banned, or a penalty overflows"
+
+Rows = Sequence[tuple[int, Any]]
+"""Rows of a step's logits, each with the processor of that answer."""
+
+Failures = dict[int, EngineError]
+"""Errors by row, for rows without a token to choose. Other rows are unaffected."""
+
+Word = tuple[int, ...]
+
+
+class Vocabulary(NamedTuple):
+    """The tokens of a model: their texts (None if unknown), their number, and the final ones.
+
+    size: the width of the logits, which may be larger than the tokenizer's vocabulary.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    size: int
+    eos_token_ids: frozenset[int]
+
+
+class LogitsProcessor(ABC):
+    """A change of one answer's logits before each token.
+
+    Kinds are applied in the order of `rank`, each to all of its rows of the step at once. A
+    processor never reads or writes a row of another answer.
+    """
+
+    rank: int
+    complete = False
+    """True once only the end may follow: the answer stops, whatever `min_tokens` says."""
+
+    @classmethod
+    @abstractmethod
+    def change(cls, logits: Tensor, rows: Rows) -> Failures:
+        """Change these rows of `logits` float32 `[rows, vocab]` in place.
+
+        `rows` has processors of this class. A processor that fails ends only its own request.
+        """
+
+    def accept(self, token_id: int) -> None:  # noqa: B027 (most have no state)
+        """Note that the answer has taken this token and may continue."""
+
+
+class TokenMask(LogitsProcessor):
+    """A processor that bans tokens and leaves the logits of all others unchanged.
+
+    So a model can find the argmax of the allowed tokens without computing all logits.
+    """
+
+    @classmethod
+    @abstractmethod
+    def ban(cls, allowed: np.ndarray, rows: Rows) -> Failures:
+        """Clear the bits of banned tokens in these rows of `allowed` uint8 `[rows, bytes]`.
+
+        There is a bit for each token, the lowest first, as in `every_token`.
+        """
+
+    @classmethod
+    def change(cls, logits: Tensor, rows: Rows) -> Failures:
+        """Set the logits of banned tokens to minus infinity."""
+        allowed = _all_allowed(*logits.shape)
+        failed = cls.ban(allowed, rows)
+        mask_logits(logits, allowed)
+        return failed
+
+
+class AllowedTokens(TokenMask):
+    """A ban of all tokens except some."""
+
+    rank = 0
+
+    def __init__(self, token_ids: Iterable[int]) -> None:
+        self.token_ids = np.array(sorted(set(token_ids)), dtype=np.int64)
+        self._mask = np.empty(0, dtype=np.uint8)
+
+    @classmethod
+    def ban(cls, allowed: np.ndarray, rows: Rows) -> Failures:
+        """Clear all bits except those of each row's tokens."""
+        for row, processor in rows:
+            if len(processor._mask) != allowed.shape[1]:  # made in the first step
+                bits = np.zeros(allowed.shape[1] * 8, dtype=np.uint8)
+                bits[processor.token_ids] = 1
+                processor._mask = np.packbits(bits, bitorder="little")
+            allowed[row] &= processor._mask
+        return {}
+
+
+class LogitBias(LogitsProcessor):
+    """A number added to the logits of some tokens: one scatter for all rows of a step."""
+
+    rank = 1
+
+    def __init__(self, bias: Mapping[int, float]) -> None:
+        self.token_ids = np.fromiter(bias.keys(), np.int64, len(bias))
+        self.values = np.fromiter(bias.values(), np.float32, len(bias))
+
+    @classmethod
+    def change(cls, logits: Tensor, rows: Rows) -> Failures:
+        """Add each row's bias."""
+        places = np.repeat([row for row, _ in rows], [len(bias.token_ids) for _, bias in rows])
+        columns = np.concatenate([bias.token_ids for _, bias in rows])
+        values = np.concatenate([bias.values for _, bias in rows])
+        at, to, by = (torch.from_numpy(p).to(logits.device) for p in (places, columns, values))
+        logits.index_put_((at, to), by, accumulate=True)
+        return {}
+
+
+class BadWords(TokenMask):
+    """A ban of the last token of each word whose other tokens the answer ends with.
+
+    As in vLLM a word is the tokenizer's spelling of it, at the beginning of a text and after a
+    space; other tokens may still spell the same letters. Words are looked up by the token before
+    their last, so a step checks only those that the answer's last token leads to.
+    """
+
+    rank = 2
+
+    def __init__(self, words: Sequence[Word]) -> None:
+        self._past: list[int] = []
+        self._longest = max(map(len, words)) - 1
+        self._always = [word[-1] for word in words if len(word) == 1]
+        self._after: dict[int, list[Word]] = {}
+        for word in words:
+            if len(word) > 1:
+                self._after.setdefault(word[-2], []).append(word)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens that are banned now."""
+        words = self._after.get(self._past[-1], ()) if self._past else ()
+        completed = [w[-1] for w in words if tuple(self._past[1 - len(w) :]) == w[:-1]]
+        return self._always + completed
+
+    @classmethod
+    def ban(cls, allowed: np.ndarray, rows: Rows) -> Failures:
+        """Clear the bits of each row's tokens."""
+        for row, processor in rows:
+            for token_id in processor.token_ids:
+                allowed[row, token_id // 8] &= ~np.uint8(1 << token_id % 8)
+        return {}
+
+    def accept(self, token_id: int) -> None:
+        """Remember as many tokens as the longest word needs."""
+        self._past.append(token_id)
+        del self._past[: -self._longest or len(self._past)]
+
+
+class Callbacks(LogitsProcessor):
+    """A caller's own functions, called one after the other, each with the result of the one before.
+
+    A function takes the answer's token ids so far and its logits `[vocab]`; one with three
+    parameters takes the prompt's token ids before these. It returns logits, possibly the same
+    tensor. Its exception ends its request alone. It must not wait for a thread that calls the
+    engine: the engine is in its step, and both would wait forever.
+    """
+
+    rank = 3
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], prompt: Sequence[int]) -> None:
+        self._calls = [(function, _takes_prompt(function)) for function in functions]
+        self._prompt = prompt
+        self._past: list[int] = []
+
+    @classmethod
+    def change(cls, logits: Tensor, rows: Rows) -> Failures:
+        """Call each row's functions."""
+        failed: Failures = {}
+        for row, processor in rows:
+            try:
+                processor._call(logits[row])
+            except Exception as error:
+                reason = EngineError(f"a logits processor failed: {type(error).__name__}: {error}")
+                reason.__cause__ = error
+                failed[row] = reason
+        return failed
+
+    def _call(self, row: Tensor) -> None:
+        for function, takes_prompt in self._calls:
+            prompt = (list(self._prompt),) if takes_prompt else ()
+            result = function(*prompt, list(self._past), row)
+            if not isinstance(result, Tensor):
+                raise TypeError(f"it returned {type(result).__name__}, not logits {[*row.shape]}")
+            if result.shape != row.shape:
+                raise TypeError(
+                    f"it returned a tensor {list(result.shape)}, not logits {[*row.shape]}"
+                )
+            if result is not row:
+                row.copy_(result)
+
+    def accept(self, token_id: int) -> None:
+        """Remember the token for the functions."""
+        self._past.append(token_id)
+
+
+def _takes_prompt(function: Callable[..., Any]) -> bool:
+    try:
+        return len(inspect.signature(function).parameters) == 3
+    except ValueError:  # a builtin without a signature
+        return False
+
+
+Processor = TypeVar("Processor", bound=LogitsProcessor)
+
+
+def allowed_tokens(
+    processors: Sequence[Sequence[TokenMask]], size: int
+) -> tuple[np.ndarray | None, Failures]:
+    """Return the masks of rows, uint8 `[rows, bytes]` over `size` tokens; None for none."""
+    if not any(processors):
+        return None, {}
+    allowed = _all_allowed(len(processors), size)
+    failed: Failures = {}
+    for kind, rows in _by_kind(processors):
+        failed |= kind.ban(allowed, rows)
+    empty = {row: NoTokenError(ALL_BANNED) for row in np.flatnonzero(~allowed.any(axis=1)).tolist()}
+    return allowed, empty | failed
+
+
+def _all_allowed(rows: int, size: int) -> np.ndarray:
+    return np.tile(every_token(size), (rows, 1))
+
+
+@torch.inference_mode()  # in which the logits were made
+def change_logits(logits: Tensor, processors: Sequence[Sequence[LogitsProcessor]]) -> Failures:
+    """Apply the processors of each row of `logits` float32 `[rows, vocab]`, in place."""
+    failed: Failures = {}
+    for kind, rows in _by_kind(processors):
+        failed |= kind.change(logits, rows)
+    return failed
+
+
+def _by_kind(
+    processors: Sequence[Sequence[Processor]],
+) -> Iterator[tuple[type[Processor], list[tuple[int, Processor]]]]:
+    """Yield each kind and its rows, in the order of rank."""
+    kinds: dict[type[Processor], list[tuple[int, Processor]]] = {}
+    for row, chain in enumerate(processors):
+        for processor in chain:
+            kinds.setdefault(type(processor), []).append((row, processor))
+    for kind in sorted(kinds, key=lambda kind: kind.rank):
+        yield kind, kinds[kind]

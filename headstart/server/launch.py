@@ -14,9 +14,9 @@ import os
 import signal
 import socket
 import ssl
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from granian.constants import HTTPModes, Interfaces, SSLProtocols
 from granian.http import HTTP1Settings
+from granian.net import SocketHolder  # type: ignore[attr-defined]
 from granian.server.embed import Server
 from uvloop import new_event_loop
 
@@ -64,13 +65,14 @@ server closes the connection fails with "connection reset".
 """
 _BUFFER = 64 << 10  # bytes of a request's head, and of an answer that wait to be sent
 _MAX_CONNECTIONS = 1 << 16
+_BACKLOG = 2048  # connections that wait to be accepted
 _TICK = 0.05  # seconds
 _LAST_WORDS = 0.5  # seconds in which clients read that their answers end here
 _LAST_BYTES = 5.0  # seconds for requests that are no calls, such as a scrape of metrics
 
 
 def listen(options: ServerOptions) -> socket.socket:
-    """Return a socket that reserves the server's address until Granian listens there.
+    """Return a socket that is bound to the server's address and does not listen yet.
 
     Raises ConfigError if the address or the certificate cannot be used.
     """
@@ -79,16 +81,20 @@ def listen(options: ServerOptions) -> socket.socket:
         info = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         if options.port:  # below, two servers of one user would share the port
             socket.create_server(info[4][:2], family=info[0]).close()
-        reserved = socket.socket(info[0], socket.SOCK_STREAM)
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as Granian's own has
-        reserved.bind(info[4])
+        listener = socket.socket(info[0], socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # also after a kill
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # ends connections that leave an answer unread
+            milliseconds = round(options.request_timeout * 1000)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        listener.bind(info[4])
     except (OSError, UnicodeError) as error:
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         why = "another program listens there; --port N takes another port" if taken else str(error)
         raise ConfigError(
             f"host {options.host!r} and port {options.port} cannot be listened on: {why}"
         ) from error
-    return reserved
+    return listener
 
 
 def _check_tls(options: ServerOptions) -> None:
@@ -109,22 +115,31 @@ def _check_tls(options: ServerOptions) -> None:
         ) from error
 
 
+class _Granian(Server):
+    """Granian with a listening socket from outside: it inherits the socket's options."""
+
+    listener: socket.socket
+
+    def _init_shared_socket(self) -> None:
+        backlog = (_BACKLOG,) if sys.platform == "linux" else ()
+        file = self.listener.dup().detach()
+        self._shd = SocketHolder(file, False, *backlog)  # type: ignore[call-arg, assignment]
+
+
 class HttpServer:
     """Granian for one application, in the running event loop."""
 
-    def __init__(self, app: FastAPI, at: socket.socket) -> None:
-        """`app` is of `create_app`, `at` of `listen`."""
+    def __init__(self, app: FastAPI, listener: socket.socket) -> None:
+        """`app` comes from `create_app`, `listener` from `listen`."""
         options: ServerOptions = app.state.service.options
-        host, port = self._address = at.getsockname()[:2]
-        self._unread_milliseconds = round(options.request_timeout * 1000)
-        self._server = Server(
+        host, port = listener.getsockname()[:2]
+        self._server = _Granian(
             app,
             host,
             port,
             interface=Interfaces.ASGINL,
             http=HTTPModes.http1,
             websockets=False,
-            backlog=2048,
             backpressure=_MAX_CONNECTIONS,
             http1_settings=HTTP1Settings(_HEAD_SECONDS * 1000, max_buffer_size=_BUFFER),
             log_enabled=False,
@@ -132,47 +147,19 @@ class HttpServer:
             ssl_key=Path(options.tls_key) if options.tls_key else None,
             ssl_protocol_min=SSLProtocols.tls12,
         )
+        self._server.listener = listener
 
-    async def start(self) -> None:
-        """Return as soon as connections are accepted."""
+    def start(self) -> None:
+        """Accept connections from now on."""
+        self._server.listener.listen(_BACKLOG)
         self._task = asyncio.create_task(self._server.serve())
-        while not self._set_unread_limit():
-            if self._task.done():
-                self._task.result()
-            await asyncio.sleep(0.001)
-
-    def _set_unread_limit(self) -> bool:
-        """Have connections end that leave an answer unread too long; False before it listens."""
-        with _listener(self._address) as listener:
-            if listener is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
-                listener.setsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._unread_milliseconds
-                )
-            return listener is not None
 
     async def stop(self, seconds: float) -> None:
         """Stop listening; requests that run have this long to end."""
+        self._server.listener.close()
         self._server.stop()  # type: ignore[no-untyped-call]
         await asyncio.wait([self._task], timeout=seconds)
         self._task.cancel()
-
-
-@contextmanager
-def _listener(address: tuple[str, int]) -> Iterator[socket.socket | None]:
-    """Yield this process's listening socket at an address, which Granian does not hand out."""
-    for name in os.listdir("/dev/fd"):
-        try:
-            found = socket.socket(fileno=int(name))
-        except OSError:  # not a socket
-            continue
-        try:
-            is_listener = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if is_listener and found.getsockname()[:2] == address:
-                yield found
-                return
-        finally:
-            found.detach()
-    yield None
 
 
 def read_prefixes(files: Sequence[str]) -> dict[str, Prefix]:
@@ -234,7 +221,7 @@ def serve(app: FastAPI, at: socket.socket, ready: Callable[[], None] = lambda: N
 
 
 async def _serve(server: HttpServer, ending: _Ending, ready: Callable[[], None]) -> None:
-    await server.start()
+    server.start()
     ending.loop = asyncio.get_running_loop()
     ready()
     await ending.drain()

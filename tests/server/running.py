@@ -7,15 +7,17 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 
 from headstart import AsyncLLM
+from headstart.engine.request import Request
 from headstart.engine.tenant_queue import TenantQueue
 from headstart.server.app import create_app
-from headstart.server.launch import HttpServer, _listener, listen, new_event_loop
+from headstart.server.launch import HttpServer, listen, new_event_loop
 from headstart.server.options import ServerOptions
 from headstart.server.service import Service
 
@@ -40,6 +42,10 @@ class Running:
             return manager.config.num_blocks, manager.num_free_blocks
 
         return self.llm._driver.call(look)
+
+    def running(self) -> list[Request]:
+        """Return the requests that the engine computes."""
+        return self.llm._driver.call(lambda: list(self.llm.requests[0]))
 
 
 @contextmanager
@@ -80,16 +86,16 @@ def serving(
 @contextmanager
 def listening(app: FastAPI, *, send_buffer: int = 0) -> Iterator[str]:
     """The address of an application, which answers there in a thread of its own."""
-    address = listen(ServerOptions(port=0))
+    address = listen(replace(app.state.service.options, port=0))
+    if send_buffer:
+        address.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    port = address.getsockname()[1]
     started, stopping = threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def run() -> None:
         server = HttpServer(app, address)
-        await server.start()
-        if send_buffer:
-            with _listener(address.getsockname()[:2]) as listener:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        server.start()
         loops.append(asyncio.get_running_loop())
         started.set()
         await stopping.wait()
@@ -105,7 +111,7 @@ def listening(app: FastAPI, *, send_buffer: int = 0) -> Iterator[str]:
         thread.start()
         try:
             assert started.wait(30)
-            yield f"http://127.0.0.1:{address.getsockname()[1]}"
+            yield f"http://127.0.0.1:{port}"
         finally:
             loops[0].call_soon_threadsafe(stopping.set)
             thread.join(30)

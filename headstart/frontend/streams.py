@@ -211,7 +211,7 @@ class AsyncMailbox(Generic[Output]):
     """Updates of one request for the tasks of the running event loop."""
 
     def __init__(self, driver: Driver, *, paced: bool = False) -> None:
-        """paced: updates between the first and the last may come a little later, several as one.
+        """paced: updates between the first and the last may come a little later, the newest alone.
 
         At most by `PACE`, or with many readers `_PACE_OF_EACH` for each, up to `_LONGEST_PACE`.
         """
@@ -220,17 +220,24 @@ class AsyncMailbox(Generic[Output]):
         self._driver = driver
         self._loop = asyncio.get_running_loop()
         self._waker = _WAKERS.get(self._loop) or _WAKERS.setdefault(self._loop, _Waker(self._loop))
-        self._updates: deque[Output | BaseException] = deque()
+        # Each update has all that those before it have.
+        self._updates: deque[Output] = deque(maxlen=1 if paced else None)
+        self._last: Output | BaseException | None = None
         self._is_begun = False
         self._waiter: asyncio.Future[None] | None = None
 
     def receive(self, update: Output | BaseException) -> None:
         """Add an update, from any thread. Raises RuntimeError when the loop was closed."""
-        is_last = _is_last(update)
-        if is_last or len(self._updates) < _MOST_UPDATES:
+        may_wait = False
+        if isinstance(update, BaseException) or update.finished:
+            self._last = self._last or update
+        elif self._last is None and (self.paced or len(self._updates) < _MOST_UPDATES):
             self._updates.append(update)
-            self._waker.add(self, may_wait=self.paced and self._is_begun and not is_last)
-            self._is_begun = True
+            may_wait = self.paced and self._is_begun
+        else:
+            return
+        self._waker.add(self, may_wait=may_wait)
+        self._is_begun = True
 
     def wake(self) -> None:
         """Have the reader look at the updates; called by the loop."""
@@ -247,19 +254,17 @@ class AsyncMailbox(Generic[Output]):
 
     async def get(self) -> Output:
         """Wait for the next output. Raises the error that ended the request."""
-        while not self._updates:
+        while not self._updates and self._last is None:
             self._waiter = self._loop.create_future()
             try:
                 with self._driver.awaited():
                     await self._waiter
             finally:
                 self._waiter = None
-        update = self._updates.popleft()
-        while self.paced and not _is_last(update) and self._updates:
-            if isinstance(self._updates[0], BaseException):
-                break
-            update = self._updates.popleft()  # it has all that the one before it has
-        return _open(update)
+        last = self._last
+        if last is None or (self._updates and (not self.paced or isinstance(last, BaseException))):
+            return self._updates.popleft()
+        return _open(last)
 
 
 class _Waker:

@@ -28,7 +28,7 @@ from headstart.server.options import ServerOptions
 from tests.clients import openai
 from tests.forked import start_headstart
 from tests.house.source import ROOT
-from tests.server.running import Running, running
+from tests.server.running import running
 from tests.tiny_adapters import make_adapter
 
 SECONDS = 60

@@ -9,7 +9,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest

@@ -21,7 +21,7 @@ from transformers import (
 from examples.small_models import voice as demo_voice
 from examples.small_models.voice import CHANNELS, NOTES, RATES, give_voice
 from headstart.models.demo import made_once, write_byte_tokenizer
-from headstart.models.silence_transformers import silence_transformers
+from headstart.models.transformers_tools import silence_transformers
 
 __all__ = ["DEMO_OMNI", "IDS", "OmniSizes", "demo_omni_path", "write_omni"]
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from headstart.models.demo import keep_readable, made_once, write_byte_tokenizer
-from headstart.models.silence_transformers import silence_transformers
+from headstart.models.transformers_tools import silence_transformers
 
 __all__ = ["demo_vision_path"]
 

@@ -27,8 +27,9 @@ from headstart.models.files import (
     download_gguf,
     download_model,
     find_folder,
+    label_files,
+    parse_name,
 )
-from headstart.models.gguf.hub import label_files, parse_name
 
 
 class _Row(NamedTuple):

@@ -17,7 +17,7 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.errors import RequestError
 from headstart.imports import load_module
-from headstart.models.context_length import context_bound
+from headstart.models.config_values import context_bound
 from headstart.models.files import BUILT_IN, read_json
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from headstart.cache import MultiModalItem, Shares
 from headstart.engine.prompt import PlacedRows, PromptExtras
 from headstart.engine.request import Request
 from headstart.errors import EngineError, RequestError
-from headstart.models.image_encoder import ProcessedImage
+from headstart.models.decoder import ProcessedImage
 
 __all__ = [
     "AskedStore",

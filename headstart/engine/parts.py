@@ -18,8 +18,7 @@ from headstart.engine.tiering.tiers import Stores
 from headstart.errors import ConfigError, OutOfMemoryError
 from headstart.imports import load_module
 from headstart.machine import available_memory
-from headstart.models.decoder import DecoderModel
-from headstart.models.image_encoder import VisionModel
+from headstart.models.decoder import DecoderModel, VisionModel
 from headstart.tiers import (
     OBJECTS,
     BlockStore,

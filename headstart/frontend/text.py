@@ -265,7 +265,7 @@ def encode_text(
     try:
         backend: Tokenizer | None = None
         if len(text) > _LONG:
-            backend = load_module("headstart.models.auto_tokenizer").plain_backend(tokenizer)
+            backend = load_module("headstart.models.transformers_tools").plain_backend(tokenizer)
         if backend is not None:
             [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             if max_model_len is not None and len(encoding) >= max_model_len:

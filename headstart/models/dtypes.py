@@ -1,6 +1,8 @@
-"""The dtype and the device of a model, by name."""
+"""The dtype and the device of a model, by name, and errors for lack of memory."""
 
+import errno
 import logging
+import os
 import platform
 from collections.abc import Set
 from pathlib import Path
@@ -15,7 +17,25 @@ from headstart.validation import describe
 from headstart.weights.bf16 import can_halve
 from headstart.weights.scheme import is_read
 
-__all__ = ["computes_wider", "fast_dtype", "find_device", "find_dtype", "own_dtype"]
+__all__ = [
+    "computes_wider",
+    "fast_dtype",
+    "find_device",
+    "find_dtype",
+    "is_out_of_memory",
+    "own_dtype",
+]
+
+
+# On a CPU torch raises a RuntimeError with one of these texts; the second is also an OSError's.
+_SAID = ("DefaultCPUAllocator: can't allocate", os.strerror(errno.ENOMEM))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """True if memory ran out, or no more can be mapped."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or any(said in str(error) for said in _SAID)
+
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,8 @@
-"""Finds a model's files and checks that they are complete, before anything is loaded.
+"""The files of a model: found, downloaded and checked before anything is loaded.
 
 The index of a checkpoint lists its shards, and a safetensors header gives the length of its file.
-So an incomplete download is found and named within milliseconds.
+So an incomplete download is found and named within milliseconds. A GGUF file on the hub has
+a name as for llama.cpp and Ollama: `OWNER/NAME:Q4_K_M`.
 """
 
 import hashlib
@@ -9,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -27,14 +28,15 @@ from headstart.models.config_values import (
     check_values,
     find_values,
 )
-from headstart.models.gguf.hub import HubName, parse_name
 from headstart.validation import describe, shorten
 
 __all__ = [
     "BUILT_IN",
-    "OMNI_TYPES",
     "FileStamp",
+    "HubName",
+    "OMNI_TYPES",
     "check_files",
+    "choose_file",
     "download_gguf",
     "download_model",
     "find_folder",
@@ -42,11 +44,105 @@ __all__ = [
     "fingerprint_files",
     "is_gguf",
     "is_omni",
+    "label_files",
+    "parse_name",
     "read_json",
     "stamp_files",
     "tensor_shapes",
     "weight_files",
 ]
+
+
+# Also as an address: `hf.co/owner/name:Q4_K_M`.
+_NAME = re.compile(
+    r"(?:(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/)?"
+    r"(\w[\w.-]*/\w[\w.-]*?)(?::([\w.-]+))?/?"
+)
+_USUAL = "Q4_K_M"
+_QUANTIZATION = re.compile(r"(?i)(?:^|[-_.])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|B?F16|F32|MXFP4\w*))$")
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+class HubName(NamedTuple):
+    """A repository of the hub with GGUF files, and which of them: None for the usual one."""
+
+    repository: str
+    quantization: str | None
+
+    def local_file(self) -> Path | None:
+        """Return the file in the hub's cache; None if it was not downloaded."""
+        try:
+            folder = Path(hub.snapshot_download(self.repository, local_files_only=True))
+        except (hub.errors.HFValidationError, OSError):
+            return None
+        names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
+        try:
+            return folder / choose_file(self.repository, names, self.quantization)
+        except ModelNotFoundError:
+            return None
+
+    def download(self, timeout: float) -> Path:
+        """Return the file as the hub has it now; a whole file in the cache is not fetched again.
+
+        Raises `ModelNotFoundError` where the repository has no such file, and the hub's errors.
+        """
+        files = hub.HfApi().list_repo_files(self.repository)
+        name = choose_file(self.repository, files, self.quantization)
+        return Path(hub.hf_hub_download(self.repository, name, etag_timeout=timeout))
+
+
+def parse_name(name: str) -> HubName | None:
+    """Return what a name says; None for one that names no GGUF file on the hub.
+
+    A name without a quantization counts if it has `gguf` in it, as such repositories have.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None or not (match[2] or "gguf" in match[1].lower()):
+        return None
+    if match[2] is None and name.endswith(".gguf"):
+        return None  # the path of a file that is not there
+    return HubName(match[1], match[2])
+
+
+def label_files(files: Iterable[str]) -> dict[str, str]:
+    """Return the quantization of each GGUF file that holds a model, or its name without one.
+
+    Projectors of images (`mmproj`) hold none.
+    """
+    found = {}
+    for file in sorted(files):
+        path = Path(file)
+        if path.suffix == ".gguf" and "mmproj" not in path.name.lower():
+            match = _QUANTIZATION.search(_PART.sub("", path.stem))
+            found[file] = match[1].upper() if match else path.name
+    return found
+
+
+def choose_file(repository: str, files: Iterable[str], quantization: str | None) -> str:
+    """Return the file of a quantization, or by default that in Q4_K_M, or the only one.
+
+    Raises `ModelNotFoundError` with the quantizations that are there.
+    """
+    labels = label_files(files)
+    wanted = (quantization or _USUAL).lower()
+    found = [file for file, label in labels.items() if wanted in (label.lower(), file.lower())]
+    if not found and quantization is None and len(labels) == 1:
+        found = list(labels)
+    if not labels:
+        raise ModelNotFoundError(f"{repository} has no GGUF file on the hub")
+    if not found:
+        named = f"no file in {quantization}" if quantization else f"several files, none in {_USUAL}"
+        raise ModelNotFoundError(
+            f"{repository} has {named}; allowed: "
+            + ", ".join(f"{repository}:{label}" for label in sorted(set(labels.values())))
+        )
+    if _PART.search(Path(found[0]).stem):
+        raise ModelNotFoundError(
+            f"{repository} has {quantization or _USUAL} in several files ({found[0]}); download "
+            "them and merge them with llama.cpp's llama-gguf-split --merge"
+        )
+    return min(found, key=len)
+
 
 BUILT_IN = "headstart-tiny"
 """The model that comes with the package: small, trained to look things up in its prompt."""
@@ -96,7 +192,7 @@ def find_folder(model: str | Path) -> Path:
         why = error.strerror if isinstance(error, OSError) else error
         raise ModelNotFoundError(f"there is no folder {shorten(str(model))}: {why}") from error
     if (file := find_gguf(model)) is not None:
-        made: Path = load_module("headstart.models.gguf.folder").gguf_folder(file)
+        made: Path = load_module("headstart.models.gguf").gguf_folder(file)
         return made
     name = str(model)
     if path.suffix == ".gguf":

@@ -45,6 +45,6 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase | None:
             )
         return None
     # transformers takes a second to import.
-    loader = load_module("headstart.models.auto_tokenizer")
+    loader = load_module("headstart.models.transformers_tools")
     loaded: PreTrainedTokenizerBase = loader.load_auto_tokenizer(folder, settings)
     return loaded

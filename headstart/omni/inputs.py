@@ -29,7 +29,7 @@ from headstart.engine.prompt import (
 )
 from headstart.errors import DamagedModelError, RequestError, UnsupportedModelError
 from headstart.frontend.images.decoding import decode_image
-from headstart.models.silence_transformers import silence_transformers
+from headstart.models.transformers_tools import silence_transformers
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
 from headstart.omni.graph import StageNode, stage_config

@@ -22,8 +22,7 @@ from headstart.cli.main import main
 from headstart.cli.opening import NOTES
 from headstart.errors import ModelNotFoundError
 from headstart.imports import load_module
-from headstart.models.files import BUILT_IN, find_folder
-from headstart.models.gguf.hub import choose_file, parse_name
+from headstart.models.files import BUILT_IN, choose_file, find_folder, parse_name
 
 NAME = "someone/small"
 COMMIT = "0" * 39 + "1"

@@ -9,7 +9,7 @@ import pytest
 from headstart.cli.run import Questions
 from headstart.engine.config import make_config
 from headstart.errors import RequestError
-from headstart.models.context_length import context_bound
+from headstart.models.config_values import context_bound
 from tests.cli.test_main import call
 
 

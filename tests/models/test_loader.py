@@ -22,7 +22,7 @@ from headstart.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from headstart.models.context_length import context_length
+from headstart.models.config_values import context_length
 from headstart.models.dense.decoder import DenseDecoder
 from headstart.models.loader import load_model
 from headstart.models.transformers_backend.decoder import TransformersDecoder

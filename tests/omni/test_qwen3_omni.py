@@ -21,7 +21,7 @@ from transformers import (
 from headstart.cache import TokenSequence
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, ModelError, RequestError
-from headstart.models.silence_transformers import silence_transformers
+from headstart.models.transformers_tools import silence_transformers
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.omni import Omni
 from headstart.omni.params import OmniOutput, OmniParams

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from headstart.models.demo import write_byte_tokenizer
-from headstart.models.silence_transformers import silence_transformers
+from headstart.models.transformers_tools import silence_transformers
 from tests.tiny_models import write_once
 
 TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|audio_pad|>", "<|image_pad|>")

@@ -23,8 +23,8 @@ from headstart.engine.image_cache import (
 )
 from headstart.frontend.images.prompt import ImagePrompts
 from headstart.frontend.images.similar import SimilarImages
+from headstart.models.decoder import ProcessedImage, VisionFacts
 from headstart.models.files import find_folder
-from headstart.models.image_encoder import ProcessedImage, VisionFacts
 from headstart.models.transformers_backend.image_encoder import ImageProcessor
 from headstart.models.transformers_backend.loader import load_config
 

@@ -14,7 +14,7 @@ from headstart.engine.image_cache import SentImages
 from headstart.engine.metrics import Metric
 from headstart.engine.outputs import Logprobs, RequestOutput
 from headstart.engine.params import SamplingParams
-from headstart.models.image_encoder import VisionFacts
+from headstart.models.decoder import VisionFacts
 
 __all__ = ["AnswerPart", "AnswerRequest", "EngineFacts", "Follow", "Head", "Part", "Report"]
 

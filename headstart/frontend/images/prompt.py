@@ -39,7 +39,7 @@ from headstart.errors import EngineError, RequestError
 from headstart.frontend.images.decoding import ImageSource, decode_image
 from headstart.frontend.text import encode_text
 from headstart.imports import load_module
-from headstart.models.image_encoder import PlacedImage, ProcessedImage, VisionFacts, VisionModel
+from headstart.models.decoder import PlacedImage, ProcessedImage, VisionFacts, VisionModel
 from headstart.validation import describe, shorten
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.attention.backend import AttentionBackend, RowShapes
-from headstart.models.dense.modules import DecoderLayer, RMSNorm
-from headstart.models.dense.rotary import Angles
+from headstart.models.dense.modules import Angles, DecoderLayer, RMSNorm
 from headstart.models.families import DecoderShape
 from headstart.native import avx2_library, library
 from headstart.native.bindings import Layer, LayerRun, Norm, Weight

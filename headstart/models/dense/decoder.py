@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from headstart.attention.backend import AttentionBackend, LayerLayout
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.dense.compiled import compile_layers
-from headstart.models.dense.modules import DecoderLayer, LayerStep, RMSNorm
-from headstart.models.dense.rotary import AngleTable, Frequencies
+from headstart.models.dense.modules import AngleTable, DecoderLayer, Frequencies, LayerStep, RMSNorm
 from headstart.models.families import DecoderShape
 from headstart.models.files import fingerprint_files
 from headstart.models.lora.files import Widths

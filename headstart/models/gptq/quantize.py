@@ -38,14 +38,13 @@ from headstart.attention.backend import AttentionOptions
 from headstart.errors import ConfigError, ModelError, UnsupportedModelError
 from headstart.models.dense.decoder import DenseModules, Description
 from headstart.models.dense.loader import check_tensors, describe_decoder
-from headstart.models.dense.modules import DecoderLayer, LayerStep
-from headstart.models.dense.rotary import AngleTable
+from headstart.models.dense.modules import AngleTable, DecoderLayer, LayerStep
 from headstart.models.families import DecoderShape, NormKind
 from headstart.models.files import check_files, find_folder, is_gguf, read_json, weight_files
 from headstart.models.gptq.folder import CheckpointFolder, pack
 from headstart.models.gptq.rounding import Rows, round_weight
-from headstart.models.silence_transformers import silence_transformers
 from headstart.models.tokenizer import load_tokenizer
+from headstart.models.transformers_tools import silence_transformers
 from headstart.validation import describe
 from headstart.weights.checkpoint import SafetensorsCheckpoint
 from headstart.weights.grouped import GROUP

@@ -28,10 +28,9 @@ from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedTokeniz
 
 from headstart.errors import DamagedModelError, HeadstartError, UnsupportedModelError
 from headstart.imports import install
-from headstart.models.decoder import DecoderModel
-from headstart.models.image_encoder import PlacedImage, ProcessedImage, VisionFacts
-from headstart.models.silence_transformers import silence_transformers
+from headstart.models.decoder import DecoderModel, PlacedImage, ProcessedImage, VisionFacts
 from headstart.models.transformers_backend.decoder import TransformersDecoder
+from headstart.models.transformers_tools import silence_transformers
 
 __all__ = [
     "Fixed",

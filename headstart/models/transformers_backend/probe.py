@@ -41,7 +41,7 @@ from headstart.attention.register import (
 )
 from headstart.attention.torch_ops import TorchAttention
 from headstart.errors import DamagedModelError, UnsupportedModelError
-from headstart.models.context_length import context_length
+from headstart.models.config_values import context_length
 from headstart.models.files import FileStamp
 from headstart.models.transformers_backend.decoder import forward_rows, text_part
 from headstart.weights.checkpoint import SAVED_SO

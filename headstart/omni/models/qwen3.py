@@ -30,9 +30,8 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 
 from headstart.models.dtypes import fast_dtype, find_device, find_dtype
 from headstart.models.files import check_files, find_folder, stamp_files
-from headstart.models.silence_transformers import silence_transformers
-from headstart.models.transformers_backend.checkpoint import check_speaker
-from headstart.models.transformers_backend.loader import load_config, load_weights
+from headstart.models.transformers_backend.loader import check_speaker, load_config, load_weights
+from headstart.models.transformers_tools import silence_transformers
 from headstart.omni.inputs import Media, Placed
 from headstart.omni.models.stage_decoder import Checkpoint, PassTensors, StageDecoder, StageParts
 

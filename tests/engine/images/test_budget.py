@@ -19,7 +19,7 @@ from headstart.engine.image_cache import (
 from headstart.engine.prompt import PromptExtras
 from headstart.engine.request import Request
 from headstart.engine.step import Batch
-from headstart.models.image_encoder import ProcessedImage
+from headstart.models.decoder import ProcessedImage
 from tests.engine.test_scheduler import BLOCK, Bench
 
 Shown = tuple[int, int, int]  # tokens before the image, which image, its rows: 1 to 3 times 3

@@ -17,7 +17,7 @@ from headstart.engine.image_cache import (
 )
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PromptExtras
-from headstart.models.image_encoder import ProcessedImage
+from headstart.models.decoder import ProcessedImage
 
 
 @dataclass

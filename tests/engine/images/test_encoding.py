@@ -14,7 +14,7 @@ from headstart.engine.image_cache import (
 )
 from headstart.engine.prompt import PlacedRows
 from headstart.engine.request import RequestGroup
-from headstart.models.image_encoder import ProcessedImage, VisionModel
+from headstart.models.decoder import ProcessedImage, VisionModel
 from tests.tiny_vision import IDS, make_image, save_tiny_vision
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

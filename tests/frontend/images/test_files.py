@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 from headstart import RequestError
 from headstart.frontend.images.decoding import FORMATS, read_data_url, read_source
 from headstart.frontend.images.prompt import ImageReader
-from headstart.models.image_encoder import ProcessedImage
+from headstart.models.decoder import ProcessedImage
 from tests.tiny_vision import make_image
 
 MAX_PIXELS = 2**25

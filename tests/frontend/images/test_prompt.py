@@ -18,7 +18,7 @@ from examples.small_models.adapter import write_adapter
 from headstart import LLM, RequestError, SamplingParams
 from headstart.cache import ExtraKey, MultiModalItem, TokenSequence, extra_keys
 from headstart.frontend.images.prompt import IMAGE_MARK
-from headstart.models.image_encoder import PlacedImage, ProcessedImage
+from headstart.models.decoder import PlacedImage, ProcessedImage
 from headstart.models.transformers_backend.image_encoder import TransformersVision as VisionModel
 from tests.tiny_vision import IDS, make_image, save_tiny_vision
 

@@ -14,7 +14,7 @@ from headstart import LLM, RequestOutput, SamplingParams
 from headstart.engine.image_cache import EncoderKey
 from headstart.frontend.images.prompt import LoadedImage
 from headstart.frontend.images.similar import ENTRY_BYTES, SimilarImages, thumbnail_of
-from headstart.models.image_encoder import ProcessedImage
+from headstart.models.decoder import ProcessedImage
 from tests.tiny_vision import make_image, save_tiny_vision
 
 ASKED = SamplingParams(temperature=0, max_tokens=4, similar_images=True)

@@ -6,8 +6,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from headstart.errors import RequestError
 from headstart.frontend import text as codec
 from headstart.frontend.text import encode_text
-from headstart.models.auto_tokenizer import plain_backend
 from headstart.models.tokenizer import load_tokenizer
+from headstart.models.transformers_tools import plain_backend
 from tests.tiny_tokenizers import END_OF_TURN, TINY_TOKENIZERS
 
 TEXT = f"there were 12 of them,  für Müller\n{END_OF_TURN} 你好 🙂 hello " * 40

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from headstart.models.context_length import context_length
-from headstart.models.dense.config import DenseConfig, read_config
-from headstart.models.dense.rotary import read_frequencies
+from headstart.models.config_values import context_length
+from headstart.models.dense.loader import DenseConfig, read_config
+from headstart.models.dense.modules import read_frequencies
 from headstart.models.families import FAMILIES, DecoderShape, read_shape
 from headstart.weights.scheme import UnsupportedLayerError
 from tests.tiny_models import tiny_config

@@ -17,9 +17,9 @@ from transformers import LlamaConfig
 
 from headstart.errors import DamagedModelError, OutOfMemoryError, UnsupportedModelError
 from headstart.models import dtypes
-from headstart.models.dense.config import read_config
 from headstart.models.dense.decoder import DenseDecoder
-from headstart.models.dense.rotary import read_frequencies
+from headstart.models.dense.loader import read_config
+from headstart.models.dense.modules import read_frequencies
 from headstart.models.families import FAMILIES, read_shape
 from headstart.models.loader import load_model
 from headstart.native import avx2_library
@@ -255,7 +255,7 @@ def test_no_memory_is_said_to_be_that(tmp_path: Path, monkeypatch: pytest.Monkey
         load_model(folder)
 
 
-@pytest.mark.parametrize("place", ["loader.read_shape", "config._read_plain"])
+@pytest.mark.parametrize("place", ["loader.read_shape", "loader._read_plain"])
 def test_a_configuration_without_memory_for_it_is_not_another_family_s(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from headstart.models.dense.rotary import AngleTable, Frequencies
+from headstart.models.dense.modules import AngleTable, Frequencies
 
 
 def test_positions_beyond_the_table_are_computed() -> None:

@@ -12,7 +12,7 @@ from transformers import Phi3Config
 from headstart import LLM, SamplingParams, native
 from headstart.errors import HeadstartError, ModelNotFoundError, UnsupportedModelError
 from headstart.models.dense.decoder import DenseDecoder
-from headstart.models.gguf.folder import gguf_folder
+from headstart.models.gguf import gguf_folder
 from headstart.models.loader import load_model
 from headstart.models.tokenizer import load_tokenizer
 from headstart.models.transformers_backend.decoder import forward_rows

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from headstart.errors import UnsupportedModelError
-from headstart.models.gguf.pre_tokenizers import PRE_TOKENIZERS
+from headstart.models.gguf_pre_tokenizers import PRE_TOKENIZERS
 from headstart.models.tokenizer import load_tokenizer
 from tests.models.gguf.files import make_model, write_gguf
 

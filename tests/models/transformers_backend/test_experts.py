@@ -5,8 +5,12 @@ import torch
 from transformers import JetMoeConfig, JetMoeForCausalLM
 
 from headstart.errors import UnsupportedModelError
-from headstart.models.transformers_backend.decoder import TransformersDecoder, forward_rows
-from headstart.models.transformers_backend.experts import check_rows, compute_all_rows
+from headstart.models.transformers_backend.decoder import (
+    TransformersDecoder,
+    check_rows,
+    compute_all_rows,
+    forward_rows,
+)
 from headstart.models.transformers_backend.probe import probe_model
 from tests.tiny_models import TINY, VOCABULARY
 

@@ -1,5 +1,8 @@
-"""Tokenizers as transformers loads them; imports it, which takes a second."""
+"""Tokenizers as transformers loads them, and quiet loading; importing it takes a second."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -11,13 +14,33 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging
 
 from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.families import FAMILIES
 from headstart.models.files import read_json
-from headstart.models.silence_transformers import silence_transformers
 
 __all__ = ["load_auto_tokenizer", "plain_backend"]
+
+
+_SILENT = 50  # logging.CRITICAL
+
+
+@contextmanager
+def silence_transformers() -> Iterator[None]:
+    """A context without transformers' progress bars and log lines; restores the settings."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(_SILENT)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
 
 _ENCODING = ("__call__", "_encode_plus", "encode")
 

@@ -1,1 +1,0 @@
-"""Models in GGUF files, the format of llama.cpp. The package `gguf` reads them."""

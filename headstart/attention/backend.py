@@ -20,9 +20,7 @@ from torch import Tensor
 __all__ = [
     "AttentionBackend",
     "AttentionOptions",
-    "CompiledCall",
     "LayerLayout",
-    "RowShapes",
     "Span",
     "StepPlan",
 ]
@@ -41,7 +39,7 @@ class LayerLayout:
 
     @property
     def elements(self) -> int:
-        """Elements of one token's K and V together."""
+        """The elements of one token's K and V together."""
         return self.kv_heads * (self.key_dim + self.value_dim)
 
 
@@ -63,7 +61,7 @@ class StepPlan:
     """One step: where each row's K/V go, and what each row attends to.
 
     `slots` is int64 `[tokens]`, in row order: `block_id * block_size + position % block_size`,
-    or the memory's `scratch_slot` for a row whose K/V must not be kept.
+    or the memory's `scratch_slot` for a row whose K/V are discarded.
 
     With `contiguous_gather` a row's result depends, bit for bit, only on its tokens and the
     contents of its context, never on the other rows of the batch or on block ids.
@@ -101,26 +99,6 @@ class AttentionOptions:
     sinks: Tensor | None = None
 
 
-class RowShapes(NamedTuple):
-    """Queries `[tokens, heads, key_dim]`, keys and values `[tokens, kv_heads, their width]`."""
-
-    tokens: int
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-
-
-class CompiledCall(NamedTuple):
-    """Addresses of a layer's `AttentionStep` and `AttentionCall`, see native/attention/attention.h.
-
-    Query, key, value and out are unset. Both structs stay valid until the step ends.
-    """
-
-    step: int
-    call: int
-
-
 class AttentionBackend(Protocol):
     """Attention over paged K/V for one engine."""
 
@@ -142,18 +120,21 @@ class AttentionBackend(Protocol):
         """
 
     def compiled(
-        self, layer_idx: int, rows: RowShapes, options: AttentionOptions, dtype: torch.dtype
-    ) -> CompiledCall | None:
-        """Structs with which compiled code can replace `attend`; None if it must call `attend`.
+        self, layer_idx: int, rows: tuple[int, int], options: AttentionOptions, dtype: torch.dtype
+    ) -> tuple[int, int] | None:
+        """Return structs with which compiled code can replace `attend`; None if there are none.
 
-        `rows` are the shapes of the code's own rows: dense, in `dtype`.
+        `rows` are the code's own: their number, and that of their query heads. They are dense, in
+        `dtype`. The structs are the addresses of the layer's `AttentionStep` and `AttentionCall`
+        (`native/attention/attention.h`), valid until the step ends; query, key, value and out are
+        unset.
         """
 
     def end_step(self) -> None:
         """Forget the plan; safe to call without one."""
 
     def nonfinite_rows(self) -> list[int]:
-        """Ascending rows of the step whose K or V were not finite when written, in any layer.
+        """Return the ascending rows whose K or V were not finite when written, in any layer.
 
         Rows of padding and of the scratch slot count like any other. The answer is valid from a
         layer's `attend` until the next `begin_step`; `end_step` does not clear it.

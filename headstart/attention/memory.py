@@ -5,7 +5,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,22 +14,11 @@ from headstart.attention.backend import LayerLayout
 from headstart.attention.int8_rows import quantize_rows, scale_rows
 from headstart.native.pages import POPULATE_WRITE, advise_pages
 
-__all__ = ["PagedKVMemory", "RowCopyLike", "contiguous_runs"]
+__all__ = ["PagedKVMemory", "contiguous_runs"]
 
 
 _CACHE_LINE = 64  # bytes
 _PREFAULTED = 64 << 20  # bytes of the first blocks, at the most
-
-
-class RowCopyLike(Protocol):
-    """An order to copy the first `num_rows` rows of one block over those of another."""
-
-    @property
-    def source_block(self) -> int: ...
-    @property
-    def target_block(self) -> int: ...
-    @property
-    def num_rows(self) -> int: ...
 
 
 class PagedKVMemory:
@@ -63,16 +51,16 @@ class PagedKVMemory:
         self.key_scales: list[Tensor] = []
         self.value_scales: list[Tensor] = []
         for layout in self.layouts:
-            for tensors, width in ((self.keys, layout.key_dim), (self.values, layout.value_dim)):
-                shape = (rows, layout.kv_heads, width)
-                tensors.append(_zeros(shape, dtype, self.device))
+            heads = (rows, layout.kv_heads)
+            self.keys.append(_zeros((*heads, layout.key_dim), dtype, self.device))
+            self.values.append(_zeros((*heads, layout.value_dim), dtype, self.device))
             if self.has_scales:
-                for scales in (self.key_scales, self.value_scales):
-                    scales.append(_zeros((rows, layout.kv_heads), torch.float32, self.device))
+                self.key_scales.append(_zeros(heads, torch.float32, self.device))
+                self.value_scales.append(_zeros(heads, torch.float32, self.device))
 
     @staticmethod
     def bytes_per_block(layouts: Sequence[LayerLayout], block_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one block in all layers together."""
+        """Return the bytes of one block in all layers together."""
         row = sum(layout.elements for layout in layouts) * dtype.itemsize
         if dtype == torch.int8:
             row += 2 * sum(layout.kv_heads for layout in layouts) * torch.float32.itemsize
@@ -85,7 +73,7 @@ class PagedKVMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all K and V and their scales, scratch rows included."""
+        """The bytes of all K and V and their scales, scratch rows included."""
         return sum(tensor.nbytes for tensor in self._tensors)
 
     @property
@@ -94,11 +82,11 @@ class PagedKVMemory:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers together."""
+        """The bytes of one block in all layers together."""
         return self.bytes_per_block(self.layouts, self.block_size, self.dtype)
 
     def read_blocks(self, block_ids: Sequence[int]) -> Tensor:
-        """A copy of blocks as bytes, uint8 `[blocks, block_bytes]` on the CPU.
+        """Return a copy of blocks as bytes, uint8 `[blocks, block_bytes]` on the CPU.
 
         A block's K of all layers come first, then its V, each `[tokens, heads, width]`, then the
         scales of K and of V, `[tokens, heads]`.
@@ -110,7 +98,7 @@ class PagedKVMemory:
         return copied
 
     def write_blocks(self, block_ids: Sequence[int], blocks: Sequence[memoryview]) -> None:
-        """Write blocks that `read_blocks` gave as bytes, each of `block_bytes`.
+        """Write blocks that `read_blocks` returned as bytes, each of `block_bytes`.
 
         On a CPU in runs of neighbours: copying by a list of ids takes torch ten times as long.
         """
@@ -128,7 +116,7 @@ class PagedKVMemory:
             tensor.index_copy_(0, chosen, values[:, start:stop])
 
     def _as_bytes(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Each tensor, in order: where it stands in a block's bytes, and `[blocks, bytes]`."""
+        """Yield for each tensor its place in a block's bytes, and `[blocks, bytes]`."""
         start = 0
         for tensor in self._tensors:
             rows = tensor[: self.scratch_slot].view(self.num_blocks, -1).view(torch.uint8)
@@ -140,15 +128,19 @@ class PagedKVMemory:
 
         The system clears each page of new memory at its first use, and in a virtual machine the
         host may have to find one as well. A thread does this in advance; it changes no byte.
-        Returns the thread; None for memory that is not on a CPU and where the system cannot do it.
+        Returns the thread; None for memory that is not on a CPU, and on systems without the call.
         """
         count = min(num_blocks, self.num_blocks, _PREFAULTED // self.block_bytes)
         if self.device.type != "cpu" or count <= 0 or sys.platform != "linux":
             return None
-        tensors = [tensor[: count * self.block_size] for tensor in self._tensors]
-        thread = threading.Thread(
-            target=_prefault, args=(tensors,), name="headstart-pages", daemon=True
-        )
+
+        def touch() -> None:
+            for tensor in self._tensors:
+                rows = tensor[: count * self.block_size]
+                if not advise_pages(rows.data_ptr(), rows.nbytes, POPULATE_WRITE):
+                    return
+
+        thread = threading.Thread(target=touch, name="headstart-pages", daemon=True)
         with suppress(RuntimeError):  # no more threads can be started
             thread.start()
             return thread
@@ -173,7 +165,7 @@ class PagedKVMemory:
         self.values[layer_idx].index_copy_(0, slots, value)
 
     def gather(self, layer_idx: int, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """K and V of `rows` int64, `slot * kv_heads + head`, as new tensors `[rows, width]`."""
+        """Return K and V of `rows` int64, `slot * kv_heads + head`, as new `[rows, width]`."""
         keys, values = (
             tensors[layer_idx].flatten(0, 1).index_select(0, rows)
             for tensors in (self.keys, self.values)
@@ -186,8 +178,8 @@ class PagedKVMemory:
         )
         return scale_rows(keys, key_scales, dtype), scale_rows(values, value_scales, dtype)
 
-    def copy_rows(self, copies: Sequence[RowCopyLike]) -> None:
-        """Copy the first rows of blocks in every layer.
+    def copy_rows(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy rows in every layer: by source and target block, and how many from the first on.
 
         In each layer all sources are read before any target is written. So a block may be the
         source of one copy and the target of another, and the order of `copies` does not matter.
@@ -197,9 +189,9 @@ class PagedKVMemory:
         size = self.block_size
         slots = torch.tensor(
             [
-                (copy.source_block * size + row, copy.target_block * size + row)
-                for copy in copies
-                for row in range(copy.num_rows)
+                (source_block * size + row, target_block * size + row)
+                for source_block, target_block, num_rows in copies
+                for row in range(num_rows)
             ],
             dtype=torch.int64,
             device=self.device,
@@ -212,34 +204,34 @@ class PagedKVMemory:
 def contiguous_runs(
     block_ids: Sequence[int], blocks: Sequence[memoryview]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Blocks with ids that follow one another, and bytes at equal distances in one buffer.
+    """Yield the first id of each run of blocks, and its bytes `[blocks, block_bytes]`, not copied.
 
-    Yields the first id of each run, and its bytes `[blocks, block_bytes]`, which are not copied.
+    The ids of a run follow one another, and its bytes lie at equal distances in one buffer.
     """
     rows = [np.frombuffer(block, dtype=np.uint8) for block in blocks]
     starts = [int(row.ctypes.data) for row in rows]
     distances = [0] + [
-        starts[at] - starts[at - 1]
-        if block_ids[at] == block_ids[at - 1] + 1 and blocks[at].obj is blocks[at - 1].obj
+        starts[i] - starts[i - 1]
+        if block_ids[i] == block_ids[i - 1] + 1 and blocks[i].obj is blocks[i - 1].obj
         else 0
-        for at in range(1, len(blocks))
+        for i in range(1, len(blocks))
     ]
     first = 0
-    for at in range(1, len(blocks) + 1):
-        if at < len(blocks) and 0 < distances[at] == distances[first + 1]:
+    for end in range(1, len(blocks) + 1):
+        if end < len(blocks) and 0 < distances[end] == distances[first + 1]:
             continue
-        if at - first == 1:
+        if end - first == 1:
             yield block_ids[first], rows[first][np.newaxis]
         else:
             buffer = memoryview(blocks[first].obj).cast("B")
             offset = starts[first] - int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
-            shape, strides = (at - first, rows[first].nbytes), (distances[first + 1], 1)
+            shape, strides = (end - first, rows[first].nbytes), (distances[first + 1], 1)
             yield block_ids[first], np.ndarray(shape, np.uint8, buffer, offset, strides)
-        first = at
+        first = end
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of zeros; on a CPU the system allocates its pages at first use.
+    """Return a tensor of zeros; on a CPU the system allocates its pages at first use.
 
     torch.zeros writes every zero, which takes seconds for a pool of several gigabytes. The
     memory is aligned to cache lines, so that a row spans as few lines as possible.
@@ -250,10 +242,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     data = np.zeros(nbytes + _CACHE_LINE, dtype=np.uint8)
     start = -data.ctypes.data % _CACHE_LINE
     return torch.from_numpy(data[start : start + nbytes]).view(dtype).view(shape)
-
-
-def _prefault(tensors: Sequence[Tensor]) -> None:
-    """Get the pages of these tensors, as far as the kernel can."""
-    for tensor in tensors:
-        if not advise_pages(tensor.data_ptr(), tensor.nbytes, POPULATE_WRITE):
-            return

@@ -1,14 +1,20 @@
 """Attention by the compiled kernels, see `headstart/native/attention`.
 
-K and V in bf16 need a CPU with AVX-512 bf16, in float32 or 8 bits one with AVX2. A kernel reads the
-keys of a segment in one pass and treats the query heads of a KV head as rows. A prefix that
-decoding rows share is one segment for all of them. Layers that the kernel does not support use
-torch operations over the same memory.
+K and V in bf16 need a CPU with AVX-512 bf16, in float32 or 8 bits one with AVX2. Layers that the
+kernel does not support use torch operations over the same memory.
+
+A step's rows are cut into segments: rows, a block table, a range of keys. The kernel reads the keys
+of a segment in one pass and treats the query heads of a KV head as rows. A span is one segment. A
+shared-prefix group is one segment with all its members' rows; the rest of each member's keys is
+another. If a row has several segments, their results are partial and the kernel merges them.
 """
 
 import ctypes
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,101 +22,17 @@ from headstart import native
 from headstart.attention.backend import (
     AttentionBackend,
     AttentionOptions,
-    CompiledCall,
     LayerLayout,
-    RowShapes,
+    Span,
     StepPlan,
 )
 from headstart.attention.memory import PagedKVMemory
-from headstart.attention.native_step import BlockTables, NativeStep
 from headstart.attention.shared import SharedPlan, SharedPlanner, SharingCost
 from headstart.attention.torch_ops import TorchAttention
-from headstart.errors import ConfigError, EngineError
-from headstart.native.bindings import AttentionCall
+from headstart.errors import EngineError
+from headstart.native.bindings import AttentionCall, AttentionStep, Merger, Segment
 
 __all__ = ["NativeAttention", "make_backend", "name_backend"]
-
-
-def fits_memory(memory: PagedKVMemory) -> bool:
-    """True if kernels can read this memory; they find a block by shifting a position."""
-    size = memory.block_size
-    return (
-        memory.dtype in (torch.bfloat16, torch.float32, torch.int8)
-        and memory.device.type == "cpu"
-        and size > 0
-        and size & (size - 1) == 0
-    )
-
-
-def check_memory(memory: PagedKVMemory) -> None:
-    """Raise `ConfigError` unless kernels can read this memory."""
-    if not fits_memory(memory):
-        raise ConfigError(
-            f"compiled attention was given {memory.dtype} on {memory.device} in blocks of "
-            f"{memory.block_size}; it takes torch.bfloat16, torch.float32 or torch.int8 on cpu "
-            "in blocks of a power of two"
-        )
-
-
-def check_plan(plan: StepPlan, memory: PagedKVMemory) -> None:
-    """Raise `EngineError` unless slots and rows exist, and block tables cover their contexts."""
-    slots, tokens = plan.slots, len(plan.slots)
-    if slots.dim() != 1 or slots.dtype != torch.int64 or slots.device.type != "cpu":
-        raise EngineError(
-            f"slots are {slots.dtype} {list(slots.shape)} on {slots.device}; "
-            "compiled attention takes torch.int64 [tokens] on cpu"
-        )
-    if tokens:
-        numbers = slots.numpy()
-        low, high = int(numbers.min()), int(numbers.max())
-        if low < 0 or high > memory.scratch_slot:
-            raise EngineError(f"slots are {low} to {high}; allowed: 0 to {memory.scratch_slot}")
-    for span in plan.spans:
-        room = len(span.block_ids) * memory.block_size
-        if not (
-            span.first_row >= 0
-            and 1 <= span.num_rows <= tokens - span.first_row
-            and span.num_rows <= span.context <= room
-        ):
-            raise EngineError(
-                f"a span of {span.num_rows} rows from row {span.first_row} on, with a context of "
-                f"{span.context}, does not fit a step of {tokens} tokens and a block table of "
-                f"{room}"
-            )
-
-
-def check_rows(rows: RowShapes, layout: LayerLayout, tokens: int) -> None:
-    """Raise `EngineError` unless `rows` fit a layer of this layout, one row per token."""
-    expected, heads = (layout.kv_heads, layout.key_dim, layout.value_dim), rows.heads
-    fits = rows.tokens == tokens and rows[2:] == expected
-    if not fits or heads < 1 or heads % layout.kv_heads != 0:
-        raise EngineError(
-            f"attention was given {rows}; this step and layer take "
-            f"{RowShapes(tokens, heads, *expected)}, with heads a multiple of {layout.kv_heads}"
-        )
-
-
-def check_sinks(sinks: Tensor | None, heads: int) -> None:
-    """Raise `EngineError` unless there is one sink per query head, or None."""
-    if sinks is not None and (sinks.numel() != heads or sinks.device.type != "cpu"):
-        raise EngineError(
-            f"{sinks.numel()} sinks on {sinks.device} were given for {heads} query heads on cpu"
-        )
-
-
-def row_shapes(query: Tensor, key: Tensor, value: Tensor) -> RowShapes:
-    """The shapes of a layer's rows; raises `EngineError` where they contradict one another."""
-    if query.dim() == key.dim() == value.dim() == 3:
-        tokens, heads, key_dim = query.shape
-        key_tokens, kv_heads, width = key.shape
-        value_tokens, value_heads, value_dim = value.shape
-        if tokens == key_tokens == value_tokens and kv_heads == value_heads and width == key_dim:
-            return RowShapes(tokens, heads, kv_heads, key_dim, value_dim)
-    raise EngineError(
-        f"queries {list(query.shape)}, keys {list(key.shape)} and values {list(value.shape)} are "
-        "not [tokens, heads, key_dim], [tokens, kv_heads, key_dim], [tokens, kv_heads, value_dim]"
-    )
-
 
 _MAX_DIM = 256  # of the kernel
 _MOST_POSITIONS = (1 << 31) - 1  # its positions have 32 bits
@@ -129,21 +51,21 @@ _FUNCTIONS = {
     torch.float32: "headstart_attend_float32",
     torch.int8: "headstart_attend_int8",
 }
+# Reading fewer keys than this is faster than waking another thread and merging its result.
+SPLIT_KEYS = 512
 
 
 class NativeAttention:
-    """The `AttentionBackend` of the compiled kernels.
+    """The `AttentionBackend` of the compiled kernels in `library`, for a memory that they support.
 
-    `library` is the result of `NativeAttention.library(memory)`. With `share`, decoding rows attend
-    once to the prefix that their sequences share. Without it, and always with `contiguous_gather`,
-    a row's result does not depend on the other rows of the batch.
+    With `share`, decoding rows attend once to the prefix that their sequences share. Without it,
+    and always with `contiguous_gather`, a row's result does not depend on the other rows of the
+    batch.
 
-    Kernels read by address, so all their inputs are checked. Raises `ConfigError` for a memory
-    that kernels cannot read, `EngineError` for a step or rows that do not fit the memory.
+    Kernels read by address, so a step or rows that do not fit the memory raise `EngineError`.
     """
 
     def __init__(self, memory: PagedKVMemory, library: ctypes.CDLL, *, share: bool = True) -> None:
-        check_memory(memory)
         self._memory = memory
         self._run = getattr(library, _FUNCTIONS[memory.dtype])
         self._torch = TorchAttention(memory, share=share)
@@ -161,19 +83,9 @@ class NativeAttention:
         self._plain: NativeStep | None = None
         self._shared: NativeStep | None = None
 
-    @staticmethod
-    def serves(memory: PagedKVMemory) -> bool:
-        """True if the kernel supports at least one layer of this memory."""
-        return fits_memory(memory) and any(_covered(memory, layout) for layout in memory.layouts)
-
-    @staticmethod
-    def library(memory: PagedKVMemory) -> ctypes.CDLL | None:
-        """The compiled kernels if they are there and this CPU has what `memory`'s dtype needs."""
-        return native.library() if memory.dtype == torch.bfloat16 else native.avx2_library()
-
     def begin_step(self, plan: StepPlan) -> None:
         self.end_step()
-        check_plan(plan, self._memory)
+        _check_plan(plan, self._memory)
         self._fell_back = False
         self._nonfinite = np.zeros(len(plan.slots), dtype=np.uint8)
         self._nonfinite_address = self._nonfinite.ctypes.data
@@ -189,24 +101,30 @@ class NativeAttention:
         self._plan = self._plain = self._shared = None
 
     def nonfinite_rows(self) -> list[int]:
-        found: list[int] = self._nonfinite.nonzero()[0].tolist()
-        return sorted({*found, *self._torch.nonfinite_rows()}) if self._fell_back else found
+        rows: list[int] = self._nonfinite.nonzero()[0].tolist()
+        return sorted({*rows, *self._torch.nonfinite_rows()}) if self._fell_back else rows
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        if self._plan is None:
-            raise RuntimeError("attend() outside of a step: call begin_step() first")
-        call = self._calls[layer_idx]
-        if call is None or not self._reads(query, key, value):
-            return self._fall_back().attend(layer_idx, query, key, value, options)
-        rows, dtype = row_shapes(query, key, value), query.dtype
-        if self._memory.has_scales:
+        assert self._plan is not None, "call begin_step() first"
+        call, memory, dtype = self._calls[layer_idx], self._memory, query.dtype
+        rows = (query, key, value)
+        is_read = all(part.is_cpu and memory.dtype in (part.dtype, torch.int8) for part in rows)
+        if call is None or not is_read:
+            if not self._fell_back:
+                self._torch.begin_step(self._plan)
+                self._fell_back = True
+            return self._torch.attend(layer_idx, *rows, options)
+        if memory.has_scales:
             query, key, value = query.float(), key.float(), value.float()
-        query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
-        check_sinks(options.sinks, rows.heads)
-        step = self._prepare(layer_idx, call, rows, options)
-        out = query.new_empty((rows.tokens, rows.heads, rows.value_dim))
+        # The kernel reads the elements of a head one after another.
+        query, key, value = (
+            part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value)
+        )
+        _check_rows(query, key, value, options, memory.layouts[layer_idx])
+        step = self._prepare(call, query.shape[:2], options)
+        out = query.new_empty((*query.shape[:2], value.shape[2]))
         call.query, call.key, call.value, call.out = (
             query.data_ptr(),
             key.data_ptr(),
@@ -222,59 +140,61 @@ class NativeAttention:
         return out.to(dtype)
 
     def compiled(
-        self, layer_idx: int, rows: RowShapes, options: AttentionOptions, dtype: torch.dtype
-    ) -> CompiledCall | None:
+        self, layer_idx: int, rows: tuple[int, int], options: AttentionOptions, dtype: torch.dtype
+    ) -> tuple[int, int] | None:
         call, memory = self._calls[layer_idx], self._memory
         if call is None or options.sinks is not None:
             return None
         if dtype != (torch.float32 if memory.has_scales else memory.dtype):
             return None
         call.sinks = None
-        step = self._prepare(layer_idx, call, rows, options)
-        return CompiledCall(ctypes.addressof(step.struct), ctypes.addressof(call))
-
-    def _reads(self, *rows: Tensor) -> bool:
-        """True if these rows are on the CPU, and in the memory's dtype unless that is 8 bits."""
-        memory = self._memory
-        return all(one.is_cpu and (memory.has_scales or one.dtype == memory.dtype) for one in rows)
+        step = self._prepare(call, rows, options)
+        return ctypes.addressof(step.struct), ctypes.addressof(call)
 
     def _prepare(
-        self, layer_idx: int, call: AttentionCall, rows: RowShapes, options: AttentionOptions
-    ) -> NativeStep:
-        """Fill the call's scalar fields; returns the step for a layer of these options."""
-        check_rows(rows, self._memory.layouts[layer_idx], len(self._nonfinite))
+        self, call: AttentionCall, rows: Sequence[int], options: AttentionOptions
+    ) -> "NativeStep":
+        """Fill the call's scalar fields; returns the step for a layer of these options.
+
+        rows: their number, and that of query heads.
+        """
+        tokens, heads = rows
+        if tokens != len(self._nonfinite) or heads < 1 or heads % call.kv_heads:
+            raise EngineError(
+                f"attention was given {tokens} rows of {heads} query heads; this step and layer "
+                f"have {len(self._nonfinite)} rows, and a multiple of {call.kv_heads} query heads"
+            )
         step = self._step_for(options.sliding_window)
         step.struct.nonfinite = self._nonfinite_address
-        call.heads = rows.heads
+        call.heads = heads
         call.window = min(options.sliding_window or 0, _MOST_POSITIONS)
         call.scaling = options.scaling
         call.softcap = abs(options.softcap or 0.0)  # the sign changes nothing; kernels want none
         if step.num_partials:
-            numbers = step.num_partials * rows.heads * (2 + call.value_dim)
-            step.struct.partials = self._room(step is self._shared, numbers)
+            # Each kind of step has its own buffer, as one compiled call may run layers of both.
+            numbers, is_shared = (
+                step.num_partials * heads * (2 + call.value_dim),
+                step is self._shared,
+            )
+            if len(self._partials[is_shared]) < numbers:
+                self._partials[is_shared] = torch.empty(numbers)
+            step.struct.partials = self._partials[is_shared].data_ptr()
         return step
 
-    def _fall_back(self) -> TorchAttention:
-        """The torch backend; its step begins with the first layer that needs it."""
-        if not self._fell_back:
-            assert self._plan is not None
-            self._torch.begin_step(self._plan)
-            self._fell_back = True
-        return self._torch
-
-    def _step_for(self, window: int | None) -> NativeStep:
-        """The step's segments; layers whose window hides any token share nothing."""
-        plan = self._plan
+    def _step_for(self, window: int | None) -> "NativeStep":
+        """Return the step's segments; layers whose window hides any token share nothing."""
+        plan, shared = self._plan, self._shared
         assert plan is not None
-        shared = self._shared
         if shared is not None and (window is None or window >= self._longest):
             return shared
-        if self._plain is None:
-            self._plain = self._next_step(plan, None, self._kv_splits(plan))
+        if self._plain is None:  # a decoding span's keys are split, a part for each thread
+            work = len(plan.decoding) * self._memory.layouts[0].kv_heads
+            kv_splits = max(1, torch.get_num_threads() // work) if work else 1
+            self._plain = self._next_step(plan, None, kv_splits)
         return self._plain
 
-    def _next_step(self, plan: StepPlan, shared: SharedPlan | None, kv_splits: int) -> NativeStep:
-        """The previous step's struct if this step only continues its decoding, else a new one."""
+    def _next_step(self, plan: StepPlan, shared: SharedPlan | None, kv_splits: int) -> "NativeStep":
+        """Return the previous step if this one only continues its decoding, else a new one."""
         before = self._before.get(shared is not None)
         if before is not None and before.take(plan, self._tables, shared, kv_splits):
             return before
@@ -282,35 +202,51 @@ class NativeAttention:
         self._before[shared is not None] = step
         return step
 
-    def _kv_splits(self, plan: StepPlan) -> int:
-        """The number of splits of a decoding span's keys: one per thread."""
-        work = len(plan.decoding) * self._memory.layouts[0].kv_heads
-        return max(1, torch.get_num_threads() // work) if work else 1
 
-    def _room(self, shared: bool, numbers: int) -> int:
-        """The address of a buffer of `numbers` float32, kept for the next layers and steps.
+def make_backend(memory: PagedKVMemory, *, share: bool = True) -> AttentionBackend:
+    """Return the fastest backend: compiled kernels if they support `memory`, else torch's.
 
-        Each kind of step has its own buffer, as one compiled call may run layers of both.
-        """
-        if len(self._partials[shared]) < numbers:
-            self._partials[shared] = torch.empty(numbers)
-        return self._partials[shared].data_ptr()
+    With `share`, decoding rows attend once to the prefix that their sequences share.
+    """
+    if _is_supported(memory):
+        library = _find_library(memory)
+        if library is not None:
+            return NativeAttention(memory, library, share=share)
+        native.advise()
+    return TorchAttention(memory, share=share)
 
 
-def _covered(memory: PagedKVMemory, layout: LayerLayout) -> bool:
-    """True if the kernel supports this layer; in bf16 it multiplies keys two dims at a time."""
-    fewest = min(layout.kv_heads, layout.key_dim, layout.value_dim)
-    most = max(layout.key_dim, layout.value_dim)
-    odd = memory.dtype == torch.bfloat16 and layout.key_dim % 2 == 1
-    return not odd and fewest > 0 and most <= _MAX_DIM
+def name_backend(memory: PagedKVMemory) -> str:
+    """Return the name of the backend that `make_backend` gives for `memory`."""
+    is_native = _is_supported(memory) and _find_library(memory) is not None
+    return (NativeAttention if is_native else TorchAttention).__name__
+
+
+def _is_supported(memory: PagedKVMemory) -> bool:
+    """True if kernels can read this memory, and support at least one layer of it."""
+    size = memory.block_size
+    return (
+        memory.dtype in _FUNCTIONS
+        and memory.device.type == "cpu"
+        and size > 0
+        and size & (size - 1) == 0  # they find a block by shifting a position
+        and any(_make_call(memory, layer) is not None for layer in range(len(memory.layouts)))
+    )
+
+
+def _find_library(memory: PagedKVMemory) -> ctypes.CDLL | None:
+    """Return the kernels if they are there and this CPU has what `memory`'s dtype needs."""
+    return native.library() if memory.dtype == torch.bfloat16 else native.avx2_library()
 
 
 def _make_call(memory: PagedKVMemory, layer: int) -> AttentionCall | None:
-    """The fields that are the same in every call of a layer; None if torch computes the layer."""
-    layout = memory.layouts[layer]
-    if not _covered(memory, layout):
+    """Return the fields that are the same in every call of a layer; None if torch computes it."""
+    layout, scales = memory.layouts[layer], memory.has_scales
+    # In bf16 it multiplies keys two dims at a time.
+    is_odd = memory.dtype == torch.bfloat16 and layout.key_dim % 2 == 1
+    widths = (layout.key_dim, layout.value_dim)
+    if is_odd or min(layout.kv_heads, *widths) < 1 or max(widths) > _MAX_DIM:
         return None
-    scales = memory.has_scales
     return AttentionCall(
         keys=memory.keys[layer].data_ptr(),
         values=memory.values[layer].data_ptr(),
@@ -322,25 +258,224 @@ def _make_call(memory: PagedKVMemory, layer: int) -> AttentionCall | None:
     )
 
 
-def _dense_rows(tensor: Tensor) -> Tensor:
-    """The tensor with the elements of a head contiguous, as the kernel reads them."""
-    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+def _check_plan(plan: StepPlan, memory: PagedKVMemory) -> None:
+    """Raise `EngineError` unless slots and rows exist, and block tables cover their contexts."""
+    slots, tokens = plan.slots, len(plan.slots)
+    assert slots.dtype == torch.int64 and slots.is_cpu and slots.dim() == 1
+    if tokens:
+        numbers = slots.numpy()
+        low, high = int(numbers.min()), int(numbers.max())
+        if low < 0 or high > memory.scratch_slot:
+            raise EngineError(f"slots are {low} to {high}; allowed: 0 to {memory.scratch_slot}")
+    for span in plan.spans:
+        most = len(span.block_ids) * memory.block_size
+        is_inside = span.first_row >= 0 and 1 <= span.num_rows <= tokens - span.first_row
+        if not is_inside or not span.num_rows <= span.context <= most:
+            raise EngineError(
+                f"a span of {span.num_rows} rows from row {span.first_row} on, with a context of "
+                f"{span.context}, does not fit a step of {tokens} tokens and a block table of "
+                f"{most}"
+            )
 
 
-def make_backend(memory: PagedKVMemory, *, share: bool = True) -> AttentionBackend:
-    """The fastest backend for `memory`: compiled kernels if they support it, else torch's.
+def _check_rows(
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, layout: LayerLayout
+) -> None:
+    """Raise `EngineError` unless the rows of a model's layer fit the layout of its memory."""
+    shape, sinks = query.shape, options.sinks
+    if (
+        len(shape) != 3
+        or shape[2] != layout.key_dim
+        or key.shape != (shape[0], layout.kv_heads, layout.key_dim)
+        or value.shape != (shape[0], layout.kv_heads, layout.value_dim)
+        or (sinks is not None and (sinks.numel() != shape[1] or not sinks.is_cpu))
+    ):
+        raise EngineError(
+            f"queries {list(shape)}, keys {list(key.shape)}, values {list(value.shape)} and "
+            f"{0 if sinks is None else sinks.numel()} sinks do not fit {layout}; allowed: [tokens, "
+            "heads, key_dim], [tokens, kv_heads, key_dim], [tokens, kv_heads, value_dim], and a "
+            "sink on the CPU for each query head or none"
+        )
 
-    With `share`, decoding rows attend once to the prefix that their sequences share.
+
+IntArray = npt.NDArray[np.int32]
+
+_FIRST_POSITION = Segment._fields.index("first_position")
+_LAST_KEY = Segment._fields.index("last_key")
+
+
+class BlockTables:
+    """The block tables of a step as int32 `[spans, blocks]`, reused from step to step.
+
+    A running sequence's table mostly stays the same or grows at its end. Comparing it with the
+    previous one takes a tenth of the time of converting it.
     """
-    if NativeAttention.serves(memory):
-        library = NativeAttention.library(memory)
-        if library is not None:
-            return NativeAttention(memory, library, share=share)
-        native.advise()
-    return TorchAttention(memory, share=share)
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._rows: list[list[int]] = []
+        self.array: IntArray = np.zeros((16, 64), dtype=np.int32)
+
+    def fill(self, tables: Sequence[Sequence[int]]) -> None:
+        """Make row i begin with table i; the rest of the row is undefined.
+
+        Raises `EngineError` for a block id out of range.
+        """
+        rows, columns = len(tables), max(map(len, tables), default=0)
+        old_rows, old_columns = self.array.shape
+        if rows > old_rows or columns > old_columns:
+            shape = (max(old_rows, 2 * rows), max(old_columns, 2 * columns))
+            self.array, self._rows = np.zeros(shape, dtype=np.int32), []
+        self._rows += [[] for _ in range(rows - len(self._rows))]
+        for row, block_ids in enumerate(tables):
+            if self._rows[row] != block_ids:
+                ids = np.array(block_ids, dtype=np.int64)
+                if not 0 <= ids.min() <= ids.max() < self._num_blocks:
+                    raise EngineError(
+                        f"a block table holds ids from {ids.min()} to {ids.max()}; "
+                        f"allowed: 0 to {self._num_blocks - 1}"
+                    )
+                self.array[row, : len(block_ids)] = ids
+                self._rows[row] = list(block_ids)
 
 
-def name_backend(memory: PagedKVMemory) -> str:
-    """Which backend `make_backend` gives for `memory`."""
-    is_native = NativeAttention.serves(memory) and NativeAttention.library(memory) is not None
-    return (NativeAttention if is_native else TorchAttention).__name__
+class NativeStep:
+    """The `AttentionStep` of a plan, and the arrays that it points to.
+
+    `kv_splits` is the number of parts that a decoding span's keys are cut into if there are enough
+    of them, so that threads without a KV head of their own get work.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        tables: BlockTables,
+        block_size: int,
+        shared: SharedPlan | None = None,
+        kv_splits: int = 1,
+    ) -> None:
+        self._shared = shared
+        self._kv_splits = kv_splits
+        self._tables = tables.array
+        self._num_tokens = len(plan.slots)
+        self.num_partials = 0
+        self._rows = list(range(self._num_tokens))  # of spans in order, then those of groups
+        self._parts: dict[int, list[int]] = {}  # partial results by token
+        self._owners: list[int] = []  # the span of each segment after those of groups
+        # Groups come first, as they take longest.
+        self._segments = np.array(self._groups(plan) + self._rests(plan), dtype=np.int32)
+        self._contexts = _decoding_contexts(plan)
+        self._slots = plan.slots.contiguous()
+        rows = np.array(self._rows, dtype=np.int32)
+        ends = itertools.accumulate(map(len, self._parts.values()), initial=0)
+        pairs = zip(self._parts, itertools.pairwise(ends), strict=True)
+        mergers = np.array([Merger(token, *ends) for token, ends in pairs], dtype=np.int32)
+        parts = np.array([*itertools.chain(*self._parts.values())], dtype=np.int32)
+        self._pointed_to = (rows, mergers, parts)
+        self.struct = AttentionStep(
+            slots=self._slots.data_ptr(),
+            tables=self._tables.ctypes.data,
+            rows=rows.ctypes.data,
+            segments=self._segments.ctypes.data,
+            mergers=mergers.ctypes.data,
+            parts=parts.ctypes.data,
+            num_tokens=self._num_tokens,
+            num_segments=len(self._segments),
+            num_mergers=len(mergers),
+            block_shift=block_size.bit_length() - 1,
+            threads=torch.get_num_threads(),
+        )
+
+    def take(
+        self, plan: StepPlan, tables: BlockTables, shared: SharedPlan | None, kv_splits: int
+    ) -> bool:
+        """Update this step to `plan` if `plan` only continues its decoding.
+
+        Takes a tenth of the time of a new one. False if the plan differs in more than lengths.
+        """
+        contexts = _decoding_contexts(plan)
+        if (
+            contexts is None
+            or self._contexts is None
+            or len(contexts) != len(self._contexts)
+            or (contexts < self._contexts).any()
+            or tables.array is not self._tables
+            or (shared, kv_splits) != (self._shared, self._kv_splits)
+        ):
+            return False
+        self._contexts = contexts
+        rests = self._segments[len(self._segments) - len(self._owners) :]
+        rests[:, _FIRST_POSITION] = contexts[self._owners] - 1
+        last = np.flatnonzero(np.diff(self._owners, append=-1))
+        rests[last, _LAST_KEY] = contexts
+        self._slots = plan.slots.contiguous()
+        self.struct.slots = self._slots.data_ptr()
+        self.struct.threads = torch.get_num_threads()
+        return True
+
+    def _add_part(self, token: int) -> int:
+        """Add a partial result of a token; returns its number."""
+        self._parts.setdefault(token, []).append(self.num_partials)
+        self.num_partials += 1
+        return self.num_partials - 1
+
+    def _groups(self, plan: StepPlan) -> list[Segment]:
+        """Return the segments of shared-prefix groups."""
+        segments: list[Segment] = []
+        indices = [index for index, span in enumerate(plan.spans) if span.num_rows == 1]
+        for group in self._shared.groups if self._shared is not None else ():
+            members = [indices[member] for member in group.members]
+            rows = [plan.spans[index].first_row for index in members]
+            numbers = [self._add_part(row) for row in rows]
+            segments.append(
+                Segment(
+                    first_row=len(self._rows),
+                    num_rows=len(rows),
+                    first_position=group.last,  # from where every row sees all its keys
+                    table=members[0] * self._tables.shape[1],
+                    first_key=group.first,
+                    last_key=group.last,
+                    partial=numbers[0],
+                )
+            )
+            self._rows += rows
+        return segments
+
+    def _rests(self, plan: StepPlan) -> list[Segment]:
+        """Return the segments that spans attend to alone."""
+        firsts = iter(self._shared.own_first if self._shared is not None else ())
+        segments: list[Segment] = []
+        for index, span in enumerate(plan.spans):
+            first = next(firsts, 0) if span.num_rows == 1 else 0
+            borders = self._borders(span, first)
+            is_partial = first > 0 or len(borders) > 2
+            for low, high in itertools.pairwise(borders):
+                segments.append(
+                    Segment(
+                        first_row=span.first_row,
+                        num_rows=span.num_rows,
+                        first_position=span.context - span.num_rows,
+                        table=index * self._tables.shape[1],
+                        first_key=low,
+                        last_key=high,
+                        partial=self._add_part(span.first_row) if is_partial else -1,
+                    )
+                )
+                self._owners.append(index)
+        return segments
+
+    def _borders(self, span: Span, first: int) -> list[int]:
+        """Return the positions, from `first` on, at which a span's keys are split."""
+        splits = min(self._kv_splits, (span.context - first) // SPLIT_KEYS)
+        if span.num_rows > 1 or splits < 2:
+            return [first, span.context]
+        length = (span.context - first) // splits
+        return [first + length * split for split in range(splits)] + [span.context]
+
+
+def _decoding_contexts(plan: StepPlan) -> IntArray | None:
+    """Return every span's context; None unless each span is one row and spans are in row order."""
+    for index, span in enumerate(plan.spans):
+        if span.num_rows != 1 or span.first_row != index:
+            return None
+    return np.array([span.context for span in plan.spans], dtype=np.int32)

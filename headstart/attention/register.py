@@ -1,14 +1,14 @@
-"""The hook into transformers: one attention function per engine, under a name of its own.
+"""The hook into transformers: one attention function per engine, under a separate name.
 
-transformers' models ask `AttentionInterface` for the function that their configuration names, so
-two engines in one process need two names. No mask function is registered: transformers then
+transformers' models look up `AttentionInterface` for the function that their configuration names,
+so two engines in one process need two names. No mask function is registered: transformers then
 builds no mask, and the backend takes from the step's plan which tokens a row may see.
 """
 
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import AttentionInterface
@@ -19,33 +19,25 @@ from headstart.errors import EngineError, UnsupportedModelError
 __all__ = [
     "AttentionCall",
     "AttentionFunction",
-    "AttentionLayer",
-    "BackendFunction",
+    "attend_with",
     "read_options",
     "register",
     "unregister",
 ]
 
-_numbers = itertools.count()
-
 # transformers treats a name with "sdpa", "flash" or "flex" in it as one of its own.
-_PREFIX = "headstart_paged_"
-
-
-class AttentionLayer(Protocol):
-    """The part of the calling module that we read: its layer index."""
-
-    layer_idx: int
+_names = map("headstart_paged_{}".format, itertools.count())
 
 
 class AttentionCall(NamedTuple):
     """The arguments of a transformers layer's call to attention.
 
-    `query` is `[1, query_heads, tokens, key_dim]`, `key` and `value` likewise. `mask` is the
-    model's mask or None, `keywords` all its other arguments.
+    `layer` is the calling module, with a `layer_idx`. `query` is `[1, query_heads, tokens,
+    key_dim]`, `key` and `value` likewise. `mask` is the model's mask or None, `keywords` all its
+    other arguments.
     """
 
-    layer: AttentionLayer
+    layer: Any
     query: Tensor
     key: Tensor
     value: Tensor
@@ -57,18 +49,16 @@ AttentionFunction = Callable[[AttentionCall], Tensor]
 """Returns `[1, tokens, query_heads, value_dim]`."""
 
 
-class BackendFunction:
-    """Passes a layer's call on to a backend whose step has begun.
+def attend_with(backend: AttentionBackend) -> AttentionFunction:
+    """Return the function that passes a layer's call on to a backend whose step has begun.
 
-    transformers keeps the function for ever, so it holds the backend weakly: otherwise the
+    transformers holds the function for ever, so it holds the backend weakly: otherwise the
     backend's K/V memory would never be freed.
     """
+    reference = weakref.ref(backend)
 
-    def __init__(self, backend: AttentionBackend) -> None:
-        self._backend = weakref.ref(backend)
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        backend = self._backend()
+    def attend(call: AttentionCall) -> Tensor:
+        backend = reference()
         if backend is None:
             raise EngineError("the engine that this model was attached to is gone")
         if call.mask is not None:
@@ -76,18 +66,15 @@ class BackendFunction:
                 f"{type(call.layer).__name__} brings a mask or a bias of its own "
                 f"({type(call.mask).__name__}), which paged attention would ignore"
             )
-        out = backend.attend(
-            call.layer.layer_idx,
-            call.query[0].transpose(0, 1),
-            call.key[0].transpose(0, 1),
-            call.value[0].transpose(0, 1),
-            read_options(call),
-        )
+        query, key, value = (part[0].transpose(0, 1) for part in (call.query, call.key, call.value))
+        out = backend.attend(call.layer.layer_idx, query, key, value, read_options(call))
         return out.unsqueeze(0)
+
+    return attend
 
 
 def read_options(call: AttentionCall) -> AttentionOptions:
-    """A layer's options, read from the keywords that transformers' models pass."""
+    """Return a layer's options, read from the keywords that transformers' models pass."""
     scaling = call.keywords.get("scaling")
     return AttentionOptions(
         scaling=call.query.shape[-1] ** -0.5 if scaling is None else float(scaling),
@@ -101,7 +88,7 @@ def register(function: AttentionFunction) -> str:
     """Register `function` with transformers; returns the name of the attention implementation."""
 
     def attention(
-        module: AttentionLayer,
+        module: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -111,7 +98,7 @@ def register(function: AttentionFunction) -> str:
         call = AttentionCall(module, query, key, value, attention_mask, kwargs)
         return function(call), None  # and no weights
 
-    name = f"{_PREFIX}{next(_numbers)}"
+    name = next(_names)
     AttentionInterface.register(name, attention)
     return name
 

@@ -58,7 +58,7 @@ class SharedPlan:
 
 
 def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> SharedPlan:
-    """The shared-prefix groups of decoding spans that save more than they cost.
+    """Return the shared-prefix groups of decoding spans that save more than they cost.
 
     Sorted by block table, spans with a common prefix are neighbours, and the prefix common to the
     first and last of a run is common to the whole run. So the trie is walked without being built:
@@ -95,7 +95,7 @@ def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> Sh
 
 
 def _split(members: list[int], tables: list[list[int]], depth: int) -> list[list[int]]:
-    """Runs of neighbours with the same block at `depth`; runs of one are left out."""
+    """Return runs of neighbours with the same block at `depth`; runs of one are left out."""
     groups: dict[int, list[int]] = {}
     for member in members:
         table = tables[member]
@@ -104,9 +104,9 @@ def _split(members: list[int], tables: list[list[int]], depth: int) -> list[list
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _common(left: list[int], right: list[int], known: int) -> int:
-    """Length of two tables' common prefix in blocks, by bisection; at least `known`."""
-    low, high = known, min(len(left), len(right))
+def _common(left: list[int], right: list[int], least: int) -> int:
+    """Return the length of two tables' common prefix in blocks, by bisection; at least `least`."""
+    low, high = least, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2
         if left[low:middle] == right[low:middle]:
@@ -131,20 +131,16 @@ class SharedPlanner:
         self._plan: SharedPlan | None = None
 
     def plan(self, spans: Sequence[Span]) -> SharedPlan | None:
-        """The plan for these decoding spans, None if nothing is worth sharing."""
+        """Return the plan for these decoding spans, None if nothing is worth sharing."""
         if len(spans) < 2:
             return None
-        if not self._still_holds(spans):
+        still_holds = len(spans) == len(self._tables) and all(
+            span.context >= context and span.block_ids[: len(table)] == table
+            for span, table, context in zip(spans, self._tables, self._contexts, strict=True)
+        )
+        if not still_holds:
             self._tables = [list(span.block_ids) for span in spans]
             self._contexts = [span.context for span in spans]
-            found = find_groups(spans, self._block_size, self._cost)
-            self._plan = found if found.groups else None
+            plan = find_groups(spans, self._block_size, self._cost)
+            self._plan = plan if plan.groups else None
         return self._plan
-
-    def _still_holds(self, spans: Sequence[Span]) -> bool:
-        if len(spans) != len(self._tables):
-            return False
-        for span, table, context in zip(spans, self._tables, self._contexts, strict=True):
-            if span.context < context or span.block_ids[: len(table)] != table:
-                return False
-        return True

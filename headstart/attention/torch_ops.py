@@ -6,31 +6,38 @@ are in float32; products in narrow dtypes are faster only on CPUs where the comp
 
 The g query heads of a KV head are treated as g query rows, so that a layer is a gather, a
 batched product, a softmax and a batched product. On a CPU this is several times faster than
-`scaled_dot_product_attention`, which repeats K and V per query head. Contiguous block ids get no
-path of their own: measured in bf16, products over a strided view of the memory cost 3 to 5 times
-as much as a gather.
+`scaled_dot_product_attention`, which repeats K and V per query head. Contiguous block ids have no
+separate path: measured in bf16, products over a strided view of the memory cost 3 to 5 times as
+much as a gather.
+
+All layers with the same sliding window read the same memory rows, so these are computed once in a
+step. A prefix that decoding sequences share (`shared.py`) is read once. The rest of their contexts
+are grouped by similar length: one gather, padded to the longest, at most a quarter of it padding.
+Every other span is cut into chunks of rows; a chunk reads no further than its last row.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headstart.attention.backend import AttentionOptions, RowShapes, StepPlan
+from headstart.attention.backend import AttentionOptions, Span, StepPlan
 from headstart.attention.memory import PagedKVMemory
-from headstart.attention.shared import SharedPlanner, SharingCost
-from headstart.attention.tables import (
-    DecodeGroup,
-    HeadIndex,
-    PrefillSpan,
-    SharedGroup,
-    StepTables,
-    WindowTables,
-)
+from headstart.attention.shared import SharedPlan, SharedPlanner, SharingCost
 
 __all__ = ["TorchAttention"]
 
 # Measured with 2 KV heads of 64 and 7 query heads each, on one core with AVX2: 16 rows that share
 # 2,000 tokens take 3.7 ms instead of 10.7 ms, but each group costs 0.4 ms in torch operations.
 SHARING = SharingCost(group=8192, member=32)
+# Rows of a prefill in one pair of products: enough for full GEMM speed, few enough that little is
+# computed above the causal diagonal.
+CHUNK_ROWS = 128
+# Tokens that one decode group gathers: its K of one layer then still fits the L2 cache.
+GROUP_TOKENS = 16_384
+# Below this many tokens of difference, padding costs less than one more group.
+SMALL_GAP = 64
 
 
 class TorchAttention:
@@ -46,43 +53,46 @@ class TorchAttention:
         self._dtype = memory.dtype if is_narrow else wide
         """The dtype of the products' inputs."""
         self._planner = SharedPlanner(memory.block_size, SHARING) if share else None
-        self._slots: Tensor | None = None
-        self._tables: StepTables | None = None
+        self._plan: StepPlan | None = None
+        self._slots = torch.empty(0)
+        self._shared: SharedPlan | None = None
+        self._longest = 0
+        self._tables: dict[tuple[int | None, int], StepTables] = {}  # by window and KV heads
         # Per layer of the step and for K and V: float `[tokens]`, 0 for finite rows, else NaN.
         self._finite: list[Tensor] = []
 
     def begin_step(self, plan: StepPlan) -> None:
-        memory = self._memory
+        self.end_step()
+        self._plan, self._slots = plan, plan.slots.to(self._memory.device)
+        self._longest = max((span.context for span in plan.spans), default=0)
         self._finite = []
-        self._slots = plan.slots.to(memory.device)
-        shared = self._planner.plan(plan.decoding) if self._planner is not None else None
-        self._tables = StepTables(plan, memory.block_size, memory.device, shared)
+        if self._planner is not None:
+            self._shared = self._planner.plan(plan.decoding)
 
     def end_step(self) -> None:
-        self._slots = self._tables = None
+        self._plan = self._shared = None
+        self._tables = {}
 
     def nonfinite_rows(self) -> list[int]:
         if not self._finite:
             return []
-        found: list[int] = torch.stack(self._finite).sum(0).nonzero().flatten().tolist()
-        return found
+        rows: list[int] = torch.stack(self._finite).sum(0).nonzero().flatten().tolist()
+        return rows
 
     def compiled(
-        self, layer_idx: int, rows: RowShapes, options: AttentionOptions, dtype: torch.dtype
+        self, layer_idx: int, rows: tuple[int, int], options: AttentionOptions, dtype: torch.dtype
     ) -> None:
-        """None: this backend has no compiled form."""
+        """Return None: this backend has no compiled form."""
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        if self._tables is None or self._slots is None:
-            raise RuntimeError("attend() outside of a step: call begin_step() first")
         memory = self._memory
+        tables = self._find_tables(options.sliding_window, memory.layouts[layer_idx].kv_heads)
         if not memory.has_scales:
             key, value = key.to(memory.dtype), value.to(memory.dtype)
         memory.write(layer_idx, self._slots, key, value)
         self._finite += (_zero_if_finite(key, (1, 2)), _zero_if_finite(value, (1, 2)))
-        tables = self._tables.for_window(options.sliding_window)
         out = query.new_empty((*query.shape[:2], value.shape[2]))
         query = query.to(self._dtype)
         if tables.shared:
@@ -94,15 +104,25 @@ class TorchAttention:
             self._prefill(layer_idx, query, out, span, options)
         return out
 
+    def _find_tables(self, window: int | None, kv_heads: int) -> "StepTables":
+        plan, memory = self._plan, self._memory
+        assert plan is not None, "call begin_step() first"
+        if window is not None and window >= self._longest:
+            window = None
+        if (window, kv_heads) not in self._tables:
+            shared = self._shared if window is None else None
+            self._tables[window, kv_heads] = StepTables(plan, memory, kv_heads, window, shared)
+        return self._tables[window, kv_heads]
+
     def _decode(
         self,
         layer_idx: int,
         query: Tensor,
         out: Tensor,
-        group: DecodeGroup,
+        group: "Group",
         options: AttentionOptions,
     ) -> None:
-        batch = group.rows.shape[0]
+        batch = len(group.rows)
         scores, values = self._decode_scores(layer_idx, query, group, options)
         sinks = None
         if options.sinks is not None:
@@ -111,17 +131,15 @@ class TorchAttention:
         out.index_copy_(0, group.rows, mixed.view(batch, *out.shape[1:]).to(out.dtype))
 
     def _decode_scores(
-        self, layer_idx: int, query: Tensor, group: DecodeGroup, options: AttentionOptions
+        self, layer_idx: int, query: Tensor, group: "Group", options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """Scores `[batch * kv_heads, heads, columns]` and their values."""
-        keys, values = self._gather(layer_idx, group.index, group.columns)
-        batch, kv_heads = group.rows.shape[0], keys.shape[0] // group.rows.shape[0]
-        rows = query.index_select(0, group.rows).view(batch * kv_heads, -1, query.shape[2])
+        """Return scores `[batch * kv_heads, heads, columns]` and their values."""
+        keys, values = self._gather(layer_idx, group)
+        rows = query.index_select(0, group.rows).view(len(keys), -1, query.shape[2])
         scores = _scores(rows, keys, options)
         if group.hidden is not None:
-            scores.view(batch, -1, group.columns).masked_fill_(
-                group.hidden.unsqueeze(1), -torch.inf
-            )
+            by_sequence = scores.view(len(group.rows), -1, group.columns)
+            by_sequence.masked_fill_(group.hidden.unsqueeze(1), -torch.inf)
         return scores, values
 
     def _decode_shared(
@@ -129,75 +147,253 @@ class TorchAttention:
         layer_idx: int,
         query: Tensor,
         out: Tensor,
-        tables: WindowTables,
+        tables: "StepTables",
         options: AttentionOptions,
     ) -> None:
-        """Attention of decoding rows with shared groups: one part per group, merged per row."""
-        merged = MergedParts(out)
+        """Compute decoding rows with shared groups: one part per group, merged per row."""
+        result = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+        totals = torch.full((*out.shape[:2], 1), -torch.inf, device=out.device)
+
+        def merge(rows: Tensor, mixed: Tensor, total: Tensor) -> None:
+            before = totals.index_select(0, rows)
+            after = torch.logaddexp(before, total)
+            mixed = mixed * (total - after).exp()
+            mixed += result.index_select(0, rows) * (before - after).exp()
+            result.index_copy_(0, rows, mixed)
+            totals.index_copy_(0, rows, after)
+
         for shared in tables.shared:
-            merged.add(shared.rows, *self._attend_shared(layer_idx, query, shared, options))
+            merge(shared.rows, *self._attend_shared(layer_idx, query, shared, options))
         for group in tables.decode:
-            scores, values = self._decode_scores(layer_idx, query, group, options)
-            mixed, total = _mix_part(scores, values)
-            shape = (group.rows.shape[0], *out.shape[1:])
-            merged.add(group.rows, mixed.view(shape), total.view(*shape[:2], 1))
+            mixed, total = _mix_part(*self._decode_scores(layer_idx, query, group, options))
+            shape = (len(group.rows), *out.shape[1:])
+            merge(group.rows, mixed.view(shape), total.view(*shape[:2], 1))
+        if options.sinks is not None:  # as in `_mix`
+            result = result * torch.sigmoid(totals - options.sinks.float().view(1, -1, 1))
         rows = torch.cat([group.rows for group in tables.decode])
-        out.index_copy_(0, rows, merged.result(options.sinks).index_select(0, rows).to(out.dtype))
+        out.index_copy_(0, rows, result.index_select(0, rows).to(out.dtype))
 
     def _attend_shared(
-        self, layer_idx: int, query: Tensor, group: SharedGroup, options: AttentionOptions
+        self, layer_idx: int, query: Tensor, group: "Group", options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """Output float32 `[members, heads, dim]` over shared tokens only, and its log-sum-exp."""
-        keys, values = self._gather(layer_idx, group.index, group.columns)
-        kv_heads, members = keys.shape[0], group.rows.shape[0]
+        """Return outputs `[members, heads, dim]` over shared tokens only, and log-sum-exps."""
+        keys, values = self._gather(layer_idx, group)
+        kv_heads, members = keys.shape[0], len(group.rows)
         rows = query.index_select(0, group.rows).view(members, kv_heads, -1, query.shape[2])
         rows = rows.transpose(0, 1).reshape(kv_heads, -1, query.shape[2])
-        mixed, total = _mix_part(_scores(rows, keys, options), values)
-
-        def by_row(part: Tensor) -> Tensor:
-            part = part.view(kv_heads, members, -1, part.shape[-1]).transpose(0, 1)
-            return part.reshape(members, -1, part.shape[-1])
-
-        return by_row(mixed), by_row(total)
+        mixed, total = (
+            part.view(kv_heads, members, -1, part.shape[-1]).transpose(0, 1)
+            for part in _mix_part(_scores(rows, keys, options), values)
+        )
+        return mixed.reshape(members, -1, mixed.shape[-1]), total.reshape(members, -1, 1)
 
     def _prefill(
         self,
         layer_idx: int,
         query: Tensor,
         out: Tensor,
-        span: PrefillSpan,
+        span: "PrefillSpan",
         options: AttentionOptions,
     ) -> None:
-        keys, values = self._gather(layer_idx, span.index, span.columns)
+        keys, values = self._gather(layer_idx, span)
         _isolate_nonfinite(keys[:, span.seen_columns :], values[:, span.seen_columns :])
         kv_heads = keys.shape[0]
         heads = query.shape[1] // kv_heads
         for chunk in span.chunks:
-            count = chunk.last_row - chunk.first_row
-            part = slice(chunk.first_row, chunk.last_row)
-            rows = query[part].reshape(count, kv_heads, heads, -1).permute(1, 2, 0, 3)
+            count = chunk.rows.stop - chunk.rows.start
+            rows = query[chunk.rows].reshape(count, kv_heads, heads, -1).permute(1, 2, 0, 3)
             rows = rows.reshape(kv_heads, heads * count, -1)
-            seen = slice(chunk.first_column, chunk.last_column)
-            scores = _scores(rows, keys[:, seen], options)
+            scores = _scores(rows, keys[:, chunk.columns], options)
             if chunk.hidden is not None:
                 tail = scores.view(kv_heads * heads, count, -1)[:, :, -chunk.hidden.shape[1] :]
                 tail.masked_fill_(chunk.hidden, -torch.inf)
             sinks = None
             if options.sinks is not None:
                 sinks = options.sinks.view(kv_heads, heads, 1).repeat_interleave(count, dim=1)
-            mixed = _mix(scores, values[:, seen], sinks).view(kv_heads, heads, count, -1)
-            out[part].view(count, kv_heads, heads, -1).copy_(mixed.permute(2, 0, 1, 3))
+            mixed = _mix(scores, values[:, chunk.columns], sinks)
+            mixed = mixed.view(kv_heads, heads, count, -1).permute(2, 0, 1, 3)
+            out[chunk.rows].view(count, kv_heads, heads, -1).copy_(mixed)
 
-    def _gather(self, layer_idx: int, index: HeadIndex, columns: int) -> tuple[Tensor, Tensor]:
-        """K and V as new dense tensors `[batch * kv_heads, columns, dim]`, for products."""
-        memory = self._memory
-        rows = index.rows(memory.layouts[layer_idx].kv_heads)
-        keys, values = memory.gather(layer_idx, rows, self._dtype)
-        return keys.view(-1, columns, keys.shape[1]), values.view(-1, columns, values.shape[1])
+    def _gather(self, layer_idx: int, part: "Group | PrefillSpan") -> tuple[Tensor, Tensor]:
+        """Return K and V as new dense tensors `[sequences * kv_heads, columns, dim]`."""
+        keys, values = self._memory.gather(layer_idx, part.kv_rows, self._dtype)
+        return (
+            keys.view(-1, part.columns, keys.shape[1]),
+            values.view(-1, part.columns, values.shape[1]),
+        )
+
+
+class Group(NamedTuple):
+    """Decoding rows that are computed together, all over the same tokens or each over its own.
+
+    rows: int64 `[batch]`, in the flat batch. kv_rows: int64, of the memory, in the order
+    `[sequences, kv_heads, columns]`. hidden: bool `[batch, columns]`, True for padding, or None.
+    """
+
+    rows: Tensor
+    columns: int
+    kv_rows: Tensor
+    hidden: Tensor | None = None
+
+
+class Chunk(NamedTuple):
+    """Rows of a prefill in the flat batch, and the columns of their span's context that they read.
+
+    `hidden` bool `[rows, width]` masks the last `width` columns; rows see all columns before.
+    """
+
+    rows: slice
+    columns: slice
+    hidden: Tensor | None
+
+
+class PrefillSpan(NamedTuple):
+    """One sequence with several rows: `columns` tokens are gathered once for all its chunks.
+
+    All rows see the first `seen_columns` of them.
+    """
+
+    columns: int
+    seen_columns: int
+    kv_rows: Tensor
+    chunks: list[Chunk]
+
+
+class Rest(NamedTuple):
+    """A decoding span that attends to its tokens from `first` on."""
+
+    span: Span
+    first: int
+
+    @property
+    def length(self) -> int:
+        return self.span.context - self.first
+
+
+class StepTables:
+    """The memory rows that a step's queries read in layers of one window and number of KV heads.
+
+    If there are shared groups, which number the spans of `plan.decoding`, the decode groups hold
+    only the rest of each sequence.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        memory: PagedKVMemory,
+        kv_heads: int,
+        window: int | None,
+        shared: SharedPlan | None,
+    ) -> None:
+        self._block_size, self._device = memory.block_size, memory.device
+        self._heads = torch.arange(kv_heads, device=memory.device).view(1, kv_heads, 1)
+        self._window = window
+        decoding = plan.decoding
+        firsts = shared.own_first if shared is not None else (0,) * len(decoding)
+        rests = [
+            Rest(span, max(first, 0 if window is None else span.context - window))
+            for span, first in zip(decoding, firsts, strict=True)
+        ]
+        self.decode = [self._make_decode(group) for group in group_rests(rests)]
+        self.prefill = [self._make_prefill(span) for span in plan.several]
+        self.shared: list[Group] = []
+        for group in shared.groups if shared is not None else ():
+            position = torch.arange(group.first, group.last, device=self._device)
+            rows = self._tensor([decoding[member].first_row for member in group.members])
+            table = decoding[group.members[0]].block_ids[: group.last // self._block_size]
+            kv_rows = self._kv_rows(self._tensor([table]), position.unsqueeze(0))
+            self.shared.append(Group(rows, len(position), kv_rows))
+
+    def _make_decode(self, rests: Sequence[Rest]) -> Group:
+        lengths = [rest.length for rest in rests]
+        columns = lengths[0]
+        tables = [
+            rest.span.block_ids[rest.first // self._block_size : self._num_blocks(rest.span)]
+            for rest in rests
+        ]
+        width = max(map(len, tables))
+        table = self._tensor([[*ids, *[0] * (width - len(ids))] for ids in tables])
+        offset = torch.arange(columns, device=self._device).unsqueeze(0)
+        length = self._tensor(lengths).unsqueeze(1)
+        # Padding reads the sequence's own last token again: never another sequence's memory.
+        position = torch.minimum(offset, length - 1)
+        position += self._tensor([rest.first % self._block_size for rest in rests]).unsqueeze(1)
+        rows = self._tensor([rest.span.first_row for rest in rests])
+        hidden = offset >= length if lengths[-1] < columns else None
+        return Group(rows, columns, self._kv_rows(table, position), hidden)
+
+    def _make_prefill(self, span: Span) -> PrefillSpan:
+        start, window = span.context - span.num_rows, self._window
+        first = max(0, start + 1 - window) if window is not None else 0
+        columns = seen_columns = span.context - first
+        chunks = []
+        for row in range(0, span.num_rows, CHUNK_ROWS):
+            end = min(row + CHUNK_ROWS, span.num_rows)
+            low = max(first, start + row + 1 - window) if window is not None else 0
+            hidden = self._hidden(end - row, start + end - low)
+            last = start + end - first
+            if hidden is not None:
+                seen_columns = min(seen_columns, last - hidden.shape[1])
+            rows = slice(span.first_row + row, span.first_row + end)
+            chunks.append(Chunk(rows, slice(low - first, last), hidden))
+        table = self._tensor([span.block_ids[: self._num_blocks(span)]])
+        position = torch.arange(first, span.context, device=self._device).unsqueeze(0)
+        return PrefillSpan(columns, seen_columns, self._kv_rows(table, position), chunks)
+
+    def _hidden(self, rows: int, columns: int) -> Tensor | None:
+        """Return the mask of the last `rows` of `columns` tokens; None if they see everything."""
+        window = self._window
+        cut_left = window is not None and columns > window
+        if rows == 1 and not cut_left:
+            return None
+        width = columns if cut_left else rows
+        own = torch.arange(width - rows, width, device=self._device).unsqueeze(1)
+        other = torch.arange(width, device=self._device).unsqueeze(0)
+        hidden = other > own
+        if window is not None and cut_left:
+            hidden |= other <= own - window
+        return hidden
+
+    def _num_blocks(self, span: Span) -> int:
+        return (span.context - 1) // self._block_size + 1
+
+    def _kv_rows(self, table: Tensor, position: Tensor) -> Tensor:
+        """Return row numbers of positions in a memory seen as `[slots * kv_heads, dim]`.
+
+        A gather then yields `[sequences, kv_heads, columns, dim]` directly, the order that the
+        products need. Gathering `[sequences, columns, kv_heads, dim]` and transposing it costs one
+        more copy (measured: 1.3 to 3 times the time of a whole decode).
+        """
+        block = torch.div(position, self._block_size, rounding_mode="floor")
+        slots = table.gather(1, block) * self._block_size + position % self._block_size
+        return (slots.unsqueeze(1) * self._heads.shape[1] + self._heads).flatten()
+
+    def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def group_rests(rests: Sequence[Rest]) -> list[list[Rest]]:
+    """Group `rests` by similar length, longest first.
+
+    >>> rests = [Rest(Span(0, 1, context, ()), 0) for context in (10, 1000, 900, 60)]
+    >>> [[rest.length for rest in group] for group in group_rests(rests)]
+    [[1000, 900], [60, 10]]
+    """
+    groups: list[list[Rest]] = []
+    longest = 0
+    for rest in sorted(rests, key=lambda rest: rest.length, reverse=True):
+        near = rest.length * 4 >= longest * 3 or longest - rest.length <= SMALL_GAP
+        if groups and near and (len(groups[-1]) + 1) * longest <= GROUP_TOKENS:
+            groups[-1].append(rest)
+        else:
+            groups.append([rest])
+            longest = rest.length
+    return groups
 
 
 def _zero_if_finite(rows: Tensor, dim: tuple[int, ...]) -> Tensor:
-    """0 where all elements along `dim` are finite, else NaN; several times faster than `isfinite`.
+    """Return 0 where all elements along `dim` are finite, else NaN; several times faster than
+    `isfinite`.
 
     >>> _zero_if_finite(torch.tensor([[3e38, 3e38], [1.0, torch.inf]]), (1,))
     tensor([0., nan])
@@ -212,15 +408,15 @@ def _isolate_nonfinite(keys: Tensor, values: Tensor) -> None:
     is then NaN for every row that sees it, and masked for every other row. Only on a CPU is there a
     check whether any exists: on another device the check would have to wait for the device.
     """
-    found = _zero_if_finite(values, (-1,)).isnan().unsqueeze(-1)
-    if found.is_cpu and not found.any():
+    nonfinite = _zero_if_finite(values, (-1,)).isnan().unsqueeze(-1)
+    if nonfinite.is_cpu and not nonfinite.any():
         return
-    keys.masked_fill_(found, torch.nan)
-    values.masked_fill_(found, 0.0)
+    keys.masked_fill_(nonfinite, torch.nan)
+    values.masked_fill_(nonfinite, 0.0)
 
 
 def _scores(rows: Tensor, keys: Tensor, options: AttentionOptions) -> Tensor:
-    """Scores `[batch, rows, columns]`, scaled and softcapped, never narrower than float32."""
+    """Return scores `[batch, rows, columns]`, scaled and softcapped, at least float32."""
     if keys.dtype.itemsize < 4:
         scores = torch.bmm(rows, keys.transpose(1, 2), out_dtype=torch.float32)
         scores *= options.scaling
@@ -232,7 +428,7 @@ def _scores(rows: Tensor, keys: Tensor, options: AttentionOptions) -> Tensor:
 
 
 def _mix_part(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax and weighted sum over part of the rows' context, and its log-sum-exp, in float32.
+    """Return outputs float32 over part of the rows' context, and their log-sum-exps.
 
     The largest score s has the largest weight w = exp(s - total), so total = s - log w. This
     takes two maxima; logsumexp takes several passes over new float32 tensors, whose page faults
@@ -244,32 +440,8 @@ def _mix_part(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return torch.bmm(weights.to(values.dtype), values).float(), total
 
 
-class MergedParts:
-    """The output of rows, merged part by part from outputs over parts of their context."""
-
-    def __init__(self, out: Tensor) -> None:
-        shape = out.shape
-        self._mixed = torch.zeros(shape, dtype=torch.float32, device=out.device)
-        self._total = torch.full((*shape[:2], 1), -torch.inf, device=out.device)
-
-    def add(self, rows: Tensor, mixed: Tensor, total: Tensor) -> None:
-        """Merge one part: its output `[rows, heads, dim]` and log-sum-exp `[rows, heads, 1]`."""
-        before = self._total.index_select(0, rows)
-        after = torch.logaddexp(before, total)
-        mixed = mixed * (total - after).exp()
-        mixed += self._mixed.index_select(0, rows) * (before - after).exp()
-        self._mixed.index_copy_(0, rows, mixed)
-        self._total.index_copy_(0, rows, after)
-
-    def result(self, sinks: Tensor | None) -> Tensor:
-        """The output of all rows; a sink scales it down as in `_mix`."""
-        if sinks is None:
-            return self._mixed
-        return self._mixed * torch.sigmoid(self._total - sinks.float().view(1, -1, 1))
-
-
 def _mix(scores: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over `scores`, then the weighted sum of `values`; hidden scores are -inf.
+    """Return the softmax of `scores` times `values`; hidden scores are -inf.
 
     A sink with score s takes the share 1 - sigmoid(lse - s) of the softmax and has no value, so
     it only scales the result down.

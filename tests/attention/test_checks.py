@@ -17,8 +17,7 @@ from headstart.attention import (
     TorchAttention,
     make_backend,
 )
-from headstart.attention.backend import RowShapes
-from headstart.errors import ConfigError, EngineError
+from headstart.errors import EngineError
 from tests.attention.rows import (
     LIBRARIES,
     TOLERANCE,
@@ -72,22 +71,9 @@ def test_block_sizes_of_any_kind_give_the_right_result(size: int, dtype: torch.d
         torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=atol)
 
 
-@each_kernel
-@pytest.mark.parametrize(("size", "other"), [(24, None), (0, None), (16, torch.float16)])
-def test_a_memory_of_another_kind_is_refused(
-    size: int, other: torch.dtype | None, dtype: torch.dtype
-) -> None:
-    memory = PagedKVMemory([LAYOUT], NUM_BLOCKS, size, other or dtype, "cpu")
-    with pytest.raises(ConfigError, match=f"{memory.dtype} on cpu in blocks of {size}; it takes"):
-        NativeAttention(memory, kernels(dtype))
-
-
 WRONG_PLANS: dict[str, dict[str, Any]] = {
     r"slots are 0 to 13; allowed: 0 to 12": {"slots": torch.tensor([0, 13, 1, 2])},
     r"slots are -1 to 2; allowed: 0 to 12": {"slots": torch.tensor([0, -1, 1, 2])},
-    r"slots are torch.int32 \[4\] on cpu": {"slots": torch.arange(4, dtype=torch.int32)},
-    r"slots are torch.int64 \[4, 1\] on cpu": {"slots": torch.arange(4).unsqueeze(1)},
-    r"slots are torch.int64 \[4\] on meta": {"slots": torch.arange(4, device="meta")},
     r"3 rows from row 2 on": {"spans": (Span(2, 3, 3, [0, 1]),)},
     r"1 rows from row -1 on": {"spans": (Span(-1, 1, 3, [0, 1]),)},
     r"0 rows from row 0 on": {"spans": (Span(0, 0, 3, [0, 1]),)},
@@ -107,7 +93,7 @@ def test_a_step_that_does_not_fit_the_memory_is_refused(text: str, dtype: torch.
     backend = make(dtype)
     with pytest.raises(EngineError, match=text):
         backend.begin_step(replace(PLAN, **WRONG_PLANS[text]))
-    with pytest.raises(RuntimeError, match="begin_step"):
+    with pytest.raises(AssertionError, match="begin_step"):
         backend.attend(0, *typed(rows(), dtype), AttentionOptions(1.0))
     backend.begin_step(PLAN)
     assert not backend.attend(0, *typed(rows(), dtype), AttentionOptions(1.0)).any()
@@ -141,7 +127,7 @@ def test_rows_that_do_not_fit_the_step_are_refused(name: str, dtype: torch.dtype
 def test_sinks_are_one_for_each_query_head(dtype: torch.dtype) -> None:
     backend = make(dtype)
     backend.begin_step(PLAN)
-    with pytest.raises(EngineError, match="5 sinks on cpu were given for 6 query heads"):
+    with pytest.raises(EngineError, match=r"queries \[4, 6, 16\].* and 5 sinks do not fit"):
         backend.attend(0, *typed(rows(), dtype), AttentionOptions(1.0, sinks=torch.zeros(5)))
 
 
@@ -149,20 +135,13 @@ def test_compiled_code_says_what_it_will_bring() -> None:
     """Fused layers call the kernel by themselves, with rows that Python does not see."""
     backend = make(BF16)
     backend.begin_step(PLAN)
-    right = RowShapes(4, 6, 2, 16, 12)
-    assert backend.compiled(0, right, AttentionOptions(1.0), BF16) is not None
-    for field, value in {
-        "tokens": 5,
-        "heads": 3,
-        "kv_heads": 1,
-        "key_dim": 12,
-        "value_dim": 16,
-    }.items():
-        with pytest.raises(EngineError, match="this step and layer take"):
-            backend.compiled(0, right._replace(**{field: value}), AttentionOptions(1.0), BF16)
+    assert backend.compiled(0, (4, 6), AttentionOptions(1.0), BF16) is not None
+    for rows_and_heads in ((5, 6), (3, 6), (4, 3), (4, 0)):
+        with pytest.raises(EngineError, match="this step and layer have 4 rows, and a multiple of"):
+            backend.compiled(0, rows_and_heads, AttentionOptions(1.0), BF16)
 
 
 def test_compiled_code_of_layers_is_in_bf16() -> None:
     backend = make(torch.float32)
     backend.begin_step(PLAN)
-    assert backend.compiled(0, RowShapes(4, 6, 2, 16, 12), AttentionOptions(1.0), BF16) is None
+    assert backend.compiled(0, (4, 6), AttentionOptions(1.0), BF16) is None

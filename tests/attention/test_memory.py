@@ -1,7 +1,5 @@
 """The paged memory: its size, and copies of block heads."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,13 +11,6 @@ from headstart.attention.memory import contiguous_runs
 LAYOUTS = (LayerLayout(kv_heads=2, key_dim=3, value_dim=5), LayerLayout(1, 4, 4))
 BLOCKS, SIZE = 5, 4
 DTYPES = [torch.float32, torch.bfloat16, torch.int8]
-
-
-@dataclass(frozen=True)
-class RowCopy:
-    source_block: int
-    target_block: int
-    num_rows: int
 
 
 def make_memory(dtype: torch.dtype = torch.float32) -> PagedKVMemory:
@@ -79,7 +70,7 @@ def test_copies_read_everything_before_they_write(
 ) -> None:
     memory = numbered(dtype)
     before = [tensor.clone() for tensor in all_tensors(memory)]
-    memory.copy_rows([RowCopy(*order) for order in orders])
+    memory.copy_rows(orders)
     for old, new in zip(before, all_tensors(memory), strict=True):
         expected = old.clone()
         for source, target, rows in orders:

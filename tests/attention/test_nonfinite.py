@@ -18,8 +18,8 @@ from headstart.attention import (
     Span,
     StepPlan,
     TorchAttention,
+    torch_ops,
 )
-from headstart.attention import tables as tables_module
 from headstart.attention.shared import SharingCost
 from tests.attention.forests import NUM_BLOCKS, Forest, forests, set_sharing_cost
 from tests.attention.rows import BLOCK, OPTIONS, PATHS, each_path, make_backend, row_dtype
@@ -121,7 +121,7 @@ def test_a_position_that_is_not_seen_has_no_influence(
     slots = st.sampled_from([block * BLOCK + at for block in blocks for at in range(BLOCK)])
     poison = data.draw(st.dictionaries(slots, st.tuples(st.booleans(), st.booleans()), max_size=6))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables_module, "CHUNK_ROWS", data.draw(st.sampled_from([3, 128])))
+        patch.setattr(torch_ops, "CHUNK_ROWS", data.draw(st.sampled_from([3, 128])))
         set_sharing_cost(patch, SharingCost(0, data.draw(st.sampled_from([0, 5]))))
         check(Step(path, forest), poison, fill, name, gather)
 

@@ -112,7 +112,9 @@ def test_without_threads_or_such_a_call_nothing_happens(monkeypatch: pytest.Monk
     for library in (object(), _Library()):
         with monkeypatch.context() as patch:
             patch.setattr(pages.ctypes, "CDLL", lambda name, library=library: library)
-            prefaulting._prefault(make_memory().keys)
+            thread = make_memory().prefault(64)
+            assert thread is not None
+            thread.join()
 
 
 class _Library:

@@ -13,8 +13,8 @@ from headstart.attention import (
     Span,
     StepPlan,
     TorchAttention,
+    torch_ops,
 )
-from headstart.attention import tables as tables_module
 from tests.attention.rows import BLOCK, OPTIONS, Sequence, check, reference, run_step
 
 
@@ -52,7 +52,7 @@ def test_prompts_in_pieces_and_decodes_side_by_side(
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_chunks_of_rows(options: AttentionOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables_module, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(torch_ops, "CHUNK_ROWS", 3)
     backend, (a, b), _ = setup([22, 11], LayerLayout(3, 4, 6))
     for work in ([(a, 2), (b, 10)], [(a, 20)]):
         for (sequence, _), out in zip(work, run_step(backend, work, options), strict=True):
@@ -79,8 +79,8 @@ def test_any_batch(data: st.DataObject, window: int | None, seed: int) -> None:
 
 @pytest.mark.parametrize("group_tokens", [1, 40, 16_384])
 def test_many_decodes_of_all_lengths(group_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables_module, "GROUP_TOKENS", group_tokens)
-    monkeypatch.setattr(tables_module, "SMALL_GAP", 2)
+    monkeypatch.setattr(torch_ops, "GROUP_TOKENS", group_tokens)
+    monkeypatch.setattr(torch_ops, "SMALL_GAP", 2)
     lengths = [40, 3, 39, 1, 17, 30, 31, 2]
     backend, sequences, _ = setup(lengths, LayerLayout(2, 8, 8))
     long = [(s, len(s.q) - 1) for s in sequences if len(s.q) > 1]
@@ -183,6 +183,6 @@ def test_rows_beyond_the_causal_limit_count_exactly_zero() -> None:
 def test_attend_outside_of_a_step_is_loud() -> None:
     backend, (a,), _ = setup([4], LayerLayout(2, 8, 8))
     run_step(backend, [(a, 4)], OPTIONS["plain"])
-    with pytest.raises(RuntimeError, match="begin_step"):
+    with pytest.raises(AssertionError, match="begin_step"):
         backend.attend(0, a.q, a.k, a.v, OPTIONS["plain"])
     backend.end_step()

@@ -15,7 +15,6 @@ from headstart.attention import (
     NativeAttention,
     PagedKVMemory,
 )
-from headstart.attention.backend import RowShapes
 from headstart.native import library
 from headstart.native.bindings import Layer, LayerRun, Norm
 from headstart.weights.bf16 import PackedWeight
@@ -188,13 +187,12 @@ class PagedLayers:
 
     def run(self, hidden: Tensor, angles: tuple[Tensor, Tensor], threads: int) -> Tensor:
         """All layers in one call."""
-        one = self.shape
-        rows = RowShapes(len(hidden), one.heads, one.kv_heads, one.head_dim, one.head_dim)
+        rows = (len(hidden), self.shape.heads)
         runs = (LayerRun * len(self.layers))()
         for at, (layer, options) in enumerate(zip(self.layers, self.options, strict=True)):
             call = self.backend.compiled(at, rows, options, BF16)
             assert call is not None
-            runs[at] = LayerRun(layer.address, call.step, call.call)
+            runs[at] = LayerRun(layer.address, *call)
         found = among_nonfinite(hidden)
         addresses = [part.data_ptr() for part in angles]
         kernels().headstart_layers(

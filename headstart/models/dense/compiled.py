@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from headstart.attention.backend import AttentionBackend, RowShapes
+from headstart.attention.backend import AttentionBackend
 from headstart.models.dense.modules import Angles, DecoderLayer, RMSNorm
 from headstart.models.families import DecoderShape
 from headstart.native import avx2_library, library
@@ -72,8 +72,7 @@ class _Runs:
 
     def prepare(self, count: int, tokens: int, backend: AttentionBackend) -> bool:
         """Fill in the step of the first `count` layers; False if these cannot run as one call."""
-        dim = self._shape.head_dim
-        rows = RowShapes(tokens, self._shape.heads, self._shape.kv_heads, dim, dim)
+        rows = (tokens, self._shape.heads)
         for run, layer in zip(self._runs, self._layers[:count], strict=False):
             attention = layer.self_attn
             call = backend.compiled(attention.layer_idx, rows, attention.options, self._dtype)

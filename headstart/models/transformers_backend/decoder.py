@@ -19,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from headstart.attention.backend import AttentionBackend, LayerLayout
-from headstart.attention.register import BackendFunction, register, unregister
+from headstart.attention.register import attend_with, register, unregister
 from headstart.errors import UnsupportedModelError
 from headstart.models.config_values import context_length
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
@@ -180,7 +180,7 @@ class TransformersDecoder(DecoderModel):
 
     def attach(self, backend: AttentionBackend) -> None:
         self._release_backend()
-        self._attention = register(BackendFunction(backend))
+        self._attention = register(attend_with(backend))
         weakref.finalize(self, unregister, self._attention)
         text_part(self._model).set_attn_implementation(self._attention)
 

@@ -34,7 +34,7 @@ from headstart.attention.memory import PagedKVMemory
 from headstart.attention.register import (
     AttentionCall,
     AttentionFunction,
-    BackendFunction,
+    attend_with,
     read_options,
     register,
     unregister,
@@ -359,7 +359,7 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
     backend = TorchAttention(PagedKVMemory(layouts, num_blocks, _BLOCK, model.dtype, model.device))
     logits = [_through(model, backend, step, prompt) for step in steps]
     rounding = _rounding(model)
-    shaken = _Shaken(BackendFunction(backend), rounding)
+    shaken = _Shaken(attend_with(backend), rounding)
     noise = _rows_apart(_through(model, backend, steps[0], prompt, shaken), logits[0])
     floor = max(2 * rounding, 1e-5)
     limit = _NOISE_FACTOR * float(noise.median()) + floor
@@ -410,7 +410,7 @@ def _through(
     function: AttentionFunction | None = None,
 ) -> Tensor:
     """Logits of one step over paged K/V."""
-    with Attending(model, function or BackendFunction(backend)) as attending:
+    with Attending(model, function or attend_with(backend)) as attending:
         backend.begin_step(step.plan)
         try:
             logits = _run(model, prompt[step.places], step.places)

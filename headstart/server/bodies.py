@@ -25,9 +25,6 @@ __all__ = [
     "Refusal",
     "Whole",
     "hint",
-    "read_keeping",
-    "read_retention",
-    "read_salt",
     "refusals",
 ]
 
@@ -174,20 +171,20 @@ class CacheFields(Body):
     no_read: Flag = False
     no_store: Flag = False
 
+    @property
+    def salt(self) -> str | None:
+        """Return the requested salt; an empty one is none."""
+        return self.cache_salt or None
 
-def read_salt(body: CacheFields) -> str | None:
-    """The salt that a body asks for; an empty one is none."""
-    return body.cache_salt or None
+    @property
+    def cache_sampling(self) -> dict[str, Any]:
+        """Return the fields of `SamplingParams` for reading and filling the cache."""
+        return {
+            "skip_reading_prefix_cache": self.no_read or None,
+            "skip_storing_prefix_cache": self.no_store or None,
+        }
 
-
-def read_keeping(body: CacheFields) -> dict[str, Any]:
-    """The fields of `SamplingParams` by which a request reads the cache, and is kept in it."""
-    return {
-        "skip_reading_prefix_cache": body.no_read or None,
-        "skip_storing_prefix_cache": body.no_store or None,
-    }
-
-
-def read_retention(body: CacheFields) -> float:
-    """Seconds that the whole prompt is worth keeping; 0 if nothing is said of it."""
-    return _DAY if body.prompt_cache_retention == "24h" else 0.0
+    @property
+    def retention(self) -> float:
+        """Return the seconds for which the whole prompt is worth keeping, or 0."""
+        return _DAY if self.prompt_cache_retention == "24h" else 0.0

@@ -1,4 +1,4 @@
-"""Conversations of every API: to requests, and the parsers of their answers."""
+"""Conversations of every API: the engine's requests for them, and the parsers of their answers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from headstart.engine.params import SamplingParams
 from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.errors import RequestError
-from headstart.server.answers.formats import (
+from headstart.server.answers import (
     HERMES,
     THINK_CLOSE,
     THINK_OPEN,
+    AnswerParser,
     CallFormat,
+    Reading,
+    Source,
     choose_format,
     read_reasoning,
     shows_reasoning,
 )
-from headstart.server.answers.parser import AnswerParser, Reading, Source
 from headstart.server.errors import ApiError, as_api_error, telling_form_as
 from headstart.server.messages import read_roles, template_text
 from headstart.server.service import Service
@@ -31,16 +33,15 @@ from headstart.server.tools import Thought, ToolUse, after_reasoning, force_call
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
 
-__all__ = ["ChatCall", "PreparedChat", "TokenCount", "are_many", "prepare_chat", "read_many"]
+__all__ = ["ChatCall", "PreparedChat", "are_many", "prepare_chat", "read_many"]
 
 Result = TypeVar("Result")
 
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 _MESSAGE_FIELD = re.compile(r"^(message \d+|messages\[\d+\][\w.\[\]]*)")
-_MANY = 1000  # messages; to read one takes 2 us, and to keep it 3
+_MANY = 1000  # messages; to read one takes 2 us, and to store it 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class ChatCall:
     """A conversation to answer.
 
     messages: in OpenAI's form. places: their fields in the body; empty for `messages`. sampling:
-    fields of `SamplingParams`; None was not given. retention: seconds that the whole prompt is
+    fields of `SamplingParams`; None was not set. retention: seconds for which the whole prompt is
     worth keeping. template: fields of `TemplateOptions`, without the tools.
     """
 
@@ -68,23 +69,27 @@ class _Dialect:
     """The format of the answers to one conversation.
 
     special: ids of the tokenizer's special tokens. hidden: those of them that answers leave out
-    though the detokenizer shows them all.
+    though the detokenizer shows them all; None if it does not.
     """
 
     calls: CallFormat
-    thought: Thought
-    special: Mapping[str, int]
-    hidden: tuple[str, ...] | None
+    thought: Thought = "none"
+    special: Mapping[str, int] = field(default_factory=dict)
+    hidden: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A request of the engine, and what reads its answers."""
+    """A request of the engine, and the format of its answers."""
 
     request: RequestGroup
-    calls: CallFormat
     _tools: ToolUse
     _dialect: _Dialect
+
+    @property
+    def calls(self) -> CallFormat:
+        """Return the format of tool calls."""
+        return self._dialect.calls
 
     def parser(self) -> AnswerParser:
         """Return a parser for one answer."""
@@ -113,13 +118,16 @@ async def prepare_chat(
     call = replace(call, template=service.template_options(call.template))
     dialect = await asyncio.to_thread(_read_dialect, service, call)
     sampling = dict(call.sampling)
-    form = sampling.get("structured_outputs")
+    form: StructuredOutputsParams | None = sampling.get("structured_outputs")
     if call.tools.is_forced:
         if form is not None:
-            raise RequestError("tool_choice and a form of the answer are both given; allowed: one")
+            raise RequestError("tool_choice and a form of the answer are both set; allowed: one")
         form = force_calls(call.tools, dialect.calls, dialect.special, dialect.thought)
-    elif form is not None:
-        form, dialect = _place_form(form, dialect)
+    elif form is not None and dialect.thought == "begun":
+        # A form of JSON follows reasoning that the prompt began; others are all of an answer.
+        later = after_reasoning(form, dialect.special)
+        dialect = replace(dialect, thought="possible") if later is None else dialect
+        form = later or form
     sampling["structured_outputs"] = form
     if dialect.hidden is not None:
         sampling["skip_special_tokens"] = False
@@ -146,7 +154,7 @@ async def prepare_chat(
         )
     if call.retention:
         request.retain(len(request.prompt_token_ids), call.retention)
-    return PreparedChat(request, dialect.calls, call.tools, dialect)
+    return PreparedChat(request, call.tools, dialect)
 
 
 @asynccontextmanager
@@ -161,9 +169,9 @@ async def _naming_fields(service: Service, call: ChatCall) -> AsyncIterator[None
         refusal = as_api_error(error)
         message = _MESSAGE.fullmatch(refusal.param or "")
         if message is not None and call.places:
-            field = call.places[int(message[1])] + message[2]
-            text = _MESSAGE_FIELD.sub(field, str(refusal), count=1)
-            raise ApiError(refusal.status, text, param=field, code=refusal.code) from error
+            name = call.places[int(message[1])] + message[2]
+            text = _MESSAGE_FIELD.sub(name, str(refusal), count=1)
+            raise ApiError(refusal.status, text, param=name, code=refusal.code) from error
         if not call.tools.is_forced or not str(error).startswith("structured_outputs"):
             raise
         for place, tool in enumerate(call.tools.tools):
@@ -180,49 +188,37 @@ def are_many(count: int) -> bool:
 
 
 async def read_many(count: int, read: Callable[[], Result]) -> Result:
-    """Return what `read` returns; it runs in a thread if it reads many messages or parts."""
+    """Return the result of `read`; it runs in a thread if it reads many messages or parts."""
     return await asyncio.to_thread(read) if are_many(count) else read()
 
 
-def _place_form(
-    form: StructuredOutputsParams, dialect: _Dialect
-) -> tuple[StructuredOutputsParams, _Dialect]:
-    """Put a form of JSON after reasoning that the prompt began; others are all of an answer."""
-    if dialect.thought != "begun":
-        return form, dialect
-    later = after_reasoning(form, dialect.special)
-    return (form, replace(dialect, thought="possible")) if later is None else (later, dialect)
-
-
 def _read_dialect(service: Service, call: ChatCall) -> _Dialect:
-    """Raises RequestError if tools are there for a model that is known to call none."""
+    """Return the format of answers. Raises RequestError for tools if the model can call none."""
     tokenizer = service.llm.tokenizer
-    if tokenizer is None:  # which the engine will say
-        return _Dialect(HERMES, "none", {}, None)
-    given = call.template.get("chat_template") or service.llm.chat_template
-    text = template_text(tokenizer, given, bool(call.tools.tools))
-    found = choose_format(text)
-    calls = found or HERMES
-    if found is None and call.tools.may_call and not call.tools.is_forced:
+    if tokenizer is None:  # the engine reports that
+        return _Dialect(HERMES)
+    template = call.template.get("chat_template") or service.llm.chat_template
+    text = template_text(tokenizer, template, bool(call.tools.tools))
+    calls = choose_format(text)
+    if calls is None and call.tools.may_call and not call.tools.is_forced:
         raise RequestError(
-            "tools are given, and the model's chat template shows no known way to call one; "
-            'allowed: tool_choice "none", or one that asks for a call'
+            "tools are set, and the model's chat template shows no known way to call one; "
+            'allowed: tool_choice "none", or one that requires a call'
         )
+    calls = calls or HERMES
     thought = _read_thought(tokenizer, text, call)
     special = {
         token.content: token_id
         for token_id, token in tokenizer.added_tokens_decoder.items()
         if token.special
     }
-    needed: set[str] = set()
-    if call.tools.may_call:
-        needed.update(calls.markers)
+    needed = set(calls.markers if call.tools.may_call else ())
     if thought != "none":
         needed.update((THINK_OPEN, THINK_CLOSE))
-    is_shown = call.sampling.get("skip_special_tokens") is False
-    if is_shown or needed.isdisjoint(special):
-        return _Dialect(calls, thought, special, None)
-    return _Dialect(calls, thought, special, tuple(special.keys() - needed))
+    hidden = None
+    if call.sampling.get("skip_special_tokens") is not False and not needed.isdisjoint(special):
+        hidden = tuple(special.keys() - needed)
+    return _Dialect(calls, thought, special, hidden)
 
 
 def _read_thought(tokenizer: PreTrainedTokenizerBase, text: str, call: ChatCall) -> Thought:
@@ -239,22 +235,6 @@ def _read_thought(tokenizer: PreTrainedTokenizerBase, text: str, call: ChatCall)
             add_generation_prompt=True,
             **(call.template.get("chat_template_kwargs") or {}),
         )
-    except Exception:  # whatever a template raises; the conversation's own rendering says it
+    except Exception:  # whatever a template raises; rendering the conversation reports it
         return "possible"
     return "begun" if str(shown).rstrip().endswith(THINK_OPEN) else "possible"
-
-
-class TokenCount:
-    """Tokens of answers whose outputs tell what is new, or everything at once."""
-
-    def __init__(self) -> None:
-        self.completion = 0
-        self.prompt = 0
-        self.cached = 0
-
-    def add(self, output: RequestOutput) -> None:
-        """Count a request's next output."""
-        self.prompt = len(output.prompt_token_ids)
-        self.cached = output.num_cached_tokens
-        for answer in output.outputs:
-            self.completion += len(answer.token_ids)

@@ -17,7 +17,7 @@ from headstart.validation import shorten
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["check_fields", "read_roles", "template_text"]
+__all__ = ["chat_content", "check_fields", "read_roles", "template_text"]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -159,3 +159,8 @@ def template_text(tokenizer: PreTrainedTokenizerBase, given: str | None, with_to
     except ValueError:  # there is none, which the engine will say
         return ""
     return text
+
+
+def chat_content(parts: Sequence[dict[str, Any]]) -> Any:
+    """Return parts, or a single text: so a text and a list of one text are the same prompt."""
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts

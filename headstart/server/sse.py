@@ -7,21 +7,23 @@ reasoning from a text takes 2 us a character, and 20 log-probabilities of a toke
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headstart.server.encoding import encode
-from headstart.server.errors import JsonResponse
+from headstart.server.errors import ApiError, JsonResponse, as_api_error
 from headstart.server.service import ClientGone, unless_gone
 
 if TYPE_CHECKING:
-    from headstart.engine.outputs import CompletionOutput, RequestOutput
+    from headstart.engine.outputs import RequestOutput
 
-__all__ = ["EventStream", "Frames", "frame", "read_whole", "tell_event", "tell_whole"]
+__all__ = ["AnswerEvents", "EventStream", "Frames", "frame", "read_whole", "send_whole"]
 
 Answer = TypeVar("Answer")
 _LONG = 4096  # characters of a text; a log-probability counts as one
@@ -46,71 +48,94 @@ class Frames:
         self._begin = encode(head)[:-1]
 
     def frame(self, more: Mapping[str, Any]) -> bytes:
-        """Return an event with these fields, at least one, behind the first ones."""
+        """Return an event with these fields, at least one, after the first ones."""
         return b"data: %s,%s\n\n" % (self._begin, encode(more)[1:])
 
 
 async def read_whole(outputs: Sequence[RequestOutput], make: Callable[[], Answer]) -> Answer:
     """Return the result of `make`, which reads these outputs; in a thread if they are long."""
-    return make() if _size(outputs) <= _LONG else await asyncio.to_thread(make)
+    size = 0
+    for output in outputs:
+        size += sum(len(entry or ()) for entry in output.prompt_logprobs or ())
+        for answer in output.outputs:
+            size += len(answer.text) + sum(map(len, answer.logprobs or ()))
+    return make() if size <= _LONG else await asyncio.to_thread(make)
 
 
-async def tell_whole(
+async def send_whole(
     outputs: Sequence[RequestOutput], make: Callable[[], dict[str, Any]]
 ) -> Response:
     """Return the result of `make` as a response, like `read_whole`."""
     return await read_whole(outputs, lambda: JsonResponse(make()))
 
 
-async def tell_event(
-    output: RequestOutput, frames: Frames, make: Callable[[], dict[str, Any]]
-) -> bytes:
-    """Return the result of `make` as an event, like `read_whole`."""
-    return await read_whole([output], lambda: frames.frame(make()))
+class AnswerEvents(ABC):
+    """The events of one streamed answer, as an API frames them."""
 
+    def begin(self) -> bytes:
+        """Return the events before the first output."""
+        return b""
 
-def _size(outputs: Sequence[RequestOutput]) -> int:
-    of_prompts = sum(len(one or ()) for told in outputs for one in told.prompt_logprobs or ())
-    return of_prompts + sum(_size_of(answer) for told in outputs for answer in told.outputs)
+    @abstractmethod
+    def read(self, output: RequestOutput) -> Iterable[bytes]:
+        """Return the events of the next output. Runs in a thread if that is long."""
 
+    @abstractmethod
+    async def end(self) -> bytes:
+        """Return the events after the last output."""
 
-def _size_of(answer: CompletionOutput) -> int:
-    return len(answer.text) + sum(map(len, answer.logprobs or ()))
+    @abstractmethod
+    async def fail(self, error: ApiError) -> bytes:
+        """Return the events after an error."""
+
+    def _read_all(self, output: RequestOutput) -> list[bytes]:
+        return list(self.read(output))
+
+    async def stream(self, outputs: AsyncGenerator[RequestOutput | bytes]) -> AsyncGenerator[bytes]:
+        """Yield the events of outputs, up to the last or an error; bytes are an event already."""
+        try:
+            if begin := self.begin():
+                yield begin
+            async with aclosing(outputs):
+                async for output in outputs:
+                    if isinstance(output, bytes):
+                        yield output
+                        continue
+                    for event in await read_whole([output], partial(self._read_all, output)):
+                        yield event
+        except Exception as error:
+            last = await self.fail(as_api_error(error))
+        else:
+            last = await self.end()
+        if last:
+            yield last
 
 
 class EventStream(Response):
-    """A response of events. No proxy on the way may hold them back.
+    """A response of events, which no proxy on the path may hold back.
 
-    When the client goes away the generator is closed at once, also while it waits for an event:
-    what it holds is let go of.
+    When the client disconnects the generator is closed at once, also while it waits for an event:
+    what it holds is released.
     """
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
         self.status_code = 200
         self.background = None
-        self.raw_headers = list(_HEADERS)
+        self.raw_headers = [
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+        ]
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
-            with suppress(ClientGone, OSError):  # of which one may come while an event is sent
+            with suppress(ClientGone, OSError):  # either may come while an event is sent
                 await unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
-        )
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
         async for event in self._events:
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-_HEADERS = (
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-)

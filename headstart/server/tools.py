@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from headstart.engine.structured_outputs import StructuredOutputsParams, adapt_schema, spell_text
 from headstart.errors import RequestError
-from headstart.server.answers.formats import THINK_CLOSE, CallFormat
+from headstart.server.answers import THINK_CLOSE, CallFormat
 from headstart.validation import describe
 
 __all__ = ["Thought", "Tool", "ToolUse", "after_reasoning", "force_calls", "make_tools"]

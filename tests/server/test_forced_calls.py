@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headstart import RequestError, StructuredOutputsParams
-from headstart.server.answers.formats import HERMES, LLAMA, MISTRAL, CallFormat
+from headstart.server.answers import HERMES, LLAMA, MISTRAL, CallFormat
 from headstart.server.tools import Thought, Tool, ToolUse, after_reasoning, force_calls, make_tools
 from tests.small_demos import ASSETS
 

@@ -14,9 +14,9 @@ from PIL import Image
 from headstart.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
 from headstart.frontend.grammar import GrammarCompiler
 from headstart.server import chats, endpoints
-from headstart.server.answers.parser import AnswerParser
+from headstart.server.answers import AnswerParser
+from headstart.server.anthropic import breakpoints
 from headstart.server.anthropic import messages as messages_api
-from headstart.server.anthropic import usage as anthropic_usage
 from headstart.server.openai import chat as chat_api
 from headstart.server.openai import completions
 from headstart.server.responses import answer as response_answer
@@ -156,7 +156,7 @@ def test_chats_are_rendered_in_threads(server: Running, watched: Watched, path: 
         (responses_api, "read_input", "/v1/responses", {}),
         (ResponseStore, "add", "/v1/responses", {}),
         (messages_api, "read_messages", "/v1/messages", {"max_tokens": 1}),
-        (anthropic_usage, "read_breakpoints", "/v1/messages", {"max_tokens": 1}),
+        (breakpoints, "read_breakpoints", "/v1/messages", {"max_tokens": 1}),
         (messages_api, "read_messages", "/v1/messages/count_tokens", {}),
     ],
 )
@@ -286,7 +286,7 @@ def test_the_end_of_a_streamed_response_is_made_in_a_thread(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("where", "step"),
-    [(response_answer, "_as_asked"), (response_answer, "encode"), (ResponseStore, "add")],
+    [(response_answer, "_repeat"), (response_answer, "encode"), (ResponseStore, "add")],
 )
 def test_a_response_tells_long_tools_once_and_in_threads(
     server: Running, watched: Watched, where: object, step: str, stream: bool

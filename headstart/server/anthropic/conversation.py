@@ -27,13 +27,11 @@ from headstart.server.anthropic.schema import (
     ToolUseBlock,
     Turn,
 )
-from headstart.server.bodies import read_keeping
 from headstart.server.errors import ApiError
+from headstart.server.messages import chat_content
 from headstart.server.tools import Tool, ToolUse, make_tools
 
 __all__ = ["count_blocks", "read_messages", "read_sampling", "read_template", "read_tools"]
-
-_SAME = ("temperature", "top_p", "top_k", "max_tokens")
 
 
 def count_blocks(turns: Sequence[Turn]) -> int:
@@ -44,24 +42,18 @@ def count_blocks(turns: Sequence[Turn]) -> int:
 
 def read_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     """Return the conversation, its system text first. Raises ApiError."""
-    return [*_system(body), *(message for turn in body.messages for message in _read(turn))]
-
-
-def _system(body: CountTokensRequest) -> Iterator[dict[str, Any]]:
-    given = [body.system] if isinstance(body.system, str) else body.system or []
-    texts = [one if isinstance(one, str) else one.text for one in given]
-    shown = [text for text in texts if text]
-    if shown:
-        yield {"role": "system", "content": _content([_text(text) for text in shown])}
-
-
-def _read(turn: Turn) -> Iterator[dict[str, Any]]:
-    if isinstance(turn.content, str):
-        yield {"role": turn.role, "content": turn.content}
-    elif turn.role == "assistant":
-        yield _read_assistant(turn.content)
-    else:
-        yield from _read_user(turn.role, turn.content)
+    system = [body.system] if isinstance(body.system, str) else body.system or []
+    texts = [block if isinstance(block, str) else block.text for block in system]
+    shown = [_text(text) for text in texts if text]
+    messages = [{"role": "system", "content": chat_content(shown)}] if shown else []
+    for turn in body.messages:
+        if isinstance(turn.content, str):
+            messages.append({"role": turn.role, "content": turn.content})
+        elif turn.role == "assistant":
+            messages.append(_read_assistant(turn.content))
+        else:
+            messages += _read_user(turn.role, turn.content)
+    return messages
 
 
 def _read_user(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
@@ -70,23 +62,19 @@ def _read_user(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
     for block in blocks:
         if isinstance(block, ToolResultBlock) and role == "user":
             if parts:
-                yield {"role": role, "content": _content(parts)}
+                yield {"role": role, "content": chat_content(parts)}
                 parts = []
-            yield _read_result(block)
+            content = block.content or ""
+            if not isinstance(content, str):
+                content = chat_content([part for shown in content for part in _parts(shown)])
+            result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+            yield result | {"is_error": True} if block.is_error else result
         elif isinstance(block, TextBlock | ImageBlock | DocumentBlock | SearchResultBlock):
             parts += _parts(block)
         else:
             raise _misplaced(role, block)
     if parts:
-        yield {"role": role, "content": _content(parts)}
-
-
-def _read_result(block: ToolResultBlock) -> dict[str, Any]:
-    content = block.content or ""
-    if not isinstance(content, str):
-        content = _content([part for shown in content for part in _parts(shown)])
-    message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-    return message | {"is_error": True} if block.is_error else message
+        yield {"role": role, "content": chat_content(parts)}
 
 
 def _read_assistant(blocks: Iterable[Block]) -> dict[str, Any]:
@@ -111,10 +99,14 @@ def _misplaced(role: str, block: Block) -> ApiError:
     return ApiError(400, f"a message of role {role!r} has a block of type {block.type!r}")
 
 
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
 def _parts(block: Shown) -> list[dict[str, Any]]:
-    """Return a block as parts of a chat's message. Raises ApiError."""
-    if isinstance(block, TextBlock):
-        return [_text(block.text)]
+    """Return a block as parts of a chat's message."""
+    if isinstance(block, DocumentBlock):
+        return _document(block)
     if isinstance(block, ImageBlock):
         url = f"data:{block.source.media_type};base64,{block.source.data}"
         return [{"type": "image_url", "image_url": {"url": url}}]
@@ -123,13 +115,13 @@ def _parts(block: Shown) -> list[dict[str, Any]]:
     if isinstance(block, SearchResultBlock):
         texts = "\n".join(text.text for text in block.content)
         return [_text(f"Search result: {block.title} ({block.source})\n{texts}")]
-    return _document(block)
+    return [_text(block.text)]
 
 
 def _document(block: DocumentBlock) -> list[dict[str, Any]]:
     source = block.source
-    name = f"Document: {block.title or 'untitled'}"
-    head = f"{name}\n{block.context}" if block.context else name
+    head = f"Document: {block.title or 'untitled'}"
+    head = f"{head}\n{block.context}" if block.context else head
     if isinstance(source, DocumentText):
         return [_text(f"{head}\n{source.data}")]
     if isinstance(source, DocumentContent):
@@ -144,19 +136,10 @@ def _document(block: DocumentBlock) -> list[dict[str, Any]]:
     return [_text(f"{head}\n[not shown: {where} cannot be read by this model]")]
 
 
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
-
-
-def _content(parts: Sequence[dict[str, Any]]) -> Any:
-    """Return parts, or a single text: so a text and a list of one text are the same prompt."""
-    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
-
-
 def read_tools(body: CountTokensRequest) -> ToolUse:
     """Return the tools of a message. Raises RequestError or ApiError."""
     own = [tool for tool in body.tools or () if isinstance(tool, ToolDefinition)]
-    tools = make_tools(own, lambda one: Tool(one.name, one.description, one.input_schema))
+    tools = make_tools(own, lambda tool: Tool(tool.name, tool.description, tool.input_schema))
     choice = body.tool_choice
     if choice is None:
         return ToolUse(tools)
@@ -183,11 +166,14 @@ def read_template(body: CountTokensRequest) -> dict[str, Any]:
 
 def read_sampling(body: MessagesRequest) -> dict[str, Any]:
     """Return the sampling of an answer. Raises RequestError."""
-    params: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     form = body.output_config.format if body.output_config is not None else None
-    params |= {
+    return {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "max_tokens": body.max_tokens,
         "stop": body.stop_sequences or None,
         "structured_outputs": form
         and StructuredOutputsParams(json=form.schema_, disable_any_whitespace=True),
+        **body.cache_sampling,
     }
-    return params | read_keeping(body)

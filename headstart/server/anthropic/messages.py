@@ -12,25 +12,18 @@ A block is text, thinking or the use of a tool. `ping` may come anywhere.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import aclosing
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headstart.server.answers.formats import CallFormat
-from headstart.server.answers.parser import (
-    AnswerParser,
-    Call,
-    CallArguments,
-    CallBegin,
-    Content,
-    Part,
-    Reasoning,
-    gather,
+from headstart.server.answers import Part, join
+from headstart.server.anthropic.breakpoints import (
+    apply_breakpoints,
+    created_tokens,
+    read_breakpoints,
 )
 from headstart.server.anthropic.conversation import (
     count_blocks,
@@ -40,21 +33,19 @@ from headstart.server.anthropic.conversation import (
     read_tools,
 )
 from headstart.server.anthropic.schema import CountTokensRequest, MessagesRequest
-from headstart.server.anthropic.usage import Usage, apply_breakpoints, read_breakpoints
-from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat, read_many
-from headstart.server.errors import JsonResponse, as_api_error, body_of, telling_form_as
+from headstart.server.errors import ApiError, JsonResponse, body_of, telling_form_as
 from headstart.server.hosted import leave_out_hosted
 from headstart.server.service import Service, service_of, unless_gone
-from headstart.server.sse import EventStream, frame, read_whole, tell_whole
+from headstart.server.sse import AnswerEvents, EventStream, frame, send_whole
+from headstart.server.usage import Usage
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import CompletionOutput, RequestOutput
 
-__all__ = ["MessageEvents", "router", "stop_of"]
+__all__ = ["router"]
 
 router = APIRouter()
-_FIELDS = {"stop": "stop_sequences"}
 
 
 @router.post("/v1/messages")
@@ -63,16 +54,15 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     service = service_of(request)
     with telling_form_as("output_config.format"):
         call = await _read_call(service, body, request, read_sampling(body), body.priority)
-    with telling_form_as("tools" if call.tools.is_forced else "output_config.format", _FIELDS):
+    form = "tools" if call.tools.is_forced else "output_config.format"
+    with telling_form_as(form, {"stop": "stop_sequences"}):
         prepared = await prepare_chat(service, call, service.new_id("msg"), stream=body.stream)
-    usage = await apply_breakpoints(service, body, call, prepared)
-    name = prepared.request.request_id
-    head = {"id": name, "type": "message", "role": "assistant", "model": body.model}
+    marked = await apply_breakpoints(service, body, call, prepared)
+    message = _Message(body, prepared, marked, request.state.request_id)
     if body.stream:
-        events = MessageEvents(prepared, usage, head, body.max_tokens)
-        return EventStream(events.events(service, request.state.request_id))
+        return EventStream(message.stream(service.run(prepared.request)))
     output = await unless_gone(request.receive, service.answer(prepared.request))
-    return await tell_whole([output], lambda: head | _whole(body, prepared, output, usage))
+    return await send_whole([output], lambda: message.whole(output))
 
 
 @router.post("/v1/messages/count_tokens")
@@ -100,154 +90,114 @@ async def _read_call(
         model=body.model,
         messages=await read_many(count_blocks(body.messages), read),
         sampling=sampling,
-        salt=service.salt(request, read_salt(body)),
-        retention=read_retention(body),
+        salt=service.salt(request, body.salt),
+        retention=body.retention,
         priority=priority,
         tools=read_tools(body),
         template=read_template(body),
     )
 
 
-def _whole(
-    body: MessagesRequest, prepared: PreparedChat, output: RequestOutput, usage: Usage
-) -> dict[str, Any]:
-    usage.count.add(output)
-    [answer] = output.outputs
-    parser = prepared.parser()
-    parts = gather([*parser.feed(answer.text), *parser.finish()])
-    has_call = any(isinstance(part, Call) for part in parts)
-    is_full = usage.count.completion < body.max_tokens
-    told = stop_of(answer, has_call=has_call, is_full=is_full)
-    return {"content": _blocks(prepared.calls, parts), **told, "usage": usage.told()}
+_BLOCKS: dict[str, dict[str, Any]] = {
+    "content": {"type": "text", "text": ""},
+    "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
+}
+"""Empty blocks, by the kind of part that they have."""
+_DELTAS = {
+    "content": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""The type of the delta with a part, and the field of its text."""
 
 
-def _blocks(form: CallFormat, parts: Iterable[Content | Reasoning | Call]) -> list[Any]:
-    blocks: list[dict[str, Any]] = []
-    for part in parts:
-        if isinstance(part, Content):
-            blocks.append({"type": "text", "text": part.text})
-        elif isinstance(part, Reasoning):
-            blocks.append({"type": "thinking", "thinking": part.text, "signature": ""})
-        else:
-            name = form.new_id("toolu_")
-            given = _read_input(part.arguments)
-            blocks.append({"type": "tool_use", "id": name, "name": part.name, "input": given})
-    return blocks
-
-
-def _read_input(arguments: str) -> dict[str, Any]:
-    """Return arguments as an object; a call that breaks off, or was not JSON, has none."""
-    try:
-        given = json.loads(arguments, strict=False)
-    except (ValueError, RecursionError):
-        return {}
-    return given if isinstance(given, dict) else {}
-
-
-def stop_of(answer: CompletionOutput, *, has_call: bool, is_full: bool) -> dict[str, Any]:
-    """Return the reason why an answer ended; `is_full`: the context had no room for more."""
-    text = answer.stop_reason if isinstance(answer.stop_reason, str) else None
-    if answer.finish_reason == "length":
-        reason = "model_context_window_exceeded" if is_full else "max_tokens"
-    elif text is not None:
-        reason = "stop_sequence"
-    else:
-        reason = "tool_use" if has_call else "end_turn"
-    return {"stop_reason": reason, "stop_sequence": text}
-
-
-class MessageEvents:
-    """The events of one message. `head` is the message without its content, stop and usage."""
+class _Message(AnswerEvents):
+    """One message, whole or as events."""
 
     def __init__(
-        self, prepared: PreparedChat, usage: Usage, head: dict[str, Any], max_tokens: int
+        self,
+        body: MessagesRequest,
+        prepared: PreparedChat,
+        marked: Mapping[str, int],
+        request_id: str,
     ) -> None:
+        """Begin a message. marked: see `created_tokens`. request_id: of the headers and the log."""
         self._prepared = prepared
-        self._usage = usage
-        self._head = head
-        self._max_tokens = max_tokens
+        self._parser = prepared.parser()
+        self._usage = Usage()
+        self._marked = marked
+        self._request_id = request_id
+        name = prepared.request.request_id
+        self._head = {"id": name, "type": "message", "role": "assistant", "model": body.model}
+        self._max_tokens = body.max_tokens
         self._index = -1  # of the block that was begun last
-        self._open: type[Part] | None = None  # what the open block is made of
-        self._has_call = False
+        self._open: str | None = None  # the kind of parts in the open block
 
-    async def events(self, service: Service, request_id: str) -> AsyncGenerator[bytes]:
-        """Yield the events, up to the last or an error.
-
-        request_id: as the answer's headers and the log have it.
-        """
-        parser = self._prepared.parser()
-        is_first = True
-        try:
-            async with aclosing(service.run(self._prepared.request)) as outputs:
-                async for output in outputs:
-                    self._usage.count.add(output)
-                    if is_first:
-                        yield self._start()
-                        yield _event("ping")
-                        is_first = False
-                    for event in await read_whole([output], partial(self._read, output, parser)):
-                        yield event
-        except Exception as error:
-            told = body_of(as_api_error(error), "/v1/messages", request_id)
-            yield frame(told, "error")
-
-    def _read(self, output: RequestOutput, parser: AnswerParser) -> list[bytes]:
-        """Return the events of an output."""
-        return [event for answer in output.outputs for event in self._told(answer, parser)]
-
-    def _told(self, answer: CompletionOutput, parser: AnswerParser) -> Iterator[bytes]:
-        parts = parser.feed(answer.text)
-        if answer.finish_reason is not None:
-            parts += parser.finish()
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        """Return the message at once."""
+        self._usage.add(output)
+        [answer] = output.outputs
+        parts = join(self._parser.feed(answer.text, is_last=True), whole_calls=True)
+        blocks = []
         for part in parts:
-            yield from self._tell(part)
-        if answer.finish_reason is not None:
-            yield from self._finish(answer)
+            block = self._block(part)
+            if part.kind == "call":
+                block["input"] = _read_input(part.text)
+            else:
+                block[_DELTAS[part.kind][1]] = part.text
+            blocks.append(block)
+        return self._head | {"content": blocks, **self._stop(answer), "usage": self._count()}
 
-    def _start(self) -> bytes:
-        usage = self._usage.told() | {"output_tokens": 0}
-        unset: dict[str, Any] = {
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": usage,
-        }
-        return _event("message_start", message={**self._head, **unset})
+    def _block(self, part: Part) -> dict[str, Any]:
+        """Return the empty block that a part begins."""
+        if part.kind != "call":
+            return dict(_BLOCKS[part.kind])
+        name = self._prepared.calls.new_id("toolu_")
+        return {"type": "tool_use", "id": name, "name": part.name, "input": {}}
 
-    def _finish(self, answer: CompletionOutput) -> Iterator[bytes]:
-        yield from self._close()
-        usage = self._usage.told()
-        is_full = self._usage.count.completion < self._max_tokens
-        delta = stop_of(answer, has_call=self._has_call, is_full=is_full)
-        yield _event("message_delta", delta=delta, usage=usage)
-        yield _event("message_stop")
+    def _count(self) -> dict[str, Any]:
+        return self._usage.for_messages(created_tokens(self._marked, self._usage))
 
-    def _tell(self, part: Part) -> Iterator[bytes]:
-        if isinstance(part, CallBegin):
-            self._has_call = True
-            name = self._prepared.calls.new_id("toolu_")
-            block = {"type": "tool_use", "id": name, "name": part.name, "input": {}}
-            yield from self._begin(CallArguments, block)
-        elif isinstance(part, CallArguments):
-            yield self._delta({"type": "input_json_delta", "partial_json": part.text})
-        elif isinstance(part, Content):
-            if self._open is not Content:
-                yield from self._begin(Content, {"type": "text", "text": ""})
-            yield self._delta({"type": "text_delta", "text": part.text})
+    def _stop(self, answer: CompletionOutput) -> dict[str, Any]:
+        """Return the reason why the answer ended."""
+        text = answer.stop_reason if isinstance(answer.stop_reason, str) else None
+        if answer.finish_reason == "length":
+            is_full = self._usage.completion < self._max_tokens
+            reason = "model_context_window_exceeded" if is_full else "max_tokens"
+        elif text is not None:
+            reason = "stop_sequence"
         else:
-            if self._open is not Reasoning:
-                block = {"type": "thinking", "thinking": "", "signature": ""}
-                yield from self._begin(Reasoning, block)
-            yield self._delta({"type": "thinking_delta", "thinking": part.text})
+            reason = "tool_use" if self._parser.has_call else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": text}
 
-    def _begin(self, kind: type[Part], block: dict[str, Any]) -> Iterator[bytes]:
-        yield from self._close()
-        self._index += 1
-        self._open = kind
-        yield _event("content_block_start", index=self._index, content_block=block)
+    def read(self, output: RequestOutput) -> Iterator[bytes]:
+        is_first = not self._usage.prompts
+        self._usage.add(output)
+        if is_first:
+            usage = self._count() | {"output_tokens": 0}
+            unset = {"stop_reason": None, "stop_sequence": None}
+            message: dict[str, Any] = self._head | {"content": [], **unset, "usage": usage}
+            yield _event("message_start", message=message)
+            yield _event("ping")
+        for answer in output.outputs:
+            is_last = answer.finish_reason is not None
+            for part in self._parser.feed(answer.text, is_last=is_last):
+                if part.name or part.kind != self._open:
+                    yield from self._close()
+                    self._index += 1
+                    self._open = part.kind
+                    block = self._block(part)
+                    yield _event("content_block_start", index=self._index, content_block=block)
+                if part.text:
+                    kind, field = _DELTAS[part.kind]
+                    yield self._delta({"type": kind, field: part.text})
+            if is_last:
+                yield from self._close()
+                yield _event("message_delta", delta=self._stop(answer), usage=self._count())
+                yield _event("message_stop")
 
     def _close(self) -> Iterator[bytes]:
-        if self._open is Reasoning:
+        if self._open == "reasoning":
             yield self._delta({"type": "signature_delta", "signature": ""})
         if self._open is not None:
             yield _event("content_block_stop", index=self._index)
@@ -256,6 +206,21 @@ class MessageEvents:
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _event("content_block_delta", index=self._index, delta=delta)
 
+    async def end(self) -> bytes:
+        return b""
+
+    async def fail(self, error: ApiError) -> bytes:
+        return frame(body_of(error, "/v1/messages", self._request_id), "error")
+
 
 def _event(kind: str, **data: Any) -> bytes:
     return frame({"type": kind, **data}, kind)
+
+
+def _read_input(arguments: str) -> dict[str, Any]:
+    """Return arguments as an object; a call that breaks off, or was not JSON, has none."""
+    try:
+        value = json.loads(arguments, strict=False)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

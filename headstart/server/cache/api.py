@@ -17,9 +17,6 @@ from headstart.server.bodies import (
     Flag,
     Many,
     Whole,
-    read_keeping,
-    read_retention,
-    read_salt,
     refusals,
 )
 from headstart.server.cache.advice import Explanation
@@ -116,8 +113,8 @@ async def prewarm_prompt(body: CachePromptRequest, request: Request) -> Response
     """Compute a prompt ahead of the requests that begin like it."""
     service = service_of(request)
     prepared = await prepare(service, body, request, begins_reply=False)
-    if retention := read_retention(body):
-        prepared.retain(len(prepared.prompt_token_ids), retention)
+    if body.retention:
+        prepared.retain(len(prepared.prompt_token_ids), body.retention)
     output = await unless_gone(request.receive, service.answer(prepared))
     return JsonResponse(
         {
@@ -208,11 +205,11 @@ async def prepare(
 ) -> RequestGroup:
     """A request of a body's prompt. begins_reply: where it does not say so, whether messages are
     followed by what begins the model's reply."""
-    sampling = {"max_tokens": 1, "temperature": 0} | read_keeping(body)
+    sampling = {"max_tokens": 1, "temperature": 0} | body.cache_sampling
     params = service.params(sampling, stream=False)
     options: dict[str, Any] = {
         "adapter": service.adapter(body.model),
-        "cache_salt": service.salt(request, read_salt(body)),
+        "cache_salt": service.salt(request, body.salt),
     }
     name = service.new_id("prompt")
     if (body.prompt is None) == (body.messages is None):

@@ -7,7 +7,6 @@ from typing import Any
 
 from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.errors import RequestError
-from headstart.server.bodies import read_keeping
 from headstart.server.errors import ApiError
 from headstart.server.openai.schema import (
     ChatCompletionRequest,
@@ -63,7 +62,7 @@ def _common(body: SamplingFields) -> dict[str, Any]:
                 param="prompt_logprobs",
             )
         params["prompt_logprobs"] = body.prompt_logprobs
-    return params | read_keeping(body)
+    return params | body.cache_sampling
 
 
 def read_completion_sampling(body: CompletionRequest) -> dict[str, Any]:

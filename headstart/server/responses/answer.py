@@ -14,16 +14,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import aclosing
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from headstart.server.answers.formats import CallFormat
-from headstart.server.answers.parser import CallArguments, CallBegin, Content, Part, Reasoning
-from headstart.server.chats import PreparedChat, TokenCount
+from headstart.server.answers import CallFormat, Part
+from headstart.server.chats import PreparedChat
 from headstart.server.encoding import encode
-from headstart.server.errors import ApiError, JsonResponse, as_api_error
+from headstart.server.errors import ApiError, JsonResponse
 from headstart.server.responses.conversation import (
     CallKind,
     call_kinds,
@@ -32,7 +29,8 @@ from headstart.server.responses.conversation import (
 )
 from headstart.server.responses.schema import ResponsesRequest
 from headstart.server.service import Service
-from headstart.server.sse import frame, read_whole
+from headstart.server.sse import AnswerEvents, frame
+from headstart.server.usage import Usage
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
@@ -41,6 +39,22 @@ __all__ = ["ResponseAnswer"]
 
 Event = dict[str, Any]
 """An event without its number."""
+
+_ITEMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "message": ("msg", {"role": "assistant", "content": []}),
+    "reasoning": ("rs", {"summary": [], "content": []}),
+    "function_call": ("fc", {"arguments": ""}),
+    "custom_tool_call": ("ctc", {"input": ""}),
+    "local_shell_call": ("lsh", {}),
+}
+"""The prefix of ids and the first fields of a new item, by its type."""
+_TEXTS = {
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
+}
+"""The name of an item's text in events."""
 
 
 class OutputItems:
@@ -53,111 +67,100 @@ class OutputItems:
     def __init__(
         self, calls: CallFormat, kinds: Mapping[str, CallKind], *, encodes_reasoning: bool = False
     ) -> None:
-        self._kinds = kinds
-        self._encodes_reasoning = encodes_reasoning
         self.items: list[dict[str, Any]] = []
         self._calls = calls
-        self._open: type[Part] | None = None
-        self._text: list[str] = []  # of the open item
+        self._kinds = kinds
+        self._encodes_reasoning = encodes_reasoning
+        self._open: str | None = None  # the kind of parts in the open item
+        self._texts: list[str] = []  # of the open item
 
     def add(self, part: Part) -> Iterator[Event]:
         """Take a part, and yield its events."""
-        if isinstance(part, CallBegin):
-            yield from self._begin(CallArguments, self._call(part))
+        if part.name or self._open != part.kind:
+            yield from self._begin(part)
+        if not part.text:
             return
-        if self._open is not type(part):
-            assert not isinstance(part, CallArguments)
-            yield from self._begin(type(part), _texts(part))
-        self._text.append(part.text)
-        kind = self.items[-1]["type"]
-        if kind == "custom_tool_call":
-            yield from self._input()
-        elif kind != "local_shell_call":
-            yield self._told("delta", delta=part.text)
-
-    def _input(self) -> Iterator[Event]:
-        """Return the event of what is new in a custom tool's input."""
-        item = self.items[-1]
-        read = read_partial("".join(self._text)).get("input")
-        if isinstance(read, str) and len(read) > len(item["input"]):
-            new, item["input"] = read[len(item["input"]) :], read
-            yield self._event("response.custom_tool_call_input.delta", delta=new)
+        self._texts.append(part.text)
+        item, delta = self.items[-1], part.text
+        if item["type"] == "custom_tool_call":
+            text = read_partial("".join(self._texts)).get("input")
+            delta = text[len(item["input"]) :] if isinstance(text, str) else ""
+            item["input"] += delta
+        if delta and item["type"] != "local_shell_call":
+            yield self._event("delta", delta=delta)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
         """End the open item, and yield its events."""
         if self._open is None:
             return
-        item, text = self.items[-1], "".join(self._text)
+        item, text = self.items[-1], "".join(self._texts)
         item["status"] = status
-        if item["type"] == "custom_tool_call":
-            yield self._event("response.custom_tool_call_input.done", input=item["input"])
-        elif item["type"] == "local_shell_call":
-            item["action"] |= _action(text)
-        elif self._open is CallArguments:
-            item["arguments"] = text
-            yield self._told("done", name=item["name"], arguments=text)
-        else:
-            item["content"] = [_part(self._open, text)]
-            if self._open is Reasoning and self._encodes_reasoning:
-                item["encrypted_content"] = encode_reasoning(text)
-            yield self._told("done", text=text)
-            yield self._part_event("done", text)
-        yield {"type": "response.output_item.done", "output_index": self._index, "item": item}
+        match item["type"]:
+            case "function_call":
+                item["arguments"] = text
+                yield self._event("done", name=item["name"], arguments=text)
+            case "custom_tool_call":
+                yield self._event("done", input=item["input"])
+            case "local_shell_call":
+                item["action"] |= _action(text)
+            case _:
+                item["content"] = [self._content(text)]
+                if self._open == "reasoning" and self._encodes_reasoning:
+                    item["encrypted_content"] = encode_reasoning(text)
+                yield self._event("done", text=text)
+                yield self._content_event("done", text)
+        yield self._item_event("done")
         self._open = None
 
-    @property
-    def _index(self) -> int:
-        return len(self.items) - 1
-
-    def _begin(self, kind: type[Part], item: dict[str, Any]) -> Iterator[Event]:
+    def _begin(self, part: Part) -> Iterator[Event]:
         yield from self.close()
-        self._open, self._text = kind, []
-        self.items.append(item)
-        told = dict(item)
-        yield {"type": "response.output_item.added", "output_index": self._index, "item": told}
-        if kind is not CallArguments:
-            yield self._part_event("added", "")
+        self._open, self._texts = part.kind, []
+        fields: dict[str, Any] = {}
+        kind = "message" if part.kind == "content" else "reasoning"
+        if part.kind == "call":
+            call = self._kinds.get(part.name) or CallKind("function_call", part.name)
+            kind = call.type
+            fields["call_id"] = self._calls.new_id("call_")
+            if kind == "local_shell_call":
+                fields["action"] = _action("")
+            else:
+                fields["name"] = call.name
+            if call.namespace is not None:
+                fields["namespace"] = call.namespace
+        prefix, more = _ITEMS[kind]
+        name = f"{prefix}_{uuid.uuid4().hex}"
+        self.items.append({"id": name, "type": kind, "status": "in_progress", **fields, **more})
+        yield self._item_event("added")
+        if part.kind != "call":
+            yield self._content_event("added", "")
 
-    def _part_event(self, step: str, text: str) -> Event:
-        assert self._open is not None
-        part = _part(self._open, text)
-        return self._event(f"response.content_part.{step}", content_index=0, part=part)
+    def _content(self, text: str) -> dict[str, Any]:
+        more: dict[str, Any] = {}
+        if self._open == "content":
+            more = {"annotations": [], "logprobs": []}
+        return {"type": _TEXTS[self.items[-1]["type"]], "text": text, **more}
 
-    def _told(self, step: str, **data: Any) -> Event:
-        if self._open is CallArguments:
-            return self._event(f"response.function_call_arguments.{step}", **data)
-        if self._open is Content:
-            data["logprobs"] = []
-        name = "output_text" if self._open is Content else "reasoning_text"
-        return self._event(f"response.{name}.{step}", content_index=0, **data)
+    def _item_event(self, step: str) -> Event:
+        place, item = len(self.items) - 1, dict(self.items[-1])
+        return {"type": f"response.output_item.{step}", "output_index": place, "item": item}
 
-    def _event(self, kind: str, **data: Any) -> Event:
-        place = {"item_id": self.items[-1]["id"], "output_index": self._index}
+    def _content_event(self, step: str, text: str) -> Event:
+        return self._event(step, "content_part", part=self._content(text), content_index=0)
+
+    def _event(self, step: str, name: str = "", **data: Any) -> Event:
+        """Return an event of the last item, by default of its text."""
+        item = self.items[-1]
+        if not name and self._open != "call":
+            data |= {"content_index": 0} | ({"logprobs": []} if self._open == "content" else {})
+        kind = f"response.{name or _TEXTS[item['type']]}.{step}"
+        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
         return {"type": kind, **place, **data}
-
-    def _call(self, part: CallBegin) -> dict[str, Any]:
-        kind = self._kinds.get(part.name) or CallKind("function_call", part.name)
-        common = {
-            "type": kind.type,
-            "status": "in_progress",
-            "call_id": self._calls.new_id("call_"),
-        }
-        if kind.type == "local_shell_call":
-            return {"id": _new_id("lsh"), **common, "action": _action("")}
-        common |= {"name": kind.name}
-        if kind.namespace is not None:
-            common |= {"namespace": kind.namespace}
-        if kind.type == "custom_tool_call":
-            return {"id": _new_id("ctc"), **common, "input": ""}
-        return {"id": _new_id("fc"), **common, "arguments": ""}
 
 
 def _action(arguments: str) -> dict[str, Any]:
-    """Return the action of a call of the shell; what is no such value in its arguments is not."""
+    """Return the action of a shell call; arguments of a wrong type are left out."""
     read = read_partial(arguments)
-    command, folder, timeout = (
-        read.get(name) for name in ("command", "working_directory", "timeout_ms")
-    )
+    command, folder, timeout = map(read.get, ("command", "working_directory", "timeout_ms"))
     words = command if isinstance(command, list) else [] if command is None else [command]
     action: dict[str, Any] = {"type": "exec", "command": [str(word) for word in words], "env": {}}
     if isinstance(folder, str):
@@ -167,52 +170,44 @@ def _action(arguments: str) -> dict[str, Any]:
     return action
 
 
-def _texts(part: Content | Reasoning) -> dict[str, Any]:
-    common: dict[str, Any] = {"status": "in_progress", "content": []}
-    if isinstance(part, Content):
-        return {"id": _new_id("msg"), "type": "message", "role": "assistant", **common}
-    return {"id": _new_id("rs"), "type": "reasoning", "summary": [], **common}
-
-
-def _part(kind: type[Part], text: str) -> dict[str, Any]:
-    if kind is Reasoning:
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}_{uuid.uuid4().hex}"
-
-
-_AS_ASKED = (
+_REPEATED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id"),
     *("prompt_cache_key", "safety_identifier", "user"),
 )
+"""Fields of a request that its response has as they are; others are completed."""
 _LONG = 1 << 16  # bytes
-_TOLD = {*_AS_ASKED, "reasoning", "text", "tool_choice", "tools"}  # of a request by its response
 
 
-class ResponseAnswer:
+class ResponseAnswer(AnswerEvents):
     """The items of a request's outputs so far, and the response as JSON at any time.
 
     The repeated request may have megabytes of tools and a form, so it is spelled once.
     """
 
-    def __init__(self, service: Service, body: ResponsesRequest, prepared: PreparedChat) -> None:
+    def __init__(
+        self,
+        service: Service,
+        body: ResponsesRequest,
+        prepared: PreparedChat,
+        keep: Callable[[bytes, list[dict[str, Any]]], None],
+    ) -> None:
         """Not for the event loop if there are tools or a form, which may take long to spell.
 
-        Raises ApiError for those that cannot be told again.
+        keep: stores a response that is complete, with its items, before it is sent; it runs where
+        the response is read. Raises ApiError for a request that cannot be repeated.
         """
         encodes = "reasoning.encrypted_content" in (body.include or ())
-        self.built = OutputItems(prepared.calls, call_kinds(body), encodes_reasoning=encodes)
+        self._items = OutputItems(prepared.calls, call_kinds(body), encodes_reasoning=encodes)
         self._service = service
-        self._prepared = prepared
+        self._request = prepared.request
+        self._keep = keep
         self._parser = prepared.parser()
-        self._count = TokenCount()
+        self._usage = Usage()
         self._status = "in_progress"
         self._error: dict[str, str] | None = None
+        self._number = 0  # of the next event
         params = prepared.request.params
-        asked = _as_asked(body)
+        repeated = _repeat(body)
         head = {
             "id": prepared.request.request_id,
             "object": "response",
@@ -223,124 +218,110 @@ class ResponseAnswer:
             "top_p": params.top_p,
             "top_logprobs": 0,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "tool_choice": asked.get("tool_choice", "auto"),
-            "tools": [_tool(tool) for tool in asked.get("tools", [])],
-            "text": {"format": {"type": "text"}, **asked.get("text", {})},
-            "reasoning": {"effort": None, "summary": None, **asked.get("reasoning", {})},
+            "tool_choice": repeated.get("tool_choice", "auto"),
+            "tools": [
+                {"strict": None, "parameters": None, **tool} if tool["type"] == "function" else tool
+                for tool in repeated.get("tools", [])
+            ],
+            "text": {"format": {"type": "text"}, **repeated.get("text", {})},
+            "reasoning": {"effort": None, "summary": None, **repeated.get("reasoning", {})},
             "truncation": "disabled",
             "service_tier": "default",
             "metadata": body.metadata or {},
             "store": body.store is not False and not body.no_store,
-            **{name: asked.get(name) for name in _AS_ASKED},
+            **{name: repeated.get(name) for name in _REPEATED},
         }
-        self._head = encode(head)[:-1] + b","  # `asked` is a copy
+        self._head = encode(head)[:-1] + b","
 
     @property
     def is_long(self) -> bool:
-        """True if spelling it takes too long for the event loop."""
+        """True if spelling the response takes too long for the event loop."""
         return len(self._head) > _LONG
 
-    def read(self, output: RequestOutput) -> list[Event]:
-        """Return the events of the request's next output."""
-        self._count.add(output)
-        events: list[Event] = []
-        for answer in output.outputs:
-            parts = self._parser.feed(answer.text)
-            if answer.finish_reason is not None:
-                parts += self._parser.finish()
-                self._status = "incomplete" if answer.finish_reason == "length" else "completed"
-            for part in parts:
-                events += self.built.add(part)
-            if answer.finish_reason is not None:
-                events += self.built.close(self._status)
-        return events
+    def whole(self, output: RequestOutput) -> bytes:
+        """Return the response of a finished output, as JSON."""
+        for _ in self._read(output):
+            pass
+        return self._finish()
 
-    def told(self) -> bytes:
-        """Return the response so far, as JSON."""
-        is_over = self._status != "in_progress"
+    def begin(self) -> bytes:
+        return self._frame_response("created") + self._frame_response("in_progress")
+
+    def read(self, output: RequestOutput) -> Iterator[bytes]:
+        for event in self._read(output):
+            yield frame({**event, "sequence_number": self._number}, event["type"])
+            self._number += 1
+
+    async def end(self) -> bytes:
+        # Spells reasoning once more.
+        return await asyncio.to_thread(lambda: self._frame_response(self._status))
+
+    async def fail(self, error: ApiError) -> bytes:
+        self._status = "failed"
+        self._error = {"code": "server_error", "message": str(error)}
+        return await self.end()
+
+    def _read(self, output: RequestOutput) -> Iterator[Event]:
+        self._usage.add(output)
+        for answer in output.outputs:
+            is_last = answer.finish_reason is not None
+            for part in self._parser.feed(answer.text, is_last=is_last):
+                yield from self._items.add(part)
+            if is_last:
+                self._status = "incomplete" if answer.finish_reason == "length" else "completed"
+                yield from self._items.close(self._status)
+
+    def _finish(self) -> bytes:
+        """Return the response so far, as JSON; store it if it is complete."""
         reason = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         more = {
             "status": self._status,
             "completed_at": int(time.time()) if self._status == "completed" else None,
             "error": self._error,
             "incomplete_details": reason,
-            "output": self.built.items,
-            "usage": self._usage() if is_over else None,
+            "output": self._items.items,
+            "usage": self._count() if self._status != "in_progress" else None,
         }
-        return self._head + bytes(JsonResponse(more).body)[1:]
+        response = self._head + bytes(JsonResponse(more).body)[1:]
+        if self._status in ("completed", "incomplete"):
+            self._keep(response, self._items.items)
+        return response
 
-    def _usage(self) -> dict[str, Any]:
-        count = self._count
-        is_stored = self._prepared.request.params.is_stored
-        full = count.prompt - count.prompt % self._service.llm.block_size
-        return {
-            "input_tokens": count.prompt,
-            "input_tokens_details": {
-                "cached_tokens": count.cached,
-                "cache_write_tokens": max(0, full - count.cached) if is_stored else 0,
-            },
-            "output_tokens": count.completion,
-            "output_tokens_details": {"reasoning_tokens": self._count_reasoning()},
-            "total_tokens": count.prompt + count.completion,
-        }
+    def _count(self) -> dict[str, Any]:
+        """Return the usage.
 
-    def _count_reasoning(self) -> int:
-        """Its tokens as the tokenizer spells them, which may not be those that were sampled."""
-        texts = [
-            part["text"]
-            for item in self.built.items
-            if item["type"] == "reasoning"
-            for part in item["content"]
-        ]
+        Tokens of reasoning are those that the tokenizer spells, which may not be the sampled ones.
+        """
+        usage = self._usage
+        full = usage.prompt - usage.prompt % self._service.llm.block_size
+        written = max(0, full - usage.cached) if self._request.params.is_stored else 0
         tokenizer = self._service.llm.tokenizer
         assert tokenizer is not None
-        counts = [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
-        return min(sum(counts), self._count.completion)
+        reasoning = sum(
+            len(tokenizer.encode(part["text"], add_special_tokens=False))
+            for item in self._items.items
+            if item["type"] == "reasoning"
+            for part in item["content"]
+        )
+        return usage.for_responses(written, reasoning)
 
-    async def events(self, keep: Callable[[bytes], None]) -> AsyncGenerator[bytes]:
-        """The stream, numbered; the whole response is handed to `keep` before its last event, in
-        a thread."""
-        number = 0
-        for step in ("created", "in_progress"):
-            yield _response_frame(step, self.told(), number)
-            number += 1
-        try:
-            async with aclosing(self._service.run(self._prepared.request)) as outputs:
-                async for output in outputs:
-                    for event in await read_whole([output], partial(self.read, output)):
-                        yield frame({**event, "sequence_number": number}, event["type"])
-                        number += 1
-        except Exception as error:
-            self._status = "failed"
-            self._error = {"code": "server_error", "message": str(as_api_error(error))}
-
-        def end() -> bytes:  # spells reasoning once more
-            told = self.told()
-            if self._status in ("completed", "incomplete"):
-                keep(told)
-            return _response_frame(self._status, told, number)
-
-        yield await asyncio.to_thread(end)
+    def _frame_response(self, step: str) -> bytes:
+        """Return an event that has the whole response."""
+        kind = f"response.{step}"
+        begin = f'event: {kind}\ndata: {{"type":"{kind}","response":'.encode()
+        end = f',"sequence_number":{self._number}}}\n\n'.encode()
+        self._number += 1
+        return b"".join((begin, self._finish(), end))
 
 
-def _response_frame(step: str, told: bytes, number: int) -> bytes:
-    """Return an event that has the whole response."""
-    kind = f"response.{step}"
-    begin = f'event: {kind}\ndata: {{"type":"{kind}","response":'
-    return b"".join((begin.encode(), told, f',"sequence_number":{number}}}\n\n'.encode()))
-
-
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    return {"strict": None, "parameters": None, **tool} if tool["type"] == "function" else tool
-
-
-def _as_asked(body: ResponsesRequest) -> dict[str, Any]:
+def _repeat(body: ResponsesRequest) -> dict[str, Any]:
     """Return the fields of a request that its response repeats."""
+    names = {*_REPEATED, "reasoning", "text", "tool_choice", "tools"}
     try:
-        return body.model_dump(mode="json", by_alias=True, exclude_none=True, include=_TOLD)
+        return body.model_dump(mode="json", by_alias=True, exclude_none=True, include=names)
     except ValueError as error:  # pydantic writes what is nested 255 deep, and no half characters
         raise ApiError(
             400,
-            "tools or text.format cannot be told in a response; allowed: JSON that is nested less "
-            "than 200 deep, with names that UTF-8 can encode",
+            "tools or text.format cannot be repeated in a response; allowed: JSON that is nested "
+            "less than 200 deep, with names that UTF-8 can encode",
         ) from error

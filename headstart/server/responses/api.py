@@ -11,7 +11,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headstart.server.bodies import read_retention, read_salt
 from headstart.server.chats import ChatCall, are_many, prepare_chat, read_many
 from headstart.server.errors import ApiError, JsonResponse, telling_form_as
 from headstart.server.hosted import leave_out_hosted
@@ -51,7 +50,7 @@ _Messages = tuple[list[dict[str, Any]], list[str]]  # and the field that each ca
 
 @router.post("")
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
-    """Answer a conversation, which may go on from an earlier response."""
+    """Answer a conversation, which may continue an earlier response."""
     service = service_of(request)
     with telling_form_as("text.format"):
         sampling = read_sampling(body)
@@ -59,31 +58,25 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     call = _make_call(service, body, request, (messages, places), sampling, body.priority)
     if body.prompt_cache_options is not None and body.prompt_cache_options.ttl is not None:
         call = replace(call, retention=max(call.retention, _HALF_AN_HOUR))
+    name = service.new_id("resp")
     with telling_form_as("tools" if call.tools.is_forced else "text.format", _FIELDS):
-        name = service.new_id("resp")
         prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
-    make = partial(ResponseAnswer, service, body, prepared)
-    answer = await asyncio.to_thread(make) if body.tools or body.text else make()
     store, tenant = _store(request), _tenant(request)
 
-    def keep(told: bytes) -> None:
+    def keep(response: bytes, items: list[dict[str, Any]]) -> None:
         if body.store is not False and not body.no_store:
-            after, _ = extend(messages, as_items(answer.built.items))
-            store.add(name, told, after, tenant)
+            after, _ = extend(messages, as_items(items))
+            store.add(name, response, after, tenant)
 
+    make = partial(ResponseAnswer, service, body, prepared, keep)
+    answer = await asyncio.to_thread(make) if body.tools or body.text else make()
     if body.stream:
-        return EventStream(answer.events(keep))
+        return EventStream(answer.stream(service.run(prepared.request)))
     output = await unless_gone(request.receive, service.answer(prepared.request))
-
-    def tell() -> bytes:
-        answer.read(output)
-        told = answer.told()
-        keep(told)
-        return told
-
+    whole = partial(answer.whole, output)
     is_long = answer.is_long or are_many(len(messages))
-    told = await (asyncio.to_thread(tell) if is_long else read_whole([output], tell))
-    return Response(told, media_type=JsonResponse.media_type)
+    response = await (asyncio.to_thread(whole) if is_long else read_whole([output], whole))
+    return Response(response, media_type=JsonResponse.media_type)
 
 
 async def _read_messages(body: InputTokensRequest, request: Request) -> _Messages:
@@ -132,8 +125,8 @@ def _make_call(
         messages=messages,
         places=places,
         sampling=sampling,
-        salt=service.salt(request, read_salt(body)),
-        retention=read_retention(body),
+        salt=service.salt(request, body.salt),
+        retention=body.retention,
         priority=priority,
         tools=read_tools(body),
         template=read_template(body),

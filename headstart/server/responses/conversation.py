@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 
 from headstart.engine.structured_outputs import StructuredOutputsParams
-from headstart.server.bodies import read_keeping
 from headstart.server.errors import ApiError
+from headstart.server.messages import chat_content
 from headstart.server.responses.schema import (
     AllowedChoice,
     AnyTool,
@@ -253,7 +253,7 @@ def _content(content: Any) -> Any:
         else {"type": "text", "text": part.text}
         for part in content
     ]
-    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+    return chat_content(parts)
 
 
 def read_sampling(body: ResponsesRequest) -> dict[str, Any]:
@@ -263,7 +263,8 @@ def read_sampling(body: ResponsesRequest) -> dict[str, Any]:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "structured_outputs": _read_form(body),
-    } | read_keeping(body)
+        **body.cache_sampling,
+    }
 
 
 def _read_form(body: InputTokensRequest) -> StructuredOutputsParams | None:

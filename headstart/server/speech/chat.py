@@ -21,7 +21,6 @@ from starlette.responses import Response
 
 from headstart.errors import EngineError
 from headstart.omni.params import OmniParams, pcm16
-from headstart.server.bodies import read_salt
 from headstart.server.errors import ApiError, JsonResponse, as_api_error, body_of
 from headstart.server.openai.reading import read_chat_sampling
 from headstart.server.openai.schema import ChatCompletionRequest
@@ -131,7 +130,7 @@ def _read(service: SpeechService, body: ChatCompletionRequest, request: Request)
         audio=form is not None,
         seed=body.seed or 0,
     )
-    salt = service.salt(request, read_salt(body))
+    salt = service.salt(request, body.salt)
     return _Asked(body, service.new_id("chatcmpl"), salt, params, form, int(time.time()))
 
 

@@ -9,24 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.server.answers.formats import (
+from headstart.server.answers import (
     HERMES,
     LLAMA,
     MISTRAL,
-    CallFormat,
-    choose_format,
-    read_reasoning,
-)
-from headstart.server.answers.parser import (
     AnswerParser,
-    CallArguments,
-    CallBegin,
-    Content,
+    CallFormat,
     Part,
     Reading,
-    Reasoning,
     Source,
+    choose_format,
     join,
+    read_reasoning,
 )
 
 FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
@@ -45,17 +39,25 @@ def reader(form: CallFormat, *, is_open: bool = False) -> Callable[[Source], Rea
 def parts_of(form: CallFormat, *pieces: str, is_open: bool = False) -> list[Part]:
     parser = AnswerParser(reader(form, is_open=is_open), ("<|eot|>", "<|x|>"))
     parts = [part for piece in pieces for part in parser.feed(piece)]
-    return join([*parts, *parser.finish()])
+    return join([*parts, *parser.feed("", is_last=True)])
+
+
+def content(text: str) -> Part:
+    return Part("content", text)
+
+
+def reasoning(text: str) -> Part:
+    return Part("reasoning", text)
 
 
 def call(index: int, name: str, arguments: str) -> list[Part]:
-    return [CallBegin(index, name), CallArguments(index, arguments)]
+    return [Part("call", "", index, name), Part("call", arguments, index)]
 
 
 F = [*call(0, "f", A)]
 G = [*call(0, "f", A), *call(1, "get_weather", B)]
 CASES: list[tuple[str, str, list[Part]]] = [
-    ("hermes", "Hello.\n", [Content("Hello.\n")]),
+    ("hermes", "Hello.\n", [content("Hello.\n")]),
     ("hermes", f'<tool_call>\n{{"name": "f", "arguments": {A}}}\n</tool_call>\n', F),
     ("hermes", f'<tool_call>{{"name": "f", "arguments": {A}}}', F),
     ("hermes", f'<tool_call>{{"id": "1", "arguments": {A}, "name": "f"}}</tool_call>', F),
@@ -64,27 +66,27 @@ CASES: list[tuple[str, str, list[Part]]] = [
         "hermes",
         f'Let me see.\n\n<tool_call>\n{{"name": "f", "arguments": {A}}}\n</tool_call>\n'
         f'<tool_call>{{"name":"get_weather","arguments":{B}}}</tool_call>',
-        [Content("Let me see."), *G],
+        [content("Let me see."), *G],
     ),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', call(0, "f", "{}")),
     ("hermes", '<tool_call>{"name": "f", "arguments": null}', call(0, "f", "{}")),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a', call(0, "f", '{"a')),
     ("hermes", '<tool_call>{"name": "f", "arguments": ["1\n2"]}', call(0, "f", '["1\\n2"]')),
-    ("hermes", "<tool_call>f(1)</tool_call> so", [Content("<tool_call>f(1)</tool_call> so")]),
-    ("hermes", '<tool_call>{"name": ', [Content('<tool_call>{"name": ')]),
-    ("hermes", 'So:\n<tool_call>{"name": ', [Content('So:\n<tool_call>{"name": ')]),
-    ("hermes", "a <tool_ca", [Content("a <tool_ca")]),
-    ("hermes", "a < b <|eot|>and <|e", [Content("a < b and <|e")]),
-    ("hermes", "<think>\nHm.\n</think>\n\nHi", [Reasoning("Hm."), Content("Hi")]),
-    ("hermes", "<think>Hm. <tool_call>", [Reasoning("Hm. <tool_call>")]),
+    ("hermes", "<tool_call>f(1)</tool_call> so", [content("<tool_call>f(1)</tool_call> so")]),
+    ("hermes", '<tool_call>{"name": ', [content('<tool_call>{"name": ')]),
+    ("hermes", 'So:\n<tool_call>{"name": ', [content('So:\n<tool_call>{"name": ')]),
+    ("hermes", "a <tool_ca", [content("a <tool_ca")]),
+    ("hermes", "a < b <|eot|>and <|e", [content("a < b and <|e")]),
+    ("hermes", "<think>\nHm.\n</think>\n\nHi", [reasoning("Hm."), content("Hi")]),
+    ("hermes", "<think>Hm. <tool_call>", [reasoning("Hm. <tool_call>")]),
     (
         "hermes",
         f'<think>\n\n</think>\n\n<tool_call>\n{{"name": "f", "arguments": {A}}}\n</tool_call>',
         F,
     ),
-    ("hermes", "I <think> so", [Content("I <think> so")]),
-    ("llama", "Hello.", [Content("Hello.")]),
-    ("llama", " \nHello. ", [Content(" \nHello. ")]),
+    ("hermes", "I <think> so", [content("I <think> so")]),
+    ("llama", "Hello.", [content("Hello.")]),
+    ("llama", " \nHello. ", [content(" \nHello. ")]),
     ("llama", f'{{"name": "f", "parameters": {A}}}', F),
     ("llama", f' <|python_tag|>{{"type": "function", "name": "f", "parameters": {A}}}', F),
     (
@@ -92,11 +94,11 @@ CASES: list[tuple[str, str, list[Part]]] = [
         f'{{"name": "f", "parameters": {A}}}; {{"name": "get_weather", "parameters": {B}}}\n',
         G,
     ),
-    ("llama", '{"name": "Ben", "age": 4} ', [Content('{"name": "Ben", "age": 4} ')]),
-    ("llama", '{"age": 4}', [Content('{"age": 4}')]),
-    ("llama", f'See: <|python_tag|>{{"name": "f", "parameters": {A}}}', [Content("See:"), *F]),
-    ("llama", "<|python_tag|>f.call(1)", [Content("<|python_tag|>f.call(1)")]),
-    ("mistral", "Hello [TOOL].", [Content("Hello [TOOL].")]),
+    ("llama", '{"name": "Ben", "age": 4} ', [content('{"name": "Ben", "age": 4} ')]),
+    ("llama", '{"age": 4}', [content('{"age": 4}')]),
+    ("llama", f'See: <|python_tag|>{{"name": "f", "parameters": {A}}}', [content("See:"), *F]),
+    ("llama", "<|python_tag|>f.call(1)", [content("<|python_tag|>f.call(1)")]),
+    ("mistral", "Hello [TOOL].", [content("Hello [TOOL].")]),
     ("mistral", f'[TOOL_CALLS] [{{"name": "f", "arguments": {A}}}]', F),
     (
         "mistral",
@@ -104,10 +106,10 @@ CASES: list[tuple[str, str, list[Part]]] = [
         f'{{"name": "get_weather", "arguments": {B}}}]',
         G,
     ),
-    ("mistral", f"Well, [TOOL_CALLS]f[ARGS]{A}[TOOL_CALLS]get_weather{B}", [Content("Well,"), *G]),
+    ("mistral", f"Well, [TOOL_CALLS]f[ARGS]{A}[TOOL_CALLS]get_weather{B}", [content("Well,"), *G]),
     ("mistral", f"[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{A}", F),
-    ("mistral", "[TOOL_CALLS][1, 2]", [Content("[TOOL_CALLS][1, 2]")]),
-    ("mistral", "[TOOL_CALLS]what\nelse", [Content("[TOOL_CALLS]what\nelse")]),
+    ("mistral", "[TOOL_CALLS][1, 2]", [content("[TOOL_CALLS][1, 2]")]),
+    ("mistral", "[TOOL_CALLS]what\nelse", [content("[TOOL_CALLS]what\nelse")]),
 ]  # fmt: skip
 
 
@@ -118,7 +120,7 @@ def test_an_answer_has_its_parts(name: str, text: str, parts: list[Part]) -> Non
 
 
 def test_a_prompt_may_open_the_reasoning() -> None:
-    told = [Reasoning("Hm."), Content("Hi")]
+    told = [reasoning("Hm."), content("Hi")]
     assert parts_of(HERMES, "Hm.\n</think>\n\nHi", is_open=True) == told
     assert parts_of(HERMES, "<think>Hm.</think>Hi", is_open=True) == told
 
@@ -141,14 +143,14 @@ def test_how_a_text_is_cut_changes_nothing(
     parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     whole = parts_of(FORMATS[name], text, is_open=is_open)
     assert parts_of(FORMATS[name], *parts, is_open=is_open) == whole
-    begun = [part.index for part in whole if isinstance(part, CallBegin)]
+    begun = [part.index for part in whole if part.name]
     assert begun == list(range(len(begun)))
 
 
 @given(st.text("ab <|{[", max_size=20))
 def test_a_text_without_marks_is_content(text: str) -> None:
     for form in FORMATS.values():
-        assert parts_of(form, *text) == ([Content(text)] if text else [])
+        assert parts_of(form, *text) == ([content(text)] if text else [])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,540 @@
+"""Content, reasoning and tool calls in the text of an answer, parsed while it arrives.
+
+    Hermes, Qwen   <tool_call>{"name": ..., "arguments": ...}</tool_call>
+    Llama 3        {"name": ..., "parameters": ...} in place of an answer, several separated by `;`
+    Mistral        [TOOL_CALLS][{"name": ..., "arguments": ...}, ...], or for each call
+                   [TOOL_CALLS]name[ARGS]{...}, some with [CALL_ID]... after the name
+    reasoning      <think>...</think> before an answer: Qwen 3, DeepSeek R1 and others
+
+A reader is a generator that waits for the next character. It is written as if the whole text were
+there, and the same characters give the same parts however they arrive.
+
+A call's name is passed on when it is complete, and the arguments as they come, spelled as the model
+wrote them: the next turn's prompt will have the same. Arguments before the name wait for it. Some
+models write the arguments as a text of JSON; that text is passed on.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+from typing import Literal, TypeVar
+
+__all__ = [
+    "HERMES",
+    "LLAMA",
+    "MISTRAL",
+    "THINK_CLOSE",
+    "THINK_OPEN",
+    "AnswerParser",
+    "CallFormat",
+    "Part",
+    "Reading",
+    "Source",
+    "choose_format",
+    "join",
+    "read_reasoning",
+    "shows_reasoning",
+]
+
+END = ""
+"""The character that a reader gets when the text has ended."""
+
+Result = TypeVar("Result")
+Reading = Generator[None, str, Result]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of content, of reasoning or of a tool call.
+
+    text: of a call, a piece of its arguments, which together are JSON if the model wrote it well.
+    index: number of the call in its answer, from 0. name: of a call, in its first piece alone.
+    """
+
+    kind: Literal["content", "reasoning", "call"]
+    text: str
+    index: int = 0
+    name: str = ""
+
+
+def join(parts: Iterable[Part], *, whole_calls: bool = False) -> list[Part]:
+    """Return the parts with neighbors of a kind joined.
+
+    whole_calls: join a call's name with its arguments, too.
+
+    >>> pieces = [Part("call", "", 0, "f"), Part("call", "{", 0), Part("call", "}", 0)]
+    >>> [(part.name, part.text) for part in join(pieces)]
+    [('f', ''), ('', '{}')]
+    >>> [(part.name, part.text) for part in join(pieces, whole_calls=True)]
+    [('f', '{}')]
+    """
+    joined = []
+    for _, (first, *rest) in groupby(
+        parts, lambda part: (part.kind, part.index, "" if whole_calls else part.name)
+    ):
+        text = "".join([first.text, *(part.text for part in rest)])
+        joined.append(replace(first, text=text) if rest else first)
+    return joined
+
+
+class Source:
+    """Characters that can be put back, and the parts that were read from them."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self._returned: list[str] = []  # characters that were put back, the next one last
+        self._record: list[str] | None = None
+        self.left_out = ""
+        """White space that `until` left out before the last marker."""
+
+    def content(self, text: str) -> None:
+        """Add a piece of content."""
+        self.parts.append(Part("content", text))
+
+    def reasoning(self, text: str) -> None:
+        """Add a piece of reasoning."""
+        self.parts.append(Part("reasoning", text))
+
+    def next(self) -> Reading[str]:
+        """Return the next character, or END, again and again."""
+        character = self._returned.pop() if self._returned else (yield)
+        if character == END:
+            self._returned.append(END)
+        elif self._record is not None:
+            self._record.append(character)
+        return character
+
+    def back(self, text: str) -> None:
+        """Put back the characters that were read last; END needs no putting back."""
+        self._returned += reversed(text)
+        if self._record is not None and text:
+            del self._record[-len(text) :]
+
+    def start_record(self) -> None:
+        """Record what is read from here on, up to `end_record`."""
+        self._record = []
+
+    def end_record(self) -> str:
+        """Return the text read since `start_record`, and stop recording."""
+        record, self._record = self._record or [], None
+        return "".join(record)
+
+    def space(self) -> Reading[str]:
+        """Read white space, up to the next other character."""
+        space = ""
+        while (character := (yield from self.next())).isspace():
+            space += character
+        self.back(character)
+        return space
+
+    def solid(self) -> Reading[str]:
+        """Read the next character that is no white space, or END."""
+        yield from self.space()
+        return (yield from self.next())
+
+    def match(self, text: str) -> Reading[bool]:
+        """Return True if `text` comes next, and read it only then."""
+        read = ""
+        for wanted in text:
+            character = yield from self.next()
+            read += character
+            if character != wanted:
+                self.back(read)
+                return False
+        return True
+
+    def until(
+        self, markers: Sequence[str], tell: Callable[[str], None], *, keeps_space: bool = True
+    ) -> Reading[str]:
+        """Pass on the text up to the first marker, and return that, or END at the end.
+
+        No marker begins another. White space before a marker is left out, and before the end too
+        unless it is kept. Text that may be the beginning of a marker waits until that is known.
+        """
+        beginnings = beginnings_of(tuple(markers))
+        held = space = ""
+        while True:
+            character = yield from self.next()
+            held += character
+            while held and (character == END or held not in beginnings):
+                first, held = held[0], held[1:]
+                space += first
+                if not first.isspace():
+                    tell(space)
+                    space = ""
+            if held in markers:
+                self.left_out = space
+                return held
+            if character == END:
+                if space and keeps_space:
+                    tell(space)
+                return END
+
+
+@lru_cache(64)
+def beginnings_of(markers: tuple[str, ...]) -> frozenset[str]:
+    """Return every text that begins a marker, itself included."""
+    return frozenset(marker[: n + 1] for marker in markers for n in range(len(marker)))
+
+
+class AnswerParser:
+    """Parses one answer: `feed` takes its text as it comes.
+
+    However the text is cut, the joined parts are the same. read: the format's reader. hidden:
+    special tokens that are in the text only because the format needs others; they are left out.
+    max_calls: calls beyond this many are left out, None for no bound. only_calls: the answer can be
+    nothing but calls, so other text is the beginning of one that was cut off; it is left out.
+    has_call: True once the parts had a call.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[Source], Reading[None]],
+        hidden: Sequence[str] = (),
+        *,
+        max_calls: int | None = None,
+        only_calls: bool = False,
+    ) -> None:
+        self.has_call = False
+        self._max_calls = max_calls
+        self._only_calls = only_calls
+        self._hidden = frozenset(hidden)
+        self._beginnings = beginnings_of(tuple(hidden))
+        self._held = ""  # the beginning of a hidden text, maybe
+        self._source = Source()
+        self._reading = read(self._source)
+        next(self._reading, None)
+
+    def feed(self, text: str, *, is_last: bool = False) -> list[Part]:
+        """Return the parts that are certain with this text; with the last one, all that remain."""
+        characters: Iterable[str] = self._without_hidden(text) if self._hidden else text
+        if is_last:
+            characters = [*characters, *self._held, END]
+        with suppress(StopIteration):  # of a reader that needs no more
+            for character in characters:
+                self._reading.send(character)
+        parts = join(part for part in self._source.parts if self._is_shown(part))
+        self._source.parts.clear()
+        self.has_call = self.has_call or any(part.kind == "call" for part in parts)
+        return parts
+
+    def _without_hidden(self, text: str) -> list[str]:
+        shown = []
+        for character in text:
+            self._held += character
+            while self._held and self._held not in self._beginnings:
+                shown.append(self._held[0])
+                self._held = self._held[1:]
+            if self._held in self._hidden:
+                self._held = ""
+        return shown
+
+    def _is_shown(self, part: Part) -> bool:
+        if part.kind == "call":
+            return self._max_calls is None or part.index < self._max_calls
+        return part.kind == "reasoning" or not self._only_calls
+
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+
+
+def read_reasoning(source: Source, *, is_open: bool) -> Reading[None]:
+    """Read reasoning if there is any; `is_open`: the prompt ends within it.
+
+    White space around it is left out. An answer without it stays as it is.
+    """
+    space = yield from source.space()
+    if not (yield from source.match(THINK_OPEN)) and not is_open:
+        source.back(space)
+        return
+    yield from source.space()
+    yield from source.until((THINK_CLOSE,), source.reasoning)
+    yield from source.space()
+
+
+_ARGUMENTS = ("arguments", "parameters")
+_PAIRS = {"{": "}", "[": "]"}
+_ENDS = (END, ",", "}", "]")
+
+
+class _MalformedError(Exception):
+    """The text is not JSON, or not a call."""
+
+
+def read_call(
+    source: Source, index: int, names: Container[str] | None = None
+) -> Reading[str | None]:
+    """Read a call. Return None once its name was passed on, whatever came after it.
+
+    Otherwise return all that was read, which is no call: it breaks off, it is not an object with a
+    name, or the name is none of `names`.
+    """
+    name = ""
+    has_arguments = False
+    early: list[str] = []  # arguments before the name
+
+    def add_arguments(text: str) -> None:
+        nonlocal has_arguments
+        has_arguments = True
+        if name:
+            source.parts.append(Part("call", text, index))
+        else:
+            early.append(text)
+
+    source.start_record()
+    with suppress(_MalformedError):
+        yield from _expect(source, "{")
+        while (character := (yield from source.solid())) != "}":
+            if character == ",":
+                continue
+            key = yield from _read_string(source, character)
+            yield from _expect(source, ":")
+            if key == "name":
+                text = yield from _read_string(source, (yield from source.solid()))
+                if name or not text or (names is not None and text not in names):
+                    raise _MalformedError
+                name = text
+                source.parts.append(Part("call", "", index, name))
+                if early:
+                    add_arguments("".join(early))
+            elif key in _ARGUMENTS and not has_arguments:
+                yield from read_value(source, add_arguments)
+            else:
+                yield from read_value(source, lambda text: None)
+        if name and not has_arguments:
+            add_arguments("{}")
+    text = source.end_record()
+    return None if name else text
+
+
+def _expect(source: Source, character: str) -> Reading[None]:
+    if (yield from source.solid()) != character:
+        raise _MalformedError
+
+
+def _read_string(source: Source, opening: str) -> Reading[str]:
+    if opening != '"':
+        raise _MalformedError
+    pieces: list[str] = []
+    yield from _read_quoted(source, pieces.append)
+    try:
+        return str(json.loads("".join(pieces)))
+    except ValueError as error:
+        raise _MalformedError from error
+
+
+def _read_quoted(source: Source, tell: Callable[[str], None]) -> Reading[None]:
+    """Pass on a string with its quotes; line breaks in it, which are no JSON, as escapes."""
+    tell('"')
+    is_escaped = False
+    while (character := (yield from source.next())) != END:
+        tell(character if character >= " " else json.dumps(character)[1:-1])
+        if character == '"' and not is_escaped:
+            return
+        is_escaped = character == "\\" and not is_escaped
+
+
+def read_value(source: Source, tell: Callable[[str], None]) -> Reading[None]:
+    """Read a value of JSON and pass it on; an object or a list bit by bit, as it was written."""
+    opening = yield from source.solid()
+    if opening in _PAIRS:
+        depth = 1
+        tell(opening)
+        while depth and (character := (yield from source.next())) != END:
+            if character == '"':
+                yield from _read_quoted(source, tell)
+            else:
+                tell(character)
+                depth += (character in _PAIRS) - (character in _PAIRS.values())
+    elif opening == '"':
+        pieces: list[str] = []
+        yield from _read_quoted(source, pieces.append)
+        tell(_unquote("".join(pieces)))
+    elif opening in _ENDS:
+        source.back(opening)
+    else:
+        text = opening
+        while (character := (yield from source.next())) not in _ENDS:
+            text += character
+        source.back(character)
+        tell("{}" if text.strip() == "null" else text.strip())
+
+
+def _unquote(text: str) -> str:
+    """Return the value of a string, whose last quote may be missing."""
+    for whole in (text, f'{text}"'):
+        with suppress(ValueError):
+            return str(json.loads(whole))
+    return text
+
+
+HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
+
+
+def read_hermes(source: Source, names: Container[str]) -> Reading[None]:
+    """Read texts and calls; a call of an unknown tool is passed on, so that its caller refuses."""
+    index = 0
+    while (yield from source.until((HERMES_OPEN,), source.content, keeps_space=not index)):
+        space = source.left_out
+        text = yield from read_call(source, index)
+        if text is not None:
+            source.content(space + HERMES_OPEN + text)
+            continue
+        index += 1
+        space = yield from source.space()
+        if not (yield from source.match(HERMES_CLOSE)):
+            source.back(space)
+
+
+PYTHON_TAG = "<|python_tag|>"
+
+
+def read_llama(source: Source, names: Container[str]) -> Reading[None]:
+    """Read calls, or a text."""
+    index = 0
+    before = yield from source.space()
+    if (yield from source.match(PYTHON_TAG)):
+        before += PYTHON_TAG
+    while True:
+        before += yield from source.space()
+        text: str | None = ""
+        if (yield from source.match("{")):
+            source.back("{")
+            text = yield from read_call(source, index, names)
+        if text is None:
+            index += 1
+            before = yield from source.space()
+            if (yield from source.match(";")):
+                before = ""
+            continue
+        if PYTHON_TAG in before or text:
+            source.content(before + text)
+        else:
+            source.back(before)
+        before = yield from source.until((PYTHON_TAG,), source.content, keeps_space=not index)
+        if not before:
+            return
+
+
+TOOL_CALLS, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+def read_mistral(source: Source, names: Container[str]) -> Reading[None]:
+    """Read texts and calls."""
+    index = 0
+    while (yield from source.until((TOOL_CALLS,), source.content, keeps_space=not index)):
+        space = yield from source.space()
+        read = _read_list if (yield from source.match("[")) else _read_named
+        index = yield from read(source, index, space)
+
+
+def _read_list(source: Source, index: int, space: str) -> Reading[int]:
+    """Read the calls of a list, and return the index of the next call."""
+    before = f"{TOOL_CALLS}{space}["
+    while True:
+        text = yield from read_call(source, index)
+        if text is not None:
+            source.content(before + text)
+            return index
+        index += 1
+        before = yield from source.space()
+        if (yield from source.match(",")):
+            before += ","
+            continue
+        if not (yield from source.match("]")):
+            source.back(before)
+        return index
+
+
+def _read_named(source: Source, index: int, space: str) -> Reading[int]:
+    """Read a call whose name precedes its arguments, and return the index of the next call."""
+    read: list[str] = []
+    marker = yield from source.until((MISTRAL_CALL_ID, MISTRAL_ARGUMENTS, "{", "\n"), read.append)
+    name = "".join(read)
+    if marker == MISTRAL_CALL_ID:
+        marker = yield from source.until((MISTRAL_ARGUMENTS, "{", "\n"), read.append)
+    if marker != MISTRAL_ARGUMENTS:
+        source.back(marker)
+    if marker in (END, "\n") or not name:
+        source.content("".join([TOOL_CALLS, space, *read]))
+        return index
+    source.parts.append(Part("call", "", index, name))
+    yield from read_value(source, lambda text: source.parts.append(Part("call", text, index)))
+    return index + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallFormat:
+    """The format in which a model writes tool calls.
+
+    read: reads them out of an answer, given the names of the tools. markers: texts that the answer
+    must show though a tokenizer may call them special. Forced calls are written as `head`, then
+    each call, separated by `between`, then `tail`; a call is `opening`, with the name in JSON for
+    {name}, then the arguments, then `closing`. between: None if a model makes one call at a time.
+    id_length: of a call's id, where templates prescribe it.
+    """
+
+    read: Callable[[Source, Container[str]], Reading[None]]
+    markers: tuple[str, ...]
+    opening: str
+    closing: str
+    head: str = ""
+    tail: str = ""
+    between: str | None = None
+    id_length: int | None = None
+
+    def new_id(self, prefix: str) -> str:
+        """Return a new id of a call, with the API's prefix unless the format fixes the length."""
+        if self.id_length is None:
+            return f"{prefix}{secrets.token_hex(12)}"
+        letters = string.ascii_letters + string.digits
+        return "".join(secrets.choice(letters) for _ in range(self.id_length))
+
+
+HERMES = CallFormat(
+    read=read_hermes,
+    markers=(HERMES_OPEN, HERMES_CLOSE),
+    opening=HERMES_OPEN + '\n{"name": {name}, "arguments": ',
+    closing="}\n" + HERMES_CLOSE,
+    between="\n",
+)
+LLAMA = CallFormat(
+    read=read_llama,
+    markers=(PYTHON_TAG,),
+    opening='{"name": {name}, "parameters": ',
+    closing="}",
+)
+MISTRAL = CallFormat(
+    read=read_mistral,
+    markers=(TOOL_CALLS, MISTRAL_ARGUMENTS, MISTRAL_CALL_ID),
+    opening='{"name": {name}, "arguments": ',
+    closing="}",
+    head=TOOL_CALLS + "[",
+    tail="]",
+    between=", ",
+    id_length=9,
+)
+
+
+def choose_format(template: str) -> CallFormat | None:
+    """Return the format of the calls in a chat template; None if it shows no supported one.
+
+    A template that takes tools without any mark of calls is taken for one of Llama's kind, whose
+    calls are plain JSON.
+    """
+    for marker, form in (("<function=", None), (TOOL_CALLS, MISTRAL), (HERMES_OPEN, HERMES)):
+        if marker in template:
+            return form
+    return LLAMA if "tools" in template else None
+
+
+def shows_reasoning(template: str) -> bool:
+    """Return True if a chat template has marks of reasoning."""
+    return THINK_OPEN in template or THINK_CLOSE in template

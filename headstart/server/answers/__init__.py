@@ -1,1 +1,0 @@
-"""Content, reasoning and calls of tools in a model's text, read as it arrives."""

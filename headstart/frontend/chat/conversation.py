@@ -3,17 +3,19 @@
 A reply comes back in the next turn as text. Tokenized anew it often has other ids than the model
 sampled ("the" may be "t" + "he"), and from there on nothing hits. So the ids are stored under the
 text that they spell, and a prompt that begins with such a text begins with its ids. Only the rest
-is tokenized."""
+is tokenized.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -22,186 +24,30 @@ from headstart.cache import Namespace
 from headstart.errors import ConfigError, RequestError
 from headstart.frontend.chat.messages import (
     Message,
-    RawArguments,
     TemplateOptions,
     TemplateOrder,
     check_text_content,
     read_conversation,
+    render_arguments,
     text_parts,
 )
 from headstart.frontend.text import Spelling, TextLimit
-from headstart.validation import check_utf8, shorten
+from headstart.validation import shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ENTRY_BYTES", "TextIndex"]
-
-
-ENTRY_BYTES = 768
-"""What a text costs beside its token ids: its digest, its places in four tables, and the head of
-an array."""
-
-
-class _Known(NamedTuple):
-    """The first `num_tokens` of `token_ids`; several texts of one turn share the same array."""
-
-    num_bytes: int
-    token_ids: array[int]
-    num_tokens: int
-
-
-class TextIndex:
-    """At most `max_texts` texts, which with their token ids take at most `max_bytes`.
-
-    Not thread-safe. Raises ConfigError for a bound below 1.
-    """
-
-    def __init__(self, max_texts: int, max_bytes: int) -> None:
-        for name, value in (("max_texts", max_texts), ("max_bytes", max_bytes)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; allowed: at least 1")
-        self._max_texts = max_texts
-        self._max_bytes = max_bytes
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()  # least recently used first
-        self._changing = False
-        self._derive()
-
-    def _derive(self) -> None:
-        """Work out the fields that follow from what is known."""
-        self._num_bytes = 0
-        self._counts: Counter[int] = Counter()  # texts of each length
-        self._lengths: list[int] = []
-        self._users: Counter[int] = Counter()  # texts of each array, by its id
-        for known in self._known.values():
-            self._count(known)
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all token ids, each array counted once, and `ENTRY_BYTES` a text."""
-        self._repair()
-        return self._num_bytes
-
-    def add(self, text: str, token_ids: array[int], count: int, namespace: Namespace) -> None:
-        """Keep the first `count` ids as those of `text`, in place of any earlier ones.
-
-        One whose ids alone take more than `max_bytes` is not kept.
-        """
-        self._repair()
-        if _size(token_ids) + ENTRY_BYTES > self._max_bytes:
-            return
-        data = _encode(text)
-        hasher = _hasher(namespace)
-        hasher.update(data)
-        key = hasher.digest()
-        self._changing = True
-        if key in self._known:
-            self._forget(key)
-        known = self._known[key] = _Known(len(data), token_ids, count)
-        self._count(known)
-        self._make_room()
-        self._changing = False
-
-    def _make_room(self) -> None:
-        while len(self._known) > self._max_texts or self._num_bytes > self._max_bytes:
-            self._forget(next(iter(self._known)))
-
-    def _repair(self) -> None:
-        if self._changing:
-            self._derive()
-            self._make_room()
-            self._changing = False
-
-    def _count(self, known: _Known) -> None:
-        self._counts[known.num_bytes] += 1
-        if self._counts[known.num_bytes] == 1:
-            insort(self._lengths, known.num_bytes)
-        self._users[id(known.token_ids)] += 1
-        if self._users[id(known.token_ids)] == 1:
-            self._num_bytes += _size(known.token_ids)
-        self._num_bytes += ENTRY_BYTES
-
-    def _forget(self, key: bytes) -> None:
-        known = self._known.pop(key)
-        self._counts[known.num_bytes] -= 1
-        if not self._counts[known.num_bytes]:
-            del self._counts[known.num_bytes]
-            del self._lengths[bisect_left(self._lengths, known.num_bytes)]
-        self._users[id(known.token_ids)] -= 1
-        if not self._users[id(known.token_ids)]:
-            del self._users[id(known.token_ids)]
-            self._num_bytes -= _size(known.token_ids)
-        self._num_bytes -= ENTRY_BYTES
-
-    def clear(self) -> None:
-        """Forget every text."""
-        self._changing = True
-        self._known.clear()
-        self._repair()
-
-    def longest(self, text: str, namespace: Namespace) -> tuple[list[int], str]:
-        """The ids of the longest known beginning of `text`, and the text after it."""
-        self._repair()
-        data = _encode(text)
-        hasher = _hasher(namespace)
-        done = 0
-        found: bytes | None = None
-        for length in self._lengths[: bisect_right(self._lengths, len(data))]:
-            hasher.update(data[done:length])
-            done = length
-            key = hasher.digest()
-            if key in self._known:
-                found = key
-        if found is None:
-            return [], text
-        self._known.move_to_end(found)
-        known = self._known[found]
-        return known.token_ids[: known.num_tokens].tolist(), _decode(data[known.num_bytes :])
-
-    def check(self) -> None:
-        """Raise AssertionError if an invariant is broken."""
-        self._repair()
-        arrays = {id(known.token_ids): known.token_ids for known in self._known.values()}
-        size = sum(map(_size, arrays.values())) + ENTRY_BYTES * len(self._known)
-        assert self._num_bytes == size <= self._max_bytes, "the bytes are counted wrong"
-        assert len(self._known) <= self._max_texts
-        lengths = Counter(known.num_bytes for known in self._known.values())
-        assert self._counts == lengths and self._lengths == sorted(lengths)
-
-
-def _encode(text: str) -> bytes:
-    """A text in UTF-8; half a character, which a model may have written, in three bytes."""
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _decode(data: bytes) -> str:
-    return data.decode("utf-8", "surrogatepass")
-
-
-def _size(token_ids: array[int]) -> int:
-    return len(token_ids) * token_ids.itemsize
-
-
-def _hasher(namespace: Namespace) -> hashlib.blake2b:
-    """Adapter and salt stand in fields of their own lengths, so that no two run together."""
-    hasher = hashlib.blake2b(digest_size=16)
-    for field in namespace:
-        name = b"" if field is None else _encode(field)
-        hasher.update((field is not None).to_bytes() + len(name).to_bytes(8) + name)
-    return hasher
-
+__all__ = ["ENTRY_BYTES", "ChatPrompt", "ConversationMemory", "TextIndex", "Turn"]
 
 MAX_TEXTS = 4096
 MAX_BYTES = 64 * 2**20
 """Bounds of the memory: 4,096 texts, and 64 MiB of texts and token ids."""
 
+ENTRY_BYTES = 768
+"""Memory of a text apart from its token ids: its digest, its entries in tables, an array's head."""
+
 SHARED = Namespace(None, None)
 """Turns without an adapter and without a salt."""
-
-_AS_THE_MODEL = TemplateOptions()
 
 # Tokens of context in which a piece of text is spelled out: enough for any decoder, which
 # looks back one token (a space before a word) or three (the bytes of a character).
@@ -210,8 +56,117 @@ _MAX_TEMPLATES = 16  # whose orders of messages are remembered
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
+class _Entry(NamedTuple):
+    """The first `num_tokens` of `token_ids`; several texts of a turn share the same array."""
+
+    num_bytes: int
+    token_ids: array[int]
+    num_tokens: int
+
+
+class TextIndex:
+    """Token ids by text: at most `max_texts` texts, which take at most `max_bytes` with their ids.
+
+    A text is identified by a hash over adapter, salt and text. So the longest stored beginning of a
+    text costs a pass of BLAKE2 over it and a digest at each distinct stored length: a few
+    microseconds for each, which is why the number of texts is bounded, too. The least recently used
+    text is removed first. Not thread-safe. Raises ConfigError for a bound below 1.
+    """
+
+    def __init__(self, max_texts: int, max_bytes: int) -> None:
+        for name, value in (("max_texts", max_texts), ("max_bytes", max_bytes)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; allowed: at least 1")
+        self._max_texts, self._max_bytes = max_texts, max_bytes
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        """Remove every text."""
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
+        self._lengths: Counter[int] = Counter()  # number of texts by their length in bytes
+        self._users: Counter[int] = Counter()  # number of texts by the id of their array
+        self.num_bytes = 0  # of all token ids, each array counted once, and of the entries
+
+    def add(self, text: str, token_ids: array[int], count: int, namespace: Namespace) -> None:
+        """Store the first `count` ids as those of `text`, in place of any earlier ones.
+
+        Ids that alone take more than `max_bytes` are not stored.
+        """
+        if _size(token_ids) + ENTRY_BYTES > self._max_bytes:
+            return
+        data = _encode(text)
+        hasher = _make_hasher(namespace)
+        hasher.update(data)
+        key = hasher.digest()
+        if key in self._entries:
+            self._remove(key)
+        self._entries[key] = _Entry(len(data), token_ids, count)
+        self._lengths[len(data)] += 1
+        self._users[id(token_ids)] += 1
+        self.num_bytes += ENTRY_BYTES + _size(token_ids) * (self._users[id(token_ids)] == 1)
+        while len(self._entries) > self._max_texts or self.num_bytes > self._max_bytes:
+            self._remove(next(iter(self._entries)))
+
+    def _remove(self, key: bytes) -> None:
+        length, token_ids, _ = self._entries.pop(key)
+        self.num_bytes -= ENTRY_BYTES
+        self._lengths[length] -= 1
+        if not self._lengths[length]:
+            del self._lengths[length]
+        self._users[id(token_ids)] -= 1
+        if not self._users[id(token_ids)]:
+            del self._users[id(token_ids)]
+            self.num_bytes -= _size(token_ids)
+
+    def longest(self, text: str, namespace: Namespace) -> tuple[list[int], str]:
+        """Return the ids of the longest stored beginning of `text`, and the text after it."""
+        data = _encode(text)
+        hasher = _make_hasher(namespace)
+        done, match = 0, b""
+        for length in sorted(length for length in self._lengths if length <= len(data)):
+            hasher.update(data[done:length])
+            done = length
+            key = hasher.digest()
+            if key in self._entries:
+                match = key
+        if not match:
+            return [], text
+        self._entries.move_to_end(match)
+        num_bytes, token_ids, num_tokens = self._entries[match]
+        return token_ids[:num_tokens].tolist(), data[num_bytes:].decode("utf-8", "surrogatepass")
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        arrays = {id(entry.token_ids): entry.token_ids for entry in self._entries.values()}
+        size = sum(map(_size, arrays.values())) + ENTRY_BYTES * len(self._entries)
+        assert self.num_bytes == size <= self._max_bytes, "the bytes are counted wrong"
+        assert len(self._entries) <= self._max_texts
+        assert self._lengths == Counter(entry.num_bytes for entry in self._entries.values())
+
+
+def _encode(text: str) -> bytes:
+    """Return a text in UTF-8; half a character, which a model may have written, in three bytes."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _size(token_ids: array[int]) -> int:
+    return len(token_ids) * token_ids.itemsize
+
+
+def _make_hasher(namespace: Namespace) -> hashlib.blake2b:
+    """Return a hasher that has read adapter and salt, with their lengths to keep them apart."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for field in namespace:
+        name = b"" if field is None else _encode(field)
+        hasher.update((field is not None).to_bytes() + len(name).to_bytes(8) + name)
+    return hasher
+
+
 class ChatPrompt(NamedTuple):
-    """A conversation's prompt as its next turn will look for it: the text and the ids of it."""
+    """A conversation's prompt as its next turn looks it up: the text and its ids."""
 
     text: str
     token_ids: Sequence[int]
@@ -219,7 +174,7 @@ class ChatPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A finished turn: what was asked, and one answer. The prompt's ids spell the prompt."""
+    """A finished turn: prompt and reply, with the ids that spell them."""
 
     prompt: str
     prompt_token_ids: Sequence[int]
@@ -228,12 +183,12 @@ class Turn:
 
 
 class ConversationMemory:
-    """Renders chats and recognises what was said before.
+    """Renders chats and recognizes earlier turns.
 
-    tokenizer: None for a model without one, which cannot chat. spelling: how texts become ids and
-    back, where that is not the tokenizer's business alone. limit: how long a conversation may be,
-    None for any length. max_texts: texts remembered, up to three for a turn. max_bytes: memory
-    for them; the texts of a turn share 4 bytes for each token of its prompt and reply.
+    tokenizer: None for a model without one, which cannot chat. spelling: conversion of texts to ids
+    and back, where the tokenizer alone is not enough. limit: the longest conversation. max_texts:
+    texts remembered, up to three for a turn. max_bytes: memory for them; the texts of a turn share
+    4 bytes for each token of its prompt and reply.
 
     Not thread-safe. Raises ConfigError for a bound below 1.
     """
@@ -247,21 +202,21 @@ class ConversationMemory:
         max_texts: int = MAX_TEXTS,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        longest = limit.max_model_len if limit is not None else None
-        self._spelling = spelling or Spelling(tokenizer, longest)
+        self._limit = limit or TextLimit(tokenizer, sys.maxsize)
+        self._spelling = spelling or Spelling(tokenizer, self._limit.max_model_len)
         self._texts = TextIndex(max_texts, max_bytes)
-        self._limit = limit
-        self._orders: dict[tuple[str, bool], TemplateOrder] = {}
+        self._order = lru_cache(_MAX_TEMPLATES)(self._find_order)
 
     def __len__(self) -> int:
         return len(self._texts)
 
-    def render(self, messages: Sequence[Message], options: TemplateOptions = _AS_THE_MODEL) -> str:
-        """The prompt's text by the model's chat template, up to where the reply begins.
+    def render(self, messages: Sequence[Message], options: TemplateOptions | None = None) -> str:
+        """Return the prompt's text by the model's chat template, up to where the reply begins.
 
         Raises RequestError: no tokenizer or no template, no message, a role or content that is
-        not one, too many messages or too long a text, or what the template itself refuses.
+        not one, too many messages or too long a text, or an error of the template itself.
         """
+        options = options or TemplateOptions()
         texts = read_conversation(messages)
         for place, message in enumerate(texts):
             message["content"] = check_text_content(place, message.get("content"))
@@ -270,21 +225,21 @@ class ConversationMemory:
                 message["content"] = text_parts(message)
         return self.apply_template(texts, options)
 
-    def apply_template(
-        self, messages: list[dict[str, Any]], options: TemplateOptions = _AS_THE_MODEL
-    ) -> str:
-        """Return the prompt's text for messages whose contents the template takes as they are.
+    def apply_template(self, messages: list[dict[str, Any]], options: TemplateOptions) -> str:
+        """Return the prompt's text for messages whose contents the template takes unchanged.
 
         Raises RequestError.
         """
         tokenizer = self._spelling.tokenizer
         if not (tokenizer.chat_template or options.chat_template):
             raise RequestError("the model's tokenizer has no chat template: give a prompt instead")
-        if self._limit is not None:
-            self._limit.check_messages(len(messages))
+        self._limit.check_messages(len(messages))
         try:
-            ordered = self._order(messages, options).arrange(messages)
-            text = _apply(tokenizer, ordered, options)
+            tools: list[dict[str, Any]] | None = [{}] if options.tools else None
+            template = tokenizer.get_chat_template(options.chat_template, tools)
+            order = self._order(template, isinstance(messages[0]["content"], list))
+            render = partial(tokenizer.apply_chat_template, tokenize=False, **options.arguments())
+            text = render_arguments(order.arrange(messages), lambda marked: str(render(marked)))
         except TemplateError as error:
             raise RequestError(
                 f"the model's chat template refuses this: {shorten(str(error))}"
@@ -294,60 +249,46 @@ class ConversationMemory:
             raise RequestError(
                 f"the model's chat template failed: {type(error).__name__}: {shorten(str(error))}"
             ) from error
-        if self._limit is None:
-            check_utf8("the conversation", text)
-        else:
-            self._limit.check("the conversation", text)
+        self._limit.check("the conversation", text)
         return text
 
-    def _order(
-        self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions
-    ) -> TemplateOrder:
-        """Return the order of messages that the template takes, which is found out once."""
+    def _find_order(self, template: str, in_parts: bool) -> TemplateOrder:
+        """Return the order of messages that a template takes."""
         tokenizer = self._spelling.tokenizer
-        tools: list[dict[str, Any]] | None = [{}] if options.tools else None
-        template = tokenizer.get_chat_template(options.chat_template, tools)
-        in_parts = isinstance(messages[0]["content"], list)
-        order = self._orders.get((template, in_parts))
-        if order is None:
-            if len(self._orders) >= _MAX_TEMPLATES:
-                self._orders.clear()
-            render = partial(tokenizer.apply_chat_template, tokenize=False, chat_template=template)
-            order = TemplateOrder(lambda given: str(render(given)), in_parts=in_parts)
-            self._orders[template, in_parts] = order
-        return order
+        render = partial(tokenizer.apply_chat_template, tokenize=False, chat_template=template)
+        return TemplateOrder(lambda messages: str(render(messages)), in_parts=in_parts)
 
     def encode(self, text: str, namespace: Namespace = SHARED) -> list[int]:
-        """The ids of a rendered text: those remembered for its longest known beginning first.
+        """Return the ids of a rendered text: first those stored for its longest known beginning.
 
-        Decoding them gives the text back, or what tokenising all of it anew would decode to
-        where the tokenizer loses something (a normaliser, a dummy space). Costs a hash over the
-        text, a digest for each distinct length remembered, and tokenising the rest.
+        Decoding them gives the text back, or what tokenizing all of it anew would decode to
+        where the tokenizer loses something (a normalizer, a dummy space). Costs a hash over the
+        text, a digest for each distinct length remembered, and tokenizing the rest.
         """
         spelling = self._spelling
-        known, rest = self._texts.longest(text, namespace)
-        if not known:
+        head, rest = self._texts.longest(text, namespace)
+        if not head:
             return spelling.tokenize(text)
-        context = known[-_CONTEXT:]
+        context = head[-_CONTEXT:]
         shown = spelling.spell(context) + spelling.show(rest)
         candidates = [spelling.tokenize(rest), *spelling.tokenize_anchored(rest)]
         for following in candidates:
             if spelling.spell([*context, *following]) == shown:
-                return known + following
+                return head + following
         anew = spelling.tokenize(text)
         spelled = spelling.spell(anew)
         for following in candidates:
-            if spelling.spell(known + following) == spelled:
-                return known + following
+            if spelling.spell(head + following) == spelled:
+                return head + following
         return anew
 
     def remember(self, turn: Turn, namespace: Namespace = SHARED) -> None:
-        """Keep a turn's ids for the next one, as far as its texts spell them.
+        """Store a turn's ids for the next one, as far as its texts spell them.
 
         Left out at the end are tokens that the reply does not show (an end-of-turn token, which
         the template will spell again; what a stop string cut off) and a character that was
         never finished. Templates may drop white space at the end of a reply, or rewrite it: so
-        the reply without that space is kept too, and the prompt alone.
+        the reply without that space is stored too, and the prompt alone.
         """
         token_ids = array("I", [*turn.prompt_token_ids, *turn.reply_token_ids])
         start = len(turn.prompt_token_ids)
@@ -373,19 +314,22 @@ class ConversationMemory:
         for the tokens of an unfinished character before it.
         """
         text = text.lstrip(" ")
-        places = range(len(token_ids) + 1)
-        shown = bisect_left(places, True, key=lambda n: not self._is_shown(token_ids[:n], text)) - 1
+
+        def spell(count: int) -> str:
+            return self._spelling.spell(token_ids[:count]).lstrip(" ")
+
+        def is_beyond(count: int) -> bool:
+            return not text.startswith(spell(count).rstrip(_UNFINISHED))
+
+        shown = bisect_left(range(len(token_ids) + 1), True, key=is_beyond) - 1
         for count in range(shown, max(shown - _CONTEXT, 0), -1):
-            spelled = self._spelling.spell(token_ids[:count]).lstrip(" ")
+            spelled = spell(count)
             if text.startswith(spelled) and not spelled.endswith(_UNFINISHED):
                 return count
         return 0
 
-    def _is_shown(self, token_ids: Sequence[int], text: str) -> bool:
-        return text.startswith(self._spelling.spell(token_ids).lstrip(" ").rstrip(_UNFINISHED))
-
     def _spell_after(self, before: Sequence[int], token_ids: Sequence[int]) -> str | None:
-        """The text of token ids that follow others; None if the texts cannot be told apart.
+        """Return the text of token ids that follow others; None if the texts cannot be separated.
 
         At the beginning of a text some decoders drop a space that they show elsewhere. Bytes
         that make no character may change what the bytes before them spell.
@@ -394,20 +338,3 @@ class ConversationMemory:
         start = self._spelling.spell(context)
         spelled = self._spelling.spell([*context, *token_ids])
         return spelled[len(start) :] if spelled.startswith(start) else None
-
-
-def _apply(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], options: TemplateOptions
-) -> str:
-    arguments = RawArguments()
-    try:
-        text = tokenizer.apply_chat_template(
-            arguments.mark(messages), tokenize=False, **options.arguments()
-        )
-    except Exception:
-        if not arguments:
-            raise
-        marked = arguments.mark(messages, as_dict=True)
-        text = tokenizer.apply_chat_template(marked, tokenize=False, **options.arguments())
-    assert isinstance(text, str)
-    return arguments.restore(text)

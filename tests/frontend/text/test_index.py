@@ -1,10 +1,8 @@
-"""Texts remembered within bytes: what is kept, exactly, and after an interruption anywhere."""
+"""Texts remembered within bytes: exactly those that a plain list would have."""
 
 import gc
 import tracemalloc
 from array import array
-from contextlib import suppress
-from itertools import count
 from typing import Any
 
 import pytest
@@ -13,8 +11,6 @@ from hypothesis import strategies as st
 
 from headstart.cache import Namespace
 from headstart.frontend.chat.conversation import ENTRY_BYTES, TextIndex
-from headstart.frontend.text import index as text_index
-from tests.interruptions import Interrupted, Interruption
 
 NAMESPACES = st.builds(Namespace, st.none(), st.sampled_from([None, "a"]))
 TEXTS = st.text(st.sampled_from("abé"), max_size=5)
@@ -99,30 +95,6 @@ def test_the_bytes_that_are_counted_are_the_bytes_that_it_takes() -> None:
         tracemalloc.stop()
         assert index.num_bytes > 0.95 * 2**20
         assert taken < 1.1 * 2**20
-
-
-def test_an_interruption_at_any_line_leaves_it_whole() -> None:
-    """A length that was counted and not listed would never have been looked up again."""
-    everybody = Namespace(None, None)
-    ids = array("I", range(100))
-    for number in count(1):
-        index = TextIndex(3, 3 * ENTRY_BYTES + 900)
-        for text in ("a", "ab", "abcd"):
-            index.add(text, ids, len(text), everybody)
-        with suppress(Interrupted), Interruption(number - 1, Interrupted(), text_index) as run:
-            index.add("ab", array("I", range(50)), 2, everybody)
-            index.add("xyz", array("I", range(60)), 3, everybody)
-            index.longest("abcde", everybody)
-        index.check()
-        for text in ("xyz", "abcd", "ab", "a"):
-            found, rest = index.longest(text, everybody)
-            assert found == list(range(len(text) - len(rest)))
-        index.add("xyz", ids, 3, everybody)
-        assert index.longest("xyz", everybody) == ([0, 1, 2], "")
-        index.check()
-        if not run.raised:
-            break
-    assert number > 60
 
 
 def test_bounds_are_said_in_the_error() -> None:

@@ -1,4 +1,4 @@
-"""The frontend of an engine: it turns what a user asks for into requests, and allocates nothing.
+"""The frontend of an engine: it makes requests of prompts, and allocates nothing.
 
 The engine may be in this process, or in replicas: the frontend needs facts of the model alone.
 """
@@ -32,22 +32,10 @@ from headstart.engine.params import SamplingParams, check_vocabulary
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.sampling import SamplingState
 from headstart.errors import RequestError
-from headstart.frontend.grammar import NAMES_SPECIAL, GrammarCompiler, GrammarMask
+from headstart.frontend.grammar import GrammarCompiler
 from headstart.frontend.images.prompt import ImagePrompts, Tenant
-from headstart.frontend.inputs import (
-    InputProcessor,
-    Prompt,
-    RequestOptions,
-    check_request,
-    choose_salt,
-)
-from headstart.frontend.text import (
-    Detokenizer,
-    OutputText,
-    TextLimit,
-    TokenTexts,
-    encode_text,
-)
+from headstart.frontend.inputs import InputProcessor, Prompt, check_request, choose_salt
+from headstart.frontend.text import Detokenizer, OutputText, TextLimit, TokenTexts, encode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,13 +44,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Frontend", "ModelFacts", "ProcessorFactory", "make_frontend"]
 
-
 _BANNING = ("allowed_token_ids", "bad_words", "structured_outputs", "min_tokens")
 """Sampling parameters that ban tokens."""
 
 
 class ProcessorFactory:
-    """Processors for one model. May be used from several threads."""
+    """Makes the logits processors of a model's requests. May be used from several threads."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -71,10 +58,10 @@ class ProcessorFactory:
     def make(
         self, params: SamplingParams, prompt_token_ids: Sequence[int]
     ) -> list[tuple[LogitsProcessor, ...]]:
-        """Those of each of the request's answers: one of a kind at most. Raises RequestError."""
+        """Return the processors of each of the request's answers. Raises RequestError."""
         if not params.changes_logits:
             return [()] * params.n
-        size = self._vocabulary.size
+        tokenizer, size, _ = self._vocabulary
         shared: list[LogitsProcessor] = []
         if params.allowed_token_ids is not None:
             check_vocabulary("allowed_token_ids", params.allowed_token_ids, size)
@@ -82,8 +69,7 @@ class ProcessorFactory:
         if params.logit_bias:
             check_vocabulary("logit_bias", list(params.logit_bias), size)
             shared.append(LogitBias(params.logit_bias))
-        tokenizer = self._vocabulary.tokenizer
-        words = spell_words(params.bad_words, tokenizer) if params.bad_words else []
+        words = _spell_words(params.bad_words, tokenizer) if params.bad_words else []
         check_vocabulary("bad_words", [max(word) for word in words], size)
         answers = []
         for _ in range(params.n):
@@ -93,7 +79,8 @@ class ProcessorFactory:
             if params.logits_processors:
                 own.append(Callbacks(params.logits_processors, prompt_token_ids))
             if params.structured_outputs is not None:
-                own.append(self._grammar(params))
+                form, stops = params.structured_outputs.form, params.stop_token_ids or ()
+                own.append(self._grammars.mask(form, stops, ignore_eos=params.ignore_eos))
             answers.append(tuple(own))
         self._check_beginning(params, answers[0])
         return answers
@@ -102,14 +89,14 @@ class ProcessorFactory:
         self, params: SamplingParams, processors: Sequence[LogitsProcessor]
     ) -> None:
         """Raise RequestError if no token is left for the beginning of an answer."""
-        masks = [one for one in processors if isinstance(one, TokenMask)]
+        masks = [processor for processor in processors if isinstance(processor, TokenMask)]
         names = [name for name in _BANNING if getattr(params, name)]
         if not masks or len(names) < 2:
             return
         allowed, _ = allowed_tokens([masks], self._vocabulary.size)
         assert allowed is not None
         bits = np.unpackbits(allowed[0], bitorder="little")[: self._vocabulary.size]
-        if params.min_tokens and not any(one.complete for one in masks):
+        if params.min_tokens and not any(mask.complete for mask in masks):
             ends = set() if params.ignore_eos else set(self._vocabulary.eos_token_ids)
             ends.update(params.stop_token_ids or ())
             bits[[token_id for token_id in ends if token_id < len(bits)]] = 0
@@ -120,17 +107,9 @@ class ProcessorFactory:
                 "the beginning of an answer"
             )
 
-    def _grammar(self, params: SamplingParams) -> GrammarMask:
-        assert params.structured_outputs is not None
-        form = params.structured_outputs.form
-        masks = self._grammars.masks
-        ends = [*(() if params.ignore_eos else masks.end_ids), *(params.stop_token_ids or ())]
-        matcher = self._grammars.matcher(form)
-        return GrammarMask(matcher, masks, ends, special=form.kind in NAMES_SPECIAL)
 
-
-def spell_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[Word]:
-    """The token ids of each word, and of it after a space where that begins with another token.
+def _spell_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[Word]:
+    """Return the token ids of each word, and of it after a space if that begins with another token.
 
     Raises RequestError.
     """
@@ -169,8 +148,8 @@ class Frontend:
     """Makes requests for one model. May be used from several threads.
 
     `tokenizer` may be None, then prompts are token ids; `images` is None for a model without
-    vision. `config.seed` is the seed of the first answer drawn without one of its own; each
-    further such answer has the next.
+    vision. `config.seed` is the seed of the first answer drawn without a seed; each further such
+    answer has the next.
     """
 
     def __init__(
@@ -191,7 +170,7 @@ class Frontend:
         self._processors = ProcessorFactory(
             Vocabulary(tokenizer, facts.vocab_size, facts.eos_token_ids)
         )
-        # Ids for requests without one, which no user can have given.
+        # Ids for requests without one, which no user can guess.
         self._names = map(f"request-{secrets.token_hex(8)}-{{}}".format, itertools.count())
         self._seeds = itertools.count(config.seed)
         self._token_text = TokenTexts(tokenizer) if tokenizer is not None else None
@@ -206,20 +185,19 @@ class Frontend:
         adapter: str | None = None,
         priority: int = 0,
     ) -> RequestGroup:
-        """Check and tokenize a request, for the adapter of a name if one is given.
+        """Check and tokenize a request, for the adapter with this name if any.
 
-        Raises RequestError; nothing is kept of it. EngineError once the engine is closed.
+        Raises RequestError, and EngineError once the engine is closed.
         """
         self.require_open()
-        check_request(params, RequestOptions(request_id, salt, adapter, priority))
+        check_request(params, request_id, salt, adapter, priority)
         salt = choose_salt(prompt, salt)
-        params = params.clone()  # the caller's may change, and may have
+        params = params.clone()  # the caller may change the original
         params.check()
-        name = request_id if request_id is not None else next(self._names)
         tenant = Tenant(salt, params.similar_images and params.is_stored)
         ready = self._inputs.process(prompt, tenant)
         group = RequestGroup(
-            name,
+            request_id if request_id is not None else next(self._names),
             ready.text,
             list(ready.token_ids),
             params,
@@ -233,11 +211,9 @@ class Frontend:
             group.adapter = self.adapters.find(adapter)
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
+        processors = self._processors.make(params, group.prompt_token_ids)
         group.requests = [
-            self._answer(group, index, salt, processors)
-            for index, processors in enumerate(
-                self._processors.make(params, group.prompt_token_ids)
-            )
+            self._answer(group, index, salt, own) for index, own in enumerate(processors)
         ]
         return group
 
@@ -258,35 +234,20 @@ class Frontend:
             public=facts.names.public,
         )
         sequence.is_stored = params.is_stored
+        generator = None
+        if params.temperature != 0:  # answer i of a request has the seed plus i
+            seed = next(self._seeds) % 2**64 if params.seed is None else params.seed + index
+            generator = torch.Generator().manual_seed(seed)
         sampling = SamplingState(
-            params,
-            group.prompt_token_ids,
-            [],
-            self._generator(params, index),
-            facts.eos_token_ids,
-            processors,
+            params, group.prompt_token_ids, [], generator, facts.eos_token_ids, processors
         )
-        text = OutputText(
-            Detokenizer(
-                self.tokenizer if params.detokenize else None,
-                params.skip_special_tokens,
-                group.prompt_token_ids,
-            ),
-            params,
-            facts.eos_token_ids,
-            facts.max_model_len,
-        )
+        tokenizer = self.tokenizer if params.detokenize else None
+        detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, group.prompt_token_ids)
+        text = OutputText(detokenizer, params, facts.eos_token_ids, facts.max_model_len)
         request = Request(group, index, sequence, sampling, text)
         if params.logprobs is not None:
             request.logprobs = []
         return request
-
-    def _generator(self, params: SamplingParams, index: int) -> torch.Generator | None:
-        """Return the generator of an answer: answer i of a request has the seed plus i."""
-        if params.temperature == 0:
-            return None
-        seed = next(self._seeds) % 2**64 if params.seed is None else params.seed + index
-        return torch.Generator().manual_seed(seed)
 
 
 def make_frontend(core: EngineCore, tokenizer: PreTrainedTokenizerBase | None) -> Frontend:

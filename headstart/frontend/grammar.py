@@ -37,48 +37,33 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "GrammarCompiler",
-    "GrammarMask",
-    "MAX_REMAINDERS",
-    "NAMES_SPECIAL",
-    "check_form",
-    "check_multiples",
-    "check_recursion",
-    "schemas_in",
-]
+__all__ = ["GrammarCompiler", "GrammarMask", "check_form"]
 
+Result = TypeVar("Result")
 
 MAX_REMAINDERS = 2**16
+MAX_ITEMS_IN_ROW = 4_100
+"""Rules that may apply at one place of an answer; an optional property of an object has 4."""
+_NAMES_SPECIAL = ("grammar", "structural_tag")
+"""Kinds of forms in which special tokens may stand."""
 _MAX_EXPONENT = 12  # of ten
-_SCHEMA = re.compile(r"%json\s*")  # in a Lark grammar; a schema follows
-_READER = json.JSONDecoder(parse_int=Decimal, parse_float=Decimal)
 _MAX_PASSES = 64  # over the references of a schema
-_INDEX = re.compile("0|[1-9][0-9]{0,9}")
-_Place = tuple[str, ...]  # the steps of a JSON pointer
+_REMEMBERED = 64  # compiled forms
+_TRIED = 32  # tokens of an answer, before a form is accepted
+_SCHEMA = re.compile(r"%json\s*")  # in a Lark grammar; a schema follows
+_LARK_START = re.compile(r"^\s*[?!]?start\b[^:=\n]*:(?!:)", re.MULTILINE)  # and not GBNF's ::=
+_READER = json.JSONDecoder(parse_int=Decimal, parse_float=Decimal)
+_STACK = 512 * 2**20  # bytes, of address space alone until they are used
+_SETTING_STACK = threading.Lock()
 
 
-def check_multiples(schemas: Sequence[Any], *, together: bool = False) -> None:
-    """Raise ValueError for schemas whose numbers have too many remainders.
-
-    together: a number may have to be a multiple of all.
-    """
-    together = together or any("allOf" in part or "$ref" in part for part in _objects_in(schemas))
-    most = 1
-    for value in _multiples(schemas):
-        count = _remainders(value)
-        most = lcm(most, count) if together else count
-        if most > MAX_REMAINDERS:
-            raise ValueError(
-                f'"multipleOf" is {value}{", with others beside it" if count != most else ""}; '
-                f"allowed: up to {MAX_REMAINDERS:,}, the decimal point left out"
-            )
+# Limits of JSON schemas
 
 
-def schemas_in(kind: str, text: str) -> list[Any]:
+def _schemas_in(kind: str, text: str) -> list[Any]:
     """Return the JSON schemas of a form, with exact numbers; a grammar has them behind `%json`.
 
-    What cannot be read is left out: llguidance refuses it.
+    Unreadable schemas are left out: llguidance refuses them.
     """
     with suppress(ValueError, RecursionError):
         if kind == "json":
@@ -86,17 +71,10 @@ def schemas_in(kind: str, text: str) -> list[Any]:
         if kind == "structural_tag":
             return [tag[-2] for tag in _READER.decode(text)]
     schemas = []
-    for found in _SCHEMA.finditer(text) if kind == "grammar" else ():
+    for match in _SCHEMA.finditer(text) if kind == "grammar" else ():
         with suppress(ValueError, RecursionError):
-            schemas.append(_READER.raw_decode(text, found.end())[0])
+            schemas.append(_READER.raw_decode(text, match.end())[0])
     return schemas
-
-
-def _multiples(schema: Any) -> Iterator[Decimal]:
-    for part in _objects_in(schema):
-        found = part.get("multipleOf")
-        if isinstance(found, Decimal) and found.is_finite() and found > 0:
-            yield found
 
 
 def _objects_in(schema: Any) -> Iterator[dict[str, Any]]:
@@ -105,110 +83,105 @@ def _objects_in(schema: Any) -> Iterator[dict[str, Any]]:
         part = pending.pop()
         if isinstance(part, dict):
             yield part
-        pending += part.values() if isinstance(part, dict) else ()
-        pending += part if isinstance(part, list) else ()
+            pending += part.values()
+        elif isinstance(part, list):
+            pending += part
 
 
-def _remainders(value: Decimal) -> int:
-    """The number without its decimal point, as an integer; more than are allowed if it is huge."""
-    _, digits, exponent = value.normalize().as_tuple()
-    if not isinstance(exponent, int) or exponent > _MAX_EXPONENT or len(digits) > _MAX_EXPONENT:
-        return MAX_REMAINDERS + 1
-    return int("".join(map(str, digits)) + "0" * exponent)
+def _check_multiples(schemas: Sequence[Any], *, together: bool) -> None:
+    """Raise ValueError for schemas whose numbers have too many remainders.
+
+    together: a number may have to be a multiple of all.
+    """
+    parts = list(_objects_in(schemas))
+    together = together or any("allOf" in part or "$ref" in part for part in parts)
+    most = 1
+    for value in (part.get("multipleOf") for part in parts):
+        if not isinstance(value, Decimal) or not value.is_finite() or value <= 0:
+            continue
+        _, digits, exponent = value.normalize().as_tuple()
+        assert isinstance(exponent, int)
+        count = MAX_REMAINDERS + 1
+        if exponent <= _MAX_EXPONENT and len(digits) <= _MAX_EXPONENT:
+            count = int("".join(map(str, digits)) + "0" * exponent)  # without its decimal point
+        most = lcm(most, count) if together else count
+        if most > MAX_REMAINDERS:
+            raise ValueError(
+                f'"multipleOf" is {value}{", together with others" if count != most else ""}; '
+                f"allowed: up to {MAX_REMAINDERS:,}, the decimal point left out"
+            )
 
 
-def check_recursion(schema: Any) -> None:
+def _check_recursion(schema: Any) -> None:
     """Raise ValueError for a schema that no finite value satisfies, since its references recur.
 
-    The least fixed point: a reference can end if what it refers to can end without it. A schema
-    that is not understood can end; llguidance may still refuse it. Numbers are decimal ones.
+    The least fixed point: a reference can end if its target can end without it. A schema that is
+    not understood can end; llguidance may still refuse it.
     """
-    references = dict(_references(schema))
-    ending: set[_Place] = set()
-    order = list(references)[::-1]  # definitions mostly refer to later ones
+    targets: dict[str, Any] = {}
+    for part in _objects_in(schema):
+        if isinstance(reference := part.get("$ref"), str):
+            with suppress(LookupError, TypeError, ValueError):
+                targets[reference] = _resolve(reference, schema)
+    endless = dict.fromkeys(reversed(targets))  # definitions mostly refer to later ones
     with suppress(RecursionError):  # too deep, which llguidance refuses
         for _ in range(_MAX_PASSES):
-            found = [one for one in order if _can_end(references[one], schema, ending, one)]
-            if not found:
+            before = len(endless)
+            for reference in list(endless):
+                if _ends(targets[reference], endless):
+                    del endless[reference]
+            if len(endless) == before:
                 break
-            order = [one for one in order if one not in ending]
         else:
             return
-        if not _can_end(schema, schema, ending):
+        if not _ends(schema, endless):
             raise ValueError('"$ref" recurs and can never end')
 
 
-def _references(schema: Any) -> Iterator[tuple[_Place, Any]]:
-    for part in _objects_in(schema):
-        yield from _resolve(part.get("$ref"), schema)
-
-
-def _resolve(pointer: Any, root: Any) -> list[tuple[_Place, Any]]:
-    """Return the place that a reference points to and the schema there, alone in a list.
-
-    The list is empty for a reference that points nowhere in `root`.
-    """
-    if not isinstance(pointer, str) or not f"{pointer}/".startswith("#/"):
-        return []
-    place, part = [], root
+def _resolve(pointer: str, root: Any) -> Any:
+    """Return the schema that a reference points to. Raises LookupError, TypeError or ValueError."""
+    if not f"{pointer}/".startswith("#/"):
+        raise LookupError(pointer)
+    part = root
     for step in unquote(pointer).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(part, list) and not _INDEX.fullmatch(name):
-            return []
-        try:
-            part = part[int(name) if isinstance(part, list) else name]
-        except (LookupError, TypeError):
-            return []
-        place.append(name)
-    return [(tuple(place), part)]
+        part = part[int(name) if isinstance(part, list) else name]
+    return part
 
 
-def _can_end(schema: Any, root: Any, ending: set[_Place], place: _Place = ()) -> bool:
-    """Return True if a schema has a finite value, and then add its place to `ending`."""
-    if not _ends(schema, root, ending):
-        return False
-    ending.add(place)
-    return True
-
-
-def _ends(schema: Any, root: Any, ending: Collection[_Place]) -> bool:
+def _ends(schema: Any, endless: Collection[str]) -> bool:
+    """Return True if a schema has a finite value while these references have none."""
     if not isinstance(schema, dict):
         return True
-    if any(place not in ending for place, _ in _resolve(schema.get("$ref"), root)):
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference in endless:
         return False
-    if not all(_ends(part, root, ending) for part in _list(schema, "allOf")):
+    if not all(_ends(part, endless) for part in _list(schema, "allOf")):
         return False
     for name in ("anyOf", "oneOf"):
         parts = _list(schema, name)
-        if parts and not any(_ends(part, root, ending) for part in parts):
+        if parts and not any(_ends(part, endless) for part in parts):
             return False
     if "const" in schema or "enum" in schema:
         return True
-    types = schema.get("type")
-    types = types if isinstance(types, list) else [types]
+    kinds = schema.get("type")
     return any(
-        _object_ends(schema, root, ending)
-        if kind == "object"
-        else _array_ends(schema, root, ending)
-        if kind == "array"
-        else True
-        for kind in types
+        all(_ends(part, endless) for part in _required_parts(schema, kind))
+        for kind in (kinds if isinstance(kinds, list) else [kinds])
     )
 
 
-def _object_ends(schema: dict[str, Any], root: Any, ending: Collection[_Place]) -> bool:
-    properties = schema.get("properties")
-    properties = properties if isinstance(properties, dict) else {}
-    named = (properties.get(name) for name in _list(schema, "required") if isinstance(name, str))
-    return all(_ends(part, root, ending) for part in named)
-
-
-def _array_ends(schema: dict[str, Any], root: Any, ending: Collection[_Place]) -> bool:
-    least = schema.get("minItems")
-    first = _list(schema, "prefixItems") or _list(schema, "items")
-    least = int(min(least, Decimal(len(first) + 1))) if isinstance(least, Decimal) else 0
-    rest = [schema.get("items")] if least > len(first) else []
-    return all(_ends(part, root, ending) for part in [*first[:least], *rest])
+def _required_parts(schema: dict[str, Any], kind: Any) -> list[Any]:
+    """Return the schemas of all that a value of this type must contain."""
+    if kind == "object":
+        properties = schema.get("properties")
+        properties = properties if isinstance(properties, dict) else {}
+        return [properties.get(name) for name in _list(schema, "required") if isinstance(name, str)]
+    if kind != "array":
+        return []
+    least, first = schema.get("minItems"), _list(schema, "prefixItems") or _list(schema, "items")
+    count = int(min(least, Decimal(len(first) + 1))) if isinstance(least, Decimal) else 0
+    return [*first[:count], *([schema.get("items")] if count > len(first) else [])]
 
 
 def _list(schema: dict[str, Any], name: str) -> list[Any]:
@@ -216,41 +189,29 @@ def _list(schema: dict[str, Any], name: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-Found = TypeVar("Found")
-
-NAMES_SPECIAL = ("grammar", "structural_tag")
-"""Kinds of forms in which special tokens may stand."""
-MAX_ITEMS_IN_ROW = 4_100
-"""Rules that may apply at one place of an answer; an optional property of an object has 4."""
-_SETTING_STACK = threading.Lock()
-_REMEMBERED = 64  # compiled forms
-_TRIED = 32  # tokens of an answer, before a form is taken
-_LARK_START = re.compile(r"^\s*[?!]?start\b[^:=\n]*:(?!:)", re.MULTILINE)  # and not GBNF's ::=
-_STACK = 512 * 2**20  # bytes, of address space alone until they are used
+# Compilation
 
 
 class TokenMasks:
-    """The tokens of one model as llguidance has them, and its threads.
+    """The tokens of one model for llguidance, and its threads.
 
-    A mask is `num_bytes` bytes with one bit for each token, the lowest first.
+    A mask is `num_bytes` bytes with one bit for each token, the lowest first. end_ids: tokens that
+    end an answer. end_bit: the token whose bit says that the answer may end here. special: a mask
+    of the tokens that spell no text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary) -> None:
         library = _library()
         size = max(vocabulary.size, len(tokenizer))
-        self.end_ids = sorted(one for one in vocabulary.eos_token_ids if one < size)
-        """Tokens that end an answer."""
+        self.end_ids = sorted(end for end in vocabulary.eos_token_ids if end < size)
         self.tokenizer: LLTokenizer = library.hf.from_tokenizer(
             tokenizer, size, eos_token=self.end_ids or None
         )
         self.executor: LLExecutor = library.LLExecutor(torch.get_num_threads())
         self.num_bytes = (size + 31) // 32 * 4
         self.end_bit: int = self.tokenizer.eos_tokens[0]
-        """The token whose bit says that the answer may end here."""
-        special = [i for i in range(size) if self.tokenizer.is_special_token(i)]
         self.ends = self.pack(self.end_ids)
-        self.special = self.pack(special)
-        """A mask of the tokens that spell no text."""
+        self.special = self.pack(i for i in range(size) if self.tokenizer.is_special_token(i))
         self.special_ids = {
             text: token_id
             for text, token_id in tokenizer.get_added_vocab().items()
@@ -258,15 +219,15 @@ class TokenMasks:
         }
 
     def pack(self, token_ids: Iterable[int]) -> np.ndarray:
-        """A mask of these tokens; those outside the vocabulary are left out."""
+        """Return a mask of these tokens, without those outside the vocabulary."""
         bits = np.zeros(self.num_bytes * 8, dtype=np.uint8)
         bits[[token_id for token_id in token_ids if token_id < len(bits)]] = 1
         return np.packbits(bits, bitorder="little")
 
     def compute(self, matchers: list[LLMatcher]) -> np.ndarray:
-        """The next mask of each matcher, uint8 `[matchers, num_bytes]`."""
+        """Return the next mask of each matcher, uint8 `[matchers, num_bytes]`."""
         masks = np.empty((len(matchers), self.num_bytes), dtype=np.uint8)
-        numbered = [(matcher, at) for at, matcher in enumerate(matchers)]
+        numbered = [(matcher, row) for row, matcher in enumerate(matchers)]
         self.executor.unsafe_compute_mask_ptr(
             numbered, masks.ctypes.data, self.num_bytes, len(matchers)
         )
@@ -276,9 +237,9 @@ class TokenMasks:
 class GrammarCompiler:
     """Matchers for one model's tokens. May be used from several threads.
 
-    What is compiled twice at the same time is compiled twice: no thread waits for a lock that an
-    interrupted one may have left closed. The vocabulary is read for the first structured request,
-    which takes a second for 100,000 tokens.
+    Two threads that need the same form at once both compile it: no thread waits for a lock that an
+    interrupted thread may hold. The vocabulary is read for the first structured request, which
+    takes a second for 100,000 tokens.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -286,14 +247,15 @@ class GrammarCompiler:
         self._masks = functools.cache(self._read_vocabulary)
         self._compiled = functools.lru_cache(_REMEMBERED)(self._compile)
 
-    @property
-    def masks(self) -> TokenMasks:
-        """The model's tokens. Raises RequestError."""
-        return self._masks()
-
     def matcher(self, form: Form) -> LLMatcher:
-        """A matcher at the beginning of a form. Raises RequestError."""
+        """Return a matcher at the beginning of a form. Raises RequestError."""
         return self._compiled(form).deep_copy()
+
+    def mask(self, form: Form, stops: Iterable[int], *, ignore_eos: bool) -> GrammarMask:
+        """Return the logits processor of an answer, which these tokens end. Raises RequestError."""
+        masks, matcher = self._masks(), self.matcher(form)
+        ends = [*(() if ignore_eos else masks.end_ids), *stops]
+        return GrammarMask(matcher, masks, ends, special=form.kind in _NAMES_SPECIAL)
 
     def _read_vocabulary(self) -> TokenMasks:
         tokenizer = self._vocabulary.tokenizer
@@ -301,76 +263,63 @@ class GrammarCompiler:
             raise RequestError("the model came without a tokenizer: structured_outputs needs one")
         try:
             return TokenMasks(tokenizer, self._vocabulary)
-        except ImportError as error:
-            raise _not_installed() from error
-        except Exception as error:  # whatever llguidance says of a tokenizer that it cannot read
+        except RequestError:
+            raise
+        except Exception as error:  # llguidance raises what it likes for a tokenizer it cannot read
             raise RequestError(
-                f"structured_outputs cannot use the model's tokenizer: {explain(error)}"
+                f"structured_outputs cannot use the model's tokenizer: {_explain(error)}"
             ) from error
 
     def _compile(self, form: Form) -> LLMatcher:
-        """A matcher that has followed an answer's beginning: its first masks take the longest."""
-        masks = self.masks
-        if form.kind not in NAMES_SPECIAL:
-            _refuse_special(form, masks)
-        found = _with_deep_stack(lambda: _build(form, masks))
-        if isinstance(found, RequestError):
-            raise found
-        if isinstance(found, Exception) or found.is_error():
-            raise _refusal(form, _why(found))
-        return found
+        """Return a matcher that has followed an answer: its first masks take the longest."""
+        masks = self._masks()
+        for text in () if form.kind in _NAMES_SPECIAL else masks.special_ids:
+            if text in form.text:
+                reason = f"no text that is generated can have the special token {text!r}"
+                raise _refusal(form, reason)
+        return _run(form, lambda: _build(form, masks))
 
 
 def _library() -> Any:
-    import llguidance
-    import llguidance.hf
-
+    try:
+        import llguidance
+        import llguidance.hf
+    except ImportError as error:
+        raise RequestError(
+            f"structured_outputs needs llguidance: {install('structured')}"
+        ) from error
     return llguidance
 
 
 def check_form(form: Form) -> None:
     """Raise RequestError for a form that no model's tokens can follow; needs no model."""
-    try:
-        _library()
-    except ImportError as error:
-        raise _not_installed() from error
-    reason = _with_deep_stack(lambda: _misread(form))
-    if reason:
-        raise _refusal(form, reason)
+    validate = _library().LLMatcher.validate_grammar_with_warnings
+
+    def check() -> None:
+        is_wrong, messages = validate(_write(form, {}), limits=_limits())
+        if is_wrong:
+            raise ValueError(messages[0])
+
+    _run(form, check)
 
 
-def _misread(form: Form) -> str:
-    """Return the reason why a form is refused for any tokens; "" if it is not."""
-    try:
-        is_wrong, messages = _library().LLMatcher.validate_grammar_with_warnings(
-            _grammar(form, {}), limits=_limits()
-        )
-    except Exception as error:
-        return _why(error)
-    return str(messages[0]) if is_wrong else ""
+def _refusal(form: Form, reason: object) -> RequestError:
+    return RequestError(f"structured_outputs.{form.kind} cannot be followed: {_explain(reason)}")
 
 
-def explain(reason: object) -> str:
+def _explain(reason: object) -> str:
     """Return a library's message in one line, without its backtrace."""
     message = str(reason).removesuffix("<non-verbose/>").partition("<backtrace>")[0]
     return in_one_line(" ".join(message.split()))
 
 
-def _refusal(form: Form, reason: object) -> RequestError:
-    return RequestError(f"structured_outputs.{form.kind} cannot be followed: {explain(reason)}")
-
-
-def _why(found: LLMatcher | Exception) -> str:
-    return (str(found) or repr(found)) if isinstance(found, Exception) else found.get_error()
-
-
-def _grammar(form: Form, special: Mapping[str, int]) -> str:
-    """A form in llguidance's own notation; special: ids of the tokens that spell no text."""
+def _write(form: Form, special: Mapping[str, int]) -> str:
+    """Return a form in llguidance's notation; special: ids of the tokens that spell no text."""
     library = _library()
-    schemas = schemas_in(form.kind, form.text)
-    check_multiples(schemas, together=form.kind == "grammar" and len(schemas) > 1)
+    schemas = _schemas_in(form.kind, form.text)
+    _check_multiples(schemas, together=form.kind == "grammar" and len(schemas) > 1)
     for schema in schemas:
-        check_recursion(schema)
+        _check_recursion(schema)
     if form.kind == "structural_tag":
         return str(library.LLMatcher.grammar_from_lark(write_tags(*form[1:], special)))
     if form.kind == "choice":  # one terminal: as rules, each text would be looked at in every step
@@ -394,46 +343,45 @@ def _limits() -> LLParserLimits:
 
 
 def _build(form: Form, masks: TokenMasks) -> LLMatcher:
+    """Return a form's matcher. Raises ValueError.
+
+    The first tokens of an answer are tried, drawn at random but always alike: only its masks show
+    that a form is within llguidance's limits.
+    """
     matcher: LLMatcher = _library().LLMatcher(
-        masks.tokenizer, _grammar(form, masks.special_ids), log_level=0, limits=_limits()
+        masks.tokenizer, _write(form, masks.special_ids), log_level=0, limits=_limits()
     )
     if matcher.is_error():
-        return matcher
+        raise ValueError(matcher.get_error())
     masks.compute([matcher])
-    tried = _follow(matcher.deep_copy(), masks)
-    return tried if tried.is_error() else matcher
-
-
-def _follow(matcher: LLMatcher, masks: TokenMasks) -> LLMatcher:
-    """The matcher after the first tokens of an answer, drawn at random but always alike.
-
-    Whether a form is within llguidance's limits shows in its masks, not before.
-    """
     draw = random.Random(0)
+    tried = matcher.deep_copy()
     for _ in range(_TRIED):
-        [mask] = masks.compute([matcher])
+        [mask] = masks.compute([tried])
         bytes_with_any = np.flatnonzero(mask)
-        if matcher.is_stopped() or not len(bytes_with_any):
+        if tried.is_stopped() or not len(bytes_with_any):
             break
         place = int(draw.choice(bytes_with_any))
         bits = [bit for bit in range(8) if mask[place] >> bit & 1]
-        matcher.consume_token(place * 8 + draw.choice(bits))
+        tried.consume_token(place * 8 + draw.choice(bits))
+    if tried.is_error():
+        raise ValueError(tried.get_error())
     return matcher
 
 
-def _with_deep_stack(work: Callable[[], Found]) -> Found | Exception:
-    """Return what `work` returns or raises, run with a large stack.
+def _run(form: Form, work: Callable[[], Result]) -> Result:
+    """Return the result of `work` on a form, run with a large stack. Raises RequestError.
 
     llguidance follows rules and `$ref`s by calling itself: at 64 kB of them an ordinary stack of
     8 MB overflows, which would end the process.
     """
-    found: list[Found | Exception] = []
+    results: list[Result | Exception] = []
 
     def run() -> None:
         try:
-            found.append(work())
+            results.append(work())
         except Exception as error:
-            found.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=run, name="headstart-grammar", daemon=True)
     with _SETTING_STACK:  # the size is that of all threads which are started now
@@ -443,25 +391,20 @@ def _with_deep_stack(work: Callable[[], Found]) -> Found | Exception:
         finally:
             threading.stack_size(before)
     thread.join()
-    return found[0]
-
-
-def _not_installed() -> RequestError:
-    return RequestError(f"structured_outputs needs llguidance: {install('structured')}")
-
-
-def _refuse_special(form: Form, masks: TokenMasks) -> None:
-    for text in masks.special_ids:
-        if text in form.text:
-            reason = f"no text that is generated can have the special token {text!r}"
-            raise _refusal(form, reason)
+    [result] = results
+    if isinstance(result, RequestError):
+        raise result
+    if isinstance(result, Exception):
+        raise _refusal(form, str(result) or repr(result)) from result
+    return result
 
 
 class GrammarMask(TokenMask):
     """One answer's place in its grammar. Applied last, so no other processor allows more.
 
     end_ids: tokens that end the answer where the grammar is satisfied and may continue; where
-    nothing else may follow, the model's own end it. special: the grammar may name special tokens.
+    nothing else may follow, the model's end tokens do. special: the grammar may name special
+    tokens.
     """
 
     rank = 4
@@ -480,26 +423,26 @@ class GrammarMask(TokenMask):
     def ban(cls, allowed: np.ndarray, rows: Rows) -> Failures:
         """Mask all rows; the matchers' masks are computed in parallel."""
         masks: TokenMasks = rows[0][1]._masks
-        computed = masks.compute([one._matcher for _, one in rows])
+        computed = masks.compute([processor._matcher for _, processor in rows])
         failed: Failures = {}
-        for (row, one), mask in zip(rows, computed, strict=True):
-            if one._matcher.is_error():
+        for (row, processor), mask in zip(rows, computed, strict=True):
+            if processor._matcher.is_error():
                 failed[row] = NoTokenError(
                     "structured_outputs could not be followed to the answer's end: "
-                    f"{explain(one._matcher.get_error())}"
+                    f"{_explain(processor._matcher.get_error())}"
                 )
-            one._finish(mask)
+            processor._finish(mask)
             allowed[row] &= mask[: allowed.shape[1]]
         return failed
 
     def accept(self, token_id: int) -> None:
-        """Move on by a token. An error of the matcher is told with the next mask."""
+        """Advance by a token. An error of the matcher comes with the next mask."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token_id)
         self.complete = self._matcher.is_stopped() and not self._matcher.is_error()
 
     def _finish(self, mask: np.ndarray) -> None:
-        """Put the answer's own ends where llguidance has the tokenizer's."""
+        """Put the answer's end tokens where llguidance has the tokenizer's."""
         place, bit = divmod(self._masks.end_bit, 8)
         may_end = mask[place] >> bit & 1
         np.bitwise_and(mask, self._spellable, out=mask)

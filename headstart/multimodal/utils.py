@@ -4,7 +4,7 @@ import base64
 import io
 from typing import TYPE_CHECKING
 
-from headstart.frontend.images.colours import to_rgb
+from headstart.frontend.images.decoding import to_rgb
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -238,8 +238,12 @@ class ConversationMemory:
             tools: list[dict[str, Any]] | None = [{}] if options.tools else None
             template = tokenizer.get_chat_template(options.chat_template, tools)
             order = self._order(template, isinstance(messages[0]["content"], list))
-            render = partial(tokenizer.apply_chat_template, tokenize=False, **options.arguments())
-            text = render_arguments(order.arrange(messages), lambda marked: str(render(marked)))
+            text = render_arguments(
+                order.arrange(messages),
+                lambda marked: str(
+                    tokenizer.apply_chat_template(marked, tokenize=False, **options.arguments())
+                ),
+            )
         except TemplateError as error:
             raise RequestError(
                 f"the model's chat template refuses this: {shorten(str(error))}"

@@ -1,11 +1,10 @@
-"""Chats as requests: what `LLM` and `AsyncLLM` share between messages and the engine."""
+"""Requests made of conversations, which begin with the token ids of earlier turns."""
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
-from typing import TypedDict, Unpack
 
 from headstart.cache import Namespace
 from headstart.engine.outputs import RequestOutput
@@ -18,27 +17,17 @@ from headstart.frontend.chat.messages import Message, TemplateOptions
 from headstart.frontend.frontend import Frontend
 from headstart.frontend.images.chat import ImageChat, ImageSpelling
 from headstart.frontend.images.prompt import Tenant
-from headstart.frontend.inputs import RequestOptions, check_request
+from headstart.frontend.inputs import check_request
 from headstart.validation import describe
 
 Conversation = Sequence[Message]
 """A chat so far: dicts with "role" and "content"."""
 
-
 _FOLLOWING = ("a", " 0")  # no tokenizer makes one beginning of both
 
 
-class RequestKeywords(TypedDict, total=False):
-    """Options of a request besides its conversation: see `EngineCore.prepare`."""
-
-    request_id: str | None
-    salt: str | None
-    adapter: str | None
-    priority: int
-
-
 class ChatRequests:
-    """Makes requests of conversations, and remembers what was answered, for the next turn.
+    """Makes requests of conversations, and remembers the answers for the next turn.
 
     May be used from several threads.
     """
@@ -49,12 +38,13 @@ class ChatRequests:
         self.chat_template = chat_template
         self._lock = threading.Lock()
         self._images: ImageChat | None = None
-        limit = frontend.text_limit
-        if frontend.images is None:
-            self._memory = ConversationMemory(frontend.tokenizer, limit=limit)
-        else:
+        spelling = None
+        if frontend.images is not None:
             spelling = ImageSpelling(frontend.tokenizer, frontend.images)
-            self._memory = ConversationMemory(frontend.tokenizer, spelling=spelling, limit=limit)
+        self._memory = ConversationMemory(
+            frontend.tokenizer, spelling=spelling, limit=frontend.text_limit
+        )
+        if frontend.images is not None and spelling is not None:
             self._images = ImageChat(frontend.images, self._memory, spelling)
 
     def prepare(
@@ -62,33 +52,45 @@ class ChatRequests:
         messages: Conversation,
         params: SamplingParams,
         template: TemplateOptions | None = None,
-        **options: Unpack[RequestKeywords],
+        *,
+        request_id: str | None = None,
+        salt: str | None = None,
+        adapter: str | None = None,
+        priority: int = 0,
     ) -> RequestGroup:
-        """A request whose prompt begins with the ids of earlier turns.
+        """Return a request whose prompt begins with the ids of earlier turns.
 
         Raises RequestError, and EngineError when the engine is closed.
         """
         self._frontend.require_open()
-        request = RequestOptions(**options)
-        check_request(params, request)
-        salt, adapter = request.salt, request.adapter
-        found = self._frontend.adapters.find(adapter) if adapter is not None else None
-        namespace = Namespace(found.digest if found is not None else None, salt)
-        tenant = Tenant(salt, params.similar_images and params.is_stored)
+        check_request(params, request_id, salt, adapter, priority)
+        digest = None if adapter is None else self._frontend.adapters.find(adapter).digest
+        namespace = Namespace(digest, salt)
         template = template or TemplateOptions()
         if template.chat_template is None:
             template = replace(template, chat_template=self.chat_template)
-        chat, prompt = self._prompt(messages, template, namespace, tenant)
-        group = self._frontend.prepare(prompt, params, **options)
+        if self._images is not None:
+            tenant = Tenant(salt, params.similar_images and params.is_stored)
+            text, loaded = self._images.read(messages, tenant, template)
+            with self._lock:
+                chat, prompt = self._images.prompt(text, loaded, namespace)
+        else:
+            with self._lock:
+                text = self._memory.render(messages, template)
+                chat = ChatPrompt(text, self._memory.encode(text, namespace))
+            prompt = PreparedPrompt(chat.token_ids, text)
+        group = self._frontend.prepare(
+            prompt, params, request_id=request_id, salt=salt, adapter=adapter, priority=priority
+        )
         group.chat = chat
         return group
 
     def publish(self, prefix: str | Sequence[int]) -> int:
-        """Let requests of all salts share the blocks that lie wholly in a prefix; how many.
+        """Let requests of all salts share the blocks that lie wholly in a prefix; return how many.
 
-        A text is what prompts begin with, and what the system says first in chats. Its blocks are
+        A text is a beginning of prompts, and of the system's message in chats. Its blocks are
         those whose tokens do not depend on what follows. Raises RequestError for a text that the
-        model takes in neither place, and CacheError for what is no token.
+        model takes in neither place, and CacheError for a value that is no token.
         """
         names = self._frontend.facts.names
         if not isinstance(prefix, Collection):
@@ -98,29 +100,17 @@ class ChatRequests:
         params = SamplingParams(temperature=0, max_tokens=1)
         pairs = [[self._frontend.prepare(prefix + text, params) for text in _FOLLOWING]]
         with suppress(RequestError):  # no template, or one without a system
-            chats = [[_message("system", prefix), _message("user", text)] for text in _FOLLOWING]
+            system = {"role": "system", "content": prefix}
+            chats = [[system, {"role": "user", "content": text}] for text in _FOLLOWING]
             pairs.append([self.prepare(chat, params) for chat in chats])
-        heads = [_common_head(*(group.prompt_token_ids for group in pair)) for pair in pairs]
+        heads = []
+        for first, second in pairs:
+            both = zip(first.prompt_token_ids, second.prompt_token_ids, strict=False)
+            heads.append([left for left, _ in takewhile(lambda ids: ids[0] == ids[1], both)])
         return max(names.publish(head) for head in heads)
 
-    def _prompt(
-        self,
-        messages: Conversation,
-        template: TemplateOptions,
-        namespace: Namespace,
-        tenant: Tenant,
-    ) -> tuple[ChatPrompt, PreparedPrompt]:
-        if self._images is not None:
-            text, loaded = self._images.read(messages, tenant, template)
-            with self._lock:
-                return self._images.prompt(text, loaded, namespace)
-        with self._lock:
-            text = self._memory.render(messages, template)
-            token_ids = self._memory.encode(text, namespace)
-        return ChatPrompt(text, token_ids), PreparedPrompt(token_ids, text)
-
     def remember(self, group: RequestGroup, output: RequestOutput) -> None:
-        """Keep the ids of a finished request's answers, for later turns of the same namespace."""
+        """Store the ids of a finished request's answers, for later turns of the same namespace."""
         chat: ChatPrompt = group.chat
         if not group.params.is_stored:
             return
@@ -130,19 +120,25 @@ class ChatRequests:
                 self._memory.remember(turn, group.namespace)
 
     def recall(self, messages: Conversation, replies: Mapping[int, Sequence[int]]) -> None:
-        """Take up a conversation of another process, with the ids of replies that were generated.
+        """Remember a conversation of another process, with the ids of replies that were generated.
 
-        replies: ids by the place of the message. Those that do not spell the message are left out.
-        Raises RequestError for a conversation that the template refuses, and for what are no ids
-        or no places. Chats with images are read anew.
+        replies: ids by the place of the message. Ids that do not spell the message are left out.
+        Raises RequestError for a conversation that the template refuses, and for values that are no
+        ids or no places. Chats with images are read anew.
         """
-        _check_replies(messages, replies)
+        for place, token_ids in replies.items():
+            is_reply = type(place) is int and place in range(len(messages))
+            if not is_reply or not all(type(token) is int and token >= 0 for token in token_ids):
+                raise RequestError(
+                    f"reply_token_ids has {describe(token_ids)} at {describe(place)}; allowed: "
+                    f"token ids by the place of a message, from 0 to {len(messages) - 1}"
+                )
         if self._images is not None:
             return
         size = self._frontend.facts.vocab_size
         options = TemplateOptions(chat_template=self.chat_template)
         for place, token_ids in sorted(replies.items()):
-            text = messages[place]["content"]
+            text = messages[place].get("content")
             if token_ids and max(token_ids) < size and isinstance(text, str):
                 with self._lock:
                     prompt = self._memory.render(messages[:place], options)
@@ -150,42 +146,6 @@ class ChatRequests:
                     self._memory.remember(turn)
 
     def clear(self) -> None:
-        """Forget what was answered: later turns are tokenised as a whole."""
+        """Forget the answers: later turns are tokenized as a whole."""
         with self._lock:
             self._memory.clear()
-
-
-def _check_replies(messages: object, replies: object) -> None:
-    """Raise RequestError if these are not lists of token ids by the place of a message."""
-    if not isinstance(replies, Mapping):
-        raise RequestError(
-            f"reply_token_ids is {describe(replies)}; allowed: a dict from the place of a reply to "
-            "its token ids"
-        )
-    count = len(messages) if isinstance(messages, Sequence) else 0
-    for place, token_ids in replies.items():
-        is_place = type(place) is int and 0 <= place < count
-        if not is_place or not _is_message(messages[place]):  # type: ignore[index]
-            raise RequestError(
-                f"reply_token_ids has the place {describe(place)}; allowed: that of a message "
-                f"with a content, from 0 to {count - 1}"
-            )
-        is_list = isinstance(token_ids, Collection) and not isinstance(token_ids, Mapping)
-        if not is_list or not all(type(one) is int and one >= 0 for one in token_ids):
-            raise RequestError(
-                f"reply_token_ids[{place}] is {describe(token_ids)}; allowed: a list of token ids"
-            )
-
-
-def _is_message(given: object) -> bool:
-    return isinstance(given, Mapping) and "content" in given
-
-
-def _message(role: str, text: str) -> Message:
-    return {"role": role, "content": text}
-
-
-def _common_head(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    """The ids with which both lists begin."""
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
-    return [token_id for token_id, _ in pairs]

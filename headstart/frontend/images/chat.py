@@ -1,20 +1,20 @@
-"""Chats with images: what stands in a prompt's text for an image, and what that is in ids.
+"""Chats with images: the mark of an image in a prompt's text, and its token ids.
 
-The chat template writes a placeholder where an image stands. Each one is replaced by a mark that
-says the image's digest and shape, so that a text with other images is another text, and its
-ids follow from it alone:
+The chat template writes a placeholder where an image stands. Each is replaced by a mark with the
+image's digest and shape, so that a text with other images is another text, and its ids follow from
+it alone:
 
     user: ⟨digest 16x16⟩What is this?      <image> spelled in a message: ⟨⟩
 
-The brackets are two code points that Unicode keeps for a program's own use and that no text may
-hold; a text that has them is refused.
+The brackets are two code points that Unicode reserves for a program's internal use and that no text
+may have; a text that has them is refused.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from headstart.cache import Namespace
 from headstart.engine.prompt import PreparedPrompt
@@ -27,21 +27,15 @@ from headstart.frontend.chat.messages import (
     read_conversation,
     text_parts,
 )
-from headstart.frontend.images.decoding import is_data_url
-from headstart.frontend.images.prompt import (
-    IMAGE_MARK,
-    ImagePrompts,
-    ImageSource,
-    LoadedImage,
-    Tenant,
-)
+from headstart.frontend.images.decoding import ImageSource, is_data_url
+from headstart.frontend.images.prompt import IMAGE_MARK, ImagePrompts, LoadedImage, Tenant
 from headstart.frontend.text import Spelling
 from headstart.validation import check_utf8, describe, shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ImageChat", "ImageMessages", "ImageSpelling", "read_messages"]
+__all__ = ["ImageChat", "ImageSpelling"]
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _QUOTED = _OPEN + _CLOSE
@@ -56,18 +50,19 @@ class ImageSpelling(Spelling):
         self._images = images
 
     def mark(self, text: str, loaded: Sequence[LoadedImage]) -> str:
-        """A rendered text with a mark for each of its placeholders. Raises RequestError."""
-        if _OPEN in text.replace(_QUOTED, "") or _CLOSE in text.replace(_QUOTED, ""):
+        """Return a rendered text with a mark for each of its placeholders. Raises RequestError."""
+        unquoted = text.replace(_QUOTED, "")
+        if _OPEN in unquoted or _CLOSE in unquoted:
             raise RequestError("the conversation has U+FDD0 or U+FDD1, which are no characters")
-        first, *others = text.split(self._images.placeholder)
+        marked, *others = text.split(self._images.placeholder)
         if len(others) != len(loaded):
             raise RequestError(
                 f"the model's chat template shows {len(others)} of {len(loaded)} images"
             )
-        for one, other in zip(loaded, others, strict=True):
-            shape = "x".join(map(str, one.image.shape))
-            first += f"{_OPEN}{one.digest.hex()} {shape}{_CLOSE}{other}"
-        return first
+        for image, other in zip(loaded, others, strict=True):
+            shape = "x".join(map(str, image.image.shape))
+            marked += f"{_OPEN}{image.digest.hex()} {shape}{_CLOSE}{other}"
+        return marked
 
     def tokenize(self, text: str) -> list[int]:
         token_ids: list[int] = []
@@ -75,7 +70,7 @@ class ImageSpelling(Spelling):
             if piece == _QUOTED:
                 token_ids += self._images.spelled
             elif piece.startswith(_OPEN):
-                token_ids += self._images.marked_expansion(_shape(piece))
+                token_ids += self._expand(piece)
             elif token_ids:
                 token_ids += self._images.tokenize_after(piece)
             elif piece:
@@ -87,86 +82,61 @@ class ImageSpelling(Spelling):
         return super().spell([token if i == IMAGE_MARK else i for i in token_ids])
 
     def show(self, text: str) -> str:
-        shown = ""
-        for piece in _MARK.split(text):
-            if piece == _QUOTED:
-                shown += self._images.placeholder
-            elif piece.startswith(_OPEN):
-                shown += self.spell(self._images.marked_expansion(_shape(piece)))
-            else:
-                shown += piece
-        return shown
+        def show_mark(match: re.Match[str]) -> str:
+            mark = match[0]
+            return self._images.placeholder if mark == _QUOTED else self.spell(self._expand(mark))
+
+        return _MARK.sub(show_mark, text)
 
     def quote(self, text: str) -> str:
         return text.replace(self._images.placeholder, _QUOTED)
 
-    def readable(self, text: str) -> str:
-        """A marked text as users read it: one placeholder for each image."""
-        return _MARK.sub(self._images.placeholder, text)
+    def _expand(self, mark: str) -> list[int]:
+        """Return the ids of a marked image."""
+        shape = mark[:-1].rpartition(" ")[2].split("x")
+        return self._images.marked_expansion(tuple(map(int, shape)))
 
 
-def _shape(mark: str) -> tuple[int, ...]:
-    return tuple(map(int, mark[:-1].rpartition(" ")[2].split("x")))
+class _ImageParts:
+    """Images taken out of messages, in order, with the users' ids for them."""
 
+    def __init__(self, quote: Callable[[str], str]) -> None:
+        self.sources: list[ImageSource] = []
+        self.ids: list[str | None] = []
+        self._quote = quote
 
-class ImageMessages(NamedTuple):
-    """A conversation whose images are taken out, in order, and whose texts are quoted."""
+    def take(self, place: int, part: Any) -> dict[str, Any]:
+        """Return a part as the template takes it, and take out its image. Raises RequestError.
 
-    messages: list[dict[str, Any]]
-    sources: list[ImageSource]
-    ids: list[str | None]
-
-
-def read_messages(messages: Sequence[Any], quote: Callable[[str], str]) -> ImageMessages:
-    """Take the images out of messages in OpenAI's form. Raises RequestError.
-
-    A part is `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url": ...}}`
-    with a data: URL, or `{"type": "image", "image": ...}` with a Pillow image, bytes, a
-    `pathlib.Path` or a data: URL ("image_pil" is vLLM's name of it). Either kind of image may have
-    a `"uuid"`. A text is never taken for a path, since it may come from outside.
-    """
-    found = ImageMessages([], [], [])
-    for place, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(content, str) and not (isinstance(content, (list, tuple)) and content):
+        A part is `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url":
+        ...}}` with a data: URL, or `{"type": "image", "image": ...}` with a Pillow image, bytes, a
+        `pathlib.Path` or a data: URL ("image_pil" is vLLM's name of it). Both kinds of image may
+        have a `"uuid"`. A text is never taken for a path, since it may come from outside.
+        """
+        kind = kind_of_part(part)
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(text, str):
+            check_utf8(f"message {place}", text)
+            if _OPEN in text or _CLOSE in text:
+                raise RequestError(f"message {place} has U+FDD0 or U+FDD1, which are no characters")
+            return {"type": "text", "text": self._quote(text)}
+        if kind not in ("image_url", "image", "image_pil") or not isinstance(part, Mapping):
             raise RequestError(
-                f"message {place} has {describe_content(content)}; it must be a text or a list "
-                "of text and image parts"
+                f"message {place} has a part of type {describe(kind)}; allowed: text, image_url, "
+                "image"
             )
-        parts = text_parts(message) if isinstance(content, str) else content
-        taken = [_read_part(place, part, found, quote) for part in parts]
-        found.messages.append({**message, "content": taken})
-    return found
-
-
-def _read_part(
-    place: int, part: Any, found: ImageMessages, quote: Callable[[str], str]
-) -> dict[str, Any]:
-    kind = kind_of_part(part)
-    if kind == "text" and isinstance(part, Mapping) and isinstance(part.get("text"), str):
-        text: str = part["text"]
-        check_utf8(f"message {place}", text)
-        if _OPEN in text or _CLOSE in text:
-            raise RequestError(f"message {place} has U+FDD0 or U+FDD1, which are no characters")
-        return {"type": "text", "text": quote(text)}
-    if kind == "image_url" and isinstance(part, Mapping):
-        given = part.get("image_url")
-        source = given.get("url") if isinstance(given, Mapping) else given
-    elif kind in ("image", "image_pil") and isinstance(part, Mapping):
         source = part.get(kind)
-    else:
-        raise RequestError(
-            f"message {place} has a part of type {describe(kind)}; allowed: text, image_url, image"
-        )
-    if source is None or (isinstance(source, str) and not is_data_url(source)):
-        given = "None" if source is None else shorten(repr(source))
-        raise RequestError(
-            f"message {place} has an image that is {given}; allowed: a data: URL (nothing is "
-            "fetched), in Python also a Pillow image, bytes or a pathlib.Path"
-        )
-    found.sources.append(source)
-    found.ids.append(part.get("uuid"))
-    return {"type": "image"}
+        if kind == "image_url" and isinstance(source, Mapping):
+            source = source.get("url")
+        if source is None or (isinstance(source, str) and not is_data_url(source)):
+            value = "None" if source is None else shorten(repr(source))
+            raise RequestError(
+                f"message {place} has an image that is {value}; allowed: a data: URL (nothing is "
+                "fetched), in Python also a Pillow image, bytes or a pathlib.Path"
+            )
+        self.sources.append(source)
+        self.ids.append(part.get("uuid"))
+        return {"type": "image"}
 
 
 class ImageChat:
@@ -183,27 +153,42 @@ class ImageChat:
     def read(
         self, messages: Sequence[Any], tenant: Tenant, options: TemplateOptions
     ) -> tuple[str, list[LoadedImage]]:
-        """The rendered text and, once that is not too long, the images. Raises RequestError."""
-        found = read_messages(read_conversation(messages), self._spelling.quote)
-        text = self._render(found.messages, options)
-        return text, self._images.read(found.sources, found.ids, tenant)
+        """Return the rendered text and, once that is not too long, the images.
+
+        Raises RequestError.
+        """
+        images = _ImageParts(self._spelling.quote)
+        read = read_conversation(messages)
+        for place, message in enumerate(read):
+            content = message.get("content")
+            if not isinstance(content, str) and not (
+                isinstance(content, (list, tuple)) and content
+            ):
+                raise RequestError(
+                    f"message {place} has {describe_content(content)}; it must be a text or a list "
+                    "of text and image parts"
+                )
+            parts = text_parts(message) if isinstance(content, str) else content
+            message["content"] = [images.take(place, part) for part in parts]
+        if not self._wants_parts(options):
+            for message in read:  # a text, with each part on a separate line
+                message["content"] = "\n".join(
+                    part.get("text", self._images.placeholder) for part in message["content"]
+                )
+        text = self._memory.apply_template(read, options)
+        return text, self._images.read(images.sources, images.ids, tenant)
 
     def prompt(
         self, rendered: str, loaded: Sequence[LoadedImage], namespace: Namespace
     ) -> tuple[ChatPrompt, PreparedPrompt]:
-        """The prompt as the next turn will look for it, and as the engine takes it."""
+        """Return the prompt as the next turn looks it up, and as the engine takes it."""
         text = self._spelling.mark(rendered, loaded)
         marked = self._memory.encode(text, namespace)
-        ready = self._images.settle(self._spelling.readable(text), marked, loaded)
-        return ChatPrompt(text, marked), ready
-
-    def _render(self, messages: list[dict[str, Any]], options: TemplateOptions) -> str:
-        """By a template that takes a message in parts, if it does, else as one text."""
-        if not self._wants_parts(options):
-            messages = _as_texts(messages, self._images.placeholder)
-        return self._memory.apply_template(messages, options)
+        readable = _MARK.sub(self._images.placeholder, text)
+        return ChatPrompt(text, marked), self._images.settle(readable, marked, loaded)
 
     def _wants_parts(self, options: TemplateOptions) -> bool:
+        """Return True for a template that takes a message in parts."""
         if options.chat_template_content_format != "auto":
             return options.chat_template_content_format == "openai"
         if options.chat_template is not None:
@@ -219,17 +204,3 @@ class ImageChat:
         except RequestError:
             return False
         return shown.count(self._images.placeholder) == 1 and "'type'" not in shown
-
-
-def _as_texts(messages: Sequence[dict[str, Any]], placeholder: str) -> list[dict[str, Any]]:
-    """The same for a template whose messages are one text each: parts on lines of their own."""
-    return [
-        {
-            **message,
-            "content": "\n".join(
-                placeholder if part["type"] == "image" else part["text"]
-                for part in message["content"]
-            ),
-        }
-        for message in messages
-    ]

@@ -28,44 +28,44 @@ __all__ = [
     "is_data_url",
     "read_data_url",
     "read_source",
+    "to_rgb",
 ]
 
 ImageSource = Any
 """A Pillow image, a path, the bytes of an image file, or a `data:` URL."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Formats that are read, in Pillow's names: none of them starts another program or reads a file."""
+"""Accepted formats, in Pillow's names: none of them starts another program or reads a file."""
 
 MAX_ASPECT = 200
-"""The longer side over the shorter one, at most: the limit of Qwen2-VL's processor. Others scale
+"""Most of the longer side over the shorter side: the limit of Qwen2-VL's processor. Others scale
 the shorter side to a fixed length, which would make gigabytes of a strip of 1 × 30,000,000."""
 
 MAX_BYTES_PER_PIXEL = 4
 HEADER_BYTES = 2**20
 
-_own_pictures = threading.Lock()
+_decoding = threading.Lock()
 
 _GREY_STEPS = {"L;2": 85, "L;4": 17}
-"""Between two levels of a PNG with 2 or 4 bits, in Pillow's 8 bits. Pillow scales the pixels, and
-not the level that the file declares transparent."""
-
+"""Distance of two levels of a PNG with 2 or 4 bits, in Pillow's 8 bits. Pillow scales the pixels,
+and not the level that the file declares transparent."""
 
 _SPACES = " \t\r\n\f\v"
 _TO_STANDARD = bytes.maketrans(b"-_", b"+/")
 
-# Without it, opening a named pipe waits for somebody who writes to it. Windows has no such pipes.
+# O_NONBLOCK: opening a named pipe would wait for its writer. Windows has no such pipes.
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def file_limit(max_pixels: int) -> int:
-    """Bytes that a file may have: 4 for each of `max_pixels`, and 1 MiB for what else it holds."""
+    """Return the most bytes of a file: 4 for each of `max_pixels`, and 1 MiB for other content."""
     return MAX_BYTES_PER_PIXEL * max_pixels + HEADER_BYTES
 
 
 def decode_image(source: ImageSource, max_pixels: int) -> Image:
     """Return the image in RGB, upright, on white where it is transparent. Raises RequestError.
 
-    An opaque picture of 8 bits is what transformers' and vLLM's loaders make of it.
+    An opaque picture of 8 bits has the same pixels as by transformers' and vLLM's loaders.
     """
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
@@ -77,13 +77,15 @@ def decode_image(source: ImageSource, max_pixels: int) -> Image:
         else:
             data = read_source(source, file_limit(max_pixels))
             opened = Image.open(io.BytesIO(data), formats=FORMATS)
-            _scale_transparent_level(opened)
+            level = opened.info.get("transparency")
+            tile: Any = opened.tile
+            if opened.mode == "L" and isinstance(level, int) and tile:  # not decoded yet
+                opened.info["transparency"] = level * _GREY_STEPS.get(tile[0][3], 1)
         _check_size(*opened.size, max_pixels)
-        # A user's own picture, which may be in several prompts, is not decoded twice at once.
-        with _own_pictures if opened is source else nullcontext():
+        # A user's picture, which may be in several prompts, is not decoded twice at once.
+        with _decoding if opened is source else nullcontext():
             upright = ImageOps.exif_transpose(opened)
-        rgb: Image.Image = load_module("headstart.frontend.images.colours").to_rgb(upright)
-        return rgb
+        return to_rgb(upright)
     except RequestError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -103,7 +105,7 @@ def decode_image(source: ImageSource, max_pixels: int) -> Image:
 
 
 def _check_size(width: int, height: int, max_pixels: int) -> None:
-    """Refuse a size that costs too much to decode or to scale. Raises RequestError."""
+    """Raise RequestError for a size that costs too much to decode or to scale."""
     if width * height > max_pixels or not width * height:
         raise RequestError(
             f"an image has {width} × {height} pixels; allowed: 1 to {max_pixels:,} "
@@ -116,34 +118,81 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
         )
 
 
-def _scale_transparent_level(image: Any) -> None:
-    """Bring the transparent level of a PNG of 2 or 4 bits to the 8 bits of its pixels.
+def to_rgb(image: Image) -> Image:
+    """Convert an image of any mode to RGB, over a white ground where it is transparent."""
+    from PIL import Image
 
-    `image` is not decoded yet: then it still has the mode of its file.
-    """
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        image = _scale_grey(image)
     level = image.info.get("transparency")
-    if image.mode == "L" and isinstance(level, int) and image.tile:
-        image.info["transparency"] = level * _GREY_STEPS.get(image.tile[0][3], 1)
+    if image.mode == "RGB" and isinstance(level, tuple) and max(level) > 255:
+        # Of 16 bits, of which Pillow's pixels have the upper 8.
+        image.info["transparency"] = tuple(channel >> 8 for channel in level)
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    if image.mode == "La":
+        image = image.convert("LA")
+    colored = image.convert("RGBA")
+    ground = Image.new("RGB", image.size, "white")
+    ground.paste(colored, mask=colored.getchannel("A"))
+    return ground
+
+
+def _scale_grey(image: Image) -> Image:
+    """Convert grey of 16 or 32 bits, or of floats, to 8 bits. Pillow would clip it at 255.
+
+    16 bits lose the lower 8, as they do in Pillow's RGB. The range of 32 bits and of floats is the
+    first of 0 .. 1 (floats alone), 0 .. 255, 0 .. 65,535 that has all levels, else from the
+    lowest level to the highest.
+    """
+    from PIL import Image
+
+    np = load_module("numpy")  # which `headstart --help` does not load
+    levels = np.asarray(image)
+    low, high = float(levels.min()), float(levels.max())
+    if not np.isfinite([low, high]).all():
+        raise RequestError("an image has levels that are not finite; allowed: finite ones")
+    scaled = levels
+    if levels.dtype.itemsize == 2:
+        scaled = levels >> 8
+    elif low < 0 or high > 65_535:
+        scaled = (levels - np.float64(low)) * (255 / (high - low or 1))
+    elif high > 255:
+        scaled = levels / 256
+    elif high <= 1 and levels.dtype.kind == "f":
+        scaled = levels * 255
+    grey = Image.fromarray(scaled.astype(np.uint8))
+    if "transparency" in image.info:
+        grey.putalpha(Image.fromarray(levels != image.info["transparency"]).convert("L"))
+    return grey
 
 
 def read_source(source: ImageSource, limit: int) -> bytes:
-    """The bytes of an image file, at most `limit`. Raises RequestError, and OSError for a path."""
+    """Return the bytes of an image file, at most `limit`.
+
+    Raises RequestError, and OSError for a path.
+    """
     if isinstance(source, (bytes, bytearray, memoryview)):
         _check_bytes(memoryview(source).nbytes, limit)
         return bytes(source)
-    if isinstance(source, Path):
-        return _read_file(source, limit)
-    if isinstance(source, str):
-        if is_data_url(source):
-            return read_data_url(source, limit)
-        if source.startswith(("http:", "https:")):
-            raise RequestError(
-                "images are not fetched from the network: hand over the bytes or a data: URL"
-            )
-        return _read_file(Path(source), limit)
-    raise RequestError(
-        f"an image is a Pillow image, a path, bytes or a data: URL, not {type(source).__name__}"
-    )
+    if isinstance(source, str) and is_data_url(source):
+        return read_data_url(source, limit)
+    if isinstance(source, str) and source.startswith(("http:", "https:")):
+        raise RequestError(
+            "images are not fetched from the network: hand over the bytes or a data: URL"
+        )
+    if not isinstance(source, (str, Path)):
+        raise RequestError(
+            f"an image is a Pillow image, a path, bytes or a data: URL, not {type(source).__name__}"
+        )
+    with open(source, "rb", opener=lambda path, _: os.open(path, _OPEN_FLAGS)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):  # a device or a pipe, which may have no end
+            raise RequestError(f"an image's path {describe(str(source))} is not a regular file")
+        _check_bytes(status.st_size, limit)
+        data = file.read(limit + 1)  # files of /proc have size 0, and any file may grow
+    _check_bytes(len(data), limit)
+    return data
 
 
 def is_data_url(text: str) -> bool:
@@ -180,28 +229,6 @@ def decode_base64(text: str) -> bytes:
         text = unquote(text)
     digits = text.encode("ascii").translate(_TO_STANDARD, _SPACES.encode()).rstrip(b"=")
     return base64.b64decode(digits + b"=" * (-len(digits) % 4), validate=True)
-
-
-def _read_file(path: Path, limit: int) -> bytes:
-    """The content of a regular file; a device or a pipe, which may have no end, is refused."""
-    with open(path, "rb", opener=_open, buffering=0) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise RequestError(f"an image's path {describe(str(path))} is not a regular file")
-        _check_bytes(status.st_size, limit)
-        # Files of /proc say that they have no bytes, and any file may grow.
-        parts: list[bytes] = []
-        left = limit + 1
-        while left and (part := file.read(min(left, 2**20))):
-            parts.append(part)
-            left -= len(part)
-    data = b"".join(parts)
-    _check_bytes(len(data), limit)
-    return data
-
-
-def _open(path: str, _: int) -> int:
-    return os.open(path, _OPEN_FLAGS)
 
 
 def _check_bytes(size: int, limit: int) -> None:

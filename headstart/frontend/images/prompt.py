@@ -46,17 +46,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "IMAGE_MARK",
-    "ImagePrompts",
-    "ImageReader",
-    "ImageSource",
-    "LoadedImage",
-    "NOBODY",
-    "Tenant",
-    "check_sources",
-]
+__all__ = ["IMAGE_MARK", "NOBODY", "ImagePrompts", "ImageReader", "LoadedImage", "Tenant"]
 
+IMAGE_MARK = MAX_TOKEN_ID
+"""Stands for a token whose embedding is an image's, in ids that are not yet settled."""
 
 _SHAPES = 4096  # images whose shape is remembered
 
@@ -64,7 +57,7 @@ _SHAPES = 4096  # images whose shape is remembered
 class Tenant(NamedTuple):
     """The owner of images: one cache salt, or none.
 
-    similar: whether an image of the same tenant may stand for one that looks like it.
+    similar: an image of the same tenant may stand for one that looks like it.
     """
 
     salt: str | None
@@ -96,7 +89,7 @@ class ImageReader:
     def __init__(self, vision: VisionModel, max_pixels: int) -> None:
         self._vision = vision
         self._max_pixels = max_pixels
-        # Of images that were processed, by salt and digest; the one seen last at the end.
+        # Of images that were processed, by salt and digest; the most recent at the end.
         self._shapes: dict[EncoderKey, tuple[int, ...]] = {}
         self._lock = threading.Lock()
 
@@ -105,13 +98,19 @@ class ImageReader:
     ) -> LoadedImage:
         """Read, check and process a tenant's image. Raises RequestError."""
         image = decode_image(source, self._max_pixels)
-        digest = self._digest(image, own_id)
+        hasher = hashlib.sha256(b"headstart-image/1")
+        size = struct.pack("<II", *image.size)
+        name = b"" if own_id is None else b"\x01" + own_id.encode("utf-8", "surrogatepass")
+        for part in (self._vision.fingerprint(), size, image.tobytes(), name):
+            hasher.update(struct.pack("<Q", len(part)))
+            hasher.update(part)
+        digest = hasher.digest()
         picture = image if tenant.similar and own_id is None else None
         processed = self._process(image, EncoderKey(tenant.salt, digest))
         return LoadedImage(digest, processed, tenant.salt, picture)
 
     def receive(self, sent: SentImage, salt: str | None) -> LoadedImage:
-        """A tenant's image that another process has read. Raises RequestError."""
+        """Process a tenant's image that another process has read. Raises RequestError."""
         from PIL import Image
 
         image = Image.fromarray(sent.pixels)
@@ -119,9 +118,9 @@ class ImageReader:
         return LoadedImage(sent.digest, processed, salt)
 
     def _process(self, image: Image, key: EncoderKey) -> ProcessedImage:
-        """The image made ready; one that its tenant showed before waits until it is encoded again.
+        """Process an image; one that its tenant showed before waits until it is encoded again.
 
-        Processing is most of what an image costs that hits: 55 ms of 62 for a photograph of
+        Processing is most of the cost of an image that hits: 55 ms of 62 for a photograph of
         1024 × 768 and Qwen2.5-VL's processor.
         """
         with self._lock:
@@ -143,29 +142,6 @@ class ImageReader:
             while len(self._shapes) > _SHAPES:
                 self._shapes.pop(next(iter(self._shapes)))
         return processed
-
-    def _digest(self, image: Image, own_id: str | None) -> bytes:
-        digest = hashlib.sha256(b"headstart-image/1")
-        size = struct.pack("<II", *image.size)
-        name = b"" if own_id is None else b"\x01" + own_id.encode("utf-8", "surrogatepass")
-        for part in (self._vision.fingerprint(), size, image.tobytes(), name):
-            digest.update(struct.pack("<Q", len(part)))
-            digest.update(part)
-        return digest.digest()
-
-
-def check_sources(sources: Any, limit: int) -> Sequence[ImageSource]:
-    """One image or several, as a list. Raises RequestError when there are more than `limit`."""
-    several = list(sources) if isinstance(sources, (list, tuple)) else [sources]
-    if len(several) > limit:
-        raise RequestError(
-            f"the prompt has {len(several)} images; allowed: up to {limit} (max_images)"
-        )
-    return several
-
-
-IMAGE_MARK = MAX_TOKEN_ID
-"""Stands for a token whose embedding is an image's, in ids that are not yet settled."""
 
 
 class ImagePrompts:
@@ -200,29 +176,36 @@ class ImagePrompts:
         self.cache.clear()
         self._similar.clear()
 
-    def prepare(
-        self, text: str | None, token_ids: Sequence[int], loaded: Sequence[LoadedImage]
-    ) -> PreparedPrompt:
-        """A prompt whose placeholders, one for each image, stand for these images, in order."""
-        return self.settle(text, self.expand(token_ids, loaded), loaded)
+    def facts(self) -> VisionFacts:
+        """Return `VisionModel.facts`."""
+        return self._vision.facts()
+
+    def _as_list(self, sources: Any) -> list[Any]:
+        """Return one image or several as a list. Raises RequestError for more than `max_images`."""
+        several = list(sources) if isinstance(sources, (list, tuple)) else [sources]
+        if len(several) > self._limit:
+            raise RequestError(
+                f"the prompt has {len(several)} images; allowed: up to {self._limit} (max_images)"
+            )
+        return several
 
     def check_placeholders(self, token_ids: Sequence[int], sources: Any) -> None:
-        """Refuse a prompt that has not one placeholder for each image. Raises RequestError."""
-        count = len(check_sources(sources, self._limit))
-        found = sum(token_id == self.token_id for token_id in token_ids)
-        if found != count:
+        """Raise RequestError for a prompt that has not one placeholder for each image."""
+        images = len(self._as_list(sources))
+        placeholders = sum(token_id == self.token_id for token_id in token_ids)
+        if placeholders != images:
             raise RequestError(
-                f"the prompt has {found} placeholders {self.placeholder!r} and "
-                f"{count} images; there must be one for each"
+                f"the prompt has {placeholders} placeholders {self.placeholder!r} and "
+                f"{images} images; there must be one for each"
             )
 
     def read(self, sources: Any, own_ids: Any = None, tenant: Tenant = NOBODY) -> list[LoadedImage]:
-        """The images, read and checked; `own_ids` are the user's, None for one without."""
-        several = check_sources(sources, self._limit)
-        ids = [None] * len(several) if own_ids is None else check_sources(own_ids, self._limit)
+        """Return the images, read and checked; `own_ids` are the user's, None for one without."""
+        several = self._as_list(sources)
+        ids = [None] * len(several) if own_ids is None else self._as_list(own_ids)
         if len(ids) != len(several) or not all(i is None or isinstance(i, str) for i in ids):
             raise RequestError(
-                f"the ids of {len(several)} images are {describe(list(ids))}; allowed: a text or "
+                f"the ids of {len(several)} images are {describe(ids)}; allowed: a text or "
                 "None each"
             )
         loaded = [
@@ -231,31 +214,33 @@ class ImagePrompts:
         ]
         if not tenant.similar:
             return loaded
-        return [self._similar.settle(one, tenant.salt) for one in loaded]
+        return [self._similar.settle(image, tenant.salt) for image in loaded]
 
-    def expand(self, token_ids: Sequence[int], loaded: Sequence[LoadedImage]) -> list[int]:
-        """The ids with each placeholder's expansion in its place, image tokens marked."""
+    def prepare(
+        self, text: str | None, token_ids: Sequence[int], loaded: Sequence[LoadedImage]
+    ) -> PreparedPrompt:
+        """Return a prompt whose placeholders stand for these images, in order."""
         images = iter(loaded)
-        expanded: list[int] = []
+        marked: list[int] = []
         for token_id in token_ids:
             if token_id == self.token_id:
-                expanded += self.marked_expansion(next(images).image.shape)
+                marked += self.marked_expansion(next(images).image.shape)
             else:
-                expanded.append(token_id)
-        return expanded
+                marked.append(token_id)
+        return self.settle(text, marked, loaded)
 
     def marked_expansion(self, shape: tuple[int, ...]) -> list[int]:
-        """The ids in the place of one placeholder, image tokens marked."""
+        """Return the ids in the place of one placeholder, image tokens marked."""
         expansion = self._vision.expand(shape)
         return [IMAGE_MARK if token_id == self.token_id else token_id for token_id in expansion]
 
     def receive(
         self, token_ids: Sequence[int], sent: SentImages, salt: str | None
     ) -> PreparedPrompt:
-        """A prompt whose images another process has read, for the tenant with this salt.
+        """Return a prompt whose images another process has read, for the tenant with this salt.
 
         Reads all weights on the first call. Raises EngineError if they are named for another
-        vision model, and RequestError for what the image processor refuses.
+        vision model, and RequestError for an image that the processor refuses.
         """
         if sent.fingerprint != self._vision.fingerprint():
             raise EngineError(
@@ -268,28 +253,28 @@ class ImagePrompts:
             marked[image.places] = IMAGE_MARK
         return self.settle(None, marked.tolist(), loaded)
 
-    def facts(self) -> VisionFacts:
-        """As of `VisionModel`."""
-        return self._vision.facts()
-
     def settle(
         self, text: str | None, marked: Sequence[int], loaded: Sequence[LoadedImage]
     ) -> PreparedPrompt:
-        """A prompt of marked ids, ready for the engine. Raises RequestError."""
+        """Return a prompt of marked ids, ready for the engine. Raises RequestError."""
         if not loaded:
             return PreparedPrompt(marked, text)
         token_ids = np.array(marked, dtype=np.int64)
         places = np.flatnonzero(token_ids == IMAGE_MARK)
         token_ids[places] = self.token_id
-        images = []
-        ends = np.cumsum([one.image.num_rows for one in loaded])
-        for one, part in zip(loaded, np.split(places, ends), strict=False):
+        images, uses = [], []
+        ends = np.cumsum([image.image.num_rows for image in loaded])
+        for image, part in zip(loaded, np.split(places, ends), strict=False):
             first, last = int(part[0]), int(part[-1])
-            item = MultiModalItem(one.digest, first, last - first + 1)
-            images.append(PromptImage(item, one.image, torch.from_numpy(part), one.salt))
+            item = MultiModalItem(image.digest, first, last - first + 1)
+            placed = PromptImage(item, image.image, torch.from_numpy(part), image.salt)
+            images.append(placed)
+            num_rows = image.image.num_rows
+            uses.append(ImageUse(item.digest.hex(), placed.start, num_rows, image.is_similar))
         self.budget.check(tuple(images))
-        placed = [PlacedImage(image.start, image.image.shape) for image in images]
-        table = self._vision.positions(len(token_ids), placed)
+        table = self._vision.positions(
+            len(token_ids), [PlacedImage(image.start, image.image.shape) for image in images]
+        )
         positions = None
         if table is not None:
             positions = RotaryPositions(table, int(table.max()) + 1 - len(token_ids))
@@ -298,41 +283,28 @@ class ImagePrompts:
             PromptImages(tuple(images), self.cache),
             positions,
         )
-        uses = tuple(
-            ImageUse(image.item.digest.hex(), image.start, image.image.num_rows, one.is_similar)
-            for image, one in zip(images, loaded, strict=True)
-        )
-        return PreparedPrompt(token_ids.tolist(), text, extras, uses)
+        return PreparedPrompt(token_ids.tolist(), text, extras, tuple(uses))
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text in which a placeholder is a text like any other."""
+        """Return the ids of a text in which a placeholder is a text like any other."""
         assert self._tokenizer is not None
         first, *others = text.split(self.placeholder) if self.placeholder else [text]
         token_ids = encode_text(self._tokenizer, first) if first else []
         for other in others:
-            token_ids += self.spelled
-            token_ids += self.tokenize_after(other)
+            token_ids += [*self.spelled, *self.tokenize_after(other)]
         return token_ids
 
     def tokenize_after(self, text: str) -> list[int]:
-        """The ids of a text that does not stand at the beginning.
+        """Return the ids of a text that is not at the beginning.
 
         There some tokenizers put a space, which they do not behind a special token.
         """
-        tokenizer = self._tokenizer
-        assert tokenizer is not None
+        assert self._tokenizer is not None
         if not text:
             return []
-        anchored = encode_text(tokenizer, f"{self.placeholder}{text}", add_special_tokens=False)
+        anchored = encode_text(
+            self._tokenizer, f"{self.placeholder}{text}", add_special_tokens=False
+        )
         if anchored[:1] == [self.token_id]:
             return anchored[1:]
-        return encode_text(tokenizer, text, add_special_tokens=False)
-
-    def check_plain(self, token_ids: Sequence[int]) -> None:
-        """Refuse token ids that have a placeholder for which there is no image."""
-        if self.token_id in token_ids:
-            found = sum(token_id == self.token_id for token_id in token_ids)
-            raise RequestError(
-                f"the prompt has {found} placeholders {self.placeholder!r} and no images; "
-                "there must be one for each"
-            )
+        return encode_text(self._tokenizer, text, add_special_tokens=False)

@@ -260,7 +260,7 @@ def test_adapters_share_embeddings_but_no_blocks(llm: LLM, tmp_path: Path) -> No
         (ask("<image>" * 4, *[make_image(1)] * 4), "4 images; allowed: up to 3"),
         (ask("<image><image>", make_image(1)), "2 placeholders '<image>' and 1 images"),
         (ask("no placeholder", make_image(1)), "0 placeholders '<image>' and 1 images"),
-        ([IDS["<image>"]] * 2, "2 placeholders '<image>' and no images"),
+        ([IDS["<image>"]] * 2, "2 placeholders '<image>' and 0 images"),
         ({"prompt": "x", "multi_modal_data": {"audio": 1}}, "there are only images"),
         (ask("<image>", make_image(1), multi_modal_uuids={"image": ["a", "b"]}), "the ids of 1"),
         (ask("<image>", make_image(1), multi_modal_uuids={"image": [3]}), "the ids of 1"),

@@ -1,10 +1,9 @@
-"""The engine for asyncio: every request streams its own outputs, all share the same steps.
+"""The engine for asyncio: every request streams its outputs, all share the same steps.
 
-The driver of `LLM` runs the same engine in a thread; outputs cross back to the event loop that
-asked for them. Tokenising and reading images happen in other threads, so the loop never waits; few
-token ids are checked at once.
-Requests whose answers have a form have a few threads of their own: compiling a form may take long,
-and only others of the kind wait for it.
+The driver of `LLM` runs the same engine in a thread; outputs cross back to the caller's event loop.
+Tokenizing and reading images happen in other threads, so the loop never waits. Requests whose
+answers have a form have a few separate threads: compiling a form may take long, and only others of
+the kind wait for it.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,24 +22,23 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.tenant_queue import TenantQueue
 from headstart.errors import EngineError
 from headstart.frontend.chat.messages import TemplateOptions
-from headstart.frontend.facade import Facade
+from headstart.frontend.facade import Facade, Started, check_call
 from headstart.frontend.streams import AsyncRequestStream
-from headstart.validation import check_absent, check_flag
+from headstart.validation import check_flag
 
-# These bring torch, which waits until the model's name is checked: see `start_engine`.
+# These import torch, which waits until the model's name is checked: see `start_engine`.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headstart.engine.adapter_names import Adapter
-    from headstart.engine.driver import Driver
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
-    from headstart.frontend.chat.requests import ChatRequests, Conversation
-    from headstart.frontend.facade import Started
-    from headstart.frontend.frontend import Frontend
+    from headstart.frontend.chat.requests import Conversation
     from headstart.frontend.inputs import Prompt
 
 Answer = TypeVar("Answer")
+
+_FEW_IDS = 4096  # token ids that are checked in half a millisecond
 
 
 class AsyncLLM(Facade):
@@ -58,18 +57,10 @@ class AsyncLLM(Facade):
         return llm
 
     def _take(self, started: Started) -> None:
-        self.engine = started.engine
-        self._attach(started.frontend, started.chats, started.driver, started.sampling)
-
-    def _attach(
-        self, frontend: Frontend, chats: ChatRequests, driver: Driver, sampling: SamplingParams
-    ) -> None:
-        self.frontend, self._chats, self._sampling = frontend, chats, sampling
-        self._driver = driver
-        # Nothing waits for these: compiling a form may take long, and cannot be stopped.
+        super()._take(started)
+        # Compiling a form may take long, and cannot be stopped: these threads are not joined.
         count = max(2, count_cores() // 2)
         self._forms = TenantQueue("headstart-forms", count + 1, per_tenant=count)
-        weakref.finalize(self, self._driver.close)
         weakref.finalize(self, self._forms.abandon, EngineError("the engine is closed"))
 
     def generate(
@@ -96,16 +87,7 @@ class AsyncLLM(Facade):
 
         trace_headers and session_id have no effect; vLLM's other parameters must ask for nothing.
         """
-        absent = {
-            "prompt_text": prompt_text,
-            "tokenization_kwargs": tokenization_kwargs,
-            "mm_processor_kwargs": mm_processor_kwargs,
-            "data_parallel_rank": data_parallel_rank or None,
-            "kv_hints": kv_hints,
-            "reasoning_ended": reasoning_ended,
-            "reasoning_parser_kwargs": reasoning_parser_kwargs,
-        }
-        check_absent(absent)
+        check_call(locals())
         return self._stream(
             lambda: self.prepare(
                 prompt,
@@ -136,23 +118,8 @@ class AsyncLLM(Facade):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Stream the answer to a conversation; the next turn hits every token of this one."""
-        return self._stream(
-            lambda: self.prepare_chat(
-                messages,
-                sampling_params,
-                request_id,
-                lora_request=lora_request,
-                adapter=adapter,
-                priority=priority,
-                cache_salt=cache_salt,
-                chat_template=chat_template,
-                chat_template_content_format=chat_template_content_format,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-        )
+        arguments = dict(locals())  # those of `prepare_chat`
+        return self._stream(lambda: type(self).prepare_chat(**arguments))
 
     async def prepare(
         self,
@@ -166,21 +133,11 @@ class AsyncLLM(Facade):
         cache_salt: str | None = None,
     ) -> RequestGroup:
         """Check and tokenise a request of `generate`, for `outputs`. Raises RequestError."""
-        self.frontend.require_open()
-        [(params, choice, rank)] = self._spread(1, sampling_params, adapter, lora_request, priority)
-        name = await self._load(choice)
-
-        def make() -> RequestGroup:
-            return self.frontend.prepare(
-                prompt,
-                params,
-                request_id=request_id,
-                salt=cache_salt,
-                adapter=name,
-                priority=rank,
-            )
-
-        return make() if _is_quick(prompt, params) else await self._make(params, make)
+        make = partial(self.frontend.prepare, prompt, request_id=request_id, salt=cache_salt)
+        is_short = isinstance(prompt, list) and len(prompt) <= _FEW_IDS
+        return await self._prepare(
+            make, sampling_params, adapter, lora_request, priority, is_short=is_short
+        )
 
     async def prepare_chat(
         self,
@@ -200,35 +157,36 @@ class AsyncLLM(Facade):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestGroup:
         """Check and tokenise a conversation, as `prepare` does."""
-        self.frontend.require_open()
-        template = TemplateOptions(
-            chat_template=chat_template,
-            chat_template_content_format=chat_template_content_format,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
+        template = TemplateOptions.pick(locals())
+        make = partial(
+            self._chats.prepare, messages, template=template, request_id=request_id, salt=cache_salt
         )
-        [(params, choice, rank)] = self._spread(1, sampling_params, adapter, lora_request, priority)
-        name = await self._load(choice)
-        return await self._make(
-            params,
-            lambda: self._chats.prepare(
-                messages,
-                params,
-                template,
-                request_id=request_id,
-                salt=cache_salt,
-                adapter=name,
-                priority=rank,
-            ),
-        )
+        return await self._prepare(make, sampling_params, adapter, lora_request, priority)
 
-    async def _make(self, params: object, make: Callable[[], RequestGroup]) -> RequestGroup:
-        """Call `make` in another thread; forms have threads of their own."""
-        if not isinstance(params, SamplingParams) or params.structured_outputs is None:
-            return await asyncio.to_thread(make)
-        return await asyncio.wrap_future(self._forms.submit(make))
+    async def _prepare(
+        self,
+        make: Callable[..., RequestGroup],
+        sampling_params: SamplingParams | None,
+        adapter: str | None,
+        lora_request: LoRARequest | None,
+        priority: int | None,
+        *,
+        is_short: bool = False,
+    ) -> RequestGroup:
+        """Call `make` in another thread; forms have separate threads.
+
+        is_short: few token ids, for which another thread would take longer to wake.
+        """
+        self.frontend.require_open()
+        [(params, choice, rank)] = self._spread(1, sampling_params, adapter, lora_request, priority)
+        make = partial(make, params=params, adapter=await self._load(choice), priority=rank)
+        if not isinstance(params, SamplingParams):
+            return make()  # which raises RequestError
+        if params.structured_outputs is not None:
+            return await asyncio.wrap_future(self._forms.submit(make))
+        if is_short and params.n == 1 and not params.bad_words:  # which take a tokenizer
+            return make()
+        return await asyncio.to_thread(make)
 
     def outputs(self, request: RequestGroup, *, paced: bool = False) -> AsyncRequestStream:
         """Queue a prepared request and stream its outputs; leaving the loop aborts it.
@@ -350,18 +308,6 @@ class AsyncLLM(Facade):
     def shutdown(self, timeout: float | None = None) -> None:
         """Close, after the step under way."""
         self.close()
-
-
-_FEW_IDS = 4096  # token ids that are checked in half a millisecond
-
-
-def _is_quick(prompt: Prompt, params: object) -> bool:
-    """Return True for few token ids: another thread would take longer to wake."""
-    if not isinstance(prompt, list) or len(prompt) > _FEW_IDS:
-        return False
-    if not isinstance(params, SamplingParams) or params.n != 1:
-        return False
-    return params.structured_outputs is None and not params.bad_words  # which take a tokenizer
 
 
 AsyncLLMEngine = AsyncLLM  # the older of vLLM's two names

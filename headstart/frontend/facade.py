@@ -1,9 +1,9 @@
-"""Constructors and reports that `LLM`, `AsyncLLM` and `LLMEngine` share."""
+"""The constructor, reports and requests that `LLM`, `AsyncLLM` and `LLMEngine` share."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -19,15 +19,16 @@ from headstart.imports import load_module
 from headstart.models.prefetch import read_ahead
 from headstart.validation import check_absent, check_flag
 
+# These import torch, which waits until the model's name is checked: see `start_engine`.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headstart.cache import KVCacheManager
     from headstart.engine.adapter_names import Adapter
     from headstart.engine.config import EngineConfig
-    from headstart.engine.driver import LocalDriver
+    from headstart.engine.driver import Driver, LocalDriver
     from headstart.engine.engine import EngineCore
-    from headstart.engine.request import Request
+    from headstart.engine.request import Request, RequestGroup
     from headstart.engine.tiering.tiers import Tiers
     from headstart.frontend.chat.requests import ChatRequests
     from headstart.frontend.frontend import Frontend
@@ -36,25 +37,25 @@ __all__ = ["Facade", "Started", "SyncFacade", "start_engine"]
 
 
 class Started(NamedTuple):
-    """A frontend, its chats, the driver of the engine, and the engine itself.
+    """A frontend, its chats, and the driver of the engine.
 
-    sampling: for calls that bring no parameters.
+    sampling: for calls that bring no parameters. engine: None if it is in other processes.
     """
 
     frontend: Frontend
     chats: ChatRequests
-    driver: LocalDriver
+    driver: Driver
     sampling: SamplingParams
-    engine: EngineCore
+    engine: EngineCore | None = None
 
 
 def start_engine(
     model: str | Path, options: dict[str, Any], *, is_observed: bool = False
 ) -> Started:
-    """An engine for a model by path or hub name; `options` are those of `LLM(...)`.
+    """Load a model by path or hub name; `options` are those of `LLM(...)`.
 
-    Wrong options and files are told before torch is imported, which takes seconds, and memory for
-    the weights is got meanwhile. is_observed: see `make_parts`.
+    Wrong options and files raise before torch is imported, which takes seconds; memory for the
+    weights is allocated meanwhile. is_observed: see `make_parts`.
     Raises ConfigError, ModelError or OutOfMemoryError.
     """
     read = read_options(model, options)
@@ -76,16 +77,24 @@ def start_engine(
     return Started(frontend, chats, driver, read.sampling, engine)
 
 
-# These bring torch, which waits until the model's name is checked: see `start_engine`.
+# Parameters of vLLM's calls that must be empty.
+_ABSENT = (
+    *("tokenization_kwargs", "mm_processor_kwargs", "prompt_text", "data_parallel_rank"),
+    *("kv_hints", "reasoning_ended", "reasoning_parser_kwargs"),
+)
 
 
-class Facade(ConfigParts, ABC):
+def check_call(arguments: Mapping[str, Any]) -> None:
+    """Raise RequestError if a parameter of vLLM's that must be empty is not."""
+    check_absent({name: arguments[name] or None for name in _ABSENT if name in arguments})
+
+
+class Facade(ConfigParts):
     """An engine, the driver that runs its steps, and the chats that become its requests."""
 
     frontend: Frontend
     engine: EngineCore
-    _chats: ChatRequests
-    _sampling: SamplingParams
+    _driver: Driver
 
     def __init__(
         self,
@@ -137,13 +146,16 @@ class Facade(ConfigParts, ABC):
         Raises ConfigError, ModelError or OutOfMemoryError.
         """
         options = dict(locals())
-        for name in ("self", "model", "ignored", "__class__"):
-            options.pop(name, None)
+        for name in ("self", "model", "ignored"):
+            del options[name]
         self._take(start_engine(model, options | ignored))
 
-    @abstractmethod
     def _take(self, started: Started) -> None:
         """Take over an engine that has been loaded."""
+        self.frontend, self._chats, self._driver, self._sampling, engine = started
+        if engine is not None:
+            self.engine = engine
+        weakref.finalize(self, self._driver.close)
 
     @classmethod
     def from_engine_args(
@@ -156,12 +168,12 @@ class Facade(ConfigParts, ABC):
         enable_multiprocessing: bool = False,
     ) -> Self:
         """Load the model of vLLM's object of arguments; `usage_context` has no effect."""
-        given = {
+        absent = {
             "start_engine_loop": None if start_engine_loop in (None, True) else "False",
             "stat_loggers": stat_loggers,
             "enable_multiprocessing": enable_multiprocessing,
         }
-        check_absent(given, ConfigError)
+        check_absent(absent, ConfigError)
         return cls(engine_args.model, **engine_args.options)
 
     @property
@@ -212,7 +224,7 @@ class Facade(ConfigParts, ABC):
 
     @property
     def adapters(self) -> list[Adapter]:
-        """The LoRA adapters that requests may ask for."""
+        """The LoRA adapters that requests may name."""
         return self.frontend.adapters.named
 
     @property
@@ -227,16 +239,16 @@ class Facade(ConfigParts, ABC):
 
     @property
     def requests(self) -> tuple[Sequence[Request], Sequence[Request]]:
-        """Answers that are computed, and those that wait, for the engine's thread."""
+        """Running and waiting answers, for the engine's thread."""
         return self.engine.requests
 
     @property
     def num_preemptions(self) -> int:
-        """Times that a running request had to give up its blocks."""
+        """Number of times that a running request gave up its blocks."""
         return self.engine.num_preemptions
 
     def check_length(self, name: str, text: str) -> None:
-        """Raise RequestError for a text that cannot fit `max_model_len`; `name` says what it is."""
+        """Raise RequestError for a text that cannot fit `max_model_len`, by this name."""
         self.frontend.text_limit.check(name, text)
 
     def set_share(self, owner: str, weight: float) -> None:
@@ -307,3 +319,26 @@ class SyncFacade(Facade):
         """Return the name of an adapter, which is loaded if need be."""
         self.frontend.require_open()
         return self.frontend.adapters.require(choice, self._driver.call)
+
+    def _prepare(
+        self,
+        prompts: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: str | Sequence[str | None] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+        priority: int | Sequence[int] | None,
+        cache_salt: str | None,
+        make: Callable[..., RequestGroup] | None = None,
+    ) -> list[RequestGroup]:
+        """Check and tokenize the requests of a call; `make` prepares each, as the frontend does.
+
+        Raises RequestError.
+        """
+        self.frontend.require_open()
+        make = make or self.frontend.prepare
+        options = self._spread(len(prompts), sampling_params, adapter, lora_request, priority)
+        names = [self._require_adapter(choice) for _, choice, _ in options]
+        return [
+            make(prompt, params, salt=cache_salt, adapter=name, priority=rank)
+            for prompt, (params, _, rank), name in zip(prompts, options, names, strict=True)
+        ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, cast
 
@@ -12,18 +12,15 @@ from headstart.engine.adapter_names import LoRARequest
 from headstart.engine.params import SamplingParams
 from headstart.frontend.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from headstart.frontend.chat.messages import TemplateOptions
-from headstart.frontend.facade import SyncFacade
+from headstart.frontend.facade import SyncFacade, check_call
 from headstart.frontend.streams import RequestStream, run_all
 from headstart.imports import load_module
-from headstart.validation import check_absent
 
-# These bring torch, which waits until the model's name is checked: see `start_engine`.
+# These import torch, which waits until the model's name is checked: see `start_engine`.
 if TYPE_CHECKING:
     from headstart.engine.adapter_names import Adapter
     from headstart.engine.outputs import RequestOutput
-    from headstart.engine.request import RequestGroup
     from headstart.frontend.chat.requests import Conversation
-    from headstart.frontend.facade import Started
     from headstart.frontend.inputs import Prompt
 
 
@@ -47,10 +44,6 @@ class LLM(SyncFacade):
     >>> llm.close()
     """
 
-    def _take(self, started: Started) -> None:
-        self.frontend, self._chats, self._driver, self._sampling, self.engine = started
-        weakref.finalize(self, self._driver.close)
-
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -70,21 +63,13 @@ class LLM(SyncFacade):
         must be empty. Raises RequestError before any work, for all prompts if one is bad;
         EngineError when a step failed.
         """
-        check_absent(
-            {
-                "tokenization_kwargs": tokenization_kwargs,
-                "mm_processor_kwargs": mm_processor_kwargs,
-            }
-        )
-        self.engine.require_open()
+        check_call(locals())
         prompts = _as_list(prompts)
-        options = self._spread(len(prompts), sampling_params, adapter, lora_request, priority)
-        names = [self._require_adapter(choice) for _, choice, _ in options]
-        groups = [
-            self.frontend.prepare(prompt, params, salt=cache_salt, adapter=name, priority=rank)
-            for prompt, (params, _, rank), name in zip(prompts, options, names, strict=True)
-        ]
-        return self._run(groups, show_progress=bool(use_tqdm))
+        groups = self._prepare(
+            prompts, sampling_params, adapter, lora_request, priority, cache_salt
+        )
+        with _progress(len(groups) if use_tqdm else 0) as report:
+            return run_all(self._driver, groups, report)
 
     def chat(
         self,
@@ -110,33 +95,16 @@ class LLM(SyncFacade):
         messages: dicts with "role" and "content", by the model's chat template; a content is a
         text or a list of OpenAI's parts, images among them if the model sees. A reply that
         comes back in a later turn is recognised by its text and keeps its token ids, even where
-        tokenising it anew would give others. Raises what `generate` does.
+        tokenizing it anew would give others. Raises what `generate` does.
         """
-        check_absent(
-            {
-                "tokenization_kwargs": tokenization_kwargs,
-                "mm_processor_kwargs": mm_processor_kwargs,
-            }
-        )
-        template = TemplateOptions(
-            chat_template=chat_template,
-            chat_template_content_format=chat_template_content_format,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        self.engine.require_open()
+        check_call(locals())
+        make = partial(self._chats.prepare, template=TemplateOptions.pick(locals()))
         chats = _as_conversations(messages)
-        options = self._spread(len(chats), sampling_params, adapter, lora_request, priority)
-        names = [self._require_adapter(choice) for _, choice, _ in options]
-        groups = [
-            self._chats.prepare(
-                chat, params, template, salt=cache_salt, adapter=name, priority=rank
-            )
-            for chat, (params, _, rank), name in zip(chats, options, names, strict=True)
-        ]
-        outputs = self._run(groups, show_progress=bool(use_tqdm))
+        groups = self._prepare(
+            chats, sampling_params, adapter, lora_request, priority, cache_salt, make
+        )
+        with _progress(len(groups) if use_tqdm else 0) as report:
+            outputs: list[RequestOutput] = run_all(self._driver, groups, report)
         for group, output in zip(groups, outputs, strict=True):
             self._chats.remember(group, output)
         return outputs
@@ -180,9 +148,9 @@ class LLM(SyncFacade):
         its `abort` ends it with the text so far. An iterator without references is closed, too,
         without waiting until the engine has removed the request.
         """
-        [(params, choice, rank)] = self._spread(1, sampling_params, adapter, lora_request, priority)
-        name = self._require_adapter(choice)
-        group = self.frontend.prepare(prompt, params, salt=cache_salt, adapter=name, priority=rank)
+        [group] = self._prepare(
+            [prompt], sampling_params, adapter, lora_request, priority, cache_salt
+        )
         return RequestStream(self._driver, group, owner=self)
 
     def stream_chat(
@@ -202,18 +170,9 @@ class LLM(SyncFacade):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestStream:
         """Stream the answer to a conversation, as `stream` does."""
-        template = TemplateOptions(
-            chat_template=chat_template,
-            chat_template_content_format=chat_template_content_format,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        [(params, choice, rank)] = self._spread(1, sampling_params, adapter, lora_request, priority)
-        name = self._require_adapter(choice)
-        group = self._chats.prepare(
-            messages, params, template, salt=cache_salt, adapter=name, priority=rank
+        make = partial(self._chats.prepare, template=TemplateOptions.pick(locals()))
+        [group] = self._prepare(
+            [messages], sampling_params, adapter, lora_request, priority, cache_salt, make
         )
         return RequestStream(self._driver, group, self._chats, owner=self)
 
@@ -259,10 +218,6 @@ class LLM(SyncFacade):
         """End open streams with an EngineError and free the K/V memory. Idempotent."""
         self._driver.close()
 
-    def _run(self, groups: list[RequestGroup], *, show_progress: bool) -> list[RequestOutput]:
-        with _progress(len(groups) if show_progress else 0) as tell:
-            return run_all(self._driver, groups, tell)
-
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts; a list of integers is one prompt."""
@@ -280,11 +235,28 @@ def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[C
     return list(cast("Sequence[Conversation]", messages))
 
 
-def _progress(prompts: int) -> AbstractContextManager[Callable[[RequestOutput], None] | None]:
-    """Return a function to call for each answered prompt, None without a progress bar."""
+@contextmanager
+def _progress(prompts: int) -> Iterator[Callable[[RequestOutput], None] | None]:
+    """A bar on stderr for several prompts; yields a function to call for each answered prompt."""
     if prompts < 2:
-        return nullcontext()
-    shown: AbstractContextManager[Any] = load_module("headstart.frontend.progress").show_progress(
-        prompts
+        yield None
+        return
+    rich = load_module("rich.progress")  # which takes 60 ms
+    columns = (
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TextColumn("{task.fields[tokens]} tokens generated"),
+        rich.TimeElapsedColumn(),
+        rich.TimeRemainingColumn(),
     )
-    return shown
+    console = load_module("rich.console").Console(stderr=True)
+    with rich.Progress(*columns, console=console) as progress:
+        task = progress.add_task("prompts", total=prompts, tokens=0)
+
+        def report(output: RequestOutput) -> None:
+            tokens = sum(len(answer.token_ids) for answer in output.outputs)
+            tokens += progress.tasks[task].fields["tokens"]
+            progress.update(task, advance=1, tokens=tokens)
+
+        yield report

@@ -1,34 +1,25 @@
-"""`LLMEngine`: an engine whose steps the program asks for, one by one."""
+"""`LLMEngine`: an engine whose steps the program runs, one by one."""
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from headstart.engine.adapter_names import LoRARequest
 from headstart.engine.outputs import ShownOutputs
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, RequestError
-from headstart.frontend.facade import SyncFacade
-from headstart.validation import check_absent
+from headstart.frontend.facade import Started, SyncFacade, check_call
 
-# These bring torch, which waits until the model's name is checked: see `start_engine`.
+# These import torch, which waits until the model's name is checked: see `start_engine`.
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
-    from headstart.frontend.facade import Started
     from headstart.frontend.inputs import Prompt
 
 __all__ = ["LLMEngine"]
-
-
-class _Failure(NamedTuple):
-    """A request that ended with an error."""
-
-    request_id: str
-    error: EngineError
 
 
 class LLMEngine(SyncFacade):
@@ -50,11 +41,11 @@ class LLMEngine(SyncFacade):
     """
 
     def _take(self, started: Started) -> None:
-        self.frontend, self._chats, self._driver, self._sampling, self.engine = started
+        super()._take(started)
         # Changed in the engine's thread alone, but that `step` takes the first of `_pending`.
         self._shown: dict[str, ShownOutputs] = {}  # of unfinished requests
-        self._pending: deque[list[RequestOutput] | _Failure] = deque()  # for the next steps
-        weakref.finalize(self, self._driver.close)
+        # For the next steps: outputs by request, or the error of one request.
+        self._pending: deque[dict[str, RequestOutput | EngineError]] = deque()
 
     def add_request(
         self,
@@ -78,23 +69,9 @@ class LLMEngine(SyncFacade):
         arrival_time, trace_headers and session_id have no effect; tokenization_kwargs, prompt_text
         and kv_hints must ask for nothing.
         """
-        check_absent(
-            {
-                "tokenization_kwargs": tokenization_kwargs,
-                "prompt_text": prompt_text,
-                "kv_hints": kv_hints,
-            }
-        )
-        self.engine.require_open()
-        [(chosen, choice, rank)] = self._spread(1, params, adapter, lora_request, priority)
-        group = self.frontend.prepare(
-            prompt,
-            chosen,
-            request_id=request_id,
-            salt=cache_salt,
-            adapter=self._require_adapter(choice),
-            priority=rank,
-        )
+        check_call(locals())
+        make = partial(self.frontend.prepare, request_id=request_id)
+        [group] = self._prepare([prompt], params, adapter, lora_request, priority, cache_salt, make)
         self._driver.call(lambda: self._submit(group))
         return group.request_id
 
@@ -107,29 +84,31 @@ class LLMEngine(SyncFacade):
         self.engine.require_open()
         if not self._pending:
             self._driver.call(self._advance)
-        moved = self._pending.popleft()
-        if isinstance(moved, _Failure):
-            raise moved.error
-        return moved
+        outputs: list[RequestOutput] = []
+        for output in self._pending.popleft().values():
+            if isinstance(output, EngineError):
+                raise output
+            outputs.append(output)
+        return outputs
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
         """Forget requests; an id that is not known changes nothing."""
         names = [request_ids] if isinstance(request_ids, str) else request_ids
-        self._driver.call(lambda: self._forget(frozenset(names)))
+        self._driver.call(lambda: self._forget(names))
 
     # In the engine's thread
 
     def _submit(self, group: RequestGroup) -> None:
         name = group.request_id
-        if any(name in _names(moved) for moved in self._pending):
-            raise RequestError(f"request {name!r} has an output that the next step tells")
+        if any(name in moved for moved in self._pending):
+            raise RequestError(f"request {name!r} has an output that the next step returns")
         self.engine.submit(group)
         self._shown[name] = ShownOutputs(group.params.output_kind)
 
     def _advance(self) -> None:
         """Run a step and make the outputs of the requests that moved."""
-        outputs: list[RequestOutput] = []
-        failures: list[_Failure] = []
+        outputs: dict[str, RequestOutput | EngineError] = {}
+        failures: list[dict[str, RequestOutput | EngineError]] = []
         ended: list[str] = []
         for group, error in self.engine.step():
             name = group.request_id
@@ -140,31 +119,27 @@ class LLMEngine(SyncFacade):
                 error = EngineError(f"an output cannot be made: {type(cause).__name__}: {cause}")
                 error.__cause__ = cause
             if error is not None:
-                failures.append(_Failure(name, error))
+                failures.append({name: error})
                 ended.append(name)
                 continue
             assert output is not None
             if output.finished:
                 ended.append(name)
             if (new := self._shown[name].next(output)) is not None:
-                outputs.append(new)
+                outputs[name] = new
         if outputs or not failures:
             self._pending.append(outputs)
         self._pending += failures
         for name in ended:  # last, so that `has_unfinished_requests` misses nothing
             del self._shown[name]
 
-    def _forget(self, names: frozenset[str]) -> None:
+    def _forget(self, names: Sequence[str]) -> None:
         for name in names:
             self.engine.abort(name)
             self._shown.pop(name, None)
-        pending = list(self._pending)
-        self._pending.clear()
-        for moved in pending:
-            if isinstance(moved, list):
-                self._pending.append([o for o in moved if o.request_id not in names])
-            elif moved.request_id not in names:
-                self._pending.append(moved)
+            for moved in self._pending:
+                moved.pop(name, None)
+        self._pending = deque(filter(None, self._pending))
 
     def has_unfinished_requests(self) -> bool:
         """Return True if a step would return an output."""
@@ -179,9 +154,3 @@ class LLMEngine(SyncFacade):
         self._driver.close()
         self._shown.clear()
         self._pending.clear()
-
-
-def _names(moved: list[RequestOutput] | _Failure) -> list[str]:
-    if isinstance(moved, _Failure):
-        return [moved.request_id]
-    return [output.request_id for output in moved]

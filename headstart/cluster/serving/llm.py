@@ -11,6 +11,7 @@ from headstart.engine.metrics import Metric
 from headstart.errors import ReplicaLostError
 from headstart.frontend.async_llm import AsyncLLM
 from headstart.frontend.chat.requests import ChatRequests
+from headstart.frontend.facade import Started
 from headstart.validation import check_flag
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class ReplicatedLLM(AsyncLLM):
     ) -> None:
         self.dispatcher = dispatcher
         self._replicas = driver
-        self._attach(front, ChatRequests(front, chat_template), driver, sampling)
+        self._take(Started(front, ChatRequests(front, chat_template), driver, sampling))
 
     @property
     def has_engine(self) -> bool:

@@ -23,7 +23,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -85,6 +85,11 @@ class TemplateOptions:
             raise RequestError(f"chat_template_kwargs is {describe(variables)}; allowed: a dict")
         if reserved := _RESERVED & set(variables):
             raise RequestError(f"chat_template_kwargs has {min(reserved)!r}, a separate argument")
+
+    @classmethod
+    def pick(cls, arguments: Mapping[str, Any]) -> TemplateOptions:
+        """Return the options among the arguments of a call. Raises RequestError."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `apply_chat_template`."""

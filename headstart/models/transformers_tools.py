@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import (
+    CONFIG_MAPPING,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -76,6 +77,17 @@ def load_auto_tokenizer(folder: Path, settings: dict[str, Any]) -> PreTrainedTok
         ) from error
     assert isinstance(loaded, PreTrainedTokenizerBase)
     return loaded
+
+
+def read_config(content: dict[str, Any]) -> PreTrainedConfig:
+    """Return transformers' configuration for the content of a config.json.
+
+    Raises KeyError, TypeError, ValueError and errors of huggingface_hub for wrong values.
+    """
+    with silence_transformers():
+        config = CONFIG_MAPPING[content["model_type"]].from_dict(content)
+    assert isinstance(config, PreTrainedConfig)
+    return config
 
 
 def _name_architecture(folder: Path) -> dict[str, Any]:

@@ -1,10 +1,7 @@
-"""Loads a dense decoder from its files, without transformers' modelling code."""
+"""Loading of a dense decoder from its files, without transformers' modelling code."""
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +13,7 @@ from headstart.models.config_values import context_length
 from headstart.models.dense.decoder import DenseDecoder, DenseModules, Description
 from headstart.models.dense.modules import read_frequencies
 from headstart.models.dtypes import is_out_of_memory, own_dtype
-from headstart.models.families import FAMILIES, Family, UnknownFamilyError, read_shape
+from headstart.models.families import FAMILIES, UnknownFamilyError, read_shape
 from headstart.models.files import is_gguf, read_json, stamp_files, weight_files
 from headstart.native.pages import ReadyMemory
 from headstart.weights.checkpoint import FLOATS, Checkpoint, SafetensorsCheckpoint
@@ -27,100 +24,7 @@ from headstart.weights.prequantized import PrequantizedCheckpoint
 from headstart.weights.reader import Outline, WeightReader
 from headstart.weights.scheme import Scheme, UnsupportedLayerError, read_scheme
 
-__all__ = ["DenseConfig", "check_tensors", "describe_decoder", "load_dense", "read_config"]
-
-
-# Null stands for a value derived from others, or for no window and no cap.
-_MAY_BE_NULL = frozenset(
-    {
-        *("num_key_value_heads", "head_dim", "sliding_window", "layer_types"),
-        *("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
-    }
-)
-
-
-# Keys beside a family's defaults that change nothing here, or are read by name.
-_HARMLESS = frozenset(
-    {
-        *("architectures", "transformers_version", "dtype", "torch_dtype", "rope_parameters"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "use_mrope", "rope_scaling"),
-        *("attention_dropout", "initializer_range", "pretraining_tp", "layer_types", "rope_theta"),
-        *("sliding_window", "use_sliding_window", "max_window_layers"),
-    }
-)
-_THETA = 10_000.0  # of rotary positions, where nothing says another
-_WINDOWS = frozenset({"full_attention", "sliding_attention"})
-
-
-class DenseConfig(SimpleNamespace):
-    """The keys of a config.json as attributes, for angles that are not scaled."""
-
-    def get_text_config(self) -> "DenseConfig":
-        """This one: a dense decoder has no other part."""
-        return self
-
-
-def read_config(family: Family, content: Mapping[str, Any]) -> Any:
-    """The content of a config.json, with the family's defaults; raises `UnsupportedLayerError`.
-
-    A `DenseConfig`, or transformers' own for keys that only transformers knows how to read. To
-    import it takes a second, which most models need not wait for.
-    """
-    for name, default in family.defaults.items():
-        if name in content:
-            _check_type(name, content[name], default)
-    prepared = {name: value for name, value in content.items() if name != "model_type"}
-    try:
-        family.prepare(prepared)
-        merged = {**family.defaults, **prepared}
-        merged["head_dim"] = merged["head_dim"] or (
-            merged["hidden_size"] // merged["num_attention_heads"]
-        )
-        plain = _read_plain(family, merged)
-        if plain is not None:
-            return plain
-        return load_module("headstart.models.dense.scaled_rotary").RotaryConfig(**merged)
-    except (UnsupportedLayerError, MemoryError):
-        raise
-    # Wrong values raise KeyError, TypeError, ValueError and errors of huggingface_hub's own.
-    except Exception as error:
-        raise UnsupportedLayerError(f"its configuration is not as expected: {error}") from error
-
-
-def _read_plain(family: Family, merged: Mapping[str, Any]) -> DenseConfig | None:
-    """The configuration; None if it says what is not read here."""
-    if merged.keys() - family.defaults.keys() - _HARMLESS:
-        return None
-    if merged.get("partial_rotary_factor", 1.0) != 1.0:
-        return None
-    theta = merged.get("rope_theta", _THETA)
-    angles = {"rope_theta": theta, **(merged.get("rope_parameters") or {})}
-    kind, theta = angles.pop("rope_type", "default"), angles.pop("rope_theta")
-    is_scaled = merged.get("rope_scaling") or angles or kind != "default"
-    if is_scaled or type(theta) not in (int, float):
-        return None
-    layers = merged.get("layer_types")
-    if layers is not None and not (
-        isinstance(layers, list)
-        and len(layers) == merged["num_hidden_layers"]
-        and all(isinstance(layer, str) and layer in _WINDOWS for layer in layers)
-    ):
-        return None
-    kept = merged.get("dtype") or merged.get("torch_dtype")
-    dtype = getattr(torch, kept, kept) if isinstance(kept, str) else kept
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        return None
-    found = {"rope_parameters": {"rope_theta": theta, "rope_type": kind}, "layer_types": layers}
-    return DenseConfig(**{**merged, **found, "dtype": dtype})
-
-
-def _check_type(name: str, value: Any, default: Any) -> None:
-    """Raise `UnsupportedLayerError` for a value of another type than its default."""
-    if name == "eos_token_id" or (value is None and name in _MAY_BE_NULL) or default is None:
-        return
-    wanted = (int, float) if isinstance(default, float) else type(default)
-    if not isinstance(value, wanted) or isinstance(value, bool) is not isinstance(default, bool):
-        raise UnsupportedLayerError(f"its configuration has {name} {value!r}")
+__all__ = ["check_tensors", "describe_decoder", "load_dense"]
 
 
 # Buffers of old versions, which are computed from the configuration.
@@ -146,16 +50,16 @@ def load_dense(
     files = stamp_files(folder)
     about, kept = describe_decoder(folder)
     scheme = read_scheme(read_json(folder / "config.json"))
-    with _opened(folder, scheme) as checkpoint:
-        outline = Outline()
-        DenseModules(about.shape, outline)
-        check_tensors(checkpoint, outline, about.shape.tied)
-        held = set(checkpoint.dtypes(outline.matrices))
-        kept = kept or checkpoint.dtypes(outline.shapes)[0]
-        if scheme is not None and kept == torch.float16 and device.type == "cpu":
-            kept = torch.bfloat16  # of rows: no kernel is made for float16
-        wanted = dtype if isinstance(dtype, torch.dtype) else own_dtype(kept, held, device)
-        try:
+    try:
+        with _open_checkpoint(folder, scheme) as checkpoint:
+            outline = Outline()
+            DenseModules(about.shape, outline)
+            check_tensors(checkpoint, outline, about.shape.tied)
+            held = set(checkpoint.dtypes(outline.matrices))
+            kept = kept or checkpoint.dtypes(outline.shapes)[0]
+            if scheme is not None and kept == torch.float16 and device.type == "cpu":
+                kept = torch.bfloat16  # of rows: no kernel is made for float16
+            wanted = dtype if isinstance(dtype, torch.dtype) else own_dtype(kept, held, device)
             read = WeightReader(
                 checkpoint,
                 outline.matrices,
@@ -167,10 +71,14 @@ def load_dense(
             )
             modules = DenseModules(about.shape, read)
             read.close()
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise _no_memory(folder, error) from error
+    except (OSError, SafetensorError, MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(
+                f"memory does not hold the model in {folder}: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(error, OSError | SafetensorError):
+            raise
+        raise DamagedModelError(f"the weights in {folder} cannot be read: {error}") from error
     decoder = DenseDecoder(about, modules.eval(), wanted)
     decoder.files = files
     if not decoder.has_its_files:
@@ -179,31 +87,10 @@ def load_dense(
     return decoder
 
 
-@contextmanager
-def _opened(folder: Path, scheme: Scheme | None) -> Iterator[Checkpoint]:
-    """The checkpoint; what goes wrong with its files meanwhile is a `DamagedModelError`.
-
-    But for want of memory to map them.
-    """
-    try:
-        with _open_checkpoint(folder, scheme) as checkpoint:
-            yield checkpoint
-    except (OSError, SafetensorError) as error:
-        if is_out_of_memory(error):
-            raise _no_memory(folder, error) from error
-        raise DamagedModelError(f"the weights in {folder} cannot be read: {error}") from error
-
-
-def _no_memory(folder: Path, error: Exception) -> OutOfMemoryError:
-    return OutOfMemoryError(
-        f"memory does not hold the model in {folder}: {type(error).__name__}: {error}"
-    )
-
-
 def _open_checkpoint(folder: Path, scheme: Scheme | None) -> Checkpoint:
-    files = weight_files(folder)
     if is_gguf(folder):
         return GGUFCheckpoint(folder)
+    files = weight_files(folder)
     return SafetensorsCheckpoint(files) if scheme is None else PrequantizedCheckpoint(files, scheme)
 
 
@@ -214,22 +101,20 @@ def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise UnknownFamilyError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
-    config = read_config(family, content)
     try:
+        # It imports transformers, which takes a second unless the tokenizer did.
+        config = load_module("headstart.models.transformers_tools").read_config(content)
         shape = read_shape(family, config)
         kinds = {layer.angles for layer in shape.layers if layer.angles is not None}
-        about = Description(
-            folder,
-            shape,
-            {kind: read_frequencies(config, kind, shape) for kind in sorted(kinds)},
-            context_length(config),
-            _eos_token_ids(folder, config),
-        )
+        frequencies = {kind: read_frequencies(config, kind, shape) for kind in sorted(kinds)}
+        eos_token_ids = _eos_token_ids(folder, config)
+        about = Description(folder, shape, frequencies, context_length(config), eos_token_ids)
     except (HeadstartError, UnsupportedLayerError, MemoryError):
         raise
-    # Values of a wrong type, or that are missing, raise anything: transformers says which.
+    # Values of a wrong type, or that are missing, raise anything.
     except Exception as error:
-        raise UnsupportedLayerError(f"its configuration is not as expected: {error}") from error
+        reason = " ".join(str(error).split())
+        raise UnsupportedLayerError(f"its configuration is not as expected: {reason}") from error
     kept = config.dtype
     if kept is not None and (not isinstance(kept, torch.dtype) or kept not in FLOATS):
         raise UnsupportedLayerError(f"its weights are {kept}")

@@ -66,11 +66,12 @@ def read_frequencies(config: Any, kind: str, shape: DecoderShape) -> Frequencies
         powers = torch.arange(0, width, 2, dtype=torch.float32) / width
         found = Frequencies(1.0 / parameters["rope_theta"] ** powers)
     else:
-        scaling = load_module("headstart.models.dense.scaled_rotary")
-        scaled = scaling.scale_frequencies(rope, config, kind)
-        if scaled is None:
+        scalings = load_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+        if rope not in scalings:
             raise UnsupportedLayerError(f"its rotary positions are {rope}")
-        found = Frequencies(*scaled)
+        options = {"layer_type": kind} if kind else {}
+        values, scale = scalings[rope](config, torch.device("cpu"), **options)
+        found = Frequencies(values.float(), float(scale))
         count, lengths = len(found.values), {len(parameters.get(n, found.values)) for n in _FACTORS}
         if lengths != {count}:
             raise UnsupportedLayerError(

@@ -162,7 +162,7 @@ async def run(app: FastAPI, args: argparse.Namespace) -> list[Any]:
     """Serve while it is measured."""
     with listen(ServerOptions(port=0)) as address:
         server = HttpServer(app, address)
-        server.start()
+        await server.start()
         try:
             return await measure(f"http://127.0.0.1:{address.getsockname()[1]}", args)
         finally:

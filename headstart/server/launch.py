@@ -149,10 +149,11 @@ class HttpServer:
         )
         self._server.listener = listener
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Accept connections from now on."""
         self._server.listener.listen(_BACKLOG)
         self._task = asyncio.create_task(self._server.serve())
+        await asyncio.sleep(0)  # Granian starts in one turn of the loop
 
     async def stop(self, seconds: float) -> None:
         """Stop listening; requests that run have this long to end."""
@@ -221,7 +222,7 @@ def serve(app: FastAPI, at: socket.socket, ready: Callable[[], None] = lambda: N
 
 
 async def _serve(server: HttpServer, ending: _Ending, ready: Callable[[], None]) -> None:
-    server.start()
+    await server.start()
     ending.loop = asyncio.get_running_loop()
     ready()
     await ending.drain()

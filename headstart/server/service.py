@@ -204,7 +204,7 @@ class Service(BaseService):
             raise
         finally:
             if end != "told":
-                self.watch.cut_off(request, end)
+                self.watch.metrics.cut_off(request, end)
             if self.tracer is not None:
                 call = current_call()
                 self.tracer.trace(request, end, call.trace if call is not None else {})

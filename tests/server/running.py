@@ -95,7 +95,7 @@ def listening(app: FastAPI, *, send_buffer: int = 0) -> Iterator[str]:
 
     async def run() -> None:
         server = HttpServer(app, address)
-        server.start()
+        await server.start()
         loops.append(asyncio.get_running_loop())
         started.set()
         await stopping.wait()

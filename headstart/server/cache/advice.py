@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -13,37 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.cache import MissExplanation, MissReason, Namespace
-from headstart.server.cache.traffic import (
-    Closest,
-    Seen,
-    Tokens,
-    Traffic,
-    count_again,
-)
+from headstart.server.cache.traffic import Closest, Seen, Tokens, Traffic, count_again
 
-__all__ = ["Adviser", "Explanation", "PASSAGES", "PoolSize", "advise_memory", "describe_difference"]
+__all__ = ["Adviser", "PASSAGES", "PoolSize", "advise_memory", "describe_difference"]
 
 _BEFORE, _AFTER = 64, 512  # tokens shown to `describe_difference`
 _MOST_FORKS = 10
 _LONGEST_WORD = 16  # tokens
 _NUMBERED, _HEAD, _MOVED = 8, 40, 64  # tokens: a passage's number and head, and how far it moved
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """The reason why a prompt hits what it does.
-
-    num_common: tokens that the closest earlier prompt shares with it. seconds_ago: since that
-    one came. difference: where the two part; None where one is the other's beginning, or where
-    texts are not to be told.
-    """
-
-    missed: MissExplanation
-    text: str
-    closest_id: str | None = None
-    num_common: int = 0
-    seconds_ago: float | None = None
-    difference: Difference | None = None
 
 
 class Adviser:
@@ -59,79 +35,88 @@ class Adviser:
         namespace: Namespace,
         token_ids: Sequence[int],
         missed: MissExplanation,
-    ) -> Explanation:
-        """Return the reason why a prompt hits as much as `missed` says, and not more."""
+    ) -> dict[str, Any]:
+        """Return the reason why a prompt hits as much as `missed` says, and not more.
+
+        closest: the closest earlier prompt, with the texts where the two differ; None if there is
+        none, or if it may not be shown.
+        """
         tokens = np.asarray(token_ids, np.int32)
         closest = traffic.closest(namespace, tokens)
-        if closest is None or not closest.num_common:
-            if missed.reason is MissReason.SALT:  # of which no prompts are compared
-                return Explanation(missed, str(missed))
-            return Explanation(missed, f"{missed}; no answered prompt begins like this one")
-        now = traffic.now()
-        seconds = now - closest.seen.times.came
-        told = f"the closest earlier prompt came {_ago(seconds)} and has the first "
-        told += f"{closest.num_common:,} of {len(tokens):,} tokens in common"
-        difference = None
-        if closest.num_common < len(tokens):
-            difference = self._difference(tokens, closest)
-        lost = closest.num_lost(missed.position, missed, now)
-        if lost >= self._block_size:
-            missed = MissExplanation(MissReason.EVICTED, missed.position)
-            told += f"; since then {lost:,} of these were evicted"
-        elif difference is not None and difference.looks_like != ENDS:
-            told += f"; what differs there looks like {difference.looks_like}"
-        return Explanation(
-            missed,
-            f"{missed}; {told}",
-            closest.seen.request_id,
-            closest.num_common,
-            round(seconds, 1),
-            difference,
-        )
+        text, told = str(missed), None
+        if closest is not None and closest.num_common:
+            now = traffic.now()
+            seconds, difference = now - closest.seen.times.came, Difference()
+            text = f"the closest earlier prompt came {_ago(seconds)} and has the first "
+            text += f"{closest.num_common:,} of {len(tokens):,} tokens in common"
+            if closest.num_common < len(tokens):
+                difference = self._difference(tokens, closest)
+            lost = closest.num_lost(missed.position, missed, now)
+            if lost >= self._block_size:
+                missed = MissExplanation(MissReason.EVICTED, missed.position)
+                text += f"; since then {lost:,} of these were evicted"
+            elif difference.looks_like not in (None, ENDS):
+                text += f"; what differs there looks like {difference.looks_like}"
+            text = f"{missed}; {text}"
+            told = {
+                "request_id": closest.seen.request_id,
+                "common_tokens": closest.num_common,
+                "seconds_ago": round(seconds, 1),
+                **difference._asdict(),
+            }
+        elif missed.reason is not MissReason.SALT:  # prompts of another salt are not compared
+            text += "; no answered prompt begins like this one"
+        return {
+            "reason": missed.reason.name.lower(),
+            "position": missed.position,
+            "text": text,
+            "closest": told,
+        }
 
-    def _difference(self, tokens: Tokens, closest: Closest) -> Difference | None:
+    def _difference(self, tokens: Tokens, closest: Closest) -> Difference:
         if self._decode is None:
-            return None
+            return Difference()
         at = closest.num_common
         before = self._decode(tokens[max(0, at - _BEFORE) : at].tolist())
         here, there = (
-            # With the tokens in front, since a token's text may depend on its neighbour.
-            self._decode(one[max(0, at - _BEFORE) : at + _AFTER].tolist())[len(before) :]
-            for one in (tokens, closest.seen.tokens)
+            # With the tokens before, since a token's text may depend on its neighbor.
+            self._decode(side[max(0, at - _BEFORE) : at + _AFTER].tolist())[len(before) :]
+            for side in (tokens, closest.seen.tokens)
         )
         difference = describe_difference(before, here, there)
         if difference.looks_like == OTHER and _is_swapped(tokens[at:], closest.seen.tokens[at:]):
-            difference = replace(difference, looks_like=PASSAGES)
+            return difference._replace(looks_like=PASSAGES)
         return difference
 
     def sum_up(self, recent: Sequence[Sequence[Seen]]) -> dict[str, Any]:
         """Return what would have saved most tokens of each tenant's prompts, oldest first.
 
-        What parts a tenant's prompts at the same word is one cause, whatever their salts.
+        Prompts of a tenant that differ from the same word on count as one cause, whatever their
+        salts.
         """
         forks: dict[tuple[Any, ...], list[Seen]] = defaultdict(list)
-        all_seen = [(place, seen) for place, those in enumerate(recent) for seen in those]
-        for place, seen in all_seen:
-            if seen.num_lost < self._block_size and seen.num_again and seen.closest is not None:
-                head = seen.tokens[: self._word_begins(seen.tokens, seen.closest.num_common)]
-                forks[place, seen.namespace.adapter, head.tobytes()].append(seen)
-        again = [those for those in forks.values() if len(those) > 1]
-        # Once is no habit; where there is none, it is told all the same, as what came once.
-        told = again or list(forks.values())
-        told.sort(key=lambda those: -sum(one.num_again for one in those))
+        for place, prompts in enumerate(recent):
+            for seen in prompts:
+                if seen.num_lost < self._block_size and seen.num_again and seen.closest is not None:
+                    head = seen.tokens[: self._word_begins(seen.tokens, seen.closest.num_common)]
+                    forks[place, seen.namespace.adapter, head.tobytes()].append(seen)
+        # A cause that came once is named only where none came again.
+        causes = [cause for cause in forks.values() if len(cause) > 1] or list(forks.values())
+        causes.sort(key=lambda cause: -sum(seen.num_again for seen in cause))
+        all_seen = [seen for prompts in recent for seen in prompts]
         return {
             "prompts": len(all_seen),
-            "prompt_tokens": sum(len(seen.tokens) for _, seen in all_seen),
-            "cached_tokens": sum(seen.num_cached for _, seen in all_seen),
-            "forks": [self._describe_fork(those) for those in told[:_MOST_FORKS]],
+            "prompt_tokens": sum(len(seen.tokens) for seen in all_seen),
+            "cached_tokens": sum(seen.num_cached for seen in all_seen),
+            "forks": [self._describe_fork(cause) for cause in causes[:_MOST_FORKS]],
             "salts": [advice for seen in recent if (advice := _describe_salts(seen)) is not None],
         }
 
     def _word_begins(self, tokens: Tokens, at: int) -> int:
-        """Where the word begins whose token `at` differs; `at` itself if no space is near.
+        """Return where the word with token `at` begins; `at` itself if no space is near.
 
-        Prompts that begin with a time part at any of its digits. By the digit, one cause would be
-        told as many, and what each saves would be too little.
+        Prompts that begin with a time differ at any of its digits. Grouped by the digit, one cause
+        would count as several, each with a part of the savings.
         """
         if self._decode is None:
             return at
@@ -140,53 +125,53 @@ class Adviser:
                 return begin
         return at
 
-    def _describe_fork(self, those: list[Seen]) -> dict[str, Any]:
-        last = those[-1]
-        assert last.closest is not None
-        saved = sum(seen.num_again for seen in those)
-        difference = self._difference(last.tokens, last.closest)
-        looks_like = difference.looks_like if difference is not None else OTHER
-        places = {seen.closest.num_common for seen in those if seen.closest is not None}
+    def _describe_fork(self, cause: list[Seen]) -> dict[str, Any]:
+        forks = [(seen, seen.closest) for seen in cause if seen.closest is not None]
+        last, closest = forks[-1]
+        saved = sum(seen.num_again for seen in cause)
+        difference = self._difference(last.tokens, closest)
+        looks_like = difference.looks_like or OTHER
+        places = {closest.num_common for _, closest in forks}
         where = f"token {min(places):,}"
         if len(places) > 1:
             where = f"tokens {min(places):,} to {max(places):,}"
-        part = f"{len(those):,} prompts part" if len(those) > 1 else "1 prompt parts"
-        on = "go on alike" if len(those) > 1 else "goes on alike (no fork came twice so far)"
+        part, on = f"{len(cause):,} prompts part", "go on alike"
+        if len(cause) == 1:
+            part, on = "1 prompt parts", "goes on alike (no fork came twice so far)"
+        remedy = _REMEDIES.get(looks_like, "moving it to the end")
         return {
-            "position": last.closest.num_common,
-            "prompts": len(those),
+            "position": closest.num_common,
+            "prompts": len(cause),
             "tokens_computed_again": saved,
-            "looks_like": looks_like,
-            "before": difference.before if difference is not None else None,
-            "here": difference.here if difference is not None else None,
-            "there": difference.there if difference is not None else None,
+            **difference._replace(looks_like=looks_like)._asdict(),
             "advice": (
                 f"{part} from an earlier one at {where} by what looks like {looks_like}, "
-                f"and {on}: {find_remedy(looks_like)} would have saved {saved:,} tokens"
+                f"and {on}: {remedy} would have saved {saved:,} tokens"
             ),
         }
 
 
 def _is_swapped(tokens: Tokens, earlier: Tokens) -> bool:
-    """Return True if the passage that each begins with stands further on in the other.
+    """Return True if the first passage of each is further on in the other, with any number.
 
-    Passages are longer than the text that `describe_difference` sees. What an edit or an insertion
-    changes stands further on in one of the two at most. Their numbers may differ.
+    Passages are longer than the text that `describe_difference` reads. After an edit or an
+    insertion, this is true of at most one side.
     """
     pairs = ((tokens, earlier), (earlier, tokens))
-    return all(count_again(one[_NUMBERED:_HEAD], other[_MOVED:]) for one, other in pairs)
+    return all(count_again(mine[_NUMBERED:_HEAD], theirs[_MOVED:]) for mine, theirs in pairs)
 
 
 def _describe_salts(seen: Sequence[Seen]) -> dict[str, Any] | None:
     """Describe what equal prompts under several salts of a tenant cost; None if there are none."""
     equal: dict[tuple[str | None, bytes], dict[str | None, Seen]] = defaultdict(dict)
-    for one in seen:
-        equal[one.namespace.adapter, one.tokens.tobytes()].setdefault(one.namespace.salt, one)
-    again = [one for salts in equal.values() for one in list(salts.values())[1:]]
+    for prompt in seen:
+        key = prompt.namespace.adapter, prompt.key
+        equal[key].setdefault(prompt.namespace.salt, prompt)
+    again = [prompt for salts in equal.values() for prompt in list(salts.values())[1:]]
     if not again:
         return None
     salts = max(map(len, equal.values()))
-    saved = sum(len(one.tokens) - 1 - one.num_cached for one in again)
+    saved = sum(len(prompt.tokens) - 1 - prompt.num_cached for prompt in again)
     part = f"{len(again):,} prompts equal" if len(again) > 1 else "1 prompt equals"
     return {
         "prompts": len(again),
@@ -245,60 +230,51 @@ _TOOL_WORDS = re.compile(r'"(parameters|input_schema|function)"')
 _NAMES = re.compile(r'"name"\s*:\s*"([^"\\]{1,80})"')  # of tools, whose keys are all the same
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """before: the text that both have in front of it; here, there: how each goes on."""
+class Difference(NamedTuple):
+    """The text before a difference, how each prompt continues, and its likely cause.
 
-    before: str
-    here: str
-    there: str
-    looks_like: str
+    All are None where texts may not be shown, or where one prompt is a prefix of the other.
+    """
+
+    before: str | None = None
+    here: str | None = None
+    there: str | None = None
+    looks_like: str | None = None
 
 
 def describe_difference(before: str, here: str, there: str) -> Difference:
-    """Classify the difference between two texts after their common beginning.
+    """Classify the difference between two texts after their common prefix.
 
     >>> describe_difference("It is 2026-11-", "21. Hello", "22. Hello").looks_like
     'a date or time'
     """
-    kind = _kind(before[-_AROUND:], here, there)
-    return Difference(before[-_AROUND:], here[:_AROUND], there[:_AROUND], kind)
-
-
-def find_remedy(looks_like: str) -> str:
-    """Return what to do about a difference, as the subject of "would have saved".
-
-    >>> find_remedy("a date or time")
-    'moving it to the end'
-    """
-    return _REMEDIES.get(looks_like, "moving it to the end")
-
-
-def _kind(before: str, here: str, there: str) -> str:
-    if not here or not there:
-        return ENDS
+    before = before[-_AROUND:]
     mine, theirs = _around(before, here), _around(before, there)
-    if _TIMES.search(mine) and _TIMES.search(theirs):
-        return "a date or time"
-    if _IDS.search(mine) and _IDS.search(theirs):
-        return "a random id"
-    if "".join(here[:_AROUND].split())[:40] == "".join(there[:_AROUND].split())[:40]:
-        return _SPACE
-    if order := _find_order(before, here, there):
-        return order
-    if _word(before, here).isdigit() and _word(before, there).isdigit():
-        return "a number"
-    return OTHER
+    if not here or not there:
+        kind = ENDS
+    elif _TIMES.search(mine) and _TIMES.search(theirs):
+        kind = "a date or time"
+    elif _IDS.search(mine) and _IDS.search(theirs):
+        kind = "a random id"
+    elif "".join(here[:_AROUND].split())[:40] == "".join(there[:_AROUND].split())[:40]:
+        kind = _SPACE
+    elif order := _find_order(before, here, there):
+        kind = order
+    elif _word(before, here).isdigit() and _word(before, there).isdigit():
+        kind = "a number"
+    else:
+        kind = OTHER
+    return Difference(before, here[:_AROUND], there[:_AROUND], kind)
 
 
 def _around(before: str, after: str) -> str:
-    """The words about the difference: what is cut off in front of it belongs to it."""
+    """Return the words around the difference, with the part of its line before it."""
     same_line = before.rsplit("\n", 1)[-1][-_NEAR:]
     return same_line + after[:_NEAR].split("\n", 1)[0]
 
 
 def _word(before: str, after: str) -> str:
-    """The word that the first character of `after` is part of."""
+    """Return the word that contains the first character of `after`."""
     head = "".join(takewhile(str.isalnum, reversed(before)))[::-1]
     return head + "".join(takewhile(str.isalnum, after))
 
@@ -408,8 +384,8 @@ def advise_memory(prompts: Sequence[Seen], forgotten: float, pool: PoolSize) -> 
     samples = evicted[:: -(-len(evicted) // _MOST_SAMPLES) or 1]
     more = saved = None
     if samples:
-        found = _reuse_distances(prompts, samples, forgotten, pool.block_size)
-        distances = sorted(entry for entry in found if entry[0] > pool.num_blocks)
+        all_distances = _reuse_distances(prompts, samples, forgotten, pool.block_size)
+        distances = sorted(entry for entry in all_distances if entry[0] > pool.num_blocks)
         if distances:
             sums = np.cumsum([lost for _, lost in distances])
             at = int(np.searchsorted(sums, _SHARE * sums[-1]))

@@ -19,7 +19,6 @@ from headstart.server.bodies import (
     Whole,
     refusals,
 )
-from headstart.server.cache.advice import Explanation
 from headstart.server.errors import ApiError, JsonResponse
 from headstart.server.messages import read_roles
 from headstart.server.openai.reading import as_tools, read_template
@@ -84,28 +83,25 @@ async def explain_prompt(body: CachePromptRequest, request: Request) -> Response
     def look() -> tuple[int, MissExplanation, list[BlockHash]]:
         if not prepared.requests[0].reads_cache:
             return 0, MissExplanation(MissReason.NOT_READ, 0), []
-        found = manager.get_computed_blocks(sequence)
-        names = manager.block_hashes(sequence)[len(found.blocks) :]
+        hit = manager.get_computed_blocks(sequence)
+        hashes = manager.block_hashes(sequence)[len(hit.blocks) :]
         missed = manager.explain(sequence, across_salts=tenant_of(request).is_admin)
-        return found.num_tokens, missed, names
+        return hit.num_tokens, missed, hashes
 
     num_cached, missed, beyond = await service.llm.call(look)
-    explanation = await asyncio.to_thread(
-        service.watch.explain,
-        sequence.namespace,
-        prepared.prompt_token_ids,
-        missed,
-    )
-    told: dict[str, Any] = {
+    answer: dict[str, Any] = {
         "prompt_tokens": len(prepared.prompt_token_ids),
         "cached_tokens": num_cached,
     }
-    tiers = service.llm.tiers
-    if tiers is not None:
-        stored = await asyncio.to_thread(tiers.count_stored, beyond)
-        told["stored_tokens"] = sum(stored.values())
-        told["stored_tokens_by_tier"] = stored
-    return JsonResponse(told | _describe(explanation))
+    if service.llm.tiers is not None:
+        stored = await asyncio.to_thread(service.llm.tiers.count_stored, beyond)
+        answer["stored_tokens"] = sum(stored.values())
+        answer["stored_tokens_by_tier"] = stored
+    explain = service.watch.explain
+    tokens = prepared.prompt_token_ids
+    return JsonResponse(
+        answer | await asyncio.to_thread(explain, sequence.namespace, tokens, missed)
+    )
 
 
 @router.post("/prewarm")
@@ -225,23 +221,3 @@ async def prepare(
     given = options.get("chat_template") or llm.chat_template
     messages = read_roles(llm.tokenizer, body.messages or [], given, with_tools=bool(tools))
     return await service.prepare_chat(messages, params, name, **options)
-
-
-def _describe(explanation: Explanation) -> dict[str, Any]:
-    difference = explanation.difference
-    return {
-        "reason": explanation.missed.reason.name.lower(),
-        "position": explanation.missed.position,
-        "text": explanation.text,
-        "closest": None
-        if explanation.closest_id is None
-        else {
-            "request_id": explanation.closest_id,
-            "common_tokens": explanation.num_common,
-            "seconds_ago": explanation.seconds_ago,
-            "before": difference.before if difference is not None else None,
-            "here": difference.here if difference is not None else None,
-            "there": difference.there if difference is not None else None,
-            "looks_like": difference.looks_like if difference is not None else None,
-        },
-    }

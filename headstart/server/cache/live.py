@@ -1,8 +1,8 @@
-"""The pool as the page draws it: cells in the colours of prefixes, and the traffic, every second.
+"""The pool as the page draws it: cells colored by prefix, and the traffic, every second.
 
-A look takes the engine's thread 0.4 us a block. So that watching costs at most a fiftieth of its
-time, the next look comes after fifty times as long as the last took, and all viewers share it. A
-pool of more than `MAX_CELLS` blocks is drawn with several blocks to a cell.
+A look at the pool takes the engine's thread 0.4 us per block. The next one follows after fifty
+times as long as the last took, and all viewers share it, so looks cost at most 2 % of its time. A
+pool of more than `MAX_CELLS` blocks is drawn with several blocks per cell.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,278 +29,255 @@ if TYPE_CHECKING:
 __all__ = ["Live", "count_hits"]
 
 MAX_CELLS = 8192
+EMPTY, CACHED, HELD = 0, 1, 2  # states of a cell
 _MOST_PREFIXES = 64
 _MOST_REQUESTS = 64
+_SHOWN_TOKENS = 48  # of a prefix
+_SHOWN = 16  # characters of a salt or digest
 _SECONDS, _SHARE = 1.0, 50
-EMPTY, CACHED, HELD = 0, 1, 2
 
-
-@dataclass(slots=True)
-class _Look:
-    """The last look at the pool: what is told of it, and what is behind it.
-
-    at: when it began, `time.monotonic`. took: seconds of two threads.
-    """
-
-    at: float = -1e9
-    took: float = 0.0
-    told: dict[str, Any] = field(default_factory=dict)
-    stretches: list[PathSegment] = field(default_factory=list)
+Tenancy = Mapping[str, tuple[str, str]] | None
+"""Kind and name of tenants by the first part of their salts; None for a server without keys."""
 
 
 class Live:
-    """Looks at the pool for all who ask; for the tasks of one event loop."""
+    """Looks at the pool for all viewers, in one event loop."""
 
     def __init__(self, llm: AsyncLLM, watch: Watch, tenants: Tenants) -> None:
         self._llm = llm
         self._watch = watch
         self._tenants = tenants
-        self._look = _Look()
         self._lock = asyncio.Lock()
+        self._began = -1e9  # the last look, by `time.monotonic`
+        self._took = 0.0  # seconds of two threads
+        self._shown: dict[str, Any] = {}
+        self._segments: list[PathSegment] = []
         self.num_watchers = 0  # open streams of looks
 
     @property
     def pause(self) -> float:
         """Seconds from one look to the next."""
-        return max(_SECONDS, _SHARE * self._look.took)
+        return max(_SECONDS, _SHARE * self._took)
 
     async def show(self) -> dict[str, Any]:
-        """The pool and the traffic as they are, or were `pause` seconds ago at the most."""
+        """Return the pool and the traffic of now, or of at most `pause` seconds ago."""
         async with self._lock:
-            if time.monotonic() - self._look.at >= 0.9 * self.pause:
+            if time.monotonic() - self._began >= 0.9 * self.pause:
                 await self._refresh()
         traffic = await asyncio.to_thread(self._watch.recent_requests)
-        return self._look.told | {"traffic": traffic}
+        return self._shown | {"traffic": traffic}
 
     async def show_now(self) -> dict[str, Any]:
-        """The pool as it is after this call came, which may wait for the time of the next look."""
-        came = time.monotonic()
+        """Return the pool after this call, which may wait until the next look is due."""
+        called = time.monotonic()
         async with self._lock:
-            if self._look.at < came:
-                due = self._look.at + _SHARE * self._look.took
+            if self._began < called:
+                due = self._began + _SHARE * self._took
                 await asyncio.sleep(due - time.monotonic())
                 await self._refresh()
-        return self._look.told
+        return self._shown
 
     async def block_text(self, block_id: int) -> dict[str, Any]:
         """Return the text in a block at the last look."""
-        for at, stretch in enumerate(self._look.stretches):
-            if block_id in stretch.ids:
-                tokens = read_tokens(stretch.keys[stretch.ids.index(block_id)])
+        for place, segment in enumerate(self._segments):
+            if block_id in segment.ids:
+                tokens = read_tokens(segment.keys[segment.ids.index(block_id)])
                 decode = self._watch.decode
                 text = await asyncio.to_thread(decode, tokens) if decode is not None else None
-                return {"block": block_id, "prefix": at, "tokens": len(tokens), "text": text}
+                return {"block": block_id, "prefix": place, "tokens": len(tokens), "text": text}
         return {"block": block_id, "prefix": None, "tokens": 0, "text": None}
 
     async def _refresh(self) -> None:
-        llm = self._llm
-        manager = llm.manager
+        manager = self._llm.manager
         tenants = self._tenants.names() if self._tenants.ask_for_keys else None
-        at = time.monotonic()
+        began = time.monotonic()
 
         def look() -> tuple[float, dict[str, Any], list[PathSegment], list[int]]:
             start = time.perf_counter()
-            stretches = manager.path_segments()
-            told = {
-                "engine": describe_engine(llm),
-                "batch": describe_batch(llm, _MOST_REQUESTS),
-                "pool": describe_pool(manager, stretches, tenants),
-            }
+            segments = manager.path_segments()
+            shown = _describe_engine(self._llm) | {"pool": _count(manager, segments, tenants)}
             held = manager.held_blocks()
-            return time.perf_counter() - start, told, stretches, held
+            return time.perf_counter() - start, shown, segments, held
 
-        took, told, stretches, held = await self._llm.call(look)
+        took, shown, segments, held = await self._llm.call(look)
 
         def describe() -> float:
             start = time.perf_counter()
             prompts = self._watch.recent_prompts()
-            shown = choose_prefixes(stretches, _MOST_PREFIXES)
-            hits = count_hits(stretches, shown, prompts, manager.block_size)
-            told["prefixes"] = [
-                describe_prefix(at, stretches[at], self._watch.decode)
-                | describe_owner(find_owner(stretches[at].namespace, tenants), tenants)
-                | {"hits": hits[at]}
-                for at in shown
+            places = _choose(segments)
+            hits = count_hits(segments, places, prompts, manager.block_size)
+            shown["prefixes"] = [
+                self._describe(place, segments[place], tenants) | {"hits": hits[place]}
+                for place in places
             ]
-            told["cells"] = draw_cells(manager.config.num_blocks, stretches, held, set(shown))
+            shown["cells"] = _draw(manager.config.num_blocks, segments, held, set(places))
             return time.perf_counter() - start
 
         took += await asyncio.to_thread(describe)
-        self._look = _Look(at, took, told, stretches)
+        self._began, self._took, self._shown, self._segments = began, took, shown, segments
+
+    def _describe(self, place: int, segment: PathSegment, tenants: Tenancy) -> dict[str, Any]:
+        decode, text = self._watch.decode, None
+        if decode is not None:
+            tokens = [token for key in segment.keys[:_SHOWN_TOKENS] for token in read_tokens(key)]
+            text = decode(tokens[:_SHOWN_TOKENS])
+        return {
+            "id": place,
+            "parent": segment.parent if segment.parent >= 0 else None,
+            "first_block": segment.start,
+            "blocks": len(segment.ids),
+            "held": segment.num_held,
+            "text": text,
+            **_describe_owner(_find_owner(segment.namespace, tenants), tenants),
+        }
 
 
-def draw_cells(
-    num_blocks: int, stretches: Sequence[PathSegment], held: Sequence[int], shown: set[int]
-) -> dict[str, Any]:
-    """Cells in the order of block ids, as runs of [cells, state, prefix or -1].
-
-    Of several blocks to a cell the first that is held counts, else the first that is cached.
-    """
-    states: NDArray[np.int64] = np.zeros(num_blocks, np.int64)
-    owners: NDArray[np.int64] = np.full(num_blocks, -1, np.int64)
-    for at, stretch in enumerate(stretches):
-        states[stretch.ids] = CACHED
-        if at in shown:
-            owners[stretch.ids] = at
-    states[list(held)] = HELD
-    per_cell = -(-num_blocks // MAX_CELLS)
-    padding = -num_blocks % per_cell
-    rows = np.pad(states, (0, padding)).reshape(-1, per_cell)
-    best = rows.argmax(axis=1)
-    pick = np.arange(len(rows)) * per_cell + best
-    owners = np.pad(owners, (0, padding), constant_values=-1)[pick]
-    states = rows.max(axis=1)
-    starts = np.flatnonzero(np.diff(states, prepend=-1) | np.diff(owners, prepend=-2))
-    lengths = np.diff(starts, append=len(states))
-    runs = np.stack([lengths, states[starts], owners[starts]], axis=1)
-    return {"blocks_per_cell": per_cell, "runs": runs.tolist()}
-
-
-_SHOWN_TOKENS = 48
-_SHOWN = 16  # characters of a salt or digest
-Decode = Callable[[Sequence[int]], str]
-Tenancy = Mapping[str, tuple[str, str]] | None
-"""Kind and name of tenants, by what all their salts begin with; None for a server without keys."""
-
-
-def describe_engine(llm: AsyncLLM) -> dict[str, Any]:
-    """Counts since the start, and requests of now. For the engine's thread."""
+def _describe_engine(llm: AsyncLLM) -> dict[str, Any]:
+    """Return counts since the start, and the first requests of the batch. For its thread."""
     stats = llm.manager.stats
-    running, waiting = map(len, llm.requests)
+    running, waiting = llm.requests
     return {
-        "requests": stats.requests,
-        "queried_tokens": stats.queried_tokens,
-        "hit_tokens": stats.hit_tokens,
-        "hit_rate": round(stats.hit_rate, 4),
-        "missed": {reason.name.lower(): count for reason, count in stats.missed.items()},
-        "reasons": {reason.name.lower(): reason.value for reason in MissReason},
-        "preemptions": llm.num_preemptions,
-        "running": running,
-        "waiting": waiting,
+        "engine": {
+            "requests": stats.requests,
+            "queried_tokens": stats.queried_tokens,
+            "hit_tokens": stats.hit_tokens,
+            "hit_rate": round(stats.hit_rate, 4),
+            "missed": {reason.name.lower(): count for reason, count in stats.missed.items()},
+            "reasons": {reason.name.lower(): reason.value for reason in MissReason},
+            "preemptions": llm.num_preemptions,
+            "running": len(running),
+            "waiting": len(waiting),
+        },
+        "batch": [
+            {
+                "id": request.group.request_id,
+                "prompt_tokens": len(request.group.prompt_token_ids),
+                "cached_tokens": request.num_cached_tokens,
+                "read_tokens": min(
+                    max(request.num_read, request.num_cached_tokens),
+                    len(request.group.prompt_token_ids),
+                ),
+                "generated_tokens": len(request.sampling.output_token_ids),
+            }
+            for request in running[:_MOST_REQUESTS]
+        ],
     }
 
 
-def describe_batch(llm: AsyncLLM, most: int) -> list[dict[str, Any]]:
-    """The first requests that run, and how far each is. For the engine's thread."""
-    return [
-        {
-            "id": request.group.request_id,
-            "prompt_tokens": len(request.group.prompt_token_ids),
-            "cached_tokens": request.num_cached_tokens,
-            "read_tokens": min(
-                max(request.num_read, request.num_cached_tokens),
-                len(request.group.prompt_token_ids),
-            ),
-            "generated_tokens": len(request.sampling.output_token_ids),
-        }
-        for request in llm.requests[0][:most]
-    ]
-
-
-def describe_pool(
-    manager: KVCacheManager, stretches: Sequence[PathSegment], tenants: Tenancy
+def _count(
+    manager: KVCacheManager, segments: Sequence[PathSegment], tenants: Tenancy
 ) -> dict[str, Any]:
-    """Blocks by state, and who has them. For the engine's thread."""
-    by_owner: dict[Owner, Counter[str]] = defaultdict(Counter)
-    for stretch in stretches:
-        owner = by_owner[find_owner(stretch.namespace, tenants)]
-        owner["blocks"] += len(stretch.ids)
-        owner["held"] += stretch.num_held
-    named = sum(owner["blocks"] for owner in by_owner.values())
-    named_held = sum(owner["held"] for owner in by_owner.values())
+    """Return the blocks by state and by owner. For the engine's thread."""
+    by_owner: dict[_Owner, Counter[str]] = defaultdict(Counter)
+    for segment in segments:
+        owner = by_owner[_find_owner(segment.namespace, tenants)]
+        owner["blocks"] += len(segment.ids)
+        owner["held"] += segment.num_held
+    counts = sum(by_owner.values(), Counter[str]())
+    cached = counts["blocks"] - counts["held"]
     num_blocks, free = manager.config.num_blocks, manager.num_free_blocks
     return {
         "block_size": manager.block_size,
         "num_blocks": num_blocks,
         "held": num_blocks - free,
-        "cached": named - named_held,
-        "empty": free - (named - named_held),
+        "cached": cached,
+        "empty": free - cached,
         "owners": [
-            {**describe_owner(owner, tenants), **counts}
+            {**_describe_owner(owner, tenants), **counts}
             for owner, counts in sorted(by_owner.items(), key=lambda item: -item[1]["blocks"])
         ],
     }
 
 
-def choose_prefixes(stretches: Sequence[PathSegment], most: int) -> list[int]:
-    """Return the places of the `most` largest stretches and of their parents, parents first."""
-    ranked = sorted(range(len(stretches)), key=lambda at: -len(stretches[at].ids))
+def _choose(segments: Sequence[PathSegment]) -> list[int]:
+    """Return the places of the largest segments and of their parents, parents first."""
+    ranked = sorted(range(len(segments)), key=lambda place: -len(segments[place].ids))
     chosen: set[int] = set()
-    for at in ranked[:most]:
-        while at >= 0 and at not in chosen:
-            chosen.add(at)
-            at = stretches[at].parent
-    return sorted(chosen, key=lambda at: (stretches[at].start, -len(stretches[at].ids)))
+    for place in ranked[:_MOST_PREFIXES]:
+        while place >= 0 and place not in chosen:
+            chosen.add(place)
+            place = segments[place].parent
+    return sorted(chosen, key=lambda place: (segments[place].start, -len(segments[place].ids)))
 
 
-def describe_prefix(at: int, stretch: PathSegment, decode: Decode | None) -> dict[str, Any]:
-    """Return a prefix as the page shows it; without `decode` its text is None."""
-    tokens = [token for key in stretch.keys[:_SHOWN_TOKENS] for token in read_tokens(key)]
-    return {
-        "id": at,
-        "parent": stretch.parent if stretch.parent >= 0 else None,
-        "first_block": stretch.start,
-        "blocks": len(stretch.ids),
-        "held": stretch.num_held,
-        "text": decode(tokens[:_SHOWN_TOKENS]) if decode is not None else None,
-    }
+def _draw(
+    num_blocks: int, segments: Sequence[PathSegment], held: Sequence[int], shown: set[int]
+) -> dict[str, Any]:
+    """Return cells in the order of block ids, as runs of [cells, state, prefix or -1].
+
+    A cell of several blocks shows the first that is held, or else the first that is cached.
+    """
+    states: NDArray[np.int64] = np.full(num_blocks, EMPTY, np.int64)
+    prefixes: NDArray[np.int64] = np.full(num_blocks, -1, np.int64)
+    for place, segment in enumerate(segments):
+        states[segment.ids] = CACHED
+        if place in shown:
+            prefixes[segment.ids] = place
+    states[list(held)] = HELD
+    per_cell = -(-num_blocks // MAX_CELLS)
+    padding = -num_blocks % per_cell
+    rows = np.pad(states, (0, padding)).reshape(-1, per_cell)
+    pick = np.arange(len(rows)) * per_cell + rows.argmax(axis=1)
+    prefixes = np.pad(prefixes, (0, padding), constant_values=-1)[pick]
+    states = rows.max(axis=1)
+    starts = np.flatnonzero(np.diff(states, prepend=-1) | np.diff(prefixes, prepend=-2))
+    lengths = np.diff(starts, append=len(states))
+    runs = np.stack([lengths, states[starts], prefixes[starts]], axis=1)
+    return {"blocks_per_cell": per_cell, "runs": runs.tolist()}
 
 
-# A stretch's parent, at the root also whose it is, and its first block.
-_Place = tuple[int, Namespace | None, BlockKey]
+# A segment's parent, the namespace if it begins at the root, and its first block.
+_Begin = tuple[int, Namespace | None, BlockKey]
 
 
 def count_hits(
-    stretches: Sequence[PathSegment],
+    segments: Sequence[PathSegment],
     places: Iterable[int],
     prompts: Iterable[Seen],
     block_size: int,
 ) -> Counter[int]:
-    """For each of these places in `stretches`: prompts that found all of its first block cached.
+    """Return, for each of these places in `segments`, the prompts that hit its first block.
 
-    `places` come with their parents. Blocks of tokens alone are compared: an image, or the salt of
-    a tenant behind a public prefix, is in a block's key, and not in what is kept of a prompt.
+    `places` include all parents. Only blocks of plain tokens are compared: keys with an image, or
+    with a tenant's salt after a public prefix, contain more than is stored of a prompt.
     """
-    known: dict[_Place, int] = {}
-    for at in places:
-        stretch = stretches[at]
-        if not stretch.keys:  # its blocks were evicted
-            continue
-        owner = stretch.namespace if stretch.parent < 0 else None
-        known[stretch.parent, owner, stretch.keys[0]] = at
+    begins: dict[_Begin, int] = {}
+    for place in places:
+        segment = segments[place]
+        if segment.keys:  # otherwise its blocks were evicted
+            owner = segment.namespace if segment.parent < 0 else None
+            begins[segment.parent, owner, segment.keys[0]] = place
     hits: Counter[int] = Counter()
     for seen in prompts:
-        hits.update(_path(stretches, known, seen, block_size))
+        hits.update(_find_path(segments, begins, seen, block_size))
     return hits
 
 
-def _path(
-    stretches: Sequence[PathSegment], known: dict[_Place, int], seen: Seen, block_size: int
+def _find_path(
+    segments: Sequence[PathSegment], begins: dict[_Begin, int], seen: Seen, block_size: int
 ) -> list[int]:
-    """The places of the stretches that a prompt found, from the root on."""
+    """Return the places of the segments that a prompt hit, from the root on."""
     step = block_size * TOKEN_BYTES
-    found = seen.num_cached // block_size  # of a prompt that ends with a block, that one is not
-    data = seen.tokens[: found * block_size].astype("<i4").tobytes()
-    public = seen.namespace._replace(salt=PUBLIC)
+    count = seen.num_cached // block_size  # without the last block of a prompt of whole blocks
+    data = seen.tokens[: count * block_size].astype("<i4").tobytes()
     path: list[int] = []
-    owners: tuple[Namespace | None, ...] = (public, seen.namespace)
+    owners: tuple[Namespace | None, ...] = (seen.namespace._replace(salt=PUBLIC), seen.namespace)
     parent, block = -1, 0
-    while block < found:
+    while block < count:
         key = BlockKey(data[block * step : (block + 1) * step])
-        places = [(parent, owner, key) for owner in owners]
-        at = next((known[place] for place in places if place in known), None)
-        if at is None:
+        options = (begins.get((parent, owner, key)) for owner in owners)
+        place = next((place for place in options if place is not None), None)
+        if place is None:
             break
-        path.append(at)
-        keys = stretches[at].keys
-        last = block + len(keys)
-        if data[(last - 1) * step : last * step] != keys[-1]:
+        path.append(place)
+        keys = segments[place].keys
+        parent, block, owners = place, block + len(keys), (None,)
+        if data[(block - 1) * step : block * step] != keys[-1]:
             break
-        parent, block, owners = at, last, (None,)
     return path
 
 
-class Owner(NamedTuple):
+class _Owner(NamedTuple):
     """The owner of blocks: a tenant or a public prefix by kind and name, or else a salt."""
 
     adapter: str | None
@@ -310,22 +286,22 @@ class Owner(NamedTuple):
     name: str | None = None
 
 
-def find_owner(namespace: Namespace, tenants: Tenancy) -> Owner:
+def _find_owner(namespace: Namespace, tenants: Tenancy) -> _Owner:
     """Return the owner of a namespace: its tenant, also if a request has narrowed the salt.
 
-    >>> find_owner(Namespace(None, "d2a1/77f0"), {"d2a1": ("group", "research")})
-    Owner(adapter=None, salt=None, kind='group', name='research')
+    >>> _find_owner(Namespace(None, "d2a1/77f0"), {"d2a1": ("group", "research")})
+    _Owner(adapter=None, salt=None, kind='group', name='research')
     """
     adapter, salt = namespace
     if tenants is None or salt is None:
-        return Owner(adapter, salt)
+        return _Owner(adapter, salt)
     if salt == PUBLIC:
-        return Owner(adapter, None, "public")
+        return _Owner(adapter, None, "public")
     tenant = tenants.get(salt.partition("/")[0])
-    return Owner(adapter, salt) if tenant is None else Owner(adapter, None, *tenant)
+    return _Owner(adapter, salt) if tenant is None else _Owner(adapter, None, *tenant)
 
 
-def describe_owner(owner: Owner, tenants: Tenancy) -> dict[str, Any]:
+def _describe_owner(owner: _Owner, tenants: Tenancy) -> dict[str, Any]:
     """Return an owner as the API shows it; without keys only its salt and its adapter."""
     named = {} if tenants is None else {"kind": owner.kind, "tenant": owner.name}
     salt, adapter = (text and text[:_SHOWN] for text in (owner.salt, owner.adapter))

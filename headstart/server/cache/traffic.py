@@ -1,17 +1,18 @@
-"""The prompts that came lately, so that a miss can be explained by the prompt that came closest.
+"""The most recent prompts, to explain a miss by the closest earlier prompt.
 
-Prompts of one namespace stand in byte order. Of all prompts, the one with the longest common
-beginning is a neighbour of the place where a new one would stand, so a search compares a few.
+Prompts of one namespace are sorted by their tokens. The prompt with the longest common prefix is a
+neighbor of the place where a new prompt belongs, so a search compares two.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -19,18 +20,20 @@ from numpy.typing import NDArray
 
 from headstart.cache import MissExplanation, MissReason, Namespace
 
-__all__ = ["Closest", "Seen", "Times", "Traffic", "Traffics", "count_common", "sort_key"]
+__all__ = ["Closest", "Seen", "Times", "Tokens", "Traffic", "Traffics", "count_again"]
 
 Tokens = NDArray[np.int32]
-_FAR = 2048  # tokens that may stand in the place of what differs, and be more than that
-_SPAN = 8  # tokens: as many in a row are found again elsewhere in another prompt, or none
+_LOST = (MissReason.EVICTED, MissReason.UNSEEN, MissReason.TOKEN)
+_DIFFERENT = (MissReason.TOKEN, MissReason.ITEM, MissReason.UNSEEN)
+_FAR = 2048  # most tokens that replace the ones that differ
+_SPAN = 8  # tokens: shorter runs are not recognized in another place of a prompt
+_WEIGHTS: NDArray[np.int64] = np.array([31**n for n in range(_SPAN)], np.int64)
+_ONES: NDArray[np.int64] = np.ones(_SPAN, np.int64)
+_BY_KEY = attrgetter("key")
 
 
 class Times(NamedTuple):
-    """When a prompt came, was looked up in the cache, and had all its K/V, in seconds.
-
-    On the clock of `Traffic`, or ago.
-    """
+    """Seconds when a prompt came, was looked up in the cache, and had all its K/V."""
 
     came: float = 0.0
     looked_up: float = 0.0
@@ -44,14 +47,15 @@ _NOW = Times()
 class Seen:
     """A prompt that was answered.
 
-    num_again: tokens that were computed although the closest earlier prompt has them too, behind
-    the first difference: moving what differs to the end would have saved them. num_computed: tokens
-    of prompt and answer with K/V. ended: on the clock of `times`.
+    key: its tokens as bytes that sort like them. num_again: tokens after the first difference that
+    were computed although the closest earlier prompt has them too. num_computed: tokens of prompt
+    and answer with K/V. ended: on the clock of `times`.
     """
 
     request_id: str
     namespace: Namespace
     tokens: Tokens
+    key: bytes
     times: Times
     num_cached: int
     missed: MissExplanation | None
@@ -62,24 +66,23 @@ class Seen:
 
     @property
     def num_lost(self) -> int:
-        """See `Closest.num_lost`."""
+        """Return the tokens in common with the closest prompt that were evicted since."""
         if self.closest is None:
             return 0
         return self.closest.num_lost(self.num_cached, self.missed, self.times.looked_up)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Closest:
-    """An earlier prompt, and how many tokens from the first on it has in common with another."""
+class Closest(NamedTuple):
+    """An earlier prompt, and the length of its common prefix with another."""
 
     seen: Seen
     num_common: int
 
     def num_lost(self, num_cached: int, missed: MissExplanation | None, looked_up: float) -> int:
-        """Tokens that are common, but of which only `num_cached` were found: the rest was evicted.
+        """Return the common tokens that were evicted: all but `num_cached`.
 
-        The cache itself remembers few evictions. Where it tells of none, tokens may also have been
-        looked up before the earlier prompt was computed: these are not counted.
+        The cache remembers few evictions. Unless it reports one, the earlier prompt must have been
+        computed before the lookup.
         """
         if missed is None or missed.reason not in _LOST:
             return 0
@@ -88,25 +91,10 @@ class Closest:
         return max(0, self.num_common - num_cached)
 
 
-@dataclass(slots=True)
-class _Prompts:
-    """The prompts of one namespace in byte order."""
-
-    keys: list[bytes] = field(default_factory=list)
-    seen: dict[bytes, _Known] = field(default_factory=dict)  # the latest of each
-
-
-class _Known(NamedTuple):
-    """A prompt and its key: the one object that is in all places, so that it is hashed once."""
-
-    key: bytes
-    seen: Seen
-
-
 class Traffic:
-    """The last prompts: at most `max_prompts`, of `max_tokens` tokens together.
+    """The most recent prompts: at most `max_prompts`, with at most `max_tokens` tokens in all.
 
-    Not for several threads. `clock` tells seconds.
+    Not thread-safe. `clock` returns seconds.
     """
 
     def __init__(
@@ -117,23 +105,16 @@ class Traffic:
     ) -> None:
         self._max_prompts = max_prompts
         self._max_tokens = max_tokens
-        self._clock = clock
-        self._recent: deque[_Known] = deque()
+        self.now = clock
+        self._recent: deque[Seen] = deque()
         self._num_tokens = 0
-        self._prompts: dict[Namespace, _Prompts] = {}
-        self.forgotten = -inf  # when the last prompt ended that is not known any more
-
-    def __len__(self) -> int:
-        return len(self._recent)
+        self._sorted: dict[Namespace, list[Seen]] = {}  # the latest of equal prompts, by key
+        self.forgotten = -inf  # when the last of the forgotten prompts ended
 
     @property
     def recent(self) -> list[Seen]:
-        """All prompts that are known, oldest first."""
-        return [known.seen for known in self._recent]
-
-    def now(self) -> float:
-        """Seconds, on the clock of `Seen.times`."""
-        return self._clock()
+        """All stored prompts, oldest first."""
+        return list(self._recent)
 
     def add(
         self,
@@ -145,16 +126,16 @@ class Traffic:
         ago: Times = _NOW,
         num_generated: int = 1,
     ) -> Seen:
-        """Remember a prompt that was answered just now; `ago` has its times, in seconds ago.
+        """Store a prompt that was answered just now; `ago` has its times, in seconds ago.
 
-        Takes time with its length, not with the others': 0.1 ms for a thousand tokens.
+        Takes time in proportion to its length alone: 0.1 ms for a thousand tokens.
         """
         now, tokens = self.now(), np.asarray(token_ids, np.int32)
         closest = self.closest(namespace, tokens)
         again = 0
         if closest is not None:
-            # Without history, so that a prompt keeps no chain of earlier ones alive.
-            closest = Closest(replace(closest.seen, closest=None), closest.num_common)
+            # Without its own closest prompt, so that no chain of earlier ones stays alive.
+            closest = closest._replace(seen=replace(closest.seen, closest=None, key=b""))
             if missed is not None and missed.reason in _DIFFERENT:
                 mine = tokens[max(closest.num_common, num_cached) :]
                 far = closest.num_common + len(mine) + _FAR
@@ -163,72 +144,66 @@ class Traffic:
             request_id,
             namespace,
             tokens,
+            sort_key(tokens),
             Times(*(now - seconds for seconds in ago)),
             num_cached,
             missed,
             closest,
             again,
-            len(tokens) + num_generated - 1,  # the last token's K/V are not computed
+            len(tokens) + num_generated - 1,  # the K/V of the last token are not computed
             now,
         )
-        self._forget(len(tokens))
+        while self._recent and (
+            len(self._recent) >= self._max_prompts
+            or self._num_tokens + len(tokens) > self._max_tokens
+        ):
+            self._forget_oldest()
         if len(tokens) <= self._max_tokens:
-            self._remember(seen)
+            self._insert(seen)
         else:
             self.forgotten = now
         return seen
 
     def closest(self, namespace: Namespace, tokens: Tokens) -> Closest | None:
-        """Return the known prompt of the namespace with the longest common prefix."""
-        prompts = self._prompts.get(namespace)
-        if prompts is None:
-            return None
-        key = sort_key(tokens)
-        at = bisect_left(prompts.keys, key)
-        near = [prompts.seen[key].seen for key in prompts.keys[max(0, at - 1) : at + 1]]
-        found = [Closest(seen, count_common(tokens, seen.tokens)) for seen in near]
-        return max(found, key=lambda one: (one.num_common, one.seen.times.came), default=None)
+        """Return the stored prompt of the namespace with the longest common prefix."""
+        prompts = self._sorted.get(namespace, [])
+        place = bisect_left(prompts, sort_key(tokens), key=_BY_KEY)
+        near = prompts[max(0, place - 1) : place + 1]
+        matches = [Closest(seen, count_common(tokens, seen.tokens)) for seen in near]
+        return max(matches, key=lambda m: (m.num_common, m.seen.times.came), default=None)
 
     def clear(self) -> None:
         """Forget every prompt."""
         self._recent.clear()
-        self._prompts.clear()
+        self._sorted.clear()
         self._num_tokens = 0
 
-    def _remember(self, seen: Seen) -> None:
-        prompts = self._prompts.setdefault(seen.namespace, _Prompts())
-        key = sort_key(seen.tokens)
-        if key in prompts.seen:
-            key = prompts.seen[key].key
-        else:
-            insort(prompts.keys, key)
-        known = prompts.seen[key] = _Known(key, seen)
-        self._recent.append(known)
+    def _insert(self, seen: Seen) -> None:
+        prompts = self._sorted.setdefault(seen.namespace, [])
+        place = bisect_left(prompts, seen.key, key=_BY_KEY)
+        is_known = place < len(prompts) and prompts[place].key == seen.key
+        prompts[place : place + is_known] = [seen]
+        self._recent.append(seen)
         self._num_tokens += len(seen.tokens)
 
-    def _forget(self, num_new: int) -> None:
-        """Make room for a prompt of so many tokens: the oldest go."""
-        while self._recent and (
-            len(self._recent) >= self._max_prompts or self._num_tokens + num_new > self._max_tokens
-        ):
-            known = self._recent.popleft()
-            self.forgotten = known.seen.ended
-            self._num_tokens -= len(known.seen.tokens)
-            prompts = self._prompts[known.seen.namespace]
-            if prompts.seen.get(known.key) is known:  # and not a later one of the same tokens
-                del prompts.seen[known.key]
-                del prompts.keys[bisect_left(prompts.keys, known.key)]
-                if not prompts.keys:
-                    del self._prompts[known.seen.namespace]
+    def _forget_oldest(self) -> None:
+        seen = self._recent.popleft()
+        self.forgotten = seen.ended
+        self._num_tokens -= len(seen.tokens)
+        prompts = self._sorted[seen.namespace]
+        place = bisect_left(prompts, seen.key, key=_BY_KEY)
+        if prompts[place] is seen:  # and not a later one with the same tokens
+            del prompts[place]
+        if not prompts:
+            del self._sorted[seen.namespace]
 
 
 class Traffics:
-    """The last prompts of each tenant, in a `Traffic` of its own.
+    """The most recent prompts of each tenant, in separate `Traffic` objects. Not thread-safe.
 
-    If all had one together, prompts of one tenant would have those of another forgotten, and who
-    asks for advice would learn from the number of its own how many others there were. Beyond
-    `MAX_TENANTS` the prompts go of the tenant that has asked nothing for longest. As `Traffic`, not
-    for several threads.
+    In a shared one, the prompts of one tenant would push out those of another, and the advice on
+    its own prompts would show a tenant how many others there were. Beyond `MAX_TENANTS`, the
+    prompts of the least recently active tenant are dropped.
     """
 
     MAX_TOKENS = 2**22
@@ -238,31 +213,31 @@ class Traffics:
     def __init__(self, *, by_tenant: bool) -> None:
         """by_tenant: False for a server without keys, which has one tenant."""
         self._by_tenant = by_tenant
-        self._max_tokens = self.MAX_TOKENS_OF_TENANT if by_tenant else self.MAX_TOKENS
-        self._traffic: dict[str, Traffic] = {}
+        self._traffic: dict[str, Traffic] = {}  # the most recently active last
         self._forgotten = -inf
 
     def of(self, salt: str | None) -> Traffic:
-        """The prompts of the tenant whose salt, as it is or narrowed, this is."""
+        """Return the prompts of the tenant with this salt, narrowed or not."""
         tenant = (salt or "").partition("/")[0] if self._by_tenant else ""
-        found = self._traffic.pop(tenant, None)
-        if found is None:
-            found = Traffic(max_tokens=self._max_tokens)
-        self._traffic[tenant] = found  # last: of late
+        traffic = self._traffic.pop(tenant, None)
+        if traffic is None:
+            most = self.MAX_TOKENS_OF_TENANT if self._by_tenant else self.MAX_TOKENS
+            traffic = Traffic(max_tokens=most)
+        self._traffic[tenant] = traffic
         if len(self._traffic) > self.MAX_TENANTS:
             dropped = self._traffic.pop(next(iter(self._traffic)))
             ends = [seen.ended for seen in dropped.recent]
             self._forgotten = max(self._forgotten, dropped.forgotten, *ends)
-        return found
+        return traffic
 
     @property
     def forgotten(self) -> float:
-        """When the last prompt of any tenant ended that is not known any more."""
+        """The time when the last of all forgotten prompts ended."""
         return max([self._forgotten, *(one.forgotten for one in self._traffic.values())])
 
     @property
     def recent(self) -> list[list[Seen]]:
-        """The prompts that are known of each tenant, oldest first."""
+        """The stored prompts of each tenant, oldest first."""
         return [traffic.recent for traffic in self._traffic.values()]
 
     def clear(self) -> None:
@@ -270,14 +245,8 @@ class Traffics:
         self._traffic.clear()
 
 
-_LOST = (MissReason.EVICTED, MissReason.UNSEEN, MissReason.TOKEN)
-_WEIGHTS: NDArray[np.int64] = np.array([31**n for n in range(_SPAN)], np.int64)
-_ONES: NDArray[np.int64] = np.ones(_SPAN, np.int64)
-_DIFFERENT = (MissReason.TOKEN, MissReason.ITEM, MissReason.UNSEEN)
-
-
 def sort_key(tokens: Tokens) -> bytes:
-    """Return bytes in the order of the tokens."""
+    """Return bytes that sort like the tokens."""
     return tokens.astype(">u4").tobytes()
 
 
@@ -299,6 +268,5 @@ def count_again(tokens: Tokens, earlier: Tokens) -> int:
     # Each run of `_SPAN` tokens as a number; `np.isin` takes ten times as long for a short prompt.
     mine, theirs = (np.convolve(t.astype(np.int64), _WEIGHTS, "valid") for t in (tokens, earlier))
     theirs.sort()
-    places = theirs.searchsorted(mine)
-    found = theirs.take(places, mode="clip") == mine
-    return int(np.count_nonzero(np.convolve(found, _ONES))) if found.any() else 0
+    is_common = theirs.take(theirs.searchsorted(mine), mode="clip") == mine
+    return int(np.count_nonzero(np.convolve(is_common, _ONES))) if is_common.any() else 0

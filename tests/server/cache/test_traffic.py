@@ -41,7 +41,7 @@ def test_the_closest_of_the_last_prompts_is_found(
         traffic.add(str(at), PLAIN, tokens, 0, MISSED)
         traffic.add("another tenant's", Namespace(None, "salt"), prompt, 0, MISSED)
     known = [one.tokens.tolist() for one in traffic.recent if one.namespace == PLAIN]
-    assert len(traffic) <= most
+    assert len(traffic.recent) <= most
     found = traffic.closest(PLAIN, np.array(prompt, np.int32))
     assert (found is None) == (not known)
     if found is not None:

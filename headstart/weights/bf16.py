@@ -20,9 +20,9 @@ from torch.nn import functional
 
 from headstart.native import library, required
 from headstart.native.bindings import BF16
-from headstart.weights.format import WeightFormat, check_numbers, scratch, tile_outputs
+from headstart.weights.format import WeightFormat, check_numbers, multiply_tiles, widen_tiles
 from headstart.weights.memory import Arena, has_memory
-from headstart.weights.products import CompiledProduct, Parts, choose_product
+from headstart.weights.products import CompiledProduct, choose_product
 
 __all__ = [
     "MANY_ROWS",
@@ -80,7 +80,7 @@ class PackedWeight(WeightFormat):
 
     def _use(self, panels: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
         self.panels = panels
-        self.product = CompiledProduct(torch.bfloat16, Parts(panels, BF16), shape, bias)
+        self.product = CompiledProduct(torch.bfloat16, BF16, shape, panels, bias)
         super().__init__(*shape, self.product.bias)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -118,14 +118,14 @@ class Bf16Weight(WeightFormat):
 
     name = "HalfLinear"
     table_name = "HalfEmbedding"
-    product: CompiledProduct  # for fewer than `MANY_ROWS`
+    most_rows = MANY_ROWS
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         assert weight.dtype == torch.bfloat16
-        outputs, inputs = shape = (weight.shape[0], weight.shape[1])
+        outputs, inputs = weight.shape
         super().__init__(outputs, inputs, bias)
         self.weight = weight
-        self.product = CompiledProduct(torch.float32, Parts(weight, BF16), shape, bias)
+        self.product = CompiledProduct(torch.float32, BF16, weight.shape, weight, bias)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -137,21 +137,5 @@ class Bf16Weight(WeightFormat):
     def unpack(self) -> Tensor:
         return self.weight.float()
 
-    def multiply(self, x: Tensor) -> Tensor:
-        self.product.check_rows(x)
-        rows = x.reshape(-1, self.inputs)
-        if 0 < len(rows) < MANY_ROWS:
-            out = self.product.multiply(rows)
-        else:
-            out = x.new_empty((len(rows), self.outputs))
-            self._multiply_tiles(rows, out)
-        return out.view(*x.shape[:-1], self.outputs)
-
-    def _multiply_tiles(self, rows: Tensor, out: Tensor) -> None:
-        outputs = tile_outputs(self.inputs)
-        for start in range(0, self.outputs, outputs):
-            part = self.weight[start : start + outputs]
-            tile = scratch(part.numel(), part.device).view(part.shape).copy_(part)
-            torch.mm(rows, tile.T, out=out[:, start : start + outputs])
-        if self.bias is not None:
-            out += self.bias
+    def _multiply(self, rows: Tensor) -> Tensor:
+        return multiply_tiles(rows, self.outputs, widen_tiles(self.weight))

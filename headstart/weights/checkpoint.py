@@ -10,7 +10,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from headstart.errors import DamagedModelError
-from headstart.weights.format import StoredValues, WeightKind
+from headstart.weights.format import WeightKind
+from headstart.weights.quantize import StoredValues
 from headstart.weights.scheme import UnsupportedLayerError
 
 __all__ = ["FLOATS", "SAVED_SO", "Checkpoint", "Entry", "SafetensorsCheckpoint"]

@@ -5,9 +5,11 @@ A `WeightFormat` is a value: a matrix in one layout, with the bias of its layer.
 of `headstart.weights.quantize.FORMATS` if weights are rounded to it.
 """
 
+import math
 import threading
 from abc import ABC, abstractmethod
-from typing import Literal, Protocol, Self, get_args
+from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +23,14 @@ __all__ = [
     "REVISIONS",
     "Embedding",
     "Linear",
-    "StoredValues",
     "WeightFormat",
     "WeightKind",
     "check_numbers",
     "find_kind",
     "scratch",
+    "multiply_tiles",
     "tile_outputs",
+    "widen_tiles",
 ]
 
 WeightKind = Literal["int8", "int5", "int4"]
@@ -65,6 +68,8 @@ class WeightFormat(ABC):
     """True if the checkpoint has the matrix in these bits: nothing was rounded."""
     product: CompiledProduct | None = None
     """The compiled product; None if torch multiplies."""
+    most_rows: float = math.inf
+    """The compiled product multiplies fewer rows than these, torch the others."""
 
     def __init__(self, outputs: int, inputs: int, bias: Tensor | None = None) -> None:
         self.outputs, self.inputs, self.bias = outputs, inputs, bias
@@ -108,7 +113,7 @@ class WeightFormat(ABC):
         """
         if not x.numel():
             return x.new_empty((*x.shape[:-1], self.outputs))
-        if self.product is not None:
+        if self.product is not None and x.numel() < self.most_rows * self.inputs:
             return self.product.multiply(x.to(self.product.dtype)).to(x.dtype)
         out = self._multiply(x.reshape(-1, self.inputs).float())
         if self.bias is not None:
@@ -118,29 +123,6 @@ class WeightFormat(ABC):
     def _multiply(self, rows: Tensor) -> Tensor:
         """Multiply rows float32 `[rows, inputs]`, at least one, with torch, without the bias."""
         raise NotImplementedError
-
-
-class StoredValues(Protocol):
-    """The values of a quantized matrix before they are laid out for a product."""
-
-    @property
-    def scales(self) -> Tensor:
-        """A factor for each output, float32."""
-        ...
-
-    def is_finite(self) -> bool:
-        """True if all steps are finite."""
-        ...
-
-    def to(self, device: torch.device) -> Self:
-        """Return the values on a device, in memory that is no file's."""
-        ...
-
-    def store(
-        self, bias: Tensor | None, rows: torch.dtype = torch.float32, table: bool = False
-    ) -> WeightFormat:
-        """Return the matrix for rows in a dtype; table: single rows of it are read, too."""
-        ...
 
 
 class Linear(nn.Module):
@@ -208,6 +190,32 @@ def tile_outputs(inputs: int) -> int:
     """Return how many outputs are made float32 at a time for a product of many rows."""
     outputs = max(1, _TILE // max(1, inputs))
     return outputs if outputs < _WHOLE else outputs // _WHOLE * _WHOLE
+
+
+def multiply_tiles(
+    rows: Tensor, outputs: int, make_tile: Callable[[int, int], Tensor], multiple: int = 1
+) -> Tensor:
+    """Return rows float32 times a matrix that becomes float32 tile by tile.
+
+    make_tile: makes outputs `first` to `last - 1` of it, `[some, inputs]`; valid until the next.
+    multiple: tiles begin at multiples of this.
+    """
+    out = rows.new_empty((len(rows), outputs))
+    step = max(1, tile_outputs(rows.shape[1]) // multiple) * multiple
+    for first in range(0, outputs, step):
+        last = min(outputs, first + step)
+        torch.mm(rows, make_tile(first, last).T, out=out[:, first:last])
+    return out
+
+
+def widen_tiles(values: Tensor) -> Callable[[int, int], Tensor]:
+    """Return a function that makes some outputs of `values` float32, for `multiply_tiles`."""
+
+    def make_tile(first: int, last: int) -> Tensor:
+        part = values[first:last]
+        return scratch(part.numel(), part.device).view(part.shape).copy_(part)
+
+    return make_tile
 
 
 _local = threading.local()

@@ -1,4 +1,4 @@
-"""Weights in groups: of 4 or 5 bits, or 8 as files have them; a step and a start for 32 inputs.
+"""Weights in groups of 32 inputs with a step and a start: of 4 or 5 bits, or 8 as files have them.
 
     weight[o, i]  ~  (value[o, i] * step[o, i // 32] + start[o, i // 32]) * scales[o] * columns[i]
 
@@ -7,14 +7,14 @@ where 128 is taken off a value of 8 bits first.
 Steps and starts have 8 bits each, in units of their output's largest; so a weight has 4.5 or 5.5
 bits in all. Those of a file are float16, and have its values: 5, 6 or 9 bits.
 
-`scales` and `columns` are what is common to an output and to an input. They make all outputs and
-inputs equally large before they are rounded, so that a small input does not take the step of its
-large neighbours: half of what 4 bits lose. SINQ (arXiv 2509.22944) gives a weight two such scales.
+`scales` and `columns` are common to an output and to an input. They make all outputs and inputs
+equally large before they are rounded, so that a small input does not take the step of its large
+neighbours: half of the error of 4 bits. SINQ (arXiv 2509.22944) gives a weight two such scales.
 
-`native/narrow/integers.h` says how the bytes lie, and how rows are multiplied: each 32 inputs of a
-row become whole numbers of 8 bits. On a CPU with AMX, rows in bfloat16 stay as they are: the weight
-but for `scales` is rounded to bfloat16 as it is read (`native/linear.h`). Without compiled kernels,
-and on other devices, the weight is made float32 tile by tile in scratch memory.
+`native/narrow/integers.h` describes the bytes, and the product: each 32 inputs of a row become
+whole numbers of 8 bits. On a CPU with AMX, rows in bfloat16 stay as they are: the weight but for
+`scales` is rounded to bfloat16 as it is read (`native/linear.h`). Without compiled kernels, and on
+other devices, the weight is made float32 tile by tile in scratch memory.
 """
 
 from typing import Literal, NamedTuple
@@ -23,12 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from headstart.native.bindings import INT8_IN_GROUPS
-from headstart.weights.format import WeightFormat, WeightKind, check_numbers, scratch, tile_outputs
-from headstart.weights.products import CompiledProduct, Parts, choose_product
+from headstart.weights.format import (
+    WeightFormat,
+    WeightKind,
+    check_numbers,
+    multiply_tiles,
+    scratch,
+)
+from headstart.weights.products import CompiledProduct, choose_product
 
 __all__ = [
     "GROUP",
-    "Common",
     "Form",
     "Grid",
     "GroupedValues",
@@ -76,21 +81,17 @@ class Form(NamedTuple):
         return -float(1 << (self.bits - 1)) if self.in_bytes else 1.0
 
     @property
-    def starts(self) -> int:
-        """Where the starts begin in a block, in bytes; the steps come before them."""
-        return _PANEL * (1 if self.in_bytes else 2)
+    def grid_bytes(self) -> int:
+        """The bytes of steps and starts at the head of a block."""
+        return 2 * _PANEL * (1 if self.in_bytes else 2)
 
     def grid(self, blocks: Tensor) -> Tensor:
-        """Steps and starts of blocks `[..., bytes]`, as they are kept: `[..., 2, 16]`."""
-        grid = blocks[..., : 2 * self.starts]
+        """Return steps and starts of blocks `[..., bytes]`, as stored: `[..., 2, 16]`."""
+        grid = blocks[..., : self.grid_bytes]
         return torch.unflatten(grid if self.in_bytes else grid.view(torch.float16), -1, (2, _PANEL))
 
-    def value_bytes(self, blocks: Tensor) -> Tensor:
-        """The bytes that hold the values of blocks `[..., bytes]`: `[..., parts, 64]`."""
-        return torch.unflatten(blocks[..., 2 * self.starts :], -1, (-1, 4 * _PANEL))
-
     def values(self, parts: Tensor) -> Tensor:
-        """The values in `value_bytes` of some outputs, `[..., parts, some]`: `[..., 2, 4, some]`.
+        """Return the values of some outputs, `[..., 2, 4, some]`, from bytes `[..., parts, some]`.
 
         They are `[half][v][output][b]` of `native/narrow/integers.h`.
         """
@@ -119,96 +120,61 @@ class GroupedValues(NamedTuple):
     form: Form
 
     def is_finite(self) -> bool:
-        """True if all steps and starts are finite; bytes always are."""
-        if self.form.in_bytes:
-            return True
-        return bool(torch.isfinite(self.form.grid(self.panels)).all())
-
-    def tile(self, first: int, last: int) -> Tensor:
-        """The weight of some panels before `scales` and `columns`: float32 `[outputs, inputs]`.
-
-        It is scratch memory, and has whole groups.
-        """
-        form, blocks = self.form, self.panels[first:last]
-        panels, groups, _ = blocks.shape
-        steps, starts = form.grid(blocks).permute(2, 0, 3, 1).float().unsqueeze(-1).unbind(0)
-        tile = scratch(panels * _PANEL * groups * GROUP, blocks.device)
-        values = form.values(form.value_bytes(blocks))
-        # Four bytes are moved as one number: moved as floats, they took most of the time.
-        words = values.view(torch.int32).view(panels, groups, 8, _PANEL).permute(0, 3, 1, 2)
-        found = tile.view(panels, _PANEL, groups, GROUP)
-        found.copy_(words.contiguous().view(torch.uint8).view(found.shape))
-        if form.zero:
-            found.sub_(form.zero)
-        found.mul_(steps).add_(starts * form.start_unit)
-        return tile.view(panels * _PANEL, groups * GROUP)
+        """Return True if all steps and starts are finite; bytes always are."""
+        return self.form.in_bytes or bool(torch.isfinite(self.form.grid(self.panels)).all())
 
     def to(self, device: torch.device) -> "GroupedValues":
         """Return the values on a device."""
         columns = None if self.columns is None else self.columns.to(device)
-        return self._replace(
-            panels=self.panels.to(device), scales=self.scales.to(device), columns=columns
-        )
+        panels, scales = self.panels.to(device), self.scales.to(device)
+        return self._replace(panels=panels, scales=scales, columns=columns)
 
     def store(
         self, bias: Tensor | None, rows: torch.dtype = torch.float32, table: bool = False
     ) -> "GroupedWeight":
-        """Return the matrix for rows in a dtype."""
+        """Return the matrix for rows in a dtype; table: single rows of it are read, too."""
         # Each row read from AMX's panels would cost a copy of the whole weight.
         return GroupedWeight(self, bias, torch.float32 if table else rows)
 
-    def rows(self, numbers: Tensor) -> Tensor:
-        """Outputs of the weight by number, integers of any shape: float32 `[..., inputs]`.
-
-        Raises `IndexError` for one that the weight does not have.
-        """
-        form, at = self.form, check_numbers(numbers, len(self.scales)).to(self.panels.device)
-        place = (at // _PANEL, slice(None), slice(None), at % _PANEL)
-        steps, starts = form.grid(self.panels)[place].float().unsqueeze(-1).unbind(-2)
-        parts = torch.unflatten(form.value_bytes(self.panels), -1, (_PANEL, 4))[place]
-        groups = form.values(parts).flatten(-3).float().sub_(form.zero).mul_(steps)
-        rows = groups.add_(starts * form.start_unit).flatten(-2)[..., : self.inputs]
-        rows *= self.scales[at].unsqueeze(-1)
-        return rows if self.columns is None else rows * self.columns
-
 
 class Grid(NamedTuple):
-    """Values uint8 `[outputs, whole groups]`; steps and starts `[outputs, groups]`, as kept."""
+    """Values uint8 `[outputs, whole groups]`; steps and starts `[outputs, groups]`, as stored."""
 
     values: Tensor
     steps: Tensor
     starts: Tensor
 
 
-class Common(NamedTuple):
-    """The factors that weights of an output, and of an input, have in common: float32."""
-
-    scales: Tensor
-    columns: Tensor
-
-
 def quantize_groups(weight: Tensor, bits: Literal[4, 5]) -> GroupedValues:
-    """A weight of 4 or 5 bits near a floating-point `[outputs, inputs]`."""
+    """Return a weight of 4 or 5 bits near a floating-point `[outputs, inputs]`."""
     outputs, inputs = weight.shape
     rows = max(1, _ROUNDED // max(1, inputs))
-    scales, columns = _common(weight, rows)
+    scales = weight.new_empty(outputs, dtype=torch.float32)
+    squares = weight.new_zeros(inputs, dtype=torch.float32)
+    for first in range(0, outputs, rows):  # the largest of each output
+        part = weight[first : first + rows].detach().float()
+        scale = part.abs().amax(dim=1).clamp_min_(_TINY)
+        scales[first : first + rows] = scale
+        squares += part.div(scale.unsqueeze(1)).square_().sum(dim=0)
+    # The root mean square of each input, in units of them.
+    columns = (squares / max(1, outputs)).sqrt_().clamp_min_(_SMALLEST_COLUMN)
     form, grids = Form(bits, True), []
-    for at in range(0, outputs, rows):
-        part = weight[at : at + rows].detach().float()
-        part = part.div(scales[at : at + rows].unsqueeze(1)).div_(columns)
+    for first in range(0, outputs, rows):
+        part = weight[first : first + rows].detach().float()
+        part = part.div(scales[first : first + rows].unsqueeze(1)).div_(columns)
         groups = nn.functional.pad(part, (0, -inputs % GROUP)).view(len(part), -1, GROUP)
         grid, units = _round(groups, form)
-        scales[at : at + rows] *= units
+        scales[first : first + rows] *= units
         grids.append(grid)
     grid = Grid(*(torch.cat(parts) for parts in zip(*grids, strict=True)))
-    return pack_groups(grid, form, Common(scales, columns))
+    return pack_groups(grid, form, scales, columns)
 
 
 def _round(groups: Tensor, form: Form) -> tuple[Grid, Tensor]:
-    """Groups float32 `[outputs, groups, 32]` in units float32 `[outputs]`.
+    """Round groups float32 `[outputs, groups, 32]`; returns units float32 `[outputs]`, too.
 
-    A group's first grid reaches from its smallest to its largest element; the one that is kept is
-    nearest to the elements at the values that they have there. Grids begin at zero or below.
+    A group's first grid reaches from its smallest to its largest element; the second is nearest to
+    the elements at the values that they have there. Grids begin at zero or below.
     """
     low, high = groups.aminmax(dim=-1, keepdim=True)
     step = ((high - low) / form.levels).clamp_min_(_TINY)
@@ -227,30 +193,24 @@ def _round(groups: Tensor, form: Form) -> tuple[Grid, Tensor]:
     steps = high.div_(units).sub_(begin).div_(form.levels).round_().clamp_(1, _MOST)
     places = (groups / units.unsqueeze(-1)).sub_(begin.unsqueeze(-1)).div_(steps.unsqueeze(-1))
     values = places.round_().clamp_(0, form.levels).flatten(1)
-    kept = Grid(values.to(torch.uint8), steps.to(torch.uint8), starts.to(torch.uint8))
-    return kept, units.squeeze(1)
+    grid = Grid(values.to(torch.uint8), steps.to(torch.uint8), starts.to(torch.uint8))
+    return grid, units.squeeze(1)
 
 
-def _common(weight: Tensor, rows: int) -> Common:
-    """The largest of each output; the root mean square of each input in units of it."""
-    scales = weight.new_empty(len(weight), dtype=torch.float32)
-    squares = weight.new_zeros(weight.shape[1], dtype=torch.float32)
-    for at in range(0, len(weight), rows):
-        part = weight[at : at + rows].detach().float()
-        scale = part.abs().amax(dim=1).clamp_min_(_TINY)
-        scales[at : at + rows] = scale
-        squares += part.div(scale.unsqueeze(1)).square_().sum(dim=0)
-    return Common(scales, (squares / max(1, len(weight))).sqrt_().clamp_min_(_SMALLEST_COLUMN))
-
-
-def pack_groups(grid: Grid, form: Form, common: Common | None = None) -> GroupedValues:
-    """A weight of these values; `common.columns` says how many inputs count."""
+def pack_groups(
+    grid: Grid,
+    form: Form,
+    scales: Tensor | None = None,
+    columns: Tensor | None = None,
+    inputs: int | None = None,
+) -> GroupedValues:
+    """Return a weight of these values; of `inputs`, if the last of whole groups do not count."""
     outputs, groups = grid.steps.shape
     fill = (0, 0, 0, -outputs % _PANEL)
-    kept = torch.uint8 if form.in_bytes else torch.float16
+    dtype = torch.uint8 if form.in_bytes else torch.float16
     parts = []
     for numbers in (grid.steps, grid.starts):
-        panels = nn.functional.pad(numbers.to(kept), fill).view(-1, _PANEL, groups)
+        panels = nn.functional.pad(numbers.to(dtype), fill).view(-1, _PANEL, groups)
         parts.append(panels.transpose(1, 2).contiguous().view(torch.uint8))
     values = nn.functional.pad(grid.values, fill).view(-1, _PANEL, groups, 2, 4, 4)
     values = values.permute(0, 2, 3, 4, 1, 5)  # [panel][group][half][v][output][b], see integers.h
@@ -265,14 +225,18 @@ def pack_groups(grid: Grid, form: Form, common: Common | None = None) -> Grouped
                 fifths |= (values[:, :, half, v] >> 4) << (2 * v + half)
         parts.append(fifths.flatten(2))
     blocks = torch.cat(parts, dim=-1)
-    if common is None:
-        ones = torch.ones(outputs, dtype=torch.float32, device=blocks.device)
-        return GroupedValues(blocks, ones, None, grid.values.shape[1], form)
-    return GroupedValues(blocks, common.scales, common.columns, len(common.columns), form)
+    if scales is None:
+        scales = torch.ones(outputs, dtype=torch.float32, device=blocks.device)
+    if inputs is None:
+        inputs = grid.values.shape[1] if columns is None else len(columns)
+    return GroupedValues(blocks, scales, columns, inputs, form)
 
 
-_KINDS: dict[int, WeightKind] = {4: "int4", 5: "int5", 8: "int8"}
-_NAMES = {4: "Int4Linear", 5: "Int5Linear", 8: "Int8GroupsLinear"}
+_KINDS: dict[int, tuple[WeightKind, str]] = {
+    4: ("int4", "Int4Linear"),
+    5: ("int5", "Int5Linear"),
+    8: ("int8", "Int8GroupsLinear"),
+}
 
 
 class GroupedWeight(WeightFormat):
@@ -289,59 +253,77 @@ class GroupedWeight(WeightFormat):
         shape = (len(weight.scales), weight.inputs)
         own_bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
         super().__init__(*shape, own_bias)
-        self.form, self.scales, self.columns = weight.form, weight.scales, weight.columns
-        self.kind, self.name = _KINDS[self.form.bits], _NAMES[self.form.bits]
+        self._panels, self.scales, self.columns, _, self.form = weight
+        form = self.form
+        self.kind, self.name = _KINDS[form.bits]
         product = choose_product(
-            "fewer bits" if self.form.bits < 8 else "int8 in groups", rows, weight.panels.device
+            "fewer bits" if form.bits < 8 else "int8 in groups", rows, weight.panels.device
         )
-        self._panels = weight.panels.contiguous()
+        panels, scales, columns = weight.panels.contiguous(), weight.scales, weight.columns
         if product == "bfloat16":
-            self._panels = _to_wide(weight.panels)
-            self.product = CompiledProduct(torch.bfloat16, self._wide_parts(), shape, bias)
+            # Two panels of 16 outputs each together, group by group, and columns of whole groups
+            # (`native/linear.h`).
+            count, groups, size = panels.shape
+            panels = nn.functional.pad(panels, (0, 0, 0, 0, 0, count % 2))
+            panels = panels.view(-1, 2, groups, size).transpose(1, 2).contiguous()
+            columns = torch.ones(self.inputs) if columns is None else columns
+            columns = nn.functional.pad(columns.float(), (0, -self.inputs % GROUP))
+            self.product = CompiledProduct(
+                torch.bfloat16,
+                form.number,
+                shape,
+                panels,
+                bias,
+                scales.float().contiguous(),
+                columns,
+            )
         elif product == "integers":
-            parts = Parts(self._panels, self.form.number, self.scales, self.columns)
-            self.product = CompiledProduct(torch.float32, parts, shape, own_bias)
-
-    def _wide_parts(self) -> Parts:
-        """Return the memory for rows in bfloat16, with columns of whole groups."""
-        columns = torch.ones(self.inputs) if self.columns is None else self.columns
-        columns = nn.functional.pad(columns.float(), (0, -self.inputs % GROUP))
-        return Parts(self._panels, self.form.number, self.scales.float().contiguous(), columns)
+            self.product = CompiledProduct(
+                torch.float32, form.number, shape, panels, own_bias, scales, columns
+            )
+        self._panels = panels
 
     @property
-    def values(self) -> GroupedValues:
-        """The weight in panels of 16 outputs."""
-        panels = self._panels
-        if self.struct(torch.bfloat16) is not None:
-            panels = _from_wide(panels, self.outputs)
-        return GroupedValues(panels, self.scales, self.columns, self.inputs, self.form)
+    def panels(self) -> Tensor:
+        """The blocks uint8 `[panels of 16 outputs, groups, bytes]`."""
+        if self.struct(torch.bfloat16) is None:
+            return self._panels
+        return self._panels.transpose(1, 2).flatten(0, 1)[: -(-self.outputs // _PANEL)]
 
     @property
     def tensors(self) -> list[Tensor]:
         return [self._panels, self.scales] + ([] if self.columns is None else [self.columns])
 
     def rows(self, numbers: Tensor) -> Tensor:
-        return self.values.rows(numbers)
+        form, panels = self.form, self.panels
+        numbers = check_numbers(numbers, self.outputs).to(panels.device)
+        place = (numbers // _PANEL, slice(None), slice(None), numbers % _PANEL)
+        steps, starts = form.grid(panels)[place].float().unsqueeze(-1).unbind(-2)
+        parts = torch.unflatten(panels[..., form.grid_bytes :], -1, (-1, _PANEL, 4))[place]
+        groups = form.values(parts).flatten(-3).float().sub_(form.zero).mul_(steps)
+        rows = groups.add_(starts * form.start_unit).flatten(-2)[..., : self.inputs]
+        rows *= self.scales[numbers].unsqueeze(-1)
+        return rows if self.columns is None else rows * self.columns
 
     def _multiply(self, rows: Tensor) -> Tensor:
         rows = rows if self.columns is None else rows * self.columns
         rows = nn.functional.pad(rows, (0, -self.inputs % GROUP))
-        count = len(self._panels)
-        out = rows.new_empty((len(rows), count * _PANEL))
-        step = max(1, tile_outputs(rows.shape[1]) // _PANEL)
-        for first in range(0, count, step):
-            last = min(count, first + step)
-            tile = self.values.tile(first, last)
-            torch.matmul(rows, tile.T, out=out[:, first * _PANEL : last * _PANEL])
+        outputs = len(self._panels) * _PANEL
+        out = multiply_tiles(rows, outputs, self._make_tile, _PANEL)
         return out[:, : self.outputs] * self.scales
 
-
-def _to_wide(panels: Tensor) -> Tensor:
-    """Return two panels of 16 outputs each together, group by group (`native/linear.h`)."""
-    count, groups, size = panels.shape
-    panels = nn.functional.pad(panels, (0, 0, 0, 0, 0, count % 2))
-    return panels.view(-1, 2, groups, size).transpose(1, 2).contiguous()
-
-
-def _from_wide(panels: Tensor, outputs: int) -> Tensor:
-    return panels.transpose(1, 2).flatten(0, 1)[: -(-outputs // _PANEL)]
+    def _make_tile(self, first: int, last: int) -> Tensor:
+        """Return some panels before `scales` and `columns`, with whole groups."""
+        form, blocks = self.form, self._panels[first // _PANEL : last // _PANEL]
+        panels, groups, _ = blocks.shape
+        steps, starts = form.grid(blocks).permute(2, 0, 3, 1).float().unsqueeze(-1).unbind(0)
+        tile = scratch(panels * _PANEL * groups * GROUP, blocks.device)
+        values = form.values(torch.unflatten(blocks[..., form.grid_bytes :], -1, (-1, 4 * _PANEL)))
+        # Four bytes are moved as one number: moved as floats, they took most of the time.
+        words = values.view(torch.int32).view(panels, groups, 8, _PANEL).permute(0, 3, 1, 2)
+        elements = tile.view(panels, _PANEL, groups, GROUP)
+        elements.copy_(words.contiguous().view(torch.uint8).view(elements.shape))
+        if form.zero:
+            elements.sub_(form.zero)
+        elements.mul_(steps).add_(starts * form.start_unit)
+        return tile.view(panels * _PANEL, groups * GROUP)

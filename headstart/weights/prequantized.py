@@ -27,10 +27,11 @@ from torch import Tensor, nn
 
 from headstart.errors import DamagedModelError
 from headstart.weights.checkpoint import SafetensorsCheckpoint
-from headstart.weights.format import StoredValues, WeightKind
+from headstart.weights.format import WeightKind
 from headstart.weights.grouped import GROUP, Form, Grid, GroupedValues, pack_groups
 from headstart.weights.int8 import Int8Values
 from headstart.weights.layout import NAMES, Module, check_pickle, find_described, find_modules
+from headstart.weights.quantize import StoredValues
 from headstart.weights.scheme import Scheme
 
 __all__ = ["Grouped", "Parts", "PrequantizedCheckpoint", "read_grouped"]
@@ -94,8 +95,8 @@ class Grouped(NamedTuple):
         steps = steps / units
         values = nn.functional.pad(self.values, (0, -inputs % GROUP))
         form = Form(8 if self.bits == 8 else 4, in_bytes=False)
-        packed = pack_groups(Grid(values, steps, (form.zero - zeros) * steps), form)
-        return packed._replace(scales=units.squeeze(1), inputs=inputs)
+        grid = Grid(values, steps, (form.zero - zeros) * steps)
+        return pack_groups(grid, form, units.squeeze(1), inputs=inputs)
 
     def as_int8(self) -> Int8Values | None:
         """The weight, value for value.
@@ -105,7 +106,7 @@ class Grouped(NamedTuple):
         if self.bits != 8 or self.steps.shape[1] != 1 or not (self.zeros == _MIDDLE).all():
             return None
         values = (self.values ^ _MIDDLE).view(torch.int8)
-        return Int8Values(values, self.steps.squeeze(1), len(self.groups))
+        return Int8Values(values, self.steps.squeeze(1))
 
 
 _TINY = 1e-30

@@ -1,7 +1,7 @@
-"""The products of rows and a weight, and which of them this machine takes.
+"""The products of rows and a weight, and the choice among them on this machine.
 
 The CPU's flags decide, by measurements on such CPUs. Integers with AVX-512 VNNI were not measured.
-The compiled library itself knows what a product may use besides, VNNI or AMX (`headstart.native`).
+The compiled library itself decides on VNNI and AMX within a product (`headstart.native`).
 
 FBGEMM, which torch brings for x86, takes 7 bits of an input: with 8, a CPU without VNNI saturates
 the sum of two products. So a row is split into two digits of 7 bits, two rows of one product:
@@ -14,9 +14,9 @@ same bits in any batch.
 
 import ctypes
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from headstart.native.bindings import Weight
 
 __all__ = [
     "CompiledProduct",
-    "Parts",
     "Product",
     "WeightForm",
     "choose_product",
@@ -47,32 +46,25 @@ compiled; rows are rounded to 8 bits for each 32 inputs. fbgemm: rows in 14 bits
 in torch's layout, or dequantized tile by tile."""
 
 
-class Parts(NamedTuple):
-    """The memory of a weight on the CPU, laid out as `native/weight.h` describes for its kind.
-
-    `scales` float32 `[outputs]` for 8 bits and fewer; `columns` float32 `[inputs]` or None, in
-    whole groups for rows in bfloat16.
-    """
-
-    values: Tensor
-    kind: int
-    scales: Tensor | None = None
-    columns: Tensor | None = None
-
-
 class CompiledProduct:
     """The product of rows in `dtype`, float32 or bfloat16, and a weight, plus its bias or None.
 
-    Each row's result has the same bits alone, in any batch and on any number of threads. A copy, or
-    what is unpickled, has its own memory. Raises `ModelError` without the kernels.
+    `values` are on the CPU, laid out as `native/weight.h` describes for `kind`; `scales` float32
+    `[outputs]` for 8 bits and fewer, `columns` float32 `[inputs]` or None, in whole groups for rows
+    in bfloat16. Each row's result has the same bits alone, in any batch and on any number of
+    threads. A copy, or an unpickled product, has separate memory. Raises `ModelError` without the
+    kernels.
     """
 
     def __init__(
         self,
         dtype: torch.dtype,
-        parts: Parts,
-        shape: tuple[int, int],
+        kind: int,
+        shape: Sequence[int],
+        values: Tensor,
         bias: Tensor | None = None,
+        scales: Tensor | None = None,
+        columns: Tensor | None = None,
     ) -> None:
         is_bfloat16 = dtype == torch.bfloat16
         kernels = required(library() if is_bfloat16 else avx2_library())
@@ -80,17 +72,19 @@ class CompiledProduct:
             kernels.headstart_linear if is_bfloat16 else kernels.headstart_float_linear
         )
         bias = None if bias is None else bias.detach().to(dtype, copy=True)
-        self.dtype, self.parts, self.bias = dtype, parts, bias
+        self.dtype, self.values, self.bias = dtype, values, bias
         self._outputs, self._inputs = shape
-        addresses = [_address(part) for part in (parts.values, bias, parts.scales, parts.columns)]
-        self.struct = Weight(*addresses, inputs=shape[1], outputs=shape[0], kind=parts.kind)
+        self._arguments = (dtype, kind, tuple(shape), values, bias, scales, columns)
+        parts = (values, bias, scales, columns)
+        assert all(part is None or part.is_contiguous() for part in parts)
+        addresses = (None if part is None else part.data_ptr() for part in parts)
+        self.struct = Weight(*addresses, inputs=shape[1], outputs=shape[0], kind=kind)
         """The kernels' struct; it points into memory that this object owns."""
         self._struct_address = ctypes.addressof(self.struct)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild the struct in a copy, with the addresses of the copy's tensors."""
-        shape = (self._outputs, self._inputs)
-        return CompiledProduct, (self.dtype, self.parts, shape, self.bias)
+        return CompiledProduct, self._arguments
 
     def check_rows(self, x: Tensor) -> None:
         """Raise `ValueError` unless `x` is `[..., inputs]` in the product's dtype on the CPU."""
@@ -113,21 +107,13 @@ class CompiledProduct:
         return out
 
 
-def _address(part: Tensor | None) -> int | None:
-    assert part is None or part.is_contiguous()
-    return None if part is None else part.data_ptr()
-
-
 _DIGIT = 63  # the largest digit
 _ZERO_POINT = 64
 _TINY = 1e-30  # an all-zero row has no scale
 
 
 def fbgemm_pack(values: Tensor, scales: Tensor) -> Any:
-    """Return a weight int8 `[outputs, inputs]`, float32 `[outputs]` in FBGEMM's layout.
-
-    Scaled for digits; the original tensors can be freed.
-    """
+    """Return a weight int8 `[outputs, inputs]`, float32 `[outputs]` in FBGEMM's layout, a copy."""
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = "fbgemm"  # others take no input of whole numbers
     zeros = torch.zeros(len(scales), dtype=torch.int64)
@@ -185,31 +171,16 @@ def has_fbgemm() -> bool:
     return same and torch.allclose(products, digits @ values.float().T / _DIGIT)
 
 
-class _Row(NamedTuple):
-    forms: tuple[WeightForm, ...]
-    rows: torch.dtype | None  # any
-    is_here: Callable[[], bool]
-    product: Product
-
-
-_TABLE = (
-    _Row(("bfloat16",), torch.bfloat16, lambda: library() is not None, "bfloat16"),
-    _Row(("bfloat16",), torch.float32, lambda: avx2_library() is not None, "float32"),
-    _Row(("int8", "fewer bits"), torch.bfloat16, lambda: level() >= AMX, "bfloat16"),
-    _Row(
-        ("int8", "int8 in groups", "fewer bits"),
-        None,
-        lambda: avx2_library() is not None,
-        "integers",
-    ),
-    _Row(("int8",), None, lambda: has_fbgemm(), "fbgemm"),
-)
-
-
 def choose_product(form: WeightForm, rows: torch.dtype, device: torch.device) -> Product:
-    """Return the product for a stored weight and rows of a dtype: the first row that fits."""
-    for row in _TABLE:
-        fits = form in row.forms and row.rows in (None, rows) and device.type == "cpu"
-        if fits and row.is_here():
-            return row.product
-    return "torch"
+    """Return the fastest product for a stored weight and rows of a dtype."""
+    if device.type != "cpu":
+        return "torch"
+    if form == "bfloat16":
+        if rows == torch.bfloat16:
+            return "torch" if library() is None else "bfloat16"
+        return "float32" if rows == torch.float32 and avx2_library() is not None else "torch"
+    if form != "int8 in groups" and rows == torch.bfloat16 and level() >= AMX:
+        return "bfloat16"
+    if avx2_library() is not None:
+        return "integers"
+    return "fbgemm" if form == "int8" and has_fbgemm() else "torch"

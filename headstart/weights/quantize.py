@@ -5,18 +5,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headstart.weights.format import StoredValues, WeightFormat, WeightKind
-from headstart.weights.grouped import quantize_groups
-from headstart.weights.int8 import quantize_int8
+from headstart.weights.format import WeightFormat, WeightKind
+from headstart.weights.grouped import GroupedValues, quantize_groups
+from headstart.weights.int8 import Int8Values, quantize_int8
 
-__all__ = ["FORMATS", "is_made_of", "kind_of_layer", "quantize"]
+__all__ = ["FORMATS", "StoredValues", "is_made_of", "kind_of_layer", "quantize"]
 
-FORMATS: dict[WeightKind, Callable[[Tensor, torch.dtype], StoredValues]] = {
+StoredValues = Int8Values | GroupedValues
+"""The values of a quantized matrix before they are laid out for a product."""
+
+FORMATS: dict[WeightKind, Callable[[Tensor], StoredValues]] = {
     "int8": quantize_int8,
-    "int5": lambda weight, rows: quantize_groups(weight, 5),
-    "int4": lambda weight, rows: quantize_groups(weight, 4),
+    "int5": lambda weight: quantize_groups(weight, 5),
+    "int4": lambda weight: quantize_groups(weight, 4),
 }
-"""The rounding of floats `[outputs, inputs]` to each kind, for rows of a dtype."""
+"""The rounding of floats `[outputs, inputs]` to each kind."""
 
 # These are a third of the weights, and lose more than half of what 4 bits lose. Where several heads
 # share a key, keys and values are a few hundredths.
@@ -47,7 +50,7 @@ def quantize(
 
     rows: the dtype of the rows. table: single rows of the weight are read, too.
     """
-    return FORMATS[kind](weight, rows).store(bias, rows, table)
+    return FORMATS[kind](weight).store(bias, rows, table)
 
 
 def is_made_of(matrix: WeightFormat, weight: Tensor) -> bool:

@@ -242,7 +242,7 @@ class WeightReader(TorchReader):
             matrix = values.to(self._device).store(bias, self._dtype, table)
             matrix.is_prequantized = True
             return matrix
-        values = FORMATS[kind](self._tensor(weight), self._dtype)
+        values = FORMATS[kind](self._tensor(weight))
         if float(values.scales.amax()) > _LARGEST_SCALE:
             raise UnsupportedModelError(
                 f'{weight} holds weights that are too large for {kind}; weights="auto" may help'

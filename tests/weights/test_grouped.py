@@ -13,7 +13,6 @@ from headstart.weights import products
 from headstart.weights.format import WeightFormat, WeightKind
 from headstart.weights.grouped import (
     GROUP,
-    Common,
     Form,
     Grid,
     GroupedValues,
@@ -54,8 +53,9 @@ def draw_weight(outputs: int, inputs: int, seed: int, form: Form) -> tuple[Group
         steps, starts = steps.mul(40).abs().byte(), starts.mul(40).abs().byte()
     levels = max(form.zero, form.levels - form.zero)
     size = levels * steps.double().abs() + abs(form.start_unit) * starts.double().abs()
-    common = Common(draw(outputs, 1, seed).exp().flatten(), draw(inputs, 1, seed).exp().flatten())
-    weight = pack_groups(Grid(values.byte(), steps, starts), form, common if seed % 2 else None)
+    common = draw(outputs, 1, seed).exp().flatten(), draw(inputs, 1, seed).exp().flatten()
+    grid = Grid(values.byte(), steps, starts)
+    weight = pack_groups(grid, form, *common) if seed % 2 else pack_groups(grid, form)
     return weight, size.amax(1)
 
 
@@ -165,10 +165,10 @@ def test_values_on_a_grid_are_kept_bit_for_bit(
     expected = (values.double() - 128 * (form.bits == 8)) * wide[0] + unit * wide[1]
     layer = GroupedWeight(pack_groups(Grid(values, steps, starts), form), rows=own_dtype(path))
     torch.testing.assert_close(layer.unpack().double(), expected, rtol=1e-6, atol=1e-6)
-    common = Common(draw(70, 1).exp().flatten(), draw(90, 1, 2).exp().flatten())
-    expected = expected[:, :90] * common.scales.double().unsqueeze(1) * common.columns.double()
+    scales, columns = draw(70, 1).exp().flatten(), draw(90, 1, 2).exp().flatten()
+    expected = expected[:, :90] * scales.double().unsqueeze(1) * columns.double()
     layer = GroupedWeight(
-        pack_groups(Grid(values, steps, starts), form, common), rows=own_dtype(path)
+        pack_groups(Grid(values, steps, starts), form, scales, columns), rows=own_dtype(path)
     )
     torch.testing.assert_close(layer.unpack().double(), expected, rtol=1e-5, atol=1e-4)
     rows = draw(5, 90, 3).to(own_dtype(path))

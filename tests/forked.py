@@ -23,8 +23,8 @@ __all__ = ["FORKS", "run_headstart", "run_program", "start_headstart"]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
-        "headstart.cli.chat_session",
-        "headstart.cli.chat_commands",
+        "headstart.cli.chat",
+        "headstart.cli.chat",
         "headstart.frontend.llm",
         "headstart.engine.engine",
         "headstart.models.demo",

@@ -22,7 +22,7 @@ from examples.small_models.adapter import write_adapter
 from headstart import LLM, RequestOutput, SamplingParams
 from headstart.cli.demo import INSTRUCTION, demo_console, people_table
 from headstart.cli.pool_picture import colour_of
-from headstart.cli.progress import cached_share, duration
+from headstart.cli.terminal import cached_share, duration
 
 PARAMS = SamplingParams(
     temperature=0, max_tokens=32, stop=["!", "?"], include_stop_str_in_output=True

@@ -23,7 +23,7 @@ from examples.small_models.vision import demo_vision_path
 from headstart import LLM, RequestOutput, SamplingParams
 from headstart.cli.demo import PANEL, demo_console, figures_table
 from headstart.cli.pool_picture import PoolPicture, colour_of
-from headstart.cli.progress import cached_share, duration
+from headstart.cli.terminal import cached_share, duration
 
 PARAMS = SamplingParams(temperature=0, max_tokens=24)
 SIZE = 480

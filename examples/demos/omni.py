@@ -25,7 +25,7 @@ from examples.small_models.omni import DEMO_OMNI, OmniSizes, demo_omni_path
 from headstart import Omni, OmniOutput, OmniParams, SamplingParams
 from headstart.cli.demo import demo_console
 from headstart.cli.pool_picture import colour_of
-from headstart.cli.progress import duration
+from headstart.cli.terminal import duration
 
 NOTE = (
     "A generated Qwen2.5-Omni with random weights: its words are noise and its speech is notes, "

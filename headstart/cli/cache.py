@@ -18,8 +18,7 @@ import click
 
 from headstart.cache import BlockHash
 from headstart.cli.options import OrderedGroup
-from headstart.cli.progress import count, progress_bar, show_bytes
-from headstart.cli.streams import as_typed, columns_of, note
+from headstart.cli.terminal import as_typed, columns_of, count, note, progress_bar, show_bytes
 from headstart.engine.config import EngineConfig, make_config
 from headstart.errors import CacheError, ConfigError
 from headstart.tiers import DiskStore, ModelRecord, default_folder, make_folder
@@ -53,15 +52,15 @@ _folder = partial(
 )
 
 
-class Keeping(NamedTuple):
-    """The engine's options with a folder for prefixes, None for none; why, if that failed."""
+class PrefixFolder(NamedTuple):
+    """The engine's options with a folder for prefixes, None for none, and the reason for that."""
 
     options: dict[str, Any]
     folder: Path | None
     failure: str = ""
 
-    def tell(self) -> None:
-        """Say where prefixes are kept and how much is there, or why none are."""
+    def note(self) -> None:
+        """Show where prefixes are kept and how much is there, or why none are."""
         if self.failure:
             note(f"no prefixes are kept: {self.failure}")
         if self.folder is not None:
@@ -74,7 +73,7 @@ class Keeping(NamedTuple):
                 note(f"prefixes are read from {where}, which cannot be written: {size}")
 
 
-def keep_prefixes(engine: Mapping[str, Any]) -> Keeping:
+def make_prefix_folder(engine: Mapping[str, Any]) -> PrefixFolder:
     """Choose and make a folder for prefixes; without a usable one none are kept.
 
     Raises ConfigError for a folder that the user named.
@@ -84,14 +83,14 @@ def keep_prefixes(engine: Mapping[str, Any]) -> Keeping:
         try:
             make_folder(default_folder())
         except (ConfigError, RuntimeError) as error:  # the user may have no home
-            return Keeping(options, None, str(error))
+            return PrefixFolder(options, None, str(error))
         options["cache_dir"] = str(default_folder())
     config = make_config(options)
     folder = config.kept_folder
     if folder is None or not config.enable_prefix_caching:
-        return Keeping(options, None)
+        return PrefixFolder(options, None)
     make_folder(folder)
-    return Keeping(options, folder)
+    return PrefixFolder(options, folder)
 
 
 def size_of(folder: Path) -> int:
@@ -125,16 +124,16 @@ def list_kept(model: str | None, lines: int, folder: str | None) -> None:
 
     MODEL is what ls shows: a name, which stands for all its kinds, or digits of a fingerprint.
     """
-    columns, shown = columns_of(sys.stdout), []
+    shown = []
     with _opened(folder) as path:
         if model is None:
-            shown.append(_show_models(read_models(path), columns))
+            shown.append(_show_models(read_models(path)))
         states = [] if model is None else _find_models(path, model)
         for state in states:
             record = state.model.record
             if len(states) > 1:
                 shown.append(f"{record.title}  {record.fingerprint[:_DIGITS]}")
-            shown.append(_show_prefixes(_all_of(path, state), record, lines, columns))
+            shown.append(_show_prefixes(_all_of(path, state), record, lines))
     click.echo("\n".join(shown))
 
 
@@ -166,18 +165,18 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
         states = _find_models(path, model) if model is not None else read_models(path)
         names = [as_typed(name) for name in names]
         _require_kept(path, states, names)
-        dropped = 0
+        num_dropped = 0
         for state in states:
             with closing(_open_store(path, state.model.record)) as store:
                 prefixes = _all_of(path, state)
-                gone = _block_names(_chosen(prefixes, names) if names else prefixes)
-                dropped += store.remove(gone)
-            if set(gone) & set(_block_names(_all_of(path, state))):
+                dropped = _block_names(_chosen(prefixes, names) if names else prefixes)
+                num_dropped += store.remove(dropped)
+            if set(dropped) & set(_block_names(_all_of(path, state))):
                 raise CacheError(
                     f"not all was dropped: {path} cannot be changed now; if its disk is full, "
                     "remove the folder"
                 )
-    click.echo(f"{count(dropped, 'block')} dropped")
+    click.echo(f"{count(num_dropped, 'block')} dropped")
 
 
 @cache.command(short_help="Check that every block is whole.")
@@ -275,21 +274,20 @@ def _find_models(path: Path, name: str) -> list[ModelState]:
 
     Several models may share a fingerprint: they differ in their block size. Raises CacheError.
     """
-    states = read_models(path)
-    name = as_typed(name)
+    states, name = read_models(path), as_typed(name)
     titles = [state.model.record.title for state in states]
     begins = (f"{name} (", f"{name}, ")  # a stage of a pipeline stands behind a comma
-    if any(is_named := [title == name or title.startswith(begins) for title in titles]):
+    if any(is_named := [f"{title}, ".startswith(begins) for title in titles]):
         return list(compress(states, is_named))
     prints = sorted({state.model.record.fingerprint for state in states})
-    if found := [text for text in prints if len(name) >= _SHORTEST and text.startswith(name)]:
-        _require_one(name, found)
-        return [state for state in states if state.model.record.fingerprint == found[0]]
+    if matches := [text for text in prints if len(name) >= _SHORTEST and text.startswith(name)]:
+        _check_unique(name, matches)
+        return [state for state in states if state.model.record.fingerprint == matches[0]]
     models = ", ".join(dict.fromkeys(titles)) or "none"
     raise CacheError(f"no prefixes of a model {name!r} are kept; models that have: {models}")
 
 
-def _require_one(name: str, names: Sequence[str]) -> None:
+def _check_unique(name: str, names: Sequence[str]) -> None:
     """Raise CacheError if a name is the beginning of several."""
     if len(names) > 1:
         shown = ", ".join(text[: max(_DIGITS, len(name) + 4)] for text in names[:_MOST_SHOWN])
@@ -307,15 +305,15 @@ def _block_names(prefixes: Sequence[KeptPrefix]) -> list[BlockHash]:
 
 def _chosen(prefixes: Sequence[KeptPrefix], names: Sequence[str]) -> list[KeptPrefix]:
     """Return the first prefixes on each path whose names begin so."""
-    found: list[KeptPrefix] = []
-    todo = [*prefixes]
-    while todo:
-        prefix = todo.pop()
+    chosen: list[KeptPrefix] = []
+    pending = [*prefixes]
+    while pending:
+        prefix = pending.pop()
         if any(_is_named(prefix, name) for name in names):
-            found.append(prefix)
+            chosen.append(prefix)
         else:
-            todo += prefix.then
-    return found
+            pending += prefix.then
+    return chosen
 
 
 def _is_named(prefix: KeptPrefix, name: str) -> bool:
@@ -327,8 +325,8 @@ def _require_kept(path: Path, states: Sequence[ModelState], names: Sequence[str]
     roots = [prefix for state in states for prefix in _all_of(path, state)]
     prefixes = [prefix for _, prefix in _in_order(roots)]
     for name in names:
-        if found := [prefix.name.hex() for prefix in prefixes if _is_named(prefix, name)]:
-            _require_one(name, found)
+        if matches := [prefix.name.hex() for prefix in prefixes if _is_named(prefix, name)]:
+            _check_unique(name, matches)
             continue
         shown = [prefix.name.hex()[:_DIGITS] for prefix in prefixes[:_MOST_SHOWN]]
         more = f", and {len(prefixes) - len(shown):,} more" if prefixes[_MOST_SHOWN:] else ""
@@ -352,8 +350,8 @@ def _before(path: Path, state: ModelState, prefix: KeptPrefix) -> list[KeptBlock
     return before[::-1]
 
 
-def _show_models(states: Sequence[ModelState], columns: int | None) -> str:
-    """Return a line for each model. columns: of the terminal, None for none."""
+def _show_models(states: Sequence[ModelState]) -> str:
+    """Return a line for each model."""
     if not states:
         return "no prefixes are kept"
     rows = [("model", "fingerprint", "size", "tokens", "last used", "loaded", "saved")]
@@ -370,13 +368,11 @@ def _show_models(states: Sequence[ModelState], columns: int | None) -> str:
                 f"{state.saved_seconds:.1f} s",
             )
         )
-    return "\n".join(_align(rows, left=2, columns=columns))
+    return "\n".join(_align(rows, left=2))
 
 
-def _show_prefixes(
-    prefixes: Sequence[KeptPrefix], model: ModelRecord, most: int, columns: int | None
-) -> str:
-    """Return a line for each stretch between two forks, and the beginning of its text if kept."""
+def _show_prefixes(prefixes: Sequence[KeptPrefix], model: ModelRecord, most: int) -> str:
+    """Return a line for each segment between two forks, and the beginning of its text if kept."""
     rows = [("prefix", "tokens", "size", "last used", "loaded", "saved")]
     quotes = [""]
     ordered = list(_in_order(prefixes))
@@ -392,24 +388,24 @@ def _show_prefixes(
                 f"{sum(block.hits * block.seconds for block in blocks):.1f} s",
             )
         )
-        width = max((columns or _WIDTH) - 2 * depth - 2, 8)
+        width = max((columns_of(sys.stdout) or _WIDTH) - 2 * depth - 2, 8)
         text = prefix.words
         short = text if len(text) <= width else f"{text[: width - 3].rstrip()}..."
         quotes.append(f'{"  " * depth}"{short}"' if text else "")
     if len(ordered) > most:
         rows.append((f"... {len(ordered) - most:,} more", "", "", "", "", ""))
         quotes.append("")
-    lines = zip(_align(rows, left=1, columns=columns), quotes, strict=True)
+    lines = zip(_align(rows, left=1), quotes, strict=True)
     return "\n".join(line for pair in lines for line in pair if line)
 
 
 def _in_order(prefixes: Sequence[KeptPrefix]) -> Iterator[tuple[int, KeptPrefix]]:
     """Yield each prefix with the number of forks before it, and then its continuations."""
-    todo = [(0, prefix) for prefix in reversed(prefixes)]
-    while todo:
-        depth, prefix = todo.pop()
+    pending = [(0, prefix) for prefix in reversed(prefixes)]
+    while pending:
+        depth, prefix = pending.pop()
         yield depth, prefix
-        todo += [(depth + 1, after) for after in reversed(prefix.then)]
+        pending += [(depth + 1, after) for after in reversed(prefix.then)]
 
 
 def _show_age(used: float) -> str:
@@ -419,12 +415,13 @@ def _show_age(used: float) -> str:
     return f"{int(seconds // size)} {unit}"
 
 
-def _align(rows: Sequence[Sequence[str]], left: int, columns: int | None) -> list[str]:
+def _align(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     """Align rows in columns, the first `left` of them to the left.
 
     Where they are wider than the terminal the others stand on a line of their own, indented.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = columns_of(sys.stdout)
     is_wide = columns is not None and sum(widths) + 2 * (len(widths) - 1) > columns
     lines = []
     for row in rows:

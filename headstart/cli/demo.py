@@ -23,16 +23,18 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from headstart.cli.opening import note_on, open_model
+import headstart
+from headstart.cli.opening import note_on, resolve_model
 from headstart.cli.options import (
     GroupedCommand,
     GroupedOption,
-    engine_options,
+    flags,
     model_option,
     sort_options,
 )
 from headstart.cli.pool_picture import PoolPicture, colour_of
-from headstart.cli.progress import cached_share, duration
+from headstart.cli.terminal import cached_share, duration
+from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError
 
@@ -71,7 +73,7 @@ PANEL = 4
     help="Save the output as a picture in this file.",
 )
 @model_option
-@engine_options
+@flags(EngineConfig)
 def demo(svg: Path | None, model: str, **options: Any) -> None:
     """Ask three questions about one table, which is computed once."""
     if svg is not None and (svg.is_dir() or not os.access(svg.parent, os.W_OK | os.X_OK)):
@@ -83,7 +85,8 @@ def demo(svg: Path | None, model: str, **options: Any) -> None:
     pool = {"num_blocks": POOL_TOKENS // max(1, engine.get("block_size", 16))}
     console = demo_console()
     with console.status("loading the model"):
-        llm = open_model(model, {**pool, "max_model_len": MAX_MODEL_LEN, **engine})
+        options = {**pool, "max_model_len": MAX_MODEL_LEN, **engine}
+        llm = headstart.LLM(resolve_model(model), **options)
     shown: list[RenderableType] = []
     with closing(llm):
         shown.append(Text(note_on(model, engine) or f"model {model}", style="dim"))

@@ -11,8 +11,7 @@ import click
 
 from headstart import native
 from headstart.cli.options import GroupedCommand
-from headstart.cli.progress import show_bytes
-from headstart.cli.streams import show_field
+from headstart.cli.terminal import show_bytes, show_field
 from headstart.imports import install, load_module
 from headstart.machine import (
     X86,

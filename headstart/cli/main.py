@@ -17,11 +17,10 @@ from typing import Any
 import click
 from click.shell_completion import get_completion_class
 
-from headstart.cli.cache import cache, keep_prefixes
-from headstart.cli.conversation import Conversation
+from headstart.cli.cache import cache, make_prefix_folder
 from headstart.cli.demo import demo
 from headstart.cli.doctor import doctor
-from headstart.cli.keys import keys
+from headstart.cli.messages import Conversation, names_model, read_questions
 from headstart.cli.models import models
 from headstart.cli.opening import (
     announce_and_open,
@@ -38,23 +37,21 @@ from headstart.cli.options import (
     SAMPLING,
     GroupedCommand,
     GroupedOption,
+    ServeCommand,
     chat_sampling,
     check_engine,
-    engine_options,
+    flags,
     model_option,
-    sampling_options,
-    server_options,
     sort_options,
     take_options,
 )
 from headstart.cli.replay import replay
 from headstart.cli.reply import print_reply
-from headstart.cli.run import names_model, read_questions
-from headstart.cli.serve_flags import ServeCommand
-from headstart.cli.server import run_server
-from headstart.cli.streams import as_typed, note, prepare_streams, tell_error
+from headstart.cli.server import keys, run_server
+from headstart.cli.terminal import as_typed, note, prepare_streams, show_error
 from headstart.cluster.options import ReplicaConfig
-from headstart.engine.config import make_config
+from headstart.engine.config import EngineConfig, make_config
+from headstart.engine.params import SamplingParams
 from headstart.errors import HeadstartError
 from headstart.imports import load_module
 from headstart.server.options import ServerOptions
@@ -80,7 +77,7 @@ class _Commands(click.Group):
         except OSError as error:
             if error.filename is not None:  # not of the output
                 raise
-            tell_error(f"cannot write the output: {error.strerror}")
+            show_error(f"cannot write the output: {error.strerror}")
             with suppress(OSError):  # Python would write the rest when it exits, and fail again
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
@@ -89,15 +86,15 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except HeadstartError as error:
-            tell_error(error)
+            show_error(error)
             ctx.exit(2)
         except click.exceptions.NoArgsIsHelpError:
             raise  # click shows the help
         except click.UsageError as error:
-            tell_error(_in_one_line(error, ctx))
+            show_error(_in_one_line(error, ctx))
             ctx.exit(2)
         except KeyboardInterrupt:
-            tell_error("interrupted")
+            show_error("interrupted")
             ctx.exit(128 + signal.SIGINT)
 
 
@@ -150,8 +147,8 @@ def main() -> None:
 @_plain_option
 @model_option
 @_adapter_option
-@sampling_options(RUN_SAMPLING)
-@engine_options
+@flags(SamplingParams, RUN_SAMPLING)
+@flags(EngineConfig)
 def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> None:
     """Answer prompts, or questions about files.
 
@@ -165,13 +162,12 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
     chosen = sort_options(options)
     folder = folder_of(model)
     check_tokenizer(folder)
-    questions.check_images(folder)
-    questions.check_length(folder, make_config(chosen.engine))
+    questions.check_model(folder, make_config(chosen.engine))
     check_adapter(adapter, folder)
-    prefixes = keep_prefixes(chosen.engine)
+    prefixes = make_prefix_folder(chosen.engine)
     with closing(announce_and_open(model, prefixes.options)) as llm:
         streams = questions.streams(llm, chosen.sampling, load_adapter(llm, adapter))
-        prefixes.tell()
+        prefixes.note()
         is_text = questions.form is None
         answers = [print_reply(stream, plain=plain, is_text=is_text) for stream in streams]
     questions.check(answers)
@@ -188,8 +184,8 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
 @_plain_option
 @model_option
 @_adapter_option
-@sampling_options(CHAT_SAMPLING)
-@engine_options
+@flags(SamplingParams, CHAT_SAMPLING)
+@flags(EngineConfig)
 def chat(system: str | None, resume: str | None, plain: bool, model: str, **options: Any) -> None:
     """Talk with a model; each turn computes what is new.
 
@@ -204,18 +200,17 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
     folder = folder_of(model)
     check_tokenizer(folder)
     check_adapter(adapter, folder)
-    prefixes = keep_prefixes(chosen.engine)
+    prefixes = make_prefix_folder(chosen.engine)
     with closing(announce_and_open(model, prefixes.options)) as llm:
         params = chat_sampling(chosen.given, folder)
         # Line editing takes prompt_toolkit, half a second of imports.
-        session = load_module("headstart.cli.chat_session")
-        talk = load_module("headstart.cli.chat_commands").talk
+        terminal = load_module("headstart.cli.chat")
         name = load_adapter(llm, adapter)
-        prefixes.tell()
-        terminal_chat = session.Chat(llm, model, params, conversation, plain=plain, adapter=name)
+        prefixes.note()
+        chat = terminal.Chat(llm, model, params, conversation, plain=plain, adapter=name)
         if resume is not None:
-            terminal_chat.tell_taken_up(as_typed(resume))
-        talk(terminal_chat)
+            chat.show_resumed(as_typed(resume))
+        terminal.talk(chat)
 
 
 @main.command(cls=ServeCommand, short_help="Answer clients of APIs over HTTP.")
@@ -244,8 +239,9 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
     help="Sampling of requests that say nothing of it: auto (the model's own), vllm (none), or a "
     "folder with a generation_config.json.",
 )
-@server_options
-@engine_options
+@flags(ServerOptions)
+@flags(ReplicaConfig)
+@flags(EngineConfig)
 def serve(model: str, **options: Any) -> None:
     """Answer OpenAI's clients over HTTP; each answer says how much of its prompt was cached.
 

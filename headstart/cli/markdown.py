@@ -17,7 +17,7 @@ from rich.style import Style
 from rich.syntax import ANSISyntaxTheme
 from rich.theme import Theme
 
-from headstart.cli.reply import printable
+from headstart.cli.reply import RawWriter, printable
 
 _PARSER = MarkdownIt().disable("inline")  # blocks are enough
 _SPARE_ROWS = 2
@@ -43,13 +43,13 @@ _CODE_STYLES = {
 _CODE_THEME = ANSISyntaxTheme({kind: Style.parse(style) for kind, style in _CODE_STYLES.items()})
 
 
-class MarkdownWriter:
-    """A `reply.Writer` that shows Markdown in a terminal."""
+class MarkdownWriter(RawWriter):
+    """A text shown as Markdown in a terminal."""
 
     def __init__(self, console: Console) -> None:
+        super().__init__()
         self._console = console
         console.push_theme(Theme(_STYLES))
-        self._printed = 0
         self._text = ""
         self._live = Live(_Tail(""), console=console, transient=True, redirect_stderr=False)
 

@@ -17,8 +17,16 @@ import huggingface_hub as hub  # its names are imported when they are used, whic
 from rich.cells import cell_len
 
 from headstart.cli.opening import NOTES, ending_at_once, folder_of
-from headstart.cli.progress import describe_wait, duration, quantizing_line, show_bytes, waiting
-from headstart.cli.streams import as_typed, columns_of, handling, hiding_typed, note
+from headstart.cli.terminal import (
+    as_typed,
+    columns_of,
+    duration,
+    handling,
+    note,
+    quantizing_line,
+    show_bytes,
+    waiting,
+)
 from headstart.errors import ModelError, ModelNotFoundError
 from headstart.imports import load_module
 from headstart.models.files import (
@@ -191,13 +199,13 @@ def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
     """
     target = Path(as_typed(str(folder)))
     file = None if text is None else Path(as_typed(str(text))).expanduser()
-    with hiding_typed(), waiting(describe_wait("importing torch")):
+    with waiting("importing torch"):
         gptq = load_module("headstart.models.gptq")
     gptq.check_target(target)  # before anything is downloaded
     source = as_typed(model)
     if Path(source).suffix != ".gguf":  # refused below; finding its folder would take minutes
         source = str(folder_of(source))
-    with hiding_typed(), waiting(describe_wait("reading the model's tokenizer and the text")):
+    with waiting("reading the model's tokenizer and the text"):
         plan = gptq.plan_quantizing(source, target, file)
     with _raising_on_signals(), _showing(plan.layers) as progress:
         written = gptq.quantize(plan, progress)

@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import headstart
-from headstart.cli.progress import describe_loading, describe_wait, waiting
-from headstart.cli.streams import as_typed, handling, hiding_typed, note
+from headstart.cli.terminal import (
+    as_typed,
+    describe_loading,
+    handling,
+    note,
+    waiting,
+)
 from headstart.engine.config import EngineConfig
 from headstart.errors import ConfigError, ModelError, RequestError, UnsupportedAdapterError
 from headstart.imports import load_module
@@ -45,20 +50,16 @@ NOTES: Mapping[str, str] = {
     ),
 }
 # Headstart-tiny's weights are set by formulas, which few bits do not hold.
-_TOO_FEW_BITS = {"weights": ("int5", "int4"), "kv_cache_dtype": ("int8",)}
+_TOO_FEW_BITS = {"kv_cache_dtype": ("int8",), "weights": ("int5", "int4")}
 
 
 def note_on(model: str, engine: Mapping[str, Any]) -> str:
-    """Return what a user must know of the model's answers before reading them; mostly nothing.
+    """Return a note on the quality of a model's answers; empty for most models.
 
     engine: the engine's options that were given.
     """
     text = NOTES.get(model, "")
-    few = [
-        f"{name} {engine[name]}"
-        for name, kinds in sorted(_TOO_FEW_BITS.items())
-        if engine.get(name) in kinds
-    ]
+    few = [f"{k} {engine[k]}" for k, kinds in _TOO_FEW_BITS.items() if engine.get(k) in kinds]
     if model != BUILT_IN or not few:
         return text
     return f"{text} With {' and '.join(few)} most of its answers are wrong."
@@ -71,26 +72,17 @@ def resolve_model(model: str) -> str:
     return str(load_module("headstart.models.demo").demo_model_path())
 
 
-def open_model(model: str, options: Mapping[str, Any]) -> LLM:
-    """Load a model. Raises ModelError, ConfigError or OutOfMemoryError."""
-    return headstart.LLM(resolve_model(model), **options)
-
-
 def announce_and_open(model: str, options: Mapping[str, Any]) -> LLM:
-    """Say what the model's answers are worth, and load it.
+    """Show the note on a model, and load it.
 
     Raises ModelError, ConfigError or OutOfMemoryError.
     """
-    describe = announce(model, options)
-    with hiding_typed(), waiting(describe):
-        return open_model(model, options)
+    with waiting(announce(model, options)):
+        return headstart.LLM(resolve_model(model), **options)
 
 
 def announce(model: str, engine: Mapping[str, Any]) -> Callable[[float], str]:
-    """Say what the model's answers are worth; returns the line to show while it loads.
-
-    engine: the engine's options that were given. Raises ModelError.
-    """
+    """Show the note on a model; return the line to show while it loads. Raises ModelError."""
     if text := note_on(model, engine):
         note(text)
     folder = folder_of(model)
@@ -109,11 +101,8 @@ def folder_of(model: str) -> Path:
     name = resolve_model(model)
     with ending_at_once():
         name = str(find_gguf(name) or name)
-    if Path(name).suffix == ".gguf":
-        reading = describe_wait(f"reading configuration and tokenizer of {model}")
-        with hiding_typed(), waiting(reading):
-            return find_folder(name)
-    with ending_at_once():
+    doing = f"reading configuration and tokenizer of {model}"
+    with waiting(doing) if Path(name).suffix == ".gguf" else ending_at_once():
         return find_folder(name)
 
 
@@ -196,15 +185,14 @@ def ending_at_once() -> Iterator[None]:
     """
 
     def end(number: int, frame: object) -> None:
-        parts = []
+        has_parts = False
         for handle in Path("/proc/self/fd").glob("*"):
             with suppress(OSError):  # closed meanwhile
-                parts.append(handle.readlink())
-        parts = [path for path in parts if path.suffix == ".incomplete"]
-        for part in parts:
-            part.unlink(missing_ok=True)
-        kept = "; the files that are whole are kept" if parts else ""
-        click.echo(f"\nheadstart: interrupted{kept}", err=True)
+                if (path := handle.readlink()).suffix == ".incomplete":
+                    has_parts = True
+                    path.unlink()
+        rest = "; the files that are whole are kept" if has_parts else ""
+        click.echo(f"\nheadstart: interrupted{rest}", err=True)
         os._exit(128 + number)
 
     with handling(end, signal.SIGINT):

@@ -3,29 +3,60 @@
 A field `max_num_seqs: int = 64` becomes `--max-num-seqs INTEGER`, a bool field a pair of flags
 `--deterministic / --no-deterministic`. Only given flags are passed on, so that each default is
 stated once. `--help` shows the flags in groups: first those that most people need.
+
+`headstart serve` also takes the flags of `vllm serve`. They are read as vLLM reads them (`4k`,
+JSON, `--no-…`, dots, underscores), ours by click, which also reads the environment. Typed flags
+take precedence over those of a file, and these over the environment, by any of their names.
 """
 
+from __future__ import annotations
+
+import argparse
 import json
 import os
+import re
 import types
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import click
+from click.core import ParameterSource
 
-from headstart.cli.streams import note, tell_error
+from headstart.cli.terminal import note, show_error
 from headstart.cluster.options import ReplicaConfig
-from headstart.engine.config import EngineConfig, count_cores, make_config
+from headstart.engine.config import count_cores, make_config
 from headstart.engine.params import SamplingParams
-from headstart.errors import RequestError
-from headstart.frontend.engine_args import read_value
-from headstart.frontend.vllm_compat import read_config
+from headstart.errors import ConfigError, RequestError
+from headstart.frontend.engine_args import LISTS, add_flags, read_value
+from headstart.frontend.vllm_compat import (
+    ABSENT,
+    IGNORED,
+    SERVE_ABSENT,
+    SERVE_IGNORED,
+    SERVE_WORKS,
+    WORKS,
+    read_config,
+    read_names,
+)
+from headstart.imports import load_module
 from headstart.models.files import BUILT_IN
 from headstart.replay import SpeedModel
 from headstart.server.options import ServerOptions
+from headstart.utils.argparse_utils import FlexibleArgumentParser
 from headstart.validation import OneOf, describe, shorten
 
 # A command line wants longer and repeatable replies where the library keeps vLLM's defaults.
@@ -42,7 +73,7 @@ SAMPLING_FLAGS = (
 MAIN, SAMPLING, INTERNALS, OTHER = (
     *("Options", "How answers are chosen", "Engine internals", "Other"),
 )
-_GROUPS: Mapping[str, Iterable[str]] = {
+_GROUPS: Mapping[str, Sequence[str]] = {
     MAIN: ("max_tokens", "temperature", "max_model_len", "device", "dtype", "weights"),
     "How the server is reached": [field.name for field in fields(ServerOptions)],
     "Replicas": [field.name for field in fields(ReplicaConfig)],
@@ -96,7 +127,7 @@ class GroupedCommand(click.Command):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         options = [option for option in self.params if isinstance(option, GroupedOption)]
-        numbers = [one for one in options if one.group == MAIN and one.type.name == click.INT.name]
+        numbers = [o for o in options if o.group == MAIN and o.type.name == click.INT.name]
         if numbers:
             self.epilog = (
                 f"Every flag may stand in the environment instead: {numbers[0].flag} N is "
@@ -107,14 +138,10 @@ class GroupedCommand(click.Command):
         """Warn of variables whose names look like misspelled ones, and run the command."""
         root = ctx.find_root().command
         commands = root.commands.values() if isinstance(root, click.Group) else [self]
-        known = {
-            str(option.envvar)
-            for command in commands
-            for option in command.params
-            if isinstance(option, GroupedOption)
-        } | _OF_NO_FLAG
-        for name in sorted(os.environ.keys() - known):
-            near = get_close_matches(name, known, n=1, cutoff=0.87)
+        options = [option for command in commands for option in command.params]
+        names = {str(o.envvar) for o in options if isinstance(o, GroupedOption)} | _OF_NO_FLAG
+        for name in sorted(os.environ.keys() - names):
+            near = get_close_matches(name, names, n=1, cutoff=0.87)
             if near and name.startswith(_PREFIX):
                 note(f"{name} in the environment is not read; the nearest is {near[0]}")
         return super().invoke(ctx)
@@ -140,8 +167,7 @@ class OrderedGroup(click.Group):
         return list(self.commands)
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """Options for the engine, and those for sampling.
 
     given: sampling values from the command line; sampling: these, with defaults for the rest.
@@ -164,27 +190,22 @@ def model_option(command: Command) -> Command:
     )(command)
 
 
-def engine_options(command: Command) -> Command:
-    """Give a command a flag for each field of EngineConfig; `--seed` is a request's own."""
-    chosen = [field for field in fields(EngineConfig) if field.name not in SAMPLING_FLAGS]
-    return _add_flags(command, EngineConfig, chosen, {})
+def flags(owner: type, defaults: Mapping[str, Any] | None = None) -> Callable[[Command], Command]:
+    """Return a decorator that gives a command a flag for each field of a class of options.
 
+    Of SamplingParams these are the fields that make sense for one reply in a terminal. Fields of
+    other classes with such a name, as EngineConfig's `seed`, are a request's own, and left out.
+    """
 
-def server_options(command: Command) -> Command:
-    """Give a command a flag for each field of ServerOptions and ReplicaConfig."""
-    command = _add_flags(command, ReplicaConfig, fields(ReplicaConfig), {})
-    return _add_flags(command, ServerOptions, fields(ServerOptions), {})
+    def decorate(command: Command) -> Command:
+        hints = get_type_hints(owner)
+        for field in reversed(fields(owner)):
+            if (field.name in SAMPLING_FLAGS) == (owner is SamplingParams):
+                default = (defaults or {}).get(field.name, field.default)
+                command = _flag(field, hints[field.name], default)(command)
+        return command
 
-
-def speed_options(command: Command) -> Command:
-    """Give a command a flag for each field of SpeedModel."""
-    return _add_flags(command, SpeedModel, fields(SpeedModel), {})
-
-
-def sampling_options(defaults: Mapping[str, Any]) -> Callable[[Command], Command]:
-    """Give a command the flags of SamplingParams that make sense for one reply in a terminal."""
-    chosen = [field for field in fields(SamplingParams) if field.name in SAMPLING_FLAGS]
-    return lambda command: _add_flags(command, SamplingParams, chosen, defaults)
+    return decorate
 
 
 def take_options(given: dict[str, Any], kind: type[OptionsOfKind]) -> OptionsOfKind:
@@ -210,7 +231,7 @@ def check_engine(given: Mapping[str, Any]) -> dict[str, Any]:
     engine = {name: value for name, value in given.items() if value not in (None, ())}
     cores, threads = count_cores(), make_config(read_config(engine)).num_threads or 0
     if threads > cores:
-        tell_error(
+        show_error(
             f"{threads} threads on {cores} cores wait for one another: "
             f"--num-threads {cores} is faster"
         )
@@ -222,23 +243,21 @@ def chat_sampling(given: Mapping[str, Any], folder: Path) -> SamplingParams:
 
     The model's values are those of generation_config.json that are in range. Raises RequestError.
     """
-    return SamplingParams(**{**CHAT_SAMPLING, **_model_sampling(folder), **given})
-
-
-def _model_sampling(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}  # the loader reports what is wrong with the model
-    if not isinstance(content, dict):
-        return {}
-    if content.get("do_sample") is False:
-        return {"temperature": 0.0}
-    allowed = {field.name: field.metadata.get("allowed", ()) for field in fields(SamplingParams)}
-    values = {name: content[name] for name in _MODEL_SAMPLING if content.get(name) in allowed[name]}
-    if {"temperature", "top_p", "top_k", "min_p"} & values.keys():
-        return {"temperature": 1.0, "top_p": 1.0, **values}
-    return values
+    except (OSError, ValueError, RecursionError):  # the loader reports what is wrong
+        content = None
+    own: dict[str, Any] = {}
+    if isinstance(content, dict):
+        allowed = {f.name: f.metadata.get("allowed", ()) for f in fields(SamplingParams)}
+        own = {
+            name: content[name] for name in _MODEL_SAMPLING if content.get(name) in allowed[name]
+        }
+        if content.get("do_sample") is False:
+            own = {"temperature": 0.0}
+        elif own.keys() - {"repetition_penalty"}:
+            own = {"temperature": 1.0, "top_p": 1.0, **own}
+    return SamplingParams(**{**CHAT_SAMPLING, **own, **given})
 
 
 def parse_sampling(name: str, text: str) -> dict[str, Any]:
@@ -272,16 +291,6 @@ def check_sampling_name(name: str) -> str:
         hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(SAMPLING_FLAGS)}"
         raise RequestError(f"{describe(name)} cannot be set; {hint}")
     return field
-
-
-def _add_flags(
-    command: Command, owner: type, chosen: Iterable[Field[Any]], defaults: Mapping[str, Any]
-) -> Command:
-    hints = get_type_hints(owner)
-    for field in reversed(list(chosen)):
-        default = defaults.get(field.name, field.default)
-        command = _flag(field, hints[field.name], default)(command)
-    return command
 
 
 def _flag(field: Field[Any], hint: object, default: Any) -> Callable[[Command], Command]:
@@ -326,3 +335,221 @@ def _click_type(hint: object) -> Any:
     if get_origin(hint) in (Union, types.UnionType):
         return _click_type(next(kind for kind in get_args(hint) if kind is not type(None)))
     return hint if hint in (bool, int, float, str) else str
+
+
+_OUR_NAMES = {
+    "ssl_keyfile": "tls_key",
+    "ssl_certfile": "tls_cert",
+    "shutdown_timeout": "drain_seconds",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "num_gpu_blocks_override": "num_blocks",
+    "disable_uvicorn_access_log": "log_format",
+    "allowed_origins": "cors_origin",
+}
+# Our options by all other names that have the same meaning.
+_SAME = _OUR_NAMES | {
+    "limit_mm_per_prompt": "max_images",
+    "lora_modules": "adapters",
+    "adapter": "adapters",
+}
+_HINT = "Flags of `vllm serve` are taken too: docs/vllm.md lists them."
+_WORKS = SERVE_WORKS | {*WORKS}
+_ABSENT = {**ABSENT, **SERVE_ABSENT}
+_IGNORED = (IGNORED | SERVE_IGNORED) - _WORKS - SERVE_ABSENT.keys()
+_FLAG = re.compile(r"(\w[\w-]*)(\.[\w.-]+)?")
+
+
+class ServeCommand(GroupedCommand):
+    """A command that takes vLLM's flags in addition to those that `--help` shows."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.epilog = f"{self.epilog} {_HINT}"
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse both kinds of flags. Raises ConfigError for an unknown or unsupported flag."""
+        if ctx.resilient_parsing:  # a shell completes what is half typed
+            return super().parse_args(ctx, args)
+        typed, rest = _read(args)
+        filed, more = self._read_file(ctx, typed, rest)
+        left = super().parse_args(ctx, [*more, *rest])
+        given = read_names({**filed, **typed}, _WORKS, _IGNORED, _ABSENT, _spell)
+        first, *aliases = given.pop("served_model_name", [None])
+        adapters = tuple(map(_read_module, given.pop("lora_modules", ())))
+        if adapters:
+            _forget_environment(ctx, "adapters", ())
+        if _is_given("limit_mm_per_prompt", given):
+            _forget_environment(ctx, "max_images", None)
+        ours = _as_ours(given if first is None else given | {"served_model_name": first})
+        for theirs, name in _OUR_NAMES.items():
+            is_typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+            if is_typed and name in ours and ctx.params[name] != ours[name]:
+                our_flag, their_flag = map(_spell, (name, theirs))
+                raise ConfigError(
+                    f"{our_flag} is {describe(ctx.params[name])}, and {describe(ours[name])} by "
+                    f"{their_flag}; allowed: one of the two"
+                )
+        ctx.params |= ours
+        ctx.params["adapters"] += adapters
+        ctx.params["model_alias"] += tuple(aliases)
+        alone, model = ctx.params.pop("model_tag"), typed.get("model")
+        if alone is not None:  # as in `vllm serve MODEL`
+            if model not in (None, alone):
+                raise ConfigError(
+                    f"the model is {describe(alone)} and --model {describe(model)}; allowed: one"
+                )
+            ctx.params["model"] = alone
+        return left
+
+    def _read_file(
+        self, ctx: click.Context, typed: Mapping[str, Any], rest: list[str]
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return `_read` of the file that --config names, without the options that are typed."""
+        if not typed.get("config"):
+            return {}, []
+        switches = {f for f, a in _parser()._option_string_actions.items() if a.nargs == 0}
+        lists = {*LISTS}
+        for option in self.params:
+            if isinstance(option, click.Option) and option.multiple:
+                lists |= {_field(flag) for flag in option.opts}
+            if option.type.name == "boolean":
+                switches |= {*option.opts, *option.secondary_opts}
+        own, *_ = self.make_parser(ctx).parse_args([*rest])
+        known = {_SAME.get(name, name) for name in typed if _is_given(name, typed)} | own.keys()
+        entries = _read_config(typed["config"], {_field(flag) for flag in switches}, lists)
+        return _read(
+            [
+                argument
+                for name, arguments in entries
+                if _SAME.get(name, name) not in known
+                for argument in arguments
+            ]
+        )
+
+
+def _field(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _spell(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+class _Parser(FlexibleArgumentParser):
+    """A parser of vLLM's flags only; it reports errors as click does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise click.UsageError(message, click.get_current_context(silent=True))
+
+
+def _read(args: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of vLLM's flags, and the other arguments."""
+    values, rest = _parser().parse_known_args(args)
+    return vars(values), rest
+
+
+@cache
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    return add_flags(parser, {*_WORKS, *_IGNORED, *_ABSENT}, given_only=True)
+
+
+def _read_config(
+    path: str, switches: Collection[str], lists: Collection[str]
+) -> list[tuple[str, list[str]]]:
+    """Return the fields in a YAML file of flags, each with the arguments that it stands for.
+
+    switches: fields without a value; lists: those that may be given several times. An error does
+    not quote the file, which may hold a key. Raises ConfigError.
+    """
+    yaml = load_module("yaml")
+    try:
+        text = Path(path).expanduser().read_text("utf-8")
+        # Scalars are passed on as they are written, as on a command line: 0123 is no 83.
+        content, written = yaml.safe_load(text), yaml.load(text, yaml.BaseLoader)
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config is {describe(path)}; {error}") from None
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "it" if mark is None else f"line {mark.line + 1}"
+        raise ConfigError(f"--config is {describe(path)}; {where} is not valid YAML") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config is {describe(path)}; it is no mapping of flags")
+    entries = []
+    for number, ((name, value), texts) in enumerate(
+        zip(content.items(), written.values(), strict=True), start=1
+    ):
+        match = _FLAG.fullmatch(name) if isinstance(name, str) else None
+        if match is None:
+            raise ConfigError(
+                f"--config is {describe(path)}; entry {number} in it has no name of a flag, such "
+                "as max-model-len"
+            )
+        field = match[1].replace("-", "_")
+        if field == "config":
+            raise ConfigError(f"--config is {describe(path)}; it names another file; allowed: one")
+        if value is None:
+            continue
+        if isinstance(value, bool) and field in switches:
+            entries.append((field, [f"--{name}" if value else f"--no-{name}"]))
+            continue
+        if not (isinstance(value, list) and field in lists):
+            value, texts = [value], [texts]
+        if None in value:
+            raise ConfigError(f"--config is {describe(path)}; an item of {name} in it has no value")
+        is_json = match[2] is not None  # such as default-chat-template-kwargs.enable_thinking
+        arguments = [
+            json.dumps(item, default=str) if is_json or isinstance(item, dict | list) else text
+            for item, text in zip(value, texts, strict=True)
+        ]
+        entries.append((field, [f"--{name}={argument}" for argument in arguments]))
+    return entries
+
+
+def _is_given(name: str, given: Mapping[str, Any]) -> bool:
+    """Return True if the value of vLLM's flag sets an option of ours."""
+    value = given.get(name)
+    if name == "limit_mm_per_prompt":
+        return isinstance(value, Mapping) and value.get("image") is not None
+    return value is not None and (value is not False or name != "disable_uvicorn_access_log")
+
+
+def _forget_environment(ctx: click.Context, name: str, nothing: object) -> None:
+    """Forget the environment's value of an option that is given by another name."""
+    if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+        ctx.params[name] = nothing
+
+
+def _as_ours(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the server and its engine by our names; other engine options stay."""
+    ours = {name: value for name, value in given.items() if name not in ("config", *_OUR_NAMES)}
+    theirs = {name: given[name] for name in _OUR_NAMES if _is_given(name, given)}
+    if theirs.pop("disable_uvicorn_access_log", False):
+        ours["log_format"] = "off"
+    if (origins := theirs.pop("allowed_origins", None)) is not None:
+        if not isinstance(origins, list) or not all(isinstance(text, str) for text in origins):
+            raise ConfigError(
+                f"--allowed-origins is {describe(origins)}; allowed: a list in JSON, such as "
+                """'["https://a.example"]'"""
+            )
+        ours["cors_origin"] = ",".join(origins) or None
+    if "api_key" in ours:
+        ours["api_key"] = tuple(ours["api_key"])
+    return ours | {_OUR_NAMES[name]: value for name, value in theirs.items()}
+
+
+def _read_module(given: str) -> str:
+    """Return NAME=PATH for that, or for an adapter in JSON. Raises ConfigError."""
+    if not given.lstrip().startswith("{"):
+        return given
+    try:
+        module = json.loads(given)
+        name, path = module["name"], module["path"]
+        if not isinstance(name, str) or not isinstance(path, str) or "=" in name:
+            raise ValueError("no texts, or a name that NAME=PATH cannot have")
+        return f"{name}={path}"
+    except (ValueError, RecursionError, KeyError) as error:
+        raise ConfigError(
+            f"--lora-modules is {describe(given)}; allowed: NAME=PATH, or "
+            """'{"name": ..., "path": ...}'"""
+        ) from error

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from difflib import get_close_matches
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from headstart.cli.options import GroupedCommand, GroupedOption, speed_options, take_options
-from headstart.cli.progress import count, progress_bar
-from headstart.cli.streams import as_typed
+from headstart.cli.options import GroupedCommand, GroupedOption, flags, take_options
+from headstart.cli.terminal import as_typed, count, progress_bar
 from headstart.cluster.router import DEFAULT_POLICY, POLICIES
 from headstart.errors import ConfigError
 from headstart.replay import (
@@ -32,9 +32,46 @@ from headstart.replay import (
     read_trace,
 )
 from headstart.replay import replay as run_replay
-from headstart.replay.plot import draw_bars
 
 __all__ = ["replay"]
+
+
+_WIDTH, _LABEL, _BAR, _ROW, _HEAD = 720, 180, 440, 22, 34
+_STYLE = (
+    "text{font:13px sans-serif;fill:#20242b}.bar{fill:#7558b5}.card{fill:#fcfbf8}"
+    "@media (prefers-color-scheme:dark){text{fill:#e7e9ed}.bar{fill:#a98ee6}.card{fill:#16191f}}"
+)
+
+
+def draw_bars(title: str, panels: Mapping[str, Mapping[str, float]]) -> str:
+    """Return an SVG: a panel for each heading, a bar for each name, from 0 to the largest."""
+    parts, y = [_text(16, 24, title, bold=True)], _HEAD
+    for heading, values in panels.items():
+        y += _HEAD
+        parts.append(_text(16, y - 10, heading, bold=True))
+        largest = max(values.values(), default=0) or 1
+        for name, value in values.items():
+            length = _BAR * value / largest
+            parts.append(_text(16, y + 14, name))
+            parts.append(
+                f'<rect class="bar" x="{_LABEL}" y="{y + 3}" width="{length:.1f}" height="14"/>'
+            )
+            parts.append(_text(_LABEL + length + 6, y + 14, f"{value:,.4g}"))
+            y += _ROW
+    height = y + 16
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" role="img">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style>"
+        f'<rect class="card" width="{_WIDTH}" height="{height}" rx="12"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
+
+
+def _text(x: float, y: float, words: str, *, bold: bool = False) -> str:
+    weight = ' font-weight="600"' if bold else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{weight}>{escape(words)}</text>'
+
 
 _HEADINGS = (
     *("hit %", "ttft s", "p50 s", "p99 s", "token ms", "p99 ms"),
@@ -86,7 +123,7 @@ _option = partial(click.option, cls=GroupedOption)
 )
 @_option("--json", "as_json", is_flag=True, help="Print JSON, one line.")
 @_option("--plot", type=click.Path(path_type=Path), help="Draw the table into this SVG.")
-@speed_options
+@flags(SpeedModel)
 def replay(trace: str, **options: Any) -> None:
     """Replay TRACE through real cache managers and the real router, in simulated time.
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, Self, cast
+from typing import TYPE_CHECKING, Self
 
 import click
 from rich.cells import cell_len
 from rich.console import Console
 
-from headstart.cli.progress import describe_reading, describe_wait, figures, waiting
-from headstart.cli.streams import hiding_typed, note
+from headstart.cli.terminal import (
+    describe_reading,
+    figures,
+    hiding_typed,
+    note,
+    waiting,
+)
 from headstart.imports import load_module
 
 if TYPE_CHECKING:
@@ -24,27 +28,21 @@ if TYPE_CHECKING:
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-class Writer(Protocol):
-    """Shows a text that grows."""
-
-    def write(self, text: str) -> None:
-        """Show the text so far, which begins with the text of the last call."""
-
-
 def print_reply(
     stream: RequestStream, *, plain: bool = False, is_text: bool = True
 ) -> RequestOutput:
-    """Print a reply as it grows, then its figures on stderr; returns its last output.
+    """Print a reply as it grows, then its figures on stderr; return its last output.
 
-    is_text: the reply is a text for people, in which lines may be broken.
+    In a terminal it is shown as Markdown, unless `plain` or not `is_text`. is_text: the reply is a
+    text for people, in which lines may be broken.
     """
     with hiding_typed():
         with waiting(describe_reading(stream)):
             output = next(stream)
-        with waiting(describe_wait("the reply is empty so far")):
+        with waiting("the reply is empty so far"):
             while not output.outputs[0].text.strip() and not output.finished:
                 output = next(stream)
-        with make_writer(plain, is_text=is_text) as writer:
+        with _make_writer(plain, is_text=is_text) as writer:
             writer.write(output.outputs[0].text)
             for output in stream:
                 writer.write(output.outputs[0].text)
@@ -52,18 +50,15 @@ def print_reply(
     return output
 
 
-def make_writer(plain: bool, *, is_text: bool = True) -> AbstractContextManager[Writer]:
-    """Return the writer for stdout: Markdown in a terminal, unless `plain` or not `is_text`."""
+def _make_writer(plain: bool, *, is_text: bool) -> RawWriter:
     console = Console(highlight=False)
-    if not console.is_terminal:
-        return RawWriter()
-    if not is_text:
-        return RawWriter(clean=True)
+    if not console.is_terminal or not is_text:
+        return RawWriter(clean=console.is_terminal)
     if plain or console.is_dumb_terminal:
         return WrappingWriter(console.width)
     # rich's Markdown takes half a second to import, for terminals only.
-    markdown = load_module("headstart.cli.markdown")
-    return cast("AbstractContextManager[Writer]", markdown.MarkdownWriter(console))
+    writer: RawWriter = load_module("headstart.cli.markdown").MarkdownWriter(console)
+    return writer
 
 
 def printable(text: str) -> str:
@@ -76,7 +71,7 @@ def printable(text: str) -> str:
 
 
 class RawWriter:
-    """The text in unbroken lines. clean: with marks for control characters, for a terminal."""
+    """A text in unbroken lines. clean: with marks for control characters, for a terminal."""
 
     def __init__(self, *, clean: bool = False) -> None:
         self._clean = clean
@@ -89,13 +84,14 @@ class RawWriter:
         click.echo()
 
     def write(self, text: str) -> None:
+        """Show the text so far, which begins with the text of the last call."""
         new = text[self._printed :]
         click.echo(printable(new) if self._clean else new, nl=False)
         self._printed = len(text)
 
 
 class WrappingWriter(RawWriter):
-    """The text with lines broken between words; a word is shown when it is complete."""
+    """A text with lines broken between words; a word is shown when it is complete."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,30 +1,33 @@
-"""From the flags of `headstart serve` to a server that listens, and what it prints meanwhile."""
+"""`headstart serve`, from its flags to a server that listens, and `headstart keys`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext, suppress
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from headstart.cli.opening import RANDOM_MODEL, announce, check_adapter, folder_of, resolve_model
-from headstart.cli.progress import count, describe_wait, show_bytes, waiting
-from headstart.cli.streams import note
+from headstart.cli.terminal import count, note, show_bytes, waiting
 from headstart.cluster.options import ReplicaConfig
 from headstart.errors import ConfigError, ModelError
 from headstart.frontend.vllm_compat import read_config
 from headstart.imports import install, load_module
 from headstart.models.files import BUILT_IN
+from headstart.server.keys import KeyFolder
 from headstart.server.options import ServerOptions
 
 if TYPE_CHECKING:
     import socket
+
 
 FIRST_QUESTION = "Anna Smith is 31. Ben Jones is 45. How old is Ben Jones?"
 """A question that the embedded model answers right in every dtype."""
@@ -44,45 +47,47 @@ def run_server(
     ModelError, OutOfMemoryError or EngineError.
     """
     extra = "cluster" if replicas.is_wanted else "serve"  # cluster includes serve
-    with waiting(describe_wait("importing the server")):
+    with waiting("importing the server"):
         launch = _import_optional("headstart.server.launch", extra)
     for name in adapters.keys() & {options.served_model_name or model, *options.model_alias}:
         raise ConfigError(f"adapter is {name!r}, as the model is; allowed: another name")
     prefixes = launch.read_prefixes(options.public_prefix)
     tracer = launch.open_tracer(options.otlp_traces_endpoint, options.served_model_name or model)
-    with closing(launch.listen(options)) as at:  # a port in use is found before loading
-        tenants = launch.open_tenants(options, at.getsockname()[0])
-        address = _Address(at, options, model, with_key=tenants.ask_for_keys)
+    with ExitStack() as stack:
+        # A port in use is found before loading.
+        socket = stack.enter_context(closing(launch.listen(options)))
+        tenants = launch.open_tenants(options, socket.getsockname()[0])
+        address = Address(socket, options, model, with_key=tenants.ask_for_keys)
         if _speaks(model):
             address.speaks, address.shows_pool = True, False
             _check_speech(options, replicas, adapters, engine)
-            with _open_omni(model, read_config(engine)) as omni:
-                app = launch.create_speech_app(omni, model, options, tenants)
-                launch.serve(app, at, address.tell)
+            omni = stack.enter_context(closing(_open_omni(model, read_config(engine))))
+            app = launch.create_speech_app(omni, model, options, tenants)
         else:
             if tenants.ask_for_keys:
                 engine = {"eviction": "fair-lru", **engine}
             for folder in adapters.values():
                 check_adapter(folder, folder_of(model))
-            opened = _open_engine(model, engine)
+            if tracer is not None:
+                stack.enter_context(closing(tracer))
+            more = {}
             if replicas.is_wanted:
                 address.shows_pool = False
-                opened = _open_replicas(model, engine, replicas, options.drain_seconds)
-            with closing(tracer) if tracer is not None else nullcontext(), opened as llm:
-                asyncio.run(_load_adapters(llm, adapters))
-                launch.publish(llm, prefixes)
-                more = {}
-                if replicas.is_wanted:
-                    more["cache_api"] = load_module("headstart.cluster.serving.cache_api").router
-                else:
-                    address.bounds = _describe_bounds(llm)
-                app = launch.create_app(llm, model, options, tenants, tracer=tracer, **more)
-                launch.serve(app, at, address.tell)
+                cluster = _open_replicas(model, engine, replicas, options.drain_seconds)
+                llm = stack.enter_context(closing(cluster)).llm
+                more["cache_api"] = load_module("headstart.cluster.serving.cache_api").router
+            else:
+                llm = stack.enter_context(closing(_open_engine(model, engine)))
+                address.bounds = _describe_bounds(llm)
+            asyncio.run(_load_adapters(llm, adapters))
+            launch.publish(llm, prefixes)
+            app = launch.create_app(llm, model, options, tenants, tracer=tracer, **more)
+        launch.serve(app, socket, address.show)
     note("Stopped.")
 
 
 def _speaks(model: str) -> bool:
-    """Return True for a model of several stages; loading reports whatever else is wrong with it."""
+    """Return True for a model of several stages; loading reports any other problem with it."""
     if model in (RANDOM_MODEL, BUILT_IN):
         return False
     with waiting(announce(model, {})), suppress(ModelError):
@@ -110,25 +115,19 @@ def _check_speech(
         raise ConfigError(f"{name} is given; allowed with a model that speaks: none")
 
 
-@contextmanager
-def _open_omni(model: str, engine: Mapping[str, Any]) -> Iterator[Any]:
+def _open_omni(model: str, engine: Mapping[str, Any]) -> Any:
     """Open a pipeline; dtype and device are of the whole model, other options of its stages."""
     of_model = {name: engine[name] for name in ("dtype", "device") if name in engine}
     of_stages = {name: value for name, value in engine.items() if name not in of_model}
     with waiting(announce(model, engine)):
         async_omni = load_module("headstart.omni.omni").AsyncOmni
-        omni = async_omni(model, **of_model, options=of_stages)
-    with closing(omni):
-        yield omni
+        return async_omni(model, **of_model, options=of_stages)
 
 
-@contextmanager
-def _open_engine(model: str, engine: Mapping[str, Any]) -> Iterator[Any]:
+def _open_engine(model: str, engine: Mapping[str, Any]) -> Any:
     with waiting(announce(model, engine)):
         async_llm = load_module("headstart.frontend.async_llm").AsyncLLM
-        llm = async_llm(resolve_model(model), **engine)
-    with closing(llm):
-        yield llm
+        return async_llm(resolve_model(model), **engine)
 
 
 async def _load_adapters(llm: Any, adapters: Mapping[str, Path]) -> None:
@@ -136,19 +135,15 @@ async def _load_adapters(llm: Any, adapters: Mapping[str, Path]) -> None:
         await llm.load_adapter(name, folder)
 
 
-@contextmanager
 def _open_replicas(
     model: str, engine: Mapping[str, Any], replicas: ReplicaConfig, drain_seconds: float
-) -> Iterator[Any]:
+) -> Any:
     name = _absolute(resolve_model(model))
     engine = {key: _absolute(value) if key in _PATHS else value for key, value in engine.items()}
     announce(model, engine)
-    starting = f"starting {count(replicas.least, 'replica')} of {model}"
-    with waiting(describe_wait(starting)):
+    with waiting(f"starting {count(replicas.least, 'replica')} of {model}"):
         make = _import_optional("headstart.cluster.serving.cluster", "cluster").ReplicaCluster
-        cluster = make(name, engine, replicas, drain_seconds)
-    with closing(cluster):
-        yield cluster.llm
+        return make(name, engine, replicas, drain_seconds)
 
 
 def _absolute(path: str) -> str:
@@ -174,10 +169,10 @@ def _import_optional(module: str, extra: str) -> Any:
 
 
 @dataclass
-class _Address:
+class Address:
     """The address of a server, and a first request for it."""
 
-    at: socket.socket
+    socket: socket.socket
     options: ServerOptions
     model: str
     with_key: bool
@@ -185,9 +180,9 @@ class _Address:
     shows_pool: bool = True
     bounds: str = ""
 
-    def tell(self) -> None:
+    def show(self) -> None:
         """Print it for the user."""
-        host, port = self.at.getsockname()[:2]
+        host, port = self.socket.getsockname()[:2]
         scheme = "http" if self.options.tls_cert is None else "https"
         address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         name = self.options.served_model_name or self.model
@@ -210,3 +205,57 @@ class _Address:
             "Ctrl-C stops the server.\n",
         ]
         click.secho("\n".join(lines), dim=True, err=True)  # not broken: it is to be pasted
+
+
+_folder = partial(
+    click.option,
+    "--keys-folder",
+    "folder",
+    envvar="HEADSTART_KEYS_FOLDER",
+    show_envvar=True,
+    help="Folder of the keys; default: below your data folder.",
+)
+
+
+@click.group()
+def keys() -> None:
+    """API keys of a server: add, list, remove. A running server knows of changes at once."""
+
+
+@keys.command()
+@click.argument("name")
+@click.option("--group", help="Keys of one group are one tenant, and share what is cached.")
+@click.option("--weight", type=float, default=1.0, show_default=True, help="Share when it is full.")
+@click.option("--admin", is_flag=True, help="It may also manage the server.")
+@_folder()
+def add(name: str, group: str | None, weight: float, admin: bool, folder: str | None) -> None:
+    """Make a key. It is shown once: only its hash is kept."""
+    keys = KeyFolder(folder)
+    key = keys.add(name, group=group, weight=weight, admin=admin)
+    note(f"{name} may ask with this key; it is shown once, and {keys.file} has only its hash:")
+    click.echo(key)
+
+
+@keys.command(name="list")
+@_folder()
+def list_keys(folder: str | None) -> None:
+    """List the keys."""
+    rows = KeyFolder(folder).read()
+    if not rows:
+        note("there are no keys; headstart keys add NAME makes one")
+        return
+    width = max(len(key.name) for key in rows)
+    groups = max(len(key.group or "-") for key in rows)
+    for key in rows:
+        made = time.strftime("%Y-%m-%d", time.localtime(key.created))
+        line = f"{key.name:<{width}}  {key.group or '-':<{groups}}  weight {key.weight:g}  {made}"
+        click.echo(f"{line}  admin" if key.admin else line)
+
+
+@keys.command()
+@click.argument("name")
+@_folder()
+def rm(name: str, folder: str | None) -> None:
+    """Remove a key: a running server refuses it from now on."""
+    KeyFolder(folder).remove(name)
+    note(f"{name} is removed")

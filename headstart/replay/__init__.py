@@ -1,10 +1,8 @@
 """Replays of request traces through the real cache manager and router; no torch, no model."""
 
-from headstart.replay.optimum import Optimum, best_hit_rate
 from headstart.replay.replica import SpeedModel
-from headstart.replay.simulator import Fleet, ReplayResult, replay
-from headstart.replay.trace import Trace, TraceRequest, read_trace
-from headstart.replay.workloads import WORKLOADS, make_workload
+from headstart.replay.simulator import Fleet, Optimum, ReplayResult, best_hit_rate, replay
+from headstart.replay.trace import WORKLOADS, Trace, TraceRequest, make_workload, read_trace
 
 __all__ = [
     "WORKLOADS",

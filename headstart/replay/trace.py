@@ -2,9 +2,9 @@
 
 Traces name prompts by blocks, not by tokens, and a simulation needs no more. So one *unit* stands
 for `grain` tokens: the cache manager gets a token id for each unit, and `block_size / grain`
-units make a block. Equal unit ids at the head of two prompts are equal tokens. What a prompt has
-beyond its last full unit, and every reply, is like nothing else in the trace: such units get ids
-of their own, and fill memory without being hit.
+units make a block. Equal unit ids at the head of two prompts are equal tokens. The tokens of a
+prompt beyond its last full unit, and those of every reply, are private: their units have ids that
+no other request has, and fill memory without being hit.
 
 Files of traces, which may end in .gz:
 
@@ -15,15 +15,24 @@ Files of traces, which may end in .gz:
     npz of sessions         a prefix trie of blocks of `B` tokens: `t`, `L`, `out`, `sess`,
                             `nblk`, `leaf` for each request, and `pdelta` for each node, whose
                             parent is node - 1 - pdelta, or -1
+
+Synthetic workloads, in which requests come at random, 4 a second; a unit stands for 16 tokens:
+
+    shared-prompt   one system prompt of 4,096 tokens before every question
+    documents       questions about 200 documents of 8,192 tokens, some far more popular
+    chats           conversations whose prompts hold all earlier turns
+    agents          chats behind a long tool description, with many short turns
 """
 
 import gzip
 import json
 import math
+import random
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +143,27 @@ def read_trace(path: Path) -> Trace:
         if path.suffix == ".npz":
             return _read_sessions(path)
         lines = list(_read_lines(path))
+    except ConfigError:
+        raise
     except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{path} cannot be read as a trace: {error}") from error
     if not lines:
         raise ConfigError(f"{path} has no requests; allowed: at least one line of JSON")
-    return _from_blocks(path, lines) if "hash_ids" in lines[0] else _from_tokens(path, lines)
+    is_mooncake = "hash_ids" in lines[0]
+    key, grain = ("hash_ids", MOONCAKE_BLOCK) if is_mooncake else ("tokens", 1)
+    read = _read_mooncake if is_mooncake else _read_tokens
+    requests, num_units = [], 1
+    for number, line in enumerate(lines, 1):
+        where = f"{path}, request {number}"
+        ids = line.get(key)
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**30 for i in ids):
+            raise ConfigError(
+                f"{where}: {key} is {describe(ids)}; allowed: a list of whole numbers from 0 to "
+                "2**30 - 1"
+            )
+        num_units = max(num_units, 1 + max(ids, default=0))
+        requests.append(read(where, f"alone {number}", ids, line))
+    return _make_trace(path, grain, num_units, requests)
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -149,134 +172,172 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
             if not line.strip():
                 continue
             try:
-                found = json.loads(line)
+                content = json.loads(line)
             except json.JSONDecodeError as error:  # which says "line 1" of every line
                 raise ConfigError(
                     f"{path} cannot be read as a trace: {error.msg}: line {number} column "
                     f"{error.colno}"
                 ) from error
-            if not isinstance(found, dict) or not {"hash_ids", "tokens"} & found.keys():
+            if not isinstance(content, dict) or not {"hash_ids", "tokens"} & content.keys():
                 raise ConfigError(
-                    f"{path}, line {number}: {describe(found)}; allowed: an object with "
+                    f"{path}, line {number}: {describe(content)}; allowed: an object with "
                     "hash_ids or tokens"
                 )
-            yield found
+            yield content
 
 
-def _from_blocks(path: Path, lines: Sequence[dict[str, Any]]) -> Trace:
-    requests, highest = [], 0
-    for number, line in enumerate(lines, 1):
-        ids = _whole_numbers(path, number, line, "hash_ids")
-        length = _number(path, number, line, "input_length", 1)
-        full = length // MOONCAKE_BLOCK
-        if len(ids) < full:
-            raise ConfigError(
-                f"{path}, request {number}: {len(ids)} hash_ids for {length} tokens; "
-                f"allowed: one for each {MOONCAKE_BLOCK}"
-            )
-        highest = max(highest, *ids, 0)
-        # Every prompt of the published trace begins with one block: the second tells chats apart.
-        session = str(ids[1] if len(ids) > 1 else f"alone {number}")
-        requests.append(
-            TraceRequest(
-                time=_number(path, number, line, "timestamp", 0) / 1000,
-                parts=_runs(ids[:full]),
-                num_tokens=length,
-                num_output=_number(path, number, line, "output_length", 0),
-                session=session,
-            )
+def _read_mooncake(where: str, name: str, ids: list[int], line: dict[str, Any]) -> TraceRequest:
+    length = _number(where, line, "input_length", 1)
+    full = length // MOONCAKE_BLOCK
+    if len(ids) < full:
+        raise ConfigError(
+            f"{where}: {len(ids)} hash_ids for {length} tokens; "
+            f"allowed: one for each {MOONCAKE_BLOCK}"
         )
-    return _trace(path, MOONCAKE_BLOCK, highest + 1, requests)
+    return TraceRequest(
+        time=_number(where, line, "timestamp", 0) / 1000,
+        parts=_ranges(ids[:full]),
+        num_tokens=length,
+        num_output=_number(where, line, "output_length", 0),
+        # Every prompt of the published trace begins with one block: the second identifies a chat.
+        session=str(ids[1]) if len(ids) > 1 else name,
+    )
 
 
-def _from_tokens(path: Path, lines: Sequence[dict[str, Any]]) -> Trace:
-    requests, highest = [], 0
-    for number, line in enumerate(lines, 1):
-        tokens = _whole_numbers(path, number, line, "tokens")
-        if not tokens:
-            raise ConfigError(f"{path}, request {number}: tokens is []; allowed: at least one")
-        highest = max(highest, *tokens)
-        requests.append(
-            TraceRequest(
-                time=_number(path, number, {"time": 0, **line}, "time", 0),
-                parts=(tokens,),
-                num_tokens=len(tokens),
-                num_output=int(_number(path, number, {"output": 1, **line}, "output", 0)),
-                session=str(line.get("session", f"alone {number}")),
-            )
-        )
-    return _trace(path, 1, highest + 1, requests)
+def _read_tokens(where: str, name: str, ids: list[int], line: dict[str, Any]) -> TraceRequest:
+    if not ids:
+        raise ConfigError(f"{where}: tokens is []; allowed: at least one")
+    return TraceRequest(
+        time=_number(where, {"time": 0, **line}, "time", 0),
+        parts=(ids,),
+        num_tokens=len(ids),
+        num_output=int(_number(where, {"output": 1, **line}, "output", 0)),
+        session=str(line.get("session", name)),
+    )
+
+
+def _number(where: str, line: dict[str, Any], key: str, least: int) -> Any:
+    value: Any = line.get(key)
+    if type(value) not in (int, float) or not least <= value < math.inf:
+        raise ConfigError(f"{where}: {key} is {describe(value)}; allowed: at least {least}")
+    return value
+
+
+def _ranges(ids: Sequence[int]) -> tuple[range, ...]:
+    """Return the ids as ranges: the blocks of one prompt only are numbered consecutively."""
+    ranges: list[range] = []
+    for unit in ids:
+        if ranges and ranges[-1].stop == unit:
+            ranges[-1] = range(ranges[-1].start, unit + 1)
+        else:
+            ranges.append(range(unit, unit + 1))
+    return tuple(ranges)
 
 
 def _read_sessions(path: Path) -> Trace:
     """Read an npz of sessions. Raises ConfigError, and what numpy raises for other files."""
     numpy = load_module("numpy")  # which `headstart --help` does without
     with numpy.load(path) as file:
-        missing = [name for name in _SESSION_ARRAYS if name not in file.files]
-        if missing:
+        if missing := [name for name in _SESSION_ARRAYS if name not in file.files]:
             raise ConfigError(
                 f"{path} has no {', '.join(missing)}; allowed: the arrays "
                 f"{', '.join(_SESSION_ARRAYS)}"
             )
         arrays = {name: file[name] for name in _SESSION_ARRAYS}
     pdelta = arrays["pdelta"].astype(numpy.int64)
-    parents = numpy.arange(len(pdelta)) - 1 - pdelta
+    nodes = numpy.arange(len(pdelta))
+    parents = nodes - 1 - pdelta
     # The first node of each row of nodes that are parents of one another.
-    first = numpy.where(parents == numpy.arange(len(pdelta)) - 1, 0, numpy.arange(len(pdelta)))
-    first = numpy.maximum.accumulate(first).tolist()
+    first = numpy.maximum.accumulate(numpy.where(parents == nodes - 1, 0, nodes)).tolist()
     up = parents.tolist()
+
+    def path_of(leaf: int, num_blocks: int) -> tuple[range, ...]:
+        parts: list[range] = []
+        while leaf >= 0 and num_blocks:
+            parts.append(range(first[leaf], leaf + 1))
+            leaf = up[first[leaf]]
+        return tuple(reversed(parts))
+
     columns = [arrays[name].tolist() for name in ("t", "L", "out", "sess", "leaf", "nblk")]
     requests = [
-        TraceRequest(time, _path(first, up, leaf, blocks), length, out, str(session))
+        TraceRequest(time, path_of(leaf, blocks), length, out, str(session))
         for time, length, out, session, leaf, blocks in zip(*columns, strict=True)
     ]
-    return _trace(path, int(arrays["B"]), len(up), requests)
+    return _make_trace(path, int(arrays["B"]), len(up), requests)
 
 
-def _path(first: list[int], up: list[int], leaf: int, num_blocks: int) -> tuple[range, ...]:
-    """Return the nodes from the root to a leaf, as ranges."""
-    parts: list[range] = []
-    at = leaf
-    while at >= 0 and num_blocks:
-        parts.append(range(first[at], at + 1))
-        at = up[first[at]]
-    return tuple(reversed(parts))
-
-
-def _trace(path: Path, grain: int, num_units: int, requests: list[TraceRequest]) -> Trace:
+def _make_trace(path: Path, grain: int, num_units: int, requests: list[TraceRequest]) -> Trace:
     requests.sort(key=lambda request: request.time)
     return Trace(path.name, grain, num_units, requests)
 
 
-def _whole_numbers(path: Path, number: int, line: dict[str, Any], key: str) -> list[int]:
-    values = line.get(key)
-    fits = isinstance(values, list) and all(
-        type(value) is int and 0 <= value < 2**30 for value in values
-    )
-    if not isinstance(values, list) or not fits:
-        raise ConfigError(
-            f"{path}, request {number}: {key} is {describe(values)}; allowed: a list of whole "
-            "numbers from 0 to 2**30 - 1"
-        )
-    return values
+GRAIN = 16
+RATE = 4.0
+_QUESTION = 12  # units that only one request has
 
 
-def _number(path: Path, number: int, line: dict[str, Any], key: str, least: int) -> Any:
-    value = line.get(key)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is None or not is_number or not least <= value < math.inf:
-        raise ConfigError(
-            f"{path}, request {number}: {key} is {describe(value)}; allowed: at least {least}"
-        )
-    return value
+class _Ids:
+    """Consecutive unit ids."""
+
+    count = 0
+
+    def take(self, count: int) -> range:
+        self.count += count
+        return range(self.count - count, self.count)
 
 
-def _runs(ids: Sequence[int]) -> tuple[range, ...]:
-    """Return the ids as ranges: the blocks of one prompt only are numbered consecutively."""
-    found: list[range] = []
-    for unit in ids:
-        if found and found[-1].stop == unit:
-            found[-1] = range(found[-1].start, unit + 1)
-        else:
-            found.append(range(unit, unit + 1))
-    return tuple(found)
+def make_workload(name: str, num_requests: int, seed: int = 0) -> Trace:
+    """Return a workload of this name; equal seeds give equal workloads. Raises ConfigError."""
+    if name not in WORKLOADS:
+        raise ConfigError(f"workload is {name!r}; allowed: {', '.join(WORKLOADS)}")
+    if num_requests < 1:
+        raise ConfigError(f"requests is {num_requests}; allowed: at least 1")
+    ids = _Ids()
+    source = WORKLOADS[name](random.Random(seed), ids)
+    # Sessions overlap, so more requests than needed are sorted by time.
+    requests = [next(source) for _ in range(2 * num_requests)]
+    requests.sort(key=lambda request: request.time)
+    return Trace(name, GRAIN, ids.count, requests[:num_requests])
+
+
+def _request(rng: random.Random, time: float, session: int, *parts: range) -> TraceRequest:
+    num_tokens = GRAIN * sum(map(len, parts))
+    return TraceRequest(time, parts, num_tokens, rng.randint(32, 256), str(session))
+
+
+def _shared_prompt(rng: random.Random, ids: _Ids) -> Iterator[TraceRequest]:
+    system, now = ids.take(256), 0.0
+    for number in count():
+        now += rng.expovariate(RATE)
+        yield _request(rng, now, number, system, ids.take(_QUESTION))
+
+
+def _documents(rng: random.Random, ids: _Ids) -> Iterator[TraceRequest]:
+    documents, now = [ids.take(512) for _ in range(200)], 0.0
+    weights = [1 / (rank + 1) for rank in range(len(documents))]
+    for number in count():
+        now += rng.expovariate(RATE)
+        [document] = rng.choices(documents, weights)
+        yield _request(rng, now, number, document, ids.take(_QUESTION))
+
+
+def _conversations(
+    rng: random.Random, ids: _Ids, *, head: int, turns: int, pause: float
+) -> Iterator[TraceRequest]:
+    system, start = ids.take(head), 0.0
+    for number in count():
+        start += rng.expovariate(RATE / turns)
+        now = start
+        parts: tuple[range, ...] = (system,)
+        for _ in range(rng.randint(1, 2 * turns - 1)):
+            parts = (*parts, ids.take(rng.randint(4, 64)))
+            yield _request(rng, now, number, *parts)
+            now += 5 + rng.expovariate(1 / pause)
+
+
+WORKLOADS: dict[str, Callable[[random.Random, _Ids], Iterator[TraceRequest]]] = {
+    "shared-prompt": _shared_prompt,
+    "documents": _documents,
+    "chats": partial(_conversations, head=64, turns=6, pause=30.0),
+    "agents": partial(_conversations, head=768, turns=25, pause=8.0),
+}

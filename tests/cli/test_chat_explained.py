@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headstart.cache import MissExplanation, MissReason
-from headstart.cli.chat_commands import explain_turn
+from headstart.cli.chat import explain_turn
 from tests.cli.test_main import SMALL, call
 
 

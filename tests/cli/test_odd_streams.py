@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.cli.run import names_model
+from headstart.cli.messages import names_model
 from tests.forked import run_headstart
 
 COMMAND = f"{sys.executable} -m headstart "

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from headstart.cli import models, opening, run, server
+from headstart.cli import messages, models, opening, server
+from headstart.cli.messages import Questions
 from headstart.cli.opening import note_on
-from headstart.cli.progress import (
+from headstart.cli.terminal import (
     CachedShare,
     describe_loading,
     describe_reading,
     quantizing_line,
 )
-from headstart.cli.run import Questions
 from headstart.engine.config import make_config
 from headstart.errors import RequestError
 from headstart.frontend.streams import PromptProgress
@@ -108,11 +108,11 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The line of each wait, as it is after twelve seconds."""
     lines: list[str] = []
 
-    def waiting(describe: Callable[[float], str]) -> AbstractContextManager[None]:
-        lines.append(describe(12.0))
+    def waiting(doing: str | Callable[[float], str]) -> AbstractContextManager[None]:
+        lines.append(f"{doing}: 12.00 s" if isinstance(doing, str) else doing(12.0))
         return nullcontext()
 
-    for module in (opening, models, run, server):
+    for module in (opening, models, messages, server):
         monkeypatch.setattr(module, "waiting", waiting)
     return lines
 
@@ -143,10 +143,10 @@ def test_what_is_checked_before_a_model_is_loaded_is_shown(
 ) -> None:
     """Nothing was, for the seconds that what reads a tokenizer or a schema takes to import."""
     questions = Questions(("y",), ("x" * 60,))
-    questions.check_length(demo_model, make_config({"max_model_len": 62}))
+    questions.check_model(demo_model, make_config({"max_model_len": 62}))
     assert not shown  # so short a text fits, whatever its tokens are
     with pytest.raises(RequestError, match="has 61 tokens"):
-        questions.check_length(demo_model, make_config({"max_model_len": 61}))
+        questions.check_model(demo_model, make_config({"max_model_len": 61}))
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "no such"}')
     assert call("run", "--json", str(schema), "Who?").exit_code == 2

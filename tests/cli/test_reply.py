@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from rich.console import Console
 
-from headstart.cli.chat_commands import COMMANDS, find_command
-from headstart.cli.conversation import Conversation, Turn
+from headstart.cli.chat import COMMANDS, find_command
 from headstart.cli.markdown import MarkdownWriter, split_finished
+from headstart.cli.messages import Conversation, Turn
 from headstart.cli.options import CHAT_SAMPLING, chat_sampling, parse_sampling
-from headstart.cli.progress import figures
 from headstart.cli.reply import WrappingWriter
+from headstart.cli.terminal import figures
 from headstart.engine.params import SamplingParams
 from headstart.errors import RequestError
 from headstart.models.files import BUILT_IN, find_folder
 
 if TYPE_CHECKING:
-    from headstart.cli.chat_session import Chat
+    from headstart.cli.chat import Chat
 
 REPLY = "A *word*, and more words.\n\n- one\n\n  more\n\n```\ncode\n\ncode\n```\n\nThe end"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.cli.run import Questions
+from headstart.cli.messages import Questions
 from headstart.engine.config import make_config
 from headstart.errors import RequestError
 from headstart.models.config_values import context_bound
@@ -41,8 +41,8 @@ def test_a_file_longer_than_the_context_is_told_before_loading(broken: Path) -> 
 def test_the_options_bound_it_too(broken: Path, options: dict[str, int]) -> None:
     few = Questions(("y" * 50, "y"), ("x" * 60,))
     with pytest.raises(RequestError, match="has 110 tokens with its files; the context holds "):
-        few.check_length(broken, make_config(options))
-    few.check_length(broken, make_config({"max_model_len": 112}))
+        few.check_model(broken, make_config(options))
+    few.check_model(broken, make_config({"max_model_len": 112}))
 
 
 @pytest.mark.parametrize(

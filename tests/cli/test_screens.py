@@ -11,7 +11,7 @@ from rich.color import Color
 from rich.console import Console
 
 from headstart import SamplingParams
-from headstart.cli import streams
+from headstart.cli import terminal as streams
 from headstart.cli.markdown import MarkdownWriter
 from headstart.cli.pool_picture import COLOURS
 from tests.cli.test_main import call

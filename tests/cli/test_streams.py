@@ -18,8 +18,8 @@ import pytest
 from click.testing import CliRunner
 
 from headstart.cli.main import main
-from headstart.cli.server import _Address
-from headstart.cli.streams import as_typed, note, prepare_streams, tell_error
+from headstart.cli.server import Address
+from headstart.cli.terminal import as_typed, note, prepare_streams, show_error
 from headstart.errors import RequestError
 from headstart.server.options import ServerOptions
 
@@ -88,7 +88,7 @@ def test_an_argument_is_what_was_typed() -> None:
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 120])
-@pytest.mark.parametrize("write", [note, tell_error])
+@pytest.mark.parametrize("write", [note, show_error])
 def test_lines_for_a_terminal_are_broken_between_words(
     columns: int, write: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,8 +107,8 @@ def test_lines_for_a_terminal_are_broken_between_words(
 def test_commands_for_a_server_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines below 135 columns were broken within the quotes, and the key had an unknown name."""
     with closing(socket.create_server(("127.0.0.1", 0))) as at:
-        address = _Address(at, ServerOptions(), "a/model", with_key=True)
-        said = shown_in_terminal(address.tell, 40, monkeypatch)
+        address = Address(at, ServerOptions(), "a/model", with_key=True)
+        said = shown_in_terminal(address.show, 40, monkeypatch)
     command, client, *_ = said.strip().replace("\r\n", "\n").split("\n\n")
     *_, header, _, body = shlex.split(command.replace("\\\n", ""))
     assert header == "Authorization: Bearer $HEADSTART_API_KEY"
@@ -121,8 +121,8 @@ def test_the_command_for_a_model_that_speaks_asks_for_speech(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as at:
-        address = _Address(at, ServerOptions(), "a/model", with_key=False, speaks=True)
-        said = shown_in_terminal(address.tell, 80, monkeypatch)
+        address = Address(at, ServerOptions(), "a/model", with_key=False, speaks=True)
+        said = shown_in_terminal(address.show, 80, monkeypatch)
     *_, body = shlex.split(said.replace("\r\n", "\n").split("\n\n")[0].replace("\\\n", ""))
     assert json.loads(body)["modalities"] == ["text", "audio"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headstart import LLM, SamplingParams
-from headstart.cli.conversation import Conversation, Turn
+from headstart.cli.messages import Conversation, Turn
 from headstart.errors import RequestError
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiny_tokenizers import TINY_TOKENIZERS

@@ -1,32 +1,188 @@
-"""Figures of replies, and lines on stderr that say how far a wait is: for a model, or a prompt.
+"""The terminal: notes, errors, waits and figures, in any locale and at any width.
 
-Such a line is drawn in terminals only, and removed when the wait is over.
+Under the C locale, or with PYTHONIOENCODING=latin-1, Python cannot write most characters, and reads
+bytes that it cannot decode as lone surrogates. Neither ends in a traceback.
 """
 
 from __future__ import annotations
 
 import ctypes
+import io
+import math
 import mmap
+import os
+import re
+import shutil
+import signal
+import sys
+import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TextIO
 
+import click
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from headstart.errors import RequestError
 from headstart.imports import load_module
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.frontend.streams import PromptProgress, RequestStream
 
+if sys.platform != "win32":
+    import termios
+
+# Spaces behind neither a comma nor a middle dot, and the space that joins words.
+_BETWEEN_WORDS = re.compile(r"(?<![,\N{MIDDLE DOT}]) ")
+_GLUE = "\N{NO-BREAK SPACE}"
 _PATIENCE = 0.3  # seconds before a line appears
 _FEW = 0.02  # share of files, such as headers, whose reading says nothing of the rest's speed
 _SAMPLES = 256  # pages of each file
+
+
+def prepare_streams() -> None:
+    """Make stdout and stderr show ? for what they cannot encode, and stdin refuse what is no text.
+
+    An ASCII stdin is read as UTF-8. Closed streams become empty ones.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the process ends
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        narrow = sys.stdin.encoding.lower() in ("ascii", "us-ascii", "ansi_x3.4-1968")
+        encoding = "utf-8" if narrow else sys.stdin.encoding
+        sys.stdin.reconfigure(encoding=encoding, errors="strict")
+
+
+@contextmanager
+def reading_stdin() -> Iterator[None]:
+    """Raise RequestError for bytes on stdin that are no text."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        encoding = error.encoding.upper()
+        raise RequestError(f"stdin is not {encoding} text: {error.reason}") from error
+
+
+def as_typed(argument: str) -> str:
+    """Return an argument of the command line decoded as UTF-8 in any locale.
+
+    Raises RequestError.
+
+    >>> as_typed(b"caf\\xc3\\xa9".decode("ascii", "surrogateescape"))
+    'café'
+    """
+    try:
+        return argument.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"a prompt is not UTF-8 text: {error.reason}") from error
+    except UnicodeEncodeError as error:
+        raise RequestError(f"a prompt is no text: {error.reason}") from error
+
+
+def note(text: str, indent: str = "", *, in_parts: bool = False) -> None:
+    """Write a dim line to stderr; in a terminal it is broken between words.
+
+    indent: begins further lines. in_parts: break behind commas and middle dots only.
+    """
+    if in_parts:
+        text = _BETWEEN_WORDS.sub(_GLUE, text)
+    click.secho(_fit(text, sys.stderr, indent).replace(_GLUE, " "), dim=True, err=True)
+
+
+def show_error(text: object) -> None:
+    """Write an error to stderr; in a terminal it is broken between words."""
+    click.echo(_fit(f"headstart: {text}", sys.stderr), err=True)
+
+
+def show_field(name: str, text: str, indent: int) -> None:
+    """Write a name and its text to stdout; further lines are indented, too."""
+    click.echo(_fit(f"{name:{indent}}{text}", sys.stdout, " " * indent))
+
+
+def columns_of(stream: TextIO) -> int | None:
+    """Return the columns of a stream's terminal, None if it has none."""
+    if not stream.isatty():
+        return None
+    with suppress(OSError):
+        if columns := os.get_terminal_size(stream.fileno()).columns:
+            return columns
+    return shutil.get_terminal_size().columns
+
+
+def _fit(text: str, stream: TextIO, indent: str = "") -> str:
+    """Break lines at the terminal's width; names and flags, which are copied, stay whole."""
+    columns = columns_of(stream)
+    if columns is None:
+        return text
+    wrapper = textwrap.TextWrapper(
+        width=max(columns, 20),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(map(wrapper.fill, text.splitlines()))
+
+
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], object], *signals: int) -> Iterator[None]:
+    """Handle signals for a while; outside of the main thread their handlers stay."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in signals if is_main}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def hiding_typed() -> AbstractContextManager[None]:
+    """Stop the terminal's echo, which would disturb lines that are redrawn; input is not lost."""
+    return _changed_terminal(lambda flags: flags & ~termios.ECHO)
+
+
+def keeping_typed() -> AbstractContextManager[None]:
+    """Retain what is typed before Ctrl-C, which would discard it."""
+    return _changed_terminal(lambda flags: flags | termios.NOFLSH)
+
+
+@contextmanager
+def _changed_terminal(change: Callable[[int], int]) -> Iterator[None]:
+    """Change the local flags of the keyboard's terminal, if there is one, for a while."""
+    if not _has_keyboard():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, [*before[:3], change(before[3]), *before[4:]])
+        yield
+    finally:
+        if _has_keyboard():
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+def _has_keyboard() -> bool:
+    """Return True if stdin and stdout are a terminal, and this process is in its foreground.
+
+    A process in the background that changes a terminal's settings is stopped.
+    """
+    if sys.platform == "win32" or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return False
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except OSError:  # the terminal of another session
+        return False
 
 
 def duration(seconds: float | None) -> str:
@@ -59,11 +215,10 @@ def show_bytes(size: float) -> str:
     >>> show_bytes(999), show_bytes(3_087_467_144)
     ('999 B', '3.1 GB')
     """
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
+    if size < 1000:
+        return f"{size:.0f} B"
+    power = min(int(math.log10(size)) // 3, 4)
+    return f"{size / 1000**power:.1f} {'KMGT'[power - 1]}B"
 
 
 def count(number: int, what: str) -> str:
@@ -83,8 +238,8 @@ def cached_share(output: RequestOutput) -> str:
 
 def figures(output: RequestOutput) -> str:
     """Return the line below a reply: its tokens, cached tokens, and times."""
-    metrics, reason = output.metrics, output.outputs[0].finish_reason
-    end = "interrupted" if reason == "abort" else reason
+    metrics, end = output.metrics, output.outputs[0].finish_reason
+    end = "interrupted" if end == "abort" else end
     if not output.outputs[0].text.strip():
         end = f"empty reply, {end}"
     loaded = "".join(f", {number:,} from {tier}" for tier, number in output.loaded_tokens.items())
@@ -97,8 +252,11 @@ def figures(output: RequestOutput) -> str:
 
 
 @contextmanager
-def waiting(describe: Callable[[float], str]) -> Iterator[None]:
-    """Show the text of `describe`, called with the seconds since now, until the block ends."""
+def waiting(doing: str | Callable[[float], str]) -> Iterator[None]:
+    """Show a line on stderr, in terminals only, until the block ends.
+
+    doing: a text, behind which the time is shown; or a function of the seconds since the start.
+    """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield
@@ -107,9 +265,11 @@ def waiting(describe: Callable[[float], str]) -> Iterator[None]:
 
     def line() -> Text:
         elapsed = time.perf_counter() - start
-        return Text(describe(elapsed) if elapsed >= _PATIENCE else "", style="dim")
+        text = f"{doing}: {duration(elapsed)}" if isinstance(doing, str) else doing(elapsed)
+        return Text(text if elapsed >= _PATIENCE else "", style="dim")
 
-    with Live(get_renderable=line, console=console, transient=True, redirect_stdout=False):
+    live = Live(get_renderable=line, console=console, transient=True, redirect_stdout=False)
+    with hiding_typed(), live:
         yield
 
 
@@ -122,15 +282,6 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console, transient=True, disable=disable) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def describe_wait(doing: str) -> Callable[[float], str]:
-    """Return a function for `waiting` that shows the time since the start.
-
-    >>> describe_wait("counting the tokens of the prompt")(2.0)
-    'counting the tokens of the prompt: 2.00 s'
-    """
-    return lambda elapsed: f"{doing}: {duration(elapsed)}"
 
 
 class CachedShare:

@@ -1,0 +1,585 @@
+'''`headstart chat`: messages in, replies out, and the commands that begin with a slash.
+
+> one line                 > """
+                           several lines
+                           """
+'''
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.filters import Condition
+from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
+from prompt_toolkit.output import create_output
+from prompt_toolkit.output.vt100 import Vt100_Output
+from prompt_toolkit.shortcuts import CompleteStyle
+from rich.console import Console
+from rich.text import Text
+
+from headstart.cli.messages import Content, Conversation, Turn, read_document, read_image
+from headstart.cli.options import SAMPLING_FLAGS, check_sampling_name, parse_sampling
+from headstart.cli.pool_picture import PoolPicture
+from headstart.cli.reply import print_reply
+from headstart.cli.terminal import (
+    columns_of,
+    count,
+    handling,
+    keeping_typed,
+    note,
+    reading_stdin,
+    show_error,
+)
+from headstart.errors import EngineError, RequestError
+from headstart.machine import data_folder
+from headstart.validation import in_one_line
+
+if TYPE_CHECKING:
+    from headstart.engine.outputs import RequestOutput
+    from headstart.engine.params import SamplingParams
+    from headstart.frontend.llm import LLM
+    from headstart.frontend.streams import RequestStream
+
+_ROOM = 256  # tokens of a reply that a prompt must leave room for; a longer one ends at the limit
+_PROMPT = "> "
+_QUOTES = '"""'
+# ECMA-48: a control sequence such as a colour, a text for the terminal such as its title, or a
+# sequence of one letter; then what is left of a sequence that was cut.
+_ESCAPES = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]|\x1b"
+)
+_KEYS = (
+    "Ctrl-C ends a reply, clears a line, and twice ends the chat, as Ctrl-D does. "
+    '""" begins and ends a message of several lines; Alt-Enter begins a line, too.'
+)
+_SLASHES = "a message that begins with a slash is sent with two"
+
+
+@dataclass
+class Chat:
+    """A conversation with a model, printed in a terminal.
+
+    plain: show replies as they are, not as Markdown. adapter: the name of the adapter that answers,
+    None for the model itself. `last` is the last turn's output, and `changed` the command that has
+    changed the conversation since.
+    """
+
+    llm: LLM
+    model: str
+    params: SamplingParams
+    conversation: Conversation
+    plain: bool = False
+    adapter: str | None = None
+    last: RequestOutput | None = field(default=None, init=False)
+    changed: str = field(default="", init=False)
+    _num_questions: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.picture = PoolPicture(self.llm.manager)
+        self.resume(self.conversation)
+
+    def resume(self, conversation: Conversation) -> None:
+        """Continue this conversation; replies stay the tokens that they were generated as."""
+        self.conversation, self.last = conversation, None
+        if replies := conversation.reply_token_ids():
+            with suppress(RequestError):  # the next turn reports what is wrong
+                self.llm.recall_chat(conversation.messages("", 0)[:-1], replies)
+
+    def show_resumed(self, name: str) -> None:
+        """Show how long the conversation is, the last question, and its reply."""
+        turns = self.conversation.turns
+        size = count(len(turns), "turn")
+        if messages := self.conversation.messages("", 0)[:-1]:
+            try:
+                stream = self.llm.stream_chat(messages, self.params, add_generation_prompt=False)
+                size += f", {len(stream.prompt_token_ids):,} tokens"
+            except RequestError as error:  # the next turn leaves out what does not fit
+                size += f", of which not all fit: {error}"
+        note(f"{name}: {size}; the line below the next reply says how many of them are cached")
+        for line in filter(None, turns[-1].lines() if turns else ()):
+            text = Text(in_one_line(line))
+            text.truncate(columns_of(sys.stderr) or 80, overflow="ellipsis")
+            note(text.plain)
+
+    def say(self, text: str) -> None:
+        """Answer a message, with the documents and images that wait for it."""
+        conversation, is_answered = self.conversation, False
+        try:
+            is_answered = self._answer(conversation.ask(text), tuple(conversation.waiting))
+        finally:
+            if is_answered:
+                conversation.drop_waiting()
+            elif conversation.waiting:
+                names = ", ".join(conversation.waiting)
+                note(f"still with your next message: {names}; /undo takes it back")
+
+    def retry(self) -> None:
+        """Answer the last question again. Raises RequestError if there is none."""
+        turn = self.conversation.take_back()
+        if not self._answer(turn.question, turn.shown):
+            self.conversation.turns.append(turn)
+
+    def set(self, **values: Any) -> None:
+        """Change sampling parameters. Raises RequestError; nothing is changed then."""
+        self.params = replace(self.params, **values)
+
+    def count_tokens(self, text: str) -> int:
+        """Return the tokens of a text. Raises RequestError if no prompt has room for them."""
+        self.llm.check_length("the document", text)
+        tokenizer = self.llm.get_tokenizer()
+        assert tokenizer is not None
+        tokens = len(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        if tokens >= self.llm.max_model_len:
+            raise RequestError(
+                f"the document has {tokens:,} tokens; the context holds {self.llm.max_model_len:,}"
+            )
+        return tokens
+
+    def count_image_tokens(self, image: dict[str, Any]) -> int:
+        """Return the tokens of a message with an image alone. Raises RequestError."""
+        if not self.llm.takes_images:
+            raise RequestError(f"{self.model} takes text alone")
+        alone = Conversation(images=[image])
+        return len(self._stream(alone, alone.ask(""), 0).prompt_token_ids)
+
+    def _answer(self, question: Content, shown: tuple[str, ...]) -> bool:
+        """Answer a question; return True if there is a reply, which becomes a turn."""
+        try:
+            stream = self._fit(question)
+            self._num_questions += 1
+            # Ctrl-C ends the reply after the current step, and nothing else.
+            with keeping_typed(), handling(lambda *_: stream.abort(), signal.SIGINT):
+                output = print_reply(stream, plain=self.plain)
+        except (RequestError, EngineError) as error:
+            show_error(error)
+            return False
+        self.last, self.changed = output, ""
+        self.picture.look(self._num_questions)
+        answer = output.outputs[0]
+        is_interrupted = answer.finish_reason == "abort"
+        if is_interrupted and answer.text:
+            note("[interrupted: the question and this part of the reply stay, and both are cached]")
+        elif is_interrupted:
+            note(
+                "[interrupted before the reply began: the question is taken back, and what was "
+                "read is cached]"
+            )
+            return False
+        turn = Turn(question, answer.text, tuple(answer.token_ids), shown)
+        self.conversation.turns.append(turn)
+        return True
+
+    def _fit(self, question: Content) -> RequestStream:
+        """Return the request for a question; where the context is full, drop the oldest turns.
+
+        The rest is read again, so it may take half of the context only. Raises RequestError for a
+        question that does not fit alone; nothing is dropped then.
+        """
+        conversation, limit = self.conversation, self.llm.max_model_len
+        room = min(self.params.max_tokens or limit, _ROOM, limit // 4)
+        start, stop = conversation.start, len(conversation.turns)
+        try:
+            stream = self._stream(conversation, question, start)
+            if start == stop or len(stream.prompt_token_ids) + room <= limit:
+                return stream
+        except RequestError:
+            if start == stop:
+                raise
+        stream = self._stream(conversation, question, stop)
+        for first in range(start + 1, stop):
+            with suppress(RequestError):
+                longer = self._stream(conversation, question, first)
+                if len(longer.prompt_token_ids) <= limit // 2:
+                    stream, stop = longer, first
+                    break
+        conversation.start = stop
+        cached: list[int] = []
+        if self.last is not None:
+            cached = [*self.last.prompt_token_ids, *self.last.outputs[0].token_ids]
+        pairs = zip(cached, stream.prompt_token_ids, strict=False)
+        num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        oldest = f"{stop - start} oldest turns are" if stop - start > 1 else "oldest turn is"
+        note(
+            f"[the context of {limit:,} tokens is full: the {oldest} left out with all documents "
+            f"there, and {len(stream.prompt_token_ids) - num_same:,} tokens are to be read]"
+        )
+        return stream
+
+    def _stream(self, conversation: Conversation, question: Content, first: int) -> RequestStream:
+        messages = conversation.messages(question, first)
+        return self.llm.stream_chat(messages, self.params, adapter=self.adapter)
+
+
+class Command(NamedTuple):
+    """A command, which changes a chat by the text behind its name.
+
+    argument: the name of that text, in brackets if it is optional; empty for a command without.
+    help: empty for another name of a command.
+    """
+
+    run: Callable[[Chat, str], None]
+    help: str
+    argument: str
+
+
+COMMANDS: dict[str, Command] = {}
+_PATH_COMMANDS = ("/file", "/image", "/save", "/load")
+
+
+def _command(names: str, text: str, argument: str = "") -> Callable[..., Any]:
+    """Register a command under its names; /help shows it under the first."""
+    first, *others = names.split()
+
+    def register(run: Callable[[Chat, str], None]) -> Callable[[Chat, str], None]:
+        COMMANDS[first] = Command(run, text, argument)
+        COMMANDS.update({name: Command(run, "", argument) for name in others})
+        return run
+
+    return register
+
+
+class QuitChat(Exception):
+    """Raised by the command that ends the chat."""
+
+
+def talk(chat: Chat) -> None:
+    """Answer messages and run commands until the end of input, or /quit."""
+    note("/help shows the commands; /quit or the end of input ends the chat")
+    for message in terminal_messages() if sys.stdin.isatty() else piped_messages():
+        try:
+            if (match := find_command(message)) is not None:
+                command, argument = match
+                command.run(chat, argument)
+            elif message:
+                chat.say(message.removeprefix("/"))
+        except (RequestError, OSError, ValueError, RuntimeError) as error:  # odd paths raise many
+            show_error(error)
+        except KeyboardInterrupt:  # before the reply began
+            note("[interrupted: the conversation is as it was before]")
+        except QuitChat:
+            return
+
+
+def find_command(message: str) -> tuple[Command, str] | None:
+    """Return a message's command and its argument; None for a message to the model.
+
+    A message to the model begins with no slash, or with two. Raises RequestError for an unknown
+    command.
+    """
+    if not message.startswith("/") or message.startswith("//"):
+        return None
+    name, *rest = message.split(maxsplit=1)
+    command = COMMANDS.get(name)
+    if command is None:
+        near = get_close_matches(name, COMMANDS, n=1, cutoff=0.7)
+        hint = f"did you mean {near[0]}?" if near else "/help lists them"
+        raise RequestError(f"{name} is no command ({hint}); {_SLASHES}")
+    if rest and not command.argument:
+        raise RequestError(f"{name} takes no text behind it; {_SLASHES}")
+    return command, "".join(rest)
+
+
+@_command("/help /?", "shows this; so does /?")
+def _help(chat: Chat, argument: str) -> None:
+    rows = [(f"{name} {c.argument}", c.help) for name, c in COMMANDS.items() if c.help]
+    width = max(len(usage) for usage, _ in rows) + 1
+    for usage, text in rows:
+        note(f"{usage:<{width}}{text}", " " * width)
+    note(f"A command begins with a slash; {_SLASHES}: //etc. {_KEYS}")
+
+
+@_command("/file", "puts a document before your next message", "PATH")
+def _file(chat: Chat, argument: str) -> None:
+    path = _path(argument)
+    text = read_document(path)
+    size = f"{chat.count_tokens(text):,} tokens"
+    chat.conversation.documents.append(text)
+    chat.conversation.waiting.append(f"{path.name} ({size})")
+    note(f"{path.name}: {size}, which go with your next message")
+
+
+@_command("/image", "shows the model an image", "PATH")
+def _image(chat: Chat, argument: str) -> None:
+    path = _path(argument)
+    image = read_image(path, chat.llm.config.max_image_pixels)
+    size = f"about {chat.count_image_tokens(image):,} tokens"
+    chat.conversation.images.append(image)
+    chat.conversation.waiting.append(f"{path.name} ({size})")
+    note(f"{path.name}: {size}, which go with your next message")
+
+
+@_command("/system", "sets the system message, or shows it", "[TEXT]")
+def _system(chat: Chat, argument: str) -> None:
+    if not argument:
+        note(chat.conversation.system or "there is no system message")
+        return
+    chat.conversation.system = argument
+    chat.changed = "/system"
+    has_turns = bool(chat.conversation.turns)
+    note("all turns are read again behind the new system message" if has_turns else "set")
+
+
+@_command("/retry", "answers the last question again")
+def _retry(chat: Chat, argument: str) -> None:
+    chat.retry()
+
+
+@_command("/undo", "takes back documents and images not yet sent, else the last turn")
+def _undo(chat: Chat, argument: str) -> None:
+    if chat.conversation.documents or chat.conversation.images:
+        chat.conversation.drop_waiting()
+        note("the documents and images that waited are taken back; /undo again takes a turn back")
+        return
+    turn = chat.conversation.take_back()
+    chat.changed = "/undo"
+    shown = f", and with it {', '.join(turn.shown)}" if turn.shown else ""
+    note(f"the last turn is taken back{shown}; {count(len(chat.conversation.turns), 'turn')} left")
+
+
+@_command("/save", "writes the conversation to a file, as JSON", "PATH")
+def _save(chat: Chat, argument: str) -> None:
+    path = _path(argument)
+    if not chat.conversation.turns:
+        raise RequestError("nothing was said yet, so there is nothing to save")
+    chat.conversation.save(path, chat.model)
+    note(f"{count(len(chat.conversation.turns), 'turn')} in {path}")
+
+
+@_command("/load", "continues a saved conversation", "PATH")
+def _load(chat: Chat, argument: str) -> None:
+    chat.resume(Conversation.load(_path(argument)))
+    chat.show_resumed("loaded")
+
+
+@_command("/set", "changes temperature, top_p, ...; alone, shows all of them", "[NAME VALUE]")
+def _set(chat: Chat, argument: str) -> None:
+    name, _, value = argument.partition(" ")
+    if "=" in name:
+        raise RequestError("the form is /set NAME VALUE, as in /set temperature 0.7")
+    if value.strip():
+        values = parse_sampling(name, value.strip())
+        chat.set(**values)
+        note(", ".join(f"{name} is now {value}" for name, value in values.items()))
+    elif name:
+        current = getattr(chat.params, check_sampling_name(name))
+        raise RequestError(f"{name} is {current}; /set {name} VALUE changes it")
+    else:
+        note(f"{_parameters(chat)}; /set NAME VALUE changes one", in_parts=True)
+
+
+@_command("/pool", "draws the memory of the cache: which blocks are cached, and for which message")
+def _pool(chat: Chat, argument: str) -> None:
+    console = Console(stderr=True)
+    console.print(chat.picture.draw(console.width))
+    note(
+        f"A block holds the K/V of {chat.llm.block_size} tokens. What is cached is not computed "
+        "again when a prompt begins with the same tokens; a colour stands for the message that "
+        "computed it."
+    )
+
+
+@_command("/explain", "says what of the last prompt was cached, and why not more")
+def _explain(chat: Chat, argument: str) -> None:
+    if chat.last is None:
+        raise RequestError("nothing was asked yet")
+    note(explain_turn(chat.last, chat.changed))
+
+
+@_command("/show", "shows the model, the sampling parameters and the system message", "[info|...]")
+def _show(chat: Chat, argument: str) -> None:
+    lines = {
+        "info": f"{chat.model}, with a context of {chat.llm.max_model_len:,} tokens; "
+        f"{count(len(chat.conversation.turns), 'turn')} so far",
+        "parameters": _parameters(chat),
+        "system": chat.conversation.system or "there is no system message",
+    }
+    if argument and argument not in lines:
+        raise RequestError(f"/show {argument} is not there; allowed: {', '.join(lines)}")
+    for name, line in lines.items():
+        if argument in ("", name):
+            note(line, in_parts=name == "parameters")
+
+
+@_command("/reset /clear", "forgets all turns, but not the system message; so does /clear")
+def _reset(chat: Chat, argument: str) -> None:
+    chat.resume(Conversation(system=chat.conversation.system))
+    system = ", with the system message" if chat.conversation.system else ""
+    note(f"the conversation begins anew{system}")
+
+
+@_command("/quit /exit /bye", "ends the chat; so do /exit and /bye")
+def _quit(chat: Chat, argument: str) -> None:
+    raise QuitChat
+
+
+def _parameters(chat: Chat) -> str:
+    return ", ".join(f"{name} {getattr(chat.params, name)}" for name in SAMPLING_FLAGS)
+
+
+def _path(argument: str) -> Path:
+    """Return a path as it was typed, or dragged into the terminal, which quotes it."""
+    if not argument:
+        raise RequestError("which file? Give its path behind the command")
+    path = Path(argument).expanduser()
+    if not path.exists():
+        with suppress(ValueError):  # an apostrophe
+            words = shlex.split(argument)
+            return Path(words[0]).expanduser() if len(words) == 1 else path
+    return path
+
+
+def explain_turn(output: RequestOutput, changed: str = "") -> str:
+    """Return a sentence about the cached part of the last turn's prompt, and its tiers.
+
+    changed: the command that has changed the conversation since.
+    """
+    cached, prompt = f"{output.num_cached_tokens:,} of the", "last prompt's"
+    if changed:
+        cached, prompt = f"before {changed}, {cached}", "prompt's"
+    text = f"{cached} {prompt} {count(len(output.prompt_token_ids), 'token')} were cached"
+    if output.loaded_tokens:
+        tiers = (f"{loaded:,} of them from {tier}" for tier, loaded in output.loaded_tokens.items())
+        text += f" ({', '.join(tiers)})"
+    return text if output.why_missed is None else f"{text}; {output.why_missed}"
+
+
+def piped_messages() -> Iterator[str]:
+    """Yield the messages of stdin, each shown as if it were typed."""
+    text = ""
+    with reading_stdin():
+        for line in sys.stdin:
+            click.echo(_PROMPT + line.strip())
+            text += line
+            if not _is_open(text):
+                yield _unquote(text)
+                text = ""
+    if text:
+        yield text.strip().removeprefix(_QUOTES)
+
+
+def terminal_messages() -> Iterator[str]:
+    """Yield what the user types until Ctrl-D, or Ctrl-C twice."""
+    leaving = _Leaving()
+    output = create_output(always_prefer_tty=True)
+    if isinstance(output, Vt100_Output):
+        output.enable_cpr = False  # prompt_toolkit would warn in terminals that do not answer
+    session: PromptSession[str] = PromptSession(
+        _PROMPT,
+        output=output,
+        history=_history(),
+        key_bindings=_bindings(leaving),
+        completer=_CommandCompleter(),
+        complete_style=CompleteStyle.READLINE_LIKE,
+        complete_while_typing=False,
+        placeholder=lambda: FormattedText([("ansibrightblack", leaving.hint)]),
+        prompt_continuation="  ",
+    )
+    session.default_buffer.on_text_changed += lambda buffer: leaving.forget()
+    while True:
+        leaving.forget()
+        try:
+            yield _unquote(session.prompt())
+        except EOFError:
+            return
+
+
+class _Leaving:
+    """Remembers if the last key was Ctrl-C."""
+
+    pressed = False
+
+    @property
+    def hint(self) -> str:
+        return "Ctrl-C again, or Ctrl-D, ends the chat" if self.pressed else "a message, or /help"
+
+    def forget(self) -> None:
+        self.pressed = False
+
+
+def _bindings(leaving: _Leaving) -> KeyBindings:
+    bindings = KeyBindings()
+
+    def leave(event: KeyPressEvent) -> None:
+        event.app.erase_when_done = True
+        event.app.exit(exception=EOFError)
+
+    @bindings.add("c-c")
+    def _clear_or_leave(event: KeyPressEvent) -> None:
+        if leaving.pressed:
+            leave(event)
+            return
+        event.current_buffer.reset()
+        leaving.pressed = True
+
+    bindings.add("c-d", filter=Condition(lambda: not get_app().current_buffer.text))(leave)
+
+    @bindings.add(Keys.BracketedPaste)
+    def _paste(event: KeyPressEvent) -> None:
+        text = event.data.replace("\r\n", "\n").replace("\r", "\n")
+        event.current_buffer.insert_text(_ESCAPES.sub("", text))
+
+    @bindings.add(Keys.Vt100MouseEvent)
+    @bindings.add(Keys.CPRResponse)
+    def _ignore(event: KeyPressEvent) -> None:
+        """Ignore colours of a pasted text, in a terminal that does not mark pastes."""
+
+    @bindings.add("escape", "enter")
+    @bindings.add("enter", filter=Condition(lambda: _is_open(get_app().current_buffer.text)))
+    def _new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return bindings
+
+
+class _CommandCompleter(Completer):
+    """Completes names of commands at the beginning of a message, and paths behind some of them."""
+
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+        name, space, path = document.text.partition(" ")
+        if space and name in _PATH_COMMANDS:
+            paths = PathCompleter(expanduser=True)
+            yield from paths.get_completions(Document(path), event)
+        elif name.startswith("/") and not space:
+            yield from (Completion(c, -len(name)) for c in COMMANDS if c.startswith(name))
+
+
+def _history() -> History:
+    """Return the messages of earlier chats, in a file that only this user may read."""
+    try:
+        file = data_folder() / "chat_history"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
+        file.chmod(0o600)
+    except (OSError, RuntimeError):  # a disk that is full or read-only
+        return InMemoryHistory()
+    return FileHistory(str(file))
+
+
+def _is_open(text: str) -> bool:
+    """Return True if a message of several lines began and did not end."""
+    return text.lstrip().startswith(_QUOTES) and text.count(_QUOTES) == 1
+
+
+def _unquote(text: str) -> str:
+    text = text.strip()
+    is_quoted = text.startswith(_QUOTES) and text.endswith(_QUOTES) and text.count(_QUOTES) == 2
+    return text.removeprefix(_QUOTES).removesuffix(_QUOTES).strip() if is_quoted else text

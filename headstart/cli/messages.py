@@ -1,0 +1,367 @@
+"""The messages of a user: documents and images from files, the turns of a chat, prompts of `run`.
+
+system message, which stays
+turn   documents and images, a question  ->  reply
+turn   ...
+waiting: documents and images for the next question
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import mimetypes
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from errno import ENODEV
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headstart.cli.terminal import as_typed, reading_stdin, waiting
+from headstart.engine.config import EngineConfig
+from headstart.engine.structured_outputs import StructuredOutputsParams
+from headstart.errors import RequestError
+from headstart.frontend.images.decoding import decode_image, file_limit, read_source
+from headstart.imports import load_module
+from headstart.models.config_values import context_bound
+from headstart.models.files import BUILT_IN, read_json
+from headstart.validation import check_utf8, describe
+
+if TYPE_CHECKING:
+    from headstart.engine.outputs import RequestOutput
+    from headstart.engine.params import SamplingParams
+    from headstart.frontend.llm import LLM
+    from headstart.frontend.streams import RequestStream
+
+Content = str | list[dict[str, Any]]
+"""A text, or OpenAI's parts where a message has images."""
+
+_STDIN = "-"
+_MODEL_NAME = re.compile(
+    r"[\w.-]+/[\w.-]+(?::[\w.-]+)?|[a-z][\w.-]*:(?:latest|\d[\w.-]*)|.*\.gguf|" + BUILT_IN
+)
+
+
+def join_content(documents: Sequence[str], images: Sequence[dict[str, Any]], text: str) -> Content:
+    """Return a message: images first, then documents, then the text, separated by empty lines."""
+    texts = [*(document.rstrip("\n") for document in documents), text]
+    whole = "\n\n".join(filter(None, texts))
+    return [*images, {"type": "text", "text": whole}] if images else whole
+
+
+def read_document(path: Path) -> str:
+    """Read a text that is not empty. Raises RequestError."""
+    text = read_text(path)
+    if not text.strip():
+        raise RequestError(f"{path} is empty")
+    return text
+
+
+def read_text(path: Path) -> str:
+    """Read a file of UTF-8. Raises RequestError, also for a device, which may never end."""
+    try:
+        if stat.S_ISCHR(path.stat().st_mode):
+            raise OSError(ENODEV, "it is a device; allowed: a file, or a pipe")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not UTF-8 text: {error.reason}") from error
+    except ValueError as error:  # a name that no file can have
+        raise RequestError(f"cannot read {describe(str(path))}: {error}") from error
+
+
+def read_image(path: Path, max_pixels: int) -> dict[str, Any]:
+    """Read an image as OpenAI's part of a message. Raises RequestError."""
+    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    try:
+        data = read_source(path, file_limit(max_pixels))
+        decode_image(data, max_pixels)
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}") from error
+    except RequestError as error:
+        raise RequestError(f"{path}: {error}") from error
+    content = base64.b64encode(data).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{content}"}}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question with its documents and images, and the reply with its tokens, if available.
+
+    shown: the names of the documents and images, which are not saved.
+    """
+
+    question: Content
+    reply: str
+    token_ids: tuple[int, ...] = ()
+    shown: tuple[str, ...] = ()
+
+    def lines(self) -> tuple[str, str]:
+        """Return the question's last paragraph, which was typed, and the reply, a line each."""
+        question = self.question
+        if not isinstance(question, str):
+            parts = [part.get("text") for part in question if isinstance(part, dict)]
+            question = next((part for part in reversed(parts) if isinstance(part, str)), "")
+        typed = question.rstrip().rpartition("\n\n")[2]
+        return f"> {' '.join(typed.split())}", " ".join(self.reply.split())
+
+
+@dataclass
+class Conversation:
+    """A chat so far. `documents` and `images` wait for the next question, named in `waiting`.
+
+    Turns before `start` no longer fit the context: they are saved, and not sent to the model.
+    """
+
+    system: str | None = None
+    turns: list[Turn] = field(default_factory=list)
+    start: int = 0
+    documents: list[str] = field(default_factory=list)
+    images: list[dict[str, Any]] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
+
+    def ask(self, text: str) -> Content:
+        """Return a question with the documents and images that wait for it."""
+        return join_content(self.documents, self.images, text)
+
+    def drop_waiting(self) -> None:
+        """Forget the documents and images that wait."""
+        self.documents, self.images, self.waiting = [], [], []
+
+    def take_back(self) -> Turn:
+        """Remove and return the last turn. Raises RequestError if there is none."""
+        if not self.turns:
+            raise RequestError("nothing was asked yet")
+        self.start = min(self.start, len(self.turns) - 1)
+        return self.turns.pop()
+
+    def messages(self, question: Content, first: int) -> list[dict[str, Any]]:
+        """Return the messages for the model, without the turns before `first`."""
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            messages.append({"role": "system", "content": self.system})
+        for turn in self.turns[first:]:
+            messages.append({"role": "user", "content": turn.question})
+            messages.append({"role": "assistant", "content": turn.reply})
+        return [*messages, {"role": "user", "content": question}]
+
+    def reply_token_ids(self) -> dict[int, list[int]]:
+        """Return the tokens of replies, where they are available, by the index of the message."""
+        first = 2 if self.system else 1
+        return {
+            first + 2 * i: list(turn.token_ids)
+            for i, turn in enumerate(self.turns)
+            if turn.token_ids
+        }
+
+    def save(self, path: Path, model: str) -> None:
+        """Write all turns as JSON that only this user may read.
+
+        Raises RequestError, also where the file exists and is no saved conversation.
+        """
+        if path.exists():
+            try:
+                Conversation.load(path)
+            except RequestError as error:
+                raise RequestError(f"{path} is there, and not replaced: {error}") from error
+        if not path.parent.is_dir():
+            raise RequestError(f"cannot write {path}: {path.parent} is no folder")
+        messages = self.messages("", 0)[:-1]
+        for index, token_ids in self.reply_token_ids().items():
+            messages[index]["token_ids"] = token_ids
+        part = path.with_name(f"{path.name}.part")
+        try:
+            with open(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
+                json.dump({"model": model, "messages": messages}, file, indent=1)
+            part.replace(path)
+        except OSError as error:
+            raise RequestError(f"cannot write {path}: {error.strerror}") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Conversation:
+        """Read what `save` wrote, or any list of messages in OpenAI's form. Raises RequestError."""
+        text = read_text(path)
+        try:
+            content = json.loads(text)
+            messages = content.get("messages") if isinstance(content, dict) else content
+            if not isinstance(messages, list):
+                raise RequestError('it has no list of "messages"')
+            return cls._of_messages(messages)
+        except (ValueError, RecursionError, RequestError) as error:
+            raise RequestError(f"{path} is no saved conversation: {error}") from error
+
+    @classmethod
+    def _of_messages(cls, messages: list[Any]) -> Conversation:
+        conversation = cls()
+        expected = "user"
+        question: Content = ""
+        for index, message in enumerate(messages):
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise RequestError(f"message {index} has no role and content")
+            role, content = message["role"], message["content"]
+            if role != expected and not (index == 0 and role == "system"):
+                raise RequestError(
+                    f"message {index} is of the role {describe(role)}; allowed: {expected}, "
+                    "as user and assistant take turns"
+                )
+            if isinstance(content, str):
+                check_utf8(f"message {index}", content)
+            elif role != "user" or not (isinstance(content, list) and content):
+                raise RequestError(
+                    f"message {index} has the content {describe(content)}; allowed: a text"
+                )
+            if role == "system":
+                conversation.system = content
+            elif role == "user":
+                expected, question = "assistant", content
+            else:
+                tokens = message.get("token_ids")
+                if not isinstance(tokens, list) or not all(
+                    type(t) is int and t >= 0 for t in tokens
+                ):
+                    tokens = []
+                conversation.turns.append(Turn(question, content, tuple(tokens)))
+                expected = "user"
+        if expected == "assistant":
+            raise RequestError("its last message is a question without a reply")
+        return conversation
+
+
+def names_model(prompt: str) -> bool:
+    """Return True if a prompt looks like the name of a model, which other programs take there."""
+    return _MODEL_NAME.fullmatch(prompt) is not None
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Texts of `headstart run` to answer, all about the same documents and images.
+
+    raw: complete the texts without the model's chat template. form: of the answers, None for any
+    text.
+    """
+
+    texts: tuple[str, ...]
+    documents: tuple[str, ...] = ()
+    images: tuple[dict[str, Any], ...] = ()
+    system: str | None = None
+    raw: bool = False
+    form: StructuredOutputsParams | None = None
+
+    def streams(
+        self, llm: LLM, params: SamplingParams, adapter: str | None
+    ) -> Iterator[RequestStream]:
+        """Yield a request for each text. Raises RequestError."""
+        params = replace(params, structured_outputs=self.form)
+        tokenizer = llm.get_tokenizer()
+        is_chat = not self.raw and tokenizer is not None and bool(tokenizer.chat_template)
+        if not is_chat and (self.system is not None or self.images):
+            raise RequestError("--system and --image need a model with a chat template")
+        system: list[dict[str, Any]] = []
+        if self.system is not None:
+            system.append({"role": "system", "content": self.system})
+        for text in self.texts:
+            if is_chat:
+                content = join_content(self.documents, self.images, text)
+                messages = [*system, {"role": "user", "content": content}]
+                yield llm.stream_chat(messages, params, adapter=adapter)
+            else:
+                yield llm.stream("".join([*self.documents, text]), params, adapter=adapter)
+
+    def check_model(self, folder: Path, config: EngineConfig) -> None:
+        """Raise RequestError for images or texts that the model in a folder cannot take.
+
+        It is called before the model is loaded. The engine reports a prompt that only its chat
+        template makes too long.
+        """
+        settings = folder / "config.json"
+        content = read_json(settings) if settings.is_file() else None
+        limits = [config.max_model_len]
+        if content is not None:
+            names = {"vision_config", "image_token_id", "image_token_index"}
+            if self.images and not names & content.keys():
+                raise RequestError("the model takes text alone: --image needs a model that sees")
+            limits.append(context_bound(content))
+        if config.num_blocks is not None:
+            limits.append(config.num_blocks * config.block_size)
+        limit = min((limit for limit in limits if limit is not None), default=None)
+        longest = "".join([*self.documents, max(self.texts, key=len)])
+        if limit is None or len(longest.encode()) < limit:
+            return  # a token has a byte at least
+        with waiting("counting the tokens of the prompt"):
+            # Reading a tokenizer takes a second of imports, which the model needs in any case.
+            codec = load_module("headstart.frontend.text")
+            codec.check_text_fits(folder, longest, limit)
+
+    def check(self, answers: Sequence[RequestOutput]) -> None:
+        """Raise RequestError for an answer that was cut before it had its form."""
+        for number, answer in enumerate(answers if self.form is not None else (), start=1):
+            try:
+                # Python's int() refuses more than 4,300 digits.
+                json.loads(answer.outputs[0].text, parse_int=str)
+            except ValueError as error:
+                raise RequestError(
+                    f"answer {number} was cut and is no whole JSON; allowed: a higher --max-tokens "
+                    f"than {len(answer.outputs[0].token_ids)}, no --stop"
+                ) from error
+
+
+def read_questions(prompts: Sequence[str], options: dict[str, Any]) -> Questions:
+    """Take the options about questions out of `options`, and read the files that they name.
+
+    Raises RequestError.
+    """
+    files, images = options.pop("files"), options.pop("images")
+    system, raw, schema = options.pop("system"), options.pop("raw"), options.pop("json")
+    if raw and (images or system is not None):
+        raise RequestError("--raw takes no chat template, which --system and --image need")
+    if [*prompts, *files].count(_STDIN) > 1:
+        raise RequestError(f"{_STDIN} stands more than once: standard input can be read once")
+    documents = tuple(
+        _read_stdin() if file == _STDIN else read_document(Path(as_typed(file))) for file in files
+    )
+    texts = tuple(_read_stdin() if text == _STDIN else as_typed(text) for text in prompts)
+    if not texts and not documents:
+        if sys.stdin.isatty():
+            raise RequestError("no prompt: give one or more, or --file, or text on standard input")
+        texts = (_read_stdin(),)
+    if not all(text.strip() for text in texts):
+        raise RequestError("a prompt is empty; allowed: a text")
+    limit = options["max_image_pixels"] or EngineConfig.max_image_pixels
+    return Questions(
+        texts or ("",),
+        documents,
+        tuple(read_image(Path(as_typed(image)), limit) for image in images),
+        None if system is None else as_typed(system),
+        raw,
+        None if schema is None else _read_schema(Path(as_typed(schema))),
+    )
+
+
+def _read_schema(path: Path) -> StructuredOutputsParams:
+    """Return the form of answers that are JSON by a file's schema. Raises RequestError.
+
+    White space between JSON's tokens is excluded: small models write little else.
+    """
+    text = read_text(path)
+    try:
+        form = StructuredOutputsParams(json=text, disable_any_whitespace=True)
+        with waiting(f"compiling the schema in {path}"):
+            # The compiler brings torch with it, which the model needs in any case.
+            load_module("headstart.frontend.grammar").check_form(form.form)
+    except RequestError as error:
+        text = str(error).replace("structured_outputs.json", str(path))
+        raise RequestError(f"--json: {text}") from error
+    return form
+
+
+def _read_stdin() -> str:
+    with reading_stdin():
+        text = sys.stdin.read()
+    if not text.strip():
+        raise RequestError("standard input is empty; allowed: a text")
+    return text

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headstart.attention.backend import AttentionBackend, LayerLayout
 from headstart.errors import ModelError
-from headstart.models.files import FileStamp, stamp_files
+from headstart.models.files import FileStamp, fingerprint_files, stamp_files
 from headstart.models.lora.files import Widths
 from headstart.native import level
 from headstart.weights.format import Embedding, Linear
@@ -127,10 +127,28 @@ class DecoderModel(ABC):
     the attached backend's plan. A model has one backend at a time.
     """
 
+    module: nn.Module
+    """All layers and weights."""
+    vocab_size: int
+    """Width of the logits; token ids lie in `0 .. vocab_size - 1`."""
+    max_model_len: int
+    """Length in tokens of the longest sequence that the model supports."""
+    eos_token_ids: frozenset[int]
+    """Tokens that end a text; may be empty."""
+    dtype: torch.dtype
+    """The dtype of the rows between layers, and so of K and V."""
+    device: torch.device
+    """The device of the weights."""
+    output_layer: str | None
+    """The dotted name of the layer whose outputs are the logits."""
+    takes_images = False
+    """True if the model has a vision part."""
+
     def __init__(self, layouts: tuple[LayerLayout, ...], folder: Path | None = None) -> None:
-        self._folder = folder
+        self.folder = folder
+        """The folder that it was loaded from; None for a model built in memory."""
         self.files: tuple[FileStamp, ...] | None = None
-        """The versions of the files that the weights were read from; None if they are not known."""
+        """The versions of the files that the weights were read from; None if unknown."""
         self._fingerprint: str | None = None
         self.layouts = layouts
         """K and V of one token, per layer."""
@@ -138,51 +156,6 @@ class DecoderModel(ABC):
         """True for a step in which single layers are wrapped: none is part of a larger call."""
         self.fallback_reason: str | None = None
         """Why the model does not run in headstart's own modules; None if it does."""
-
-    @property
-    @abstractmethod
-    def module(self) -> nn.Module:
-        """All layers and weights."""
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Width of the logits; token ids lie in `0 .. vocab_size - 1`."""
-
-    @property
-    @abstractmethod
-    def max_model_len(self) -> int:
-        """Length in tokens of the longest sequence that the model supports."""
-
-    @property
-    @abstractmethod
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a text; may be empty."""
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """The dtype of the rows between layers, and so of K and V."""
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """The device of the weights."""
-
-    @property
-    @abstractmethod
-    def output_layer(self) -> str | None:
-        """The dotted name of the layer whose outputs are the logits."""
-
-    @property
-    def takes_images(self) -> bool:
-        """True if the model has a vision part."""
-        return False
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder that it was loaded from; None for a model built in memory."""
-        return self._folder
 
     def layer(self, name: str) -> nn.Module:
         """The module of this dotted name."""
@@ -203,14 +176,12 @@ class DecoderModel(ABC):
     def holds(self, name: str, weight: Tensor) -> bool:
         """True if the layer of this dotted name was made of this weight."""
         module = dict(self.module.named_modules()).get(name)
-        given = weight.to(self.device)
+        weight = weight.to(self.device)
         # Made of the file's weight, or of a converted one.
         if isinstance(module, Linear | Embedding) and module.matrix.kind is not None:
-            return is_made_of(module.matrix, given) or is_made_of(
-                module.matrix, given.to(self.dtype)
-            )
+            return any(is_made_of(module.matrix, w) for w in (weight, weight.to(self.dtype)))
         own = self.weight(name)
-        return own is not None and torch.equal(given.to(own.dtype), own)
+        return own is not None and torch.equal(weight.to(own.dtype), own)
 
     def fingerprint(self) -> str:
         """SHA-256 in hex of configuration and weights; the first call reads all weights.
@@ -218,27 +189,28 @@ class DecoderModel(ABC):
         Weights whose files were replaced since they were loaded have one that nothing else has.
         """
         if self._fingerprint is None:
-            found = self._compute_fingerprint()
-            self._fingerprint = found if self.has_its_files else secrets.token_hex(32)
+            digest = self._compute_fingerprint()
+            self._fingerprint = digest if self.has_its_files else secrets.token_hex(32)
         return self._fingerprint
 
     @property
     def has_its_files(self) -> bool:
         """False if the files are others now than those that the weights were read from."""
-        if self._folder is None or self.files is None:
+        if self.folder is None or self.files is None:
             return True
         try:
-            return stamp_files(self._folder) == self.files
+            return stamp_files(self.folder) == self.files
         except (OSError, ModelError):
             return False
 
-    @abstractmethod
-    def _compute_fingerprint(self) -> str: ...
+    def _compute_fingerprint(self) -> str:
+        assert self.folder is not None
+        return fingerprint_files(self.folder)
 
     def products(self) -> str:
         """Return the modules and kernels here, which decide on the last bits of K and V."""
         modules = self.module.modules()
-        kinds = {getattr(one, "name_in_identity", type(one).__name__) for one in modules}
+        kinds = {getattr(module, "name_in_identity", type(module).__name__) for module in modules}
         return f"{' '.join(sorted(kinds))}, kernels of level {level()}"
 
     def recall_fingerprint(self, fingerprint: str) -> None:

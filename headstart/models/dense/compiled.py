@@ -6,7 +6,6 @@ steps in which single layers are wrapped.
 
 import ctypes
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +21,10 @@ from headstart.weights.format import Linear
 __all__ = ["CompiledLayers", "compile_layers"]
 
 
-class CompiledLayers(Protocol):
-    """Runs all layers of a decoder."""
-
-    def __call__(
-        self, hidden: Tensor, angles: Angles, backend: AttentionBackend, kept: Tensor | None
-    ) -> Tensor | None:
-        """Rows `[rows, hidden]` after the last layer; None if modules must compute these.
-
-        Of rows `kept`, int64, alone if it is given, or of all.
-        """
-        ...
-
-
 def compile_layers(
     layers: Sequence[DecoderLayer], shape: DecoderShape, dtype: torch.dtype
-) -> CompiledLayers | None:
-    """A call for layers with rows in `dtype`; None if the kernels compute no such layers."""
+) -> "CompiledLayers | None":
+    """Return a call for layers with rows in `dtype`; None if the kernels compute no such layers."""
     plain = (
         (shape.norm, shape.norms, shape.activation) == ("llama", "before", "silu")
         and shape.head_norms != "row"
@@ -54,23 +40,67 @@ def compile_layers(
     ]
     if not plain or any(_struct(module, dtype) is None for module in linears):
         return None
-    return (Bf16Layers if dtype == torch.bfloat16 else FloatLayers)(layers, shape)
+    return CompiledLayers(layers, shape, dtype)
 
 
-class _Runs:
-    """The structs of all layers, and of one step."""
+class CompiledLayers:
+    """All layers of a decoder, for rows in float32 or bfloat16.
+
+    Float32 needs AVX2, and serves few rows: what modules do between products takes some 40
+    operations of torch for each layer, a fifth of a decode in 8 bits. Bfloat16 needs AVX-512.
+    There, layers run one by one, in two compiled calls around attention, if compiled code cannot
+    run their attention. So does the last layer, if only some rows are kept: it writes K and V of
+    all.
+    """
 
     def __init__(
         self, layers: Sequence[DecoderLayer], shape: DecoderShape, dtype: torch.dtype
     ) -> None:
         self._layers, self._shape, self._dtype = layers, shape, dtype
+        self._is_float = dtype == torch.float32
+        kernels = avx2_library() if self._is_float else library()
+        assert kernels is not None
+        self._kernels = kernels
+        self._run = kernels.headstart_float_layers if self._is_float else kernels.headstart_layers
         self._structs = [_layer_struct(layer, shape.head_dim, dtype) for layer in layers]
         self._runs = (LayerRun * len(layers))()
         for run, struct in zip(self._runs, self._structs, strict=True):
             run.layer = ctypes.addressof(struct)
-        self.address = ctypes.addressof(self._runs)
 
-    def prepare(self, count: int, tokens: int, backend: AttentionBackend) -> bool:
+    def __call__(
+        self, hidden: Tensor, angles: Angles, backend: AttentionBackend, kept: Tensor | None
+    ) -> Tensor | None:
+        """Return rows `[rows, hidden]` after the last layer; None if modules must compute these.
+
+        Of rows `kept`, int64, alone if it is given, or of all.
+        """
+        rows, (cos, sin) = len(hidden), angles
+        if self._is_float and not 0 < rows < MANY_ROWS:
+            return None
+        count = len(self._layers) - (kept is not None and not self._is_float)
+        if self._prepare(count, rows, backend):
+            hidden = hidden.clone(memory_format=torch.contiguous_format)
+            self._run(
+                ctypes.addressof(self._runs),
+                count,
+                hidden.data_ptr(),
+                rows,
+                cos.data_ptr(),
+                sin.data_ptr(),
+                torch.get_num_threads(),
+            )
+        elif self._is_float:
+            return None
+        else:
+            for index in range(count):
+                hidden = self._layer(index, hidden, angles, backend, None)
+        if self._is_float:
+            return hidden if kept is None else hidden.index_select(0, kept)
+        for index in range(count, len(self._layers)):
+            hidden = self._layer(index, hidden, angles, backend, kept)
+        return hidden
+
+    def _prepare(self, count: int, tokens: int, backend: AttentionBackend) -> bool:
         """Fill in the step of the first `count` layers; False if these cannot run as one call."""
         rows = (tokens, self._shape.heads)
         for run, layer in zip(self._runs, self._layers[:count], strict=False):
@@ -81,82 +111,6 @@ class _Runs:
             run.step, run.call = call
         return True
 
-    def layer_address(self, index: int) -> int:
-        """Where the struct of a layer is."""
-        return ctypes.addressof(self._structs[index])
-
-
-class FloatLayers:
-    """Few rows in float32, on CPUs with AVX2.
-
-    What modules do between products takes some 40 operations of torch for each layer: a fifth of a
-    decode in 8 bits.
-    """
-
-    def __init__(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
-        found = avx2_library()
-        assert found is not None
-        self._function = found.headstart_float_layers
-        self._count = len(layers)
-        self._runs = _Runs(layers, shape, torch.float32)
-
-    def __call__(
-        self, hidden: Tensor, angles: Angles, backend: AttentionBackend, kept: Tensor | None
-    ) -> Tensor | None:
-        rows = len(hidden)
-        if not 0 < rows < MANY_ROWS or not self._runs.prepare(self._count, rows, backend):
-            return None
-        out, (cos, sin) = hidden.clone(memory_format=torch.contiguous_format), angles
-        self._function(
-            self._runs.address,
-            self._count,
-            out.data_ptr(),
-            rows,
-            cos.data_ptr(),
-            sin.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return out if kept is None else out.index_select(0, kept)
-
-
-class Bf16Layers:
-    """Rows in bfloat16, on CPUs with AVX-512.
-
-    Layers run one by one, in two compiled calls around attention, if compiled code cannot run their
-    attention. So does the last layer, if only some rows are kept: it writes K and V of all.
-    """
-
-    def __init__(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
-        found = library()
-        assert found is not None
-        self._all, self._before = found.headstart_layers, found.headstart_before_attention
-        self._after = found.headstart_after_attention
-        self._layers, self._shape = layers, shape
-        self._runs = _Runs(layers, shape, torch.bfloat16)
-
-    def __call__(
-        self, hidden: Tensor, angles: Angles, backend: AttentionBackend, kept: Tensor | None
-    ) -> Tensor | None:
-        cos, sin = angles
-        count = len(self._layers) - (kept is not None)
-        if self._runs.prepare(count, len(hidden), backend):
-            hidden = hidden.clone(memory_format=torch.contiguous_format)
-            self._all(
-                self._runs.address,
-                count,
-                hidden.data_ptr(),
-                len(hidden),
-                cos.data_ptr(),
-                sin.data_ptr(),
-                torch.get_num_threads(),
-            )
-        else:
-            for index in range(count):
-                hidden = self._layer(index, hidden, angles, backend, None)
-        for index in range(count, len(self._layers)):
-            hidden = self._layer(index, hidden, angles, backend, kept)
-        return hidden
-
     def _layer(
         self,
         index: int,
@@ -165,20 +119,22 @@ class Bf16Layers:
         backend: AttentionBackend,
         kept: Tensor | None,
     ) -> Tensor:
-        shape, address = self._shape, self._runs.layer_address(index)
+        shape, address = self._shape, ctypes.addressof(self._structs[index])
         hidden, threads = hidden.contiguous(), torch.get_num_threads()
         query = hidden.new_empty((len(hidden), shape.heads, shape.head_dim))
         key = hidden.new_empty((len(hidden), shape.kv_heads, shape.head_dim))
         value = torch.empty_like(key)
         parts = (part.data_ptr() for part in (*angles, query, key, value))
-        self._before(address, hidden.data_ptr(), len(hidden), *parts, threads)
+        self._kernels.headstart_before_attention(
+            address, hidden.data_ptr(), len(hidden), *parts, threads
+        )
         attention = self._layers[index].self_attn
         attended = backend.attend(attention.layer_idx, query, key, value, attention.options)
         if kept is not None:
             attended, hidden = attended.index_select(0, kept), hidden.index_select(0, kept)
         out = torch.empty_like(hidden)
         rows = (attended.data_ptr(), hidden.data_ptr(), len(hidden), out.data_ptr())
-        self._after(address, *rows, threads)
+        self._kernels.headstart_after_attention(address, *rows, threads)
         return out
 
 
@@ -195,8 +151,7 @@ def _layer_struct(layer: DecoderLayer, head_dim: int, dtype: torch.dtype) -> Lay
             norms[f"{name}_heads"] = norm
     for name, norm in norms.items():
         assert norm.weight.dtype == dtype and norm.weight.is_contiguous()
-        made = Norm(weight=norm.weight.data_ptr(), epsilon=norm.variance_epsilon)
-        setattr(struct, name, made)
+        setattr(struct, name, Norm(norm.weight.data_ptr(), norm.variance_epsilon))
     return struct
 
 

@@ -13,7 +13,6 @@ from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.dense.compiled import compile_layers
 from headstart.models.dense.modules import AngleTable, DecoderLayer, Frequencies, LayerStep, RMSNorm
 from headstart.models.families import DecoderShape
-from headstart.models.files import fingerprint_files
 from headstart.models.lora.files import Widths
 from headstart.weights.bf16 import PackedWeight
 from headstart.weights.format import Linear
@@ -41,21 +40,22 @@ class _Body(nn.Module):
 
     def __init__(self, shape: DecoderShape, read: Reader) -> None:
         super().__init__()
-        self.embed_tokens = read.embedding(
-            "model.embed_tokens", shape.vocab_size, shape.hidden_size
-        )
+        width = shape.hidden_size
+        self.embed_tokens = read.embedding("model.embed_tokens", shape.vocab_size, width)
         read.release()
         layers = []
         for index in range(len(shape.layers)):
             layers.append(DecoderLayer(shape, index, f"model.layers.{index}", read))
             read.release()
         self.layers = nn.ModuleList(layers)
-        weight = read.vector("model.norm", shape.hidden_size)
-        self.norm = RMSNorm(weight, shape.epsilon, shape.norm)
+        self.norm = RMSNorm(read.vector("model.norm", width), shape.epsilon, shape.norm)
 
 
 class DenseModules(nn.Module):
-    """All modules with weights, with transformers' names."""
+    """All modules with weights, with transformers' names.
+
+    Names of classes of modules are part of a model's identity.
+    """
 
     def __init__(self, shape: DecoderShape, read: Reader) -> None:
         super().__init__()
@@ -73,57 +73,34 @@ class DenseDecoder(DecoderModel):
     by module.
     """
 
+    module: DenseModules
+
     def __init__(self, about: Description, modules: DenseModules, dtype: torch.dtype) -> None:
-        shape = about.shape
+        shape = self._shape = about.shape
         layout = LayerLayout(shape.kv_heads, shape.head_dim, shape.head_dim)
         super().__init__((layout,) * len(shape.layers), about.folder)
-        self._about, self._modules, self._dtype = about, modules, dtype
+        self.module, self.dtype, self.output_layer = modules, dtype, "lm_head"
+        self.device = modules.model.norm.weight.device
+        self.vocab_size, self.max_model_len = shape.vocab_size, about.max_model_len
+        self.eos_token_ids = about.eos_token_ids
         self._backend: AttentionBackend | None = None
-        self._device = modules.model.norm.weight.device
-        like = torch.empty(0, dtype=dtype, device=self._device)
+        like = torch.empty(0, dtype=dtype, device=self.device)
         exact = like.float() if shape.exact_angles else like
         self._angles = {kind: AngleTable(own, exact) for kind, own in about.frequencies.items()}
         layers: list[Any] = list(modules.model.layers)
         self._compiled = compile_layers(layers, shape, dtype)
-        self._head = self._greedy_head()
-
-    @property
-    def module(self) -> nn.Module:
-        return self._modules
-
-    @property
-    def vocab_size(self) -> int:
-        return self._about.shape.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._about.max_model_len
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self._about.eos_token_ids
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def output_layer(self) -> str | None:
-        return "lm_head"
+        self._head: GreedyHead | None = None
+        matrix = modules.lm_head.matrix if isinstance(modules.lm_head, Linear) else None
+        changed = shape.logit_divisor is not None or shape.logit_softcap is not None
+        if isinstance(matrix, PackedWeight) and matrix.inputs <= MOST_INPUTS and not changed:
+            self._head = GreedyHead(matrix)
 
     def linear_widths(self) -> dict[str, Widths]:
         return {
             name: Widths(module.in_features, module.out_features)
-            for name, module in self._modules.named_modules()
+            for name, module in self.module.named_modules()
             if isinstance(module, nn.Linear | Linear)
         }
-
-    def _compute_fingerprint(self) -> str:
-        return fingerprint_files(self._about.folder)
 
     def attach(self, backend: AttentionBackend) -> None:
         self._backend = backend
@@ -143,7 +120,14 @@ class DenseDecoder(DecoderModel):
         embeddings: EmbeddingOverlay | None = None,
     ) -> Tensor:
         with torch.inference_mode():
-            return self._logits(self._hidden(token_ids, positions, logit_rows, embeddings))
+            hidden = self._hidden(token_ids, positions, logit_rows, embeddings)
+            logits: Tensor = self.module.lm_head(hidden)
+            shape = self._shape
+            if shape.logit_divisor is not None:
+                logits = logits / shape.logit_divisor
+            if shape.logit_softcap is not None:
+                logits = torch.tanh(logits / shape.logit_softcap) * shape.logit_softcap
+            return logits.float()
 
     def choose(
         self,
@@ -169,44 +153,24 @@ class DenseDecoder(DecoderModel):
         """Rows `[rows, hidden]` after the last norm, of `logit_rows`."""
         backend = self._backend
         assert backend is not None, "attach() comes first"
-        body = self._modules.model
+        body = self.module.model
         x: Tensor = body.embed_tokens(token_ids)
-        scale = self._about.shape.embedding_scale
-        if scale is not None:
-            rounded = self._about.shape.rounded_embedding_scale
-            x = x * (x.new_tensor(scale) if rounded else scale)
+        shape = self._shape
+        if (scale := shape.embedding_scale) is not None:
+            x = x * (x.new_tensor(scale) if shape.rounded_embedding_scale else scale)
         if embeddings is not None:
             x = x.index_copy(0, embeddings.rows, embeddings.values.to(x))
         angles = {kind: table(positions) for kind, table in self._angles.items()}
         # An adapter's update of a layer needs all of the layer's rows.
-        kept = None
-        if len(logit_rows) < len(token_ids) and not self.calls_each_layer:
-            kept = logit_rows
+        hooked = self.calls_each_layer
+        kept = logit_rows if len(logit_rows) < len(token_ids) and not hooked else None
         out = None
-        if self._compiled is not None and not self.calls_each_layer:
+        if self._compiled is not None and not hooked:
             out = self._compiled(x, angles[""], backend, kept)
         if out is None:
-            step = LayerStep(backend, angles, hooked=self.calls_each_layer)
+            step = LayerStep(backend, angles, hooked=hooked)
             for layer in body.layers[:-1]:
                 x = layer(x, step)
             out = body.layers[-1](x, step, kept)
         hidden: Tensor = body.norm(out)
         return hidden if len(hidden) == len(logit_rows) else hidden.index_select(0, logit_rows)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Float32 `[rows, vocab]`."""
-        logits: Tensor = self._modules.lm_head(hidden)
-        shape = self._about.shape
-        if shape.logit_divisor is not None:
-            logits = logits / shape.logit_divisor
-        if shape.logit_softcap is not None:
-            logits = torch.tanh(logits / shape.logit_softcap) * shape.logit_softcap
-        return logits.float()
-
-    def _greedy_head(self) -> GreedyHead | None:
-        head, shape = self._modules.lm_head, self._about.shape
-        changed = shape.logit_divisor is not None or shape.logit_softcap is not None
-        matrix = head.matrix if isinstance(head, Linear) else None
-        if changed or not isinstance(matrix, PackedWeight) or matrix.inputs > MOST_INPUTS:
-            return None
-        return GreedyHead(matrix)

@@ -10,11 +10,11 @@ costs time only for the further rows.
 import hashlib
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
@@ -23,7 +23,6 @@ from headstart.attention.register import attend_with, register, unregister
 from headstart.errors import UnsupportedModelError
 from headstart.models.config_values import context_length
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
-from headstart.models.files import fingerprint_files
 from headstart.models.lora.files import Widths
 from headstart.weights.format import Linear
 
@@ -91,6 +90,8 @@ def _compute(experts: Any, hidden_states: Tensor, *routing: Tensor, **named: Ten
 class TransformersDecoder(DecoderModel):
     """A transformers causal language model that runs over paged K/V."""
 
+    module: PreTrainedModel
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -98,64 +99,23 @@ class TransformersDecoder(DecoderModel):
         folder: Path | None = None,
     ) -> None:
         super().__init__(layouts, folder)
-        self._model = model
+        self.module, self.config = model, model.config
+        self.dtype, self.device = model.dtype, model.device
+        self.max_model_len = context_length(model.config)
+        self.takes_images = text_part(model) is not model
+        head = model.get_output_embeddings()
+        # An input embedding may have rows more, for padding.
+        rows = model.get_input_embeddings().num_embeddings if head is None else head.out_features
+        self.vocab_size = int(cast("int", rows))
+        self.output_layer = next((n for n, part in model.named_modules() if part is head), None)
+        generation = getattr(model, "generation_config", None)  # a model without a head has none
+        eos = getattr(generation, "eos_token_id", None)
+        if eos is None:
+            eos = getattr(model.config.get_text_config(), "eos_token_id", None)
+        eos = [eos] if isinstance(eos, int) else eos
+        self.eos_token_ids: frozenset[int] = frozenset(eos or ())
         self._attention: str | None = None
         self._experts: str | None = None  # the implementation to return to
-
-    @property
-    def module(self) -> PreTrainedModel:
-        """transformers' model itself."""
-        return self._model
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        """transformers' configuration of the model."""
-        return self._model.config
-
-    @property
-    def generation_config(self) -> GenerationConfig:
-        """The model's recommended sampling parameters."""
-        found = self._model.generation_config
-        return found if isinstance(found, GenerationConfig) else GenerationConfig()
-
-    @property
-    def vocab_size(self) -> int:
-        head = self._model.get_output_embeddings()
-        if head is not None:  # an input embedding may have rows more, for padding
-            return int(head.out_features)
-        count = self._model.get_input_embeddings().num_embeddings
-        assert isinstance(count, int)
-        return count
-
-    @property
-    def max_model_len(self) -> int:
-        return context_length(self.config)
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        found = self.generation_config.eos_token_id
-        if found is None:
-            found = getattr(self.config.get_text_config(), "eos_token_id", None)
-        if found is None:
-            return frozenset()
-        return frozenset([found] if isinstance(found, int) else found)
-
-    @property
-    def takes_images(self) -> bool:
-        return text_part(self._model) is not self._model
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._model.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._model.device
-
-    @property
-    def output_layer(self) -> str | None:
-        head = self._model.get_output_embeddings()
-        return next((n for n, module in self._model.named_modules() if module is head), None)
 
     def linear_widths(self) -> dict[str, Widths]:
         """Widths of the linear layers that every row passes, by dotted name.
@@ -163,8 +123,8 @@ class TransformersDecoder(DecoderModel):
         Layers of single experts and of a vision tower, whose rows are not tokens, are left out.
         """
         found = {}
-        rows = {*text_part(self._model).modules(), self._model.get_output_embeddings()}
-        for name, module in self._model.named_modules():
+        rows = {*text_part(self.module).modules(), self.module.get_output_embeddings()}
+        for name, module in self.module.named_modules():
             if module not in rows or ".experts." in name:
                 continue
             if isinstance(module, Conv1D):
@@ -174,31 +134,31 @@ class TransformersDecoder(DecoderModel):
         return found
 
     def _compute_fingerprint(self) -> str:
-        if self._folder is not None:
-            return fingerprint_files(self._folder)
-        return fingerprint_memory(self._model)
+        if self.folder is not None:
+            return super()._compute_fingerprint()
+        return fingerprint_memory(self.module)
 
     def attach(self, backend: AttentionBackend) -> None:
         self._release_backend()
         self._attention = register(attend_with(backend))
         weakref.finalize(self, unregister, self._attention)
-        text_part(self._model).set_attn_implementation(self._attention)
+        text_part(self.module).set_attn_implementation(self._attention)
 
     def fix_rows(self) -> None:
         self.detach()
-        self._experts = compute_all_rows(text_part(self._model))
+        self._experts = compute_all_rows(text_part(self.module))
         if self.output_layer is not None:  # a stage of a pipeline has logits of its own
-            check_rows(self._model)
+            check_rows(self.module)
 
     def detach(self) -> None:
         self._release_backend()
         if self._experts is not None:
-            text_part(self._model).set_experts_implementation(self._experts)
+            text_part(self.module).set_experts_implementation(self._experts)
             self._experts = None
 
     def _release_backend(self) -> None:
         if self._attention is not None:
-            text_part(self._model).set_attn_implementation("eager")
+            text_part(self.module).set_attn_implementation("eager")
             unregister(self._attention)
             self._attention = None
 
@@ -209,7 +169,7 @@ class TransformersDecoder(DecoderModel):
         logit_rows: Tensor,
         embeddings: EmbeddingOverlay | None = None,
     ) -> Tensor:
-        return forward_rows(self._model, token_ids, positions, logit_rows, embeddings).float()
+        return forward_rows(self.module, token_ids, positions, logit_rows, embeddings).float()
 
 
 def text_part(model: PreTrainedModel) -> PreTrainedModel:

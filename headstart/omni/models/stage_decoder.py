@@ -167,14 +167,10 @@ class StageDecoder(TransformersDecoder):
         folder = source.folder if source is not None else None
         super().__init__(parts.text_model, text_layouts(parts.text_model), folder)
         self.files = source.files if source is not None else None
-        self._parts = parts
+        self._parts, self.eos_token_ids = parts, parts.eos_token_ids
         self._passes: list[HostCopy] = []
         self._begin_copy = host_copies(self.device)
         self._hidden_ids = torch.tensor(parts.hidden_ids, dtype=torch.int64, device=self.device)
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self._parts.eos_token_ids
 
     def take_passes(self) -> list[HostCopy]:
         """The outputs of each pass since the last call, as copies to host memory."""
@@ -205,7 +201,7 @@ class StageDecoder(TransformersDecoder):
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings `[tokens, width]` of token ids."""
         with torch.inference_mode():
-            rows: Tensor = self._model.get_input_embeddings()(token_ids)
+            rows: Tensor = self.module.get_input_embeddings()(token_ids)
         return rows
 
     def forward(
@@ -217,14 +213,14 @@ class StageDecoder(TransformersDecoder):
     ) -> Tensor:
         parts = self._parts
         with torch.inference_mode():
-            embedded: Tensor = self._model.get_input_embeddings()(token_ids)
+            embedded: Tensor = self.module.get_input_embeddings()(token_ids)
             is_own = torch.ones_like(token_ids, dtype=torch.bool)
             if embeddings is not None:
                 is_own[embeddings.rows] = False
                 given = embeddings.values.to(embedded)[:, : embedded.shape[1]]
                 embedded = embedded.index_copy(0, embeddings.rows, given)
             entering = embedded if parts.project is None else parts.project(embedded)
-            output: Any = self._model(
+            output: Any = self.module(
                 inputs_embeds=entering.unsqueeze(0),
                 position_ids=positions.unsqueeze(-2),
                 use_cache=False,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from headstart.attention import LayerLayout, NativeAttention, PagedKVMemory, Span, StepPlan
-from headstart.models.dense.compiled import FloatLayers, compile_layers
+from headstart.models.dense.compiled import CompiledLayers, compile_layers
 from headstart.models.dense.modules import DecoderLayer, LayerStep, RMSNorm
 from headstart.models.families import DecoderShape, LayerShape
 from headstart.native import avx2_library
@@ -160,7 +160,7 @@ class Pair:
         count = len(self.shape.layers)
         self.layers = [DecoderLayer(self.shape, at, "", self._reader) for at in range(count)]
         compiled, library = compile_layers(self.layers, self.shape, torch.float32), avx2_library()
-        assert isinstance(compiled, FloatLayers) and library is not None
+        assert isinstance(compiled, CompiledLayers) and library is not None
         self._compiled = compiled
         layout = LayerLayout(self.shape.kv_heads, self.shape.head_dim, self.shape.head_dim)
         self._backends = []

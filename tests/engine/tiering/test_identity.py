@@ -13,7 +13,7 @@ from headstart.attention import PagedKVMemory
 from headstart.engine.config import EngineConfig
 from headstart.engine.tiering import identity
 from headstart.engine.tiering.identity import _kept_weights, _kinds, _name
-from headstart.models.dense import decoder
+from headstart.models import decoder
 from headstart.models.files import BUILT_IN, find_folder
 from headstart.models.loader import load_model
 from headstart.native import avx2_library

@@ -1,9 +1,9 @@
-"""The driver: the one thread that runs an engine's steps and hands each result to its request.
+"""The driver: the one thread that runs an engine's steps and passes each result to its request.
 
     any thread                        the engine's thread
     submit, cancel, call ──orders──▶  carry them out between two steps
                                       run a step
-    Receiver             ◀──update──  hand each result to the request it belongs to
+    Receiver             ◀──update──  pass each result to the request it belongs to
 
 Signals reach the main thread alone, and the main thread runs no step: Ctrl-C interrupts a caller
 that waits for an answer, never the work on answers.
@@ -15,9 +15,10 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from headstart.engine.outputs import RequestOutput
@@ -32,12 +33,12 @@ Update = RequestOutput | BaseException
 """The output of a request so far, or the error that ended it."""
 
 Receiver = Callable[[Any], object]
-"""Takes a request's updates, in the engine's thread; an exception that it raises ends the request.
+"""Takes a request's updates in the engine's thread: outputs, or the error that ended it.
 
-They are outputs of the driver's core, or the error that ended the request.
+An exception that it raises ends the request.
 """
 
-_PATIENCE = 1.0  # seconds between two looks at whether the engine's thread is alive
+_PATIENCE = 1.0  # seconds between two checks that the engine's thread is alive
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
@@ -60,7 +61,7 @@ class AnyRequest(Protocol):
     def finished(self) -> bool: ...
 
     def output(self) -> AnyOutput:
-        """Return all that it has so far."""
+        """Return everything so far."""
         ...
 
 
@@ -76,7 +77,7 @@ class Core(Protocol):
         ...
 
     def abort(self, request_id: str) -> object:
-        """Forget a request at any time between steps."""
+        """Remove a request at any time between steps."""
         ...
 
     def reset(self, cause: BaseException) -> Sequence[tuple[Any, BaseException | None]]:
@@ -89,7 +90,7 @@ class Core(Protocol):
 
 
 class Driver(Protocol):
-    """The way from a frontend to the engine; every method may be called from any thread.
+    """The connection of a frontend to its engine; any thread may call every method.
 
     `LocalDriver` runs the engine's steps in a thread of this process; the `ReplicaDriver` of
     `headstart.cluster` has replicas answer.
@@ -106,7 +107,7 @@ class Driver(Protocol):
         """Queue a prepared request; its last update is a finished output or an error."""
 
     def cancel(self, groups: Sequence[Any], *, wait: bool = True) -> None:
-        """Forget those of these requests that are unfinished."""
+        """Remove those of these requests that are unfinished."""
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its last update has finish reason "abort"."""
@@ -132,45 +133,21 @@ class _Order(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Followed:
-    """A request under way and who wants its updates: after every step, or only the last."""
+    """A request in progress, and the receiver of its updates (after every step, or the last)."""
 
     group: AnyRequest
     receive: Receiver
     every_step: bool
 
 
-_current: ContextVar["_Work | None"] = ContextVar("_current", default=None)
-_NOT_WITHIN = nullcontext()
-
-
+@dataclass(eq=False, slots=True)
 class _Work:
-    """A step or an order, and the engines that what it called waits for now."""
+    """A step or an order, and the engines that it waits for now."""
 
-    def __init__(self) -> None:
-        self._awaited: list[WaitGraph] = []
+    awaited: "list[WaitGraph]" = field(default_factory=list)
 
-    @contextmanager
-    def awaiting(self, graph: "WaitGraph") -> Iterator[None]:
-        self._awaited.append(graph)  # first: of two that begin to wait at once, one sees the other
-        try:
-            if self._is_awaited_by(graph):
-                raise _would_deadlock()
-            yield
-        finally:
-            self._awaited.remove(graph)
 
-    def _is_awaited_by(self, graph: "WaitGraph") -> bool:
-        """True if an engine's current work is this, or waits for it, directly or through others."""
-        seen: set[_Work] = set()
-        pending = [graph]
-        while pending:
-            work = pending.pop().current
-            if work is self:
-                return True
-            if work is not None and work not in seen:
-                seen.add(work)
-                pending += work._awaited
-        return False
+_current: ContextVar[_Work | None] = ContextVar("_current", default=None)
 
 
 class WaitGraph:
@@ -185,32 +162,48 @@ class WaitGraph:
 
     def run(self, work: Callable[[], Answer]) -> Answer:
         """Call `work`; all that it calls is within it."""
-        self.current = current = _Work()
-        _current.set(current)
+        self.current = _Work()
+        _current.set(self.current)
         try:
             return work()
         finally:
             self.current = None
 
-    def awaited(self) -> AbstractContextManager[None]:
-        """Return a context in which the caller waits for this engine.
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Mark that the caller waits for this engine.
 
-        Entering raises EngineError if the wait would never end: within this engine's work, or
-        within work that it waits for, as where two engines' logits processors call one another.
+        Raises EngineError if the wait would never end: within this engine's work, or within work
+        that it waits for, as where two engines' logits processors call one another.
         """
-        work = _current.get()
-        return _NOT_WITHIN if work is None else work.awaiting(self)
+        if (caller := _current.get()) is None:
+            yield
+            return
+        caller.awaited.append(self)  # first: of two that begin to wait at once, one sees the other
+        try:
+            seen: set[_Work | None] = {None}
+            pending = [self]
+            while pending:
+                work = pending.pop().current
+                if work is caller:
+                    raise _would_deadlock()
+                if work not in seen:
+                    seen.add(work)
+                    pending += work.awaited if work is not None else ()
+            yield
+        finally:
+            caller.awaited.remove(self)
 
 
 def _would_deadlock() -> EngineError:
     return EngineError(
-        "the engine cannot be asked from within a step that it would wait for, such as by a logits "
-        "processor; ask when the step is over"
+        "the engine cannot be called from within a step that it would wait for, such as by a "
+        "logits processor; call it when the step is over"
     )
 
 
 class LocalDriver:
-    """Runs the steps of a core in a thread of its own. Every method may be called from any thread.
+    """The steps of a core, run in a separate thread. Any thread may call every method.
 
     The first order starts the thread, so an engine that is used directly has none.
     """
@@ -219,22 +212,22 @@ class LocalDriver:
         self._engine = engine
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._followed: dict[str, _Followed] = {}
-        # Only for callers, so that none of them can hold up the engine's thread. Reentrant, since
+        # Only for callers, so that none of them can delay the engine's thread. Reentrant, since
         # the garbage collector may close a stream while its thread is in here.
         self._starting = threading.RLock()
         self._thread: threading.Thread | None = None
-        self._process = 0  # the one that started the thread
+        self._process = 0  # the process that started the thread
         self._has_gone = False
-        self._gone: queue.SimpleQueue[None] = queue.SimpleQueue()  # has an item when it has gone
+        self._gone: queue.SimpleQueue[None] = queue.SimpleQueue()  # has an item after the thread
         self._waits = WaitGraph()  # of steps and orders
-        self._ended: EngineError | None = None  # why no order is taken any more
+        self._ended: EngineError | None = None  # the reason why no order is accepted any more
 
     @staticmethod
     def require_request(given: object) -> None:
-        """Raise RequestError for what is no prepared request."""
+        """Raise RequestError for an object that is no prepared request."""
         if not isinstance(given, RequestGroup):
             raise RequestError(
-                f"request is {describe(given)}; allowed: what `prepare` or `prepare_chat` returns"
+                f"request is {describe(given)}; allowed: a result of `prepare` or `prepare_chat`"
             )
 
     def submit(self, group: AnyRequest, receive: Receiver, *, every_step: bool = True) -> None:
@@ -247,13 +240,13 @@ class LocalDriver:
             self._post(_Order(lambda: self._follow(followed), receive))
 
     def cancel(self, groups: Sequence[AnyRequest], *, wait: bool = True) -> None:
-        """Forget those of these requests that are unfinished.
+        """Remove those of these requests that are unfinished.
 
-        wait: return when they hold nothing any more, which takes as long as the step under way.
+        wait: return when they hold nothing any more, which takes as long as the current step.
         """
-        with suppress(EngineError):  # closed meanwhile, and they are gone
+        with suppress(EngineError):  # closed meanwhile, which removed them
             if wait:
-                with suppress(EngineError):  # nobody can wait here
+                with suppress(EngineError):  # waiting is not possible here
                     return self.call(lambda: self._forget(groups))
             self._post(_Order(lambda: self._forget(groups), lambda error: None))
 
@@ -265,16 +258,18 @@ class LocalDriver:
         self._post(_Order(lambda: self._abort(request_id), lambda error: None))
 
     def call(self, function: Callable[[], Answer]) -> Answer:
-        """Call `function` in the engine's thread between two steps; returns or raises what it does.
+        """Call `function` in the engine's thread between two steps; return its result.
 
-        Raises EngineError when the engine is closed, or ends before, or in the engine's own thread.
+        An exception of `function` is the caller's and resets nothing: a function that changes the
+        engine leaves it valid, as the methods of `EngineCore` do. Raises EngineError when the
+        engine is closed, or ends before, or in the engine's own thread.
         """
         answers: queue.SimpleQueue[tuple[Answer] | BaseException] = queue.SimpleQueue()
 
         def run() -> None:
             try:
                 answers.put((function(),))
-            except BaseException as error:  # the caller's to handle
+            except BaseException as error:
                 answers.put(error)
 
         with self.awaited():
@@ -292,25 +287,25 @@ class LocalDriver:
             if answer.set_running_or_notify_cancel():
                 try:
                     answer.set_result(function())
-                except BaseException as error:  # the caller's to handle
+                except BaseException as error:
                     answer.set_exception(error)
 
         with self.awaited():
             self._post(_Order(run, answer.set_exception))
-            told, is_gone = asyncio.wrap_future(answer), False
+            result, is_gone = asyncio.wrap_future(answer), False
             try:
-                while not (await asyncio.wait([told], timeout=_PATIENCE))[0]:
+                while not (await asyncio.wait([result], timeout=_PATIENCE))[0]:
                     if is_gone:  # since before the last wait, in which its answer would have come
                         raise self.ended()
                     is_gone = not self.is_alive
-                return told.result()
+                return result.result()
             finally:
-                told.cancel()  # what nobody waits for any more is not begun
+                result.cancel()  # an order that nothing waits for is not begun
 
     def wait(
         self, items: "queue.SimpleQueue[Item]", groups: Sequence[AnyRequest] | None = None
     ) -> Item:
-        """The next item that the engine's thread puts, for one of these requests if any are given.
+        """Return the next item from the engine's thread, for any of `groups` if these are given.
 
         Raises EngineError if none will come. A simple queue has no lock that the garbage collector
         could run under: closing a stream, it waits here as well.
@@ -325,15 +320,15 @@ class LocalDriver:
                         raise reason from None
 
     def explain_silence(self, groups: Sequence[AnyRequest] | None = None) -> EngineError | None:
-        """Why nobody is told anything any more, or nothing of these requests; None if they may be.
+        """Return why no update (of these requests) will be sent; None if one may be.
 
-        An update that was told before may still be on its way.
+        An update that was sent before may still be on its way.
         """
         if not self.is_alive:
             return self.ended()
-        if groups is None or any(not one.finished or self._is_followed(one) for one in groups):
+        if groups is None or any(not g.finished or self._is_followed(g) for g in groups):
             return None
-        return EngineError("the request has ended, and how it ended could not be told")
+        return EngineError("the request has ended, and its last update could not be delivered")
 
     @property
     def is_alive(self) -> bool:
@@ -342,11 +337,11 @@ class LocalDriver:
         return is_started and not self._has_gone and self._process == os.getpid()
 
     def ended(self) -> EngineError:
-        """Why the engine takes no orders any more."""
+        """Return the reason why the engine accepts no orders any more."""
         if self._ended is None:
             return EngineError(
                 "the engine's thread is not there: it broke, or this process was forked after the "
-                "engine's first request; load the model anew"
+                "engine's first request; load the model again"
             )
         error = EngineError(str(self._ended))
         error.__cause__ = self._ended.__cause__
@@ -360,25 +355,25 @@ class LocalDriver:
         try:
             with self.awaited():
                 while self.is_alive:
-                    with suppress(queue.Empty):  # or somebody else was told
+                    with suppress(queue.Empty):  # or another caller took the item
                         self._gone.get(timeout=_PATIENCE)
         except EngineError:
-            return  # to the thread, which closes the engine when it has done what it does
+            return  # to the thread, which closes the engine after its current work
         if self._thread is not None and self._thread.ident is not None:
             self._thread.join()  # it has nothing left to do
         with self._starting:
             self._engine.close(str(self._ended))  # again, if the thread broke before it could
 
     def _is_followed(self, group: AnyRequest) -> bool:
-        """Whether it is under way: it, and not another of its id."""
+        """Return True if this request is in progress, and not another with its id."""
         followed = self._followed.get(group.request_id)
         return followed is not None and followed.group is group
 
     def awaited(self) -> AbstractContextManager[None]:
-        """Whoever enters this waits for the engine's thread in it.
+        """Return a context in which the caller waits for the engine's thread.
 
-        Raises EngineError, also on entering, where that thread waits for who enters: in itself, in
-        a coroutine that its work began, in a step of another engine that it asked.
+        Raises EngineError, also on entering, where that thread waits for the caller: in the thread
+        itself, in a coroutine that its work began, in a step of another engine that it called.
         """
         if threading.current_thread() is self._thread:
             raise _would_deadlock()
@@ -390,11 +385,11 @@ class LocalDriver:
         self._require_thread()
         self._orders.put(order)
         if self._ended is not None:  # the thread may have refused all others before this one came
-            self._refuse_orders(self.ended())
+            self._refuse_orders()
             self._orders.put(None)  # which it may still be waiting for
 
     def _require_thread(self) -> None:
-        """Start the thread if need be. Raises EngineError if it is there no more."""
+        """Start the thread if necessary. Raises EngineError if it has ended."""
         if self.is_alive:
             return
         with self._starting:
@@ -435,14 +430,14 @@ class LocalDriver:
             except queue.Empty:
                 return True
             if order is not None:
-                self._do(order.run)
+                self._do(partial(self._waits.run, order.run))
             del order  # or what it refers to would live until the next one
         return False
 
     def _do(self, work: Callable[[], None]) -> None:
         """Call `work`; after an exception reset the engine and end every request."""
         try:
-            self._waits.run(work)
+            work()
         except BaseException as error:
             for group, failure in self._engine.reset(error):
                 self._deliver(group, failure)
@@ -450,7 +445,7 @@ class LocalDriver:
                 self._end_one(followed, engine_error("the engine broke", error))
 
     def _step(self) -> None:
-        results = self._waits.run(self._engine.step)  # delivery is no longer within the step
+        results = self._waits.run(self._engine.step)  # delivery is not within the step
         for group, error in results:
             self._deliver(group, error)
 
@@ -464,11 +459,11 @@ class LocalDriver:
             self._send(followed)
 
     def _send(self, followed: _Followed) -> None:
-        """Send what the request has so far; a receiver that raises ends it."""
+        """Send the request's output so far; a receiver that raises ends the request."""
         try:
             output = followed.group.output()
             followed.receive(output)
-        except Exception as error:  # such as an event loop that was closed without a word
+        except Exception as error:  # such as an event loop that was closed
             self._engine.abort(followed.group.request_id)
             self._end_one(followed, engine_error("the answer cannot be delivered", error))
         else:
@@ -478,7 +473,7 @@ class LocalDriver:
     def _follow(self, followed: _Followed) -> None:
         name = followed.group.request_id
         if name in self._followed:
-            with suppress(Exception):  # nobody is there to be told
+            with suppress(Exception):  # no reader is left
                 followed.receive(RequestError(f"request id {name!r} is in use"))
             return
         self._followed[name] = followed  # first: if submitting breaks, it gets the error
@@ -500,7 +495,7 @@ class LocalDriver:
 
     def _end_one(self, followed: _Followed, error: BaseException) -> None:
         self._followed.pop(followed.group.request_id, None)
-        with suppress(Exception):  # no reader is left; see `explain_silence` for one that waits
+        with suppress(Exception):  # no reader is left; `explain_silence` serves one that waits
             followed.receive(error)
 
     def _end(self, reason: BaseException) -> None:
@@ -510,16 +505,14 @@ class LocalDriver:
             self._ended.__cause__ = reason
         for followed in list(self._followed.values()):
             self._end_one(followed, self.ended())
-        self._refuse_orders(self.ended())
+        self._refuse_orders()
         self._engine.close(str(self._ended))
 
-    def _refuse_orders(self, reason: BaseException) -> None:
+    def _refuse_orders(self) -> None:
         """Refuse the orders that are left."""
-        while True:
-            try:
+        with suppress(queue.Empty):
+            while True:
                 order = self._orders.get_nowait()
-            except queue.Empty:
-                return
-            if order is not None:
-                with suppress(Exception):
-                    order.refuse(reason)
+                if order is not None:
+                    with suppress(Exception):
+                        order.refuse(self.ended())

@@ -9,15 +9,6 @@ from typing import Any
 from headstart.errors import AdapterNotFoundError, RequestError
 from headstart.validation import Number, check_absent, check_name, describe
 
-__all__ = [
-    "Adapter",
-    "AdapterNames",
-    "InEngine",
-    "LoRARequest",
-    "adapter_folder",
-    "choose_adapters",
-]
-
 _IDS = Number(int, 1)
 
 

@@ -38,8 +38,6 @@ from headstart.models.lora.files import read_weights
 from headstart.models.lora.modules import AdapterRun, LoraLayers, ResidentAdapter
 from headstart.validation import check_name
 
-__all__ = ["AdapterStore"]
-
 
 class _Reading(NamedTuple):
     """An adapter that is being read again, or has been."""

@@ -27,8 +27,6 @@ from headstart.engine.step import engine_error
 from headstart.errors import EngineError, HeadstartError, RequestError
 from headstart.validation import describe
 
-__all__ = ["AnyOutput", "AnyRequest", "Core", "Driver", "LocalDriver", "Receiver", "Update"]
-
 Update = RequestOutput | BaseException
 """The output of a request so far, or the error that ended it."""
 

@@ -43,7 +43,6 @@ from headstart.models.tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["EngineCore", "load_engine"]
 
 _LOG = logging.getLogger("headstart.engine")
 

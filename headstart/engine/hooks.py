@@ -12,8 +12,6 @@ from headstart.engine.request import Request
 from headstart.engine.step import Batch
 from headstart.engine.tiering.offers import BlockRows
 
-__all__ = ["EngineHooks", "Limit"]
-
 
 class Limit(Protocol):
     """A decision how far a request may be computed in a step. No method waits."""

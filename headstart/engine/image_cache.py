@@ -43,20 +43,6 @@ from headstart.engine.request import Request
 from headstart.errors import EngineError, RequestError
 from headstart.models.decoder import ProcessedImage
 
-__all__ = [
-    "AskedStore",
-    "EmbeddingStore",
-    "EncoderBudget",
-    "EncoderCache",
-    "EncoderKey",
-    "ImageEncoder",
-    "PromptImage",
-    "PromptImages",
-    "SentImage",
-    "SentImages",
-    "send_images",
-]
-
 
 class ImageEncoder(Protocol):
     """A model that makes embeddings of images."""

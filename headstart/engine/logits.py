@@ -26,20 +26,6 @@ from headstart.weights.greedy_head import every_token, mask_logits
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "ALL_BANNED",
-    "AllowedTokens",
-    "BadWords",
-    "Callbacks",
-    "LogitBias",
-    "LogitsProcessor",
-    "Rows",
-    "TokenMask",
-    "Vocabulary",
-    "Word",
-    "allowed_tokens",
-    "change_logits",
-]
 
 ALL_BANNED = "every token is banned, or a penalty overflows"
 

@@ -16,7 +16,6 @@ from headstart.cache import AGE_BOUNDS, EvictionAges, MissReason
 if TYPE_CHECKING:
     from headstart.engine.engine import EngineCore
 
-__all__ = ["MEANINGS", "Counter", "Gauge", "Histogram", "Metric", "Vector", "read_metrics"]
 
 _REASONS = [reason for reason in MissReason if reason is not MissReason.NONE]
 _MISSES = "headstart:prefix_cache_misses"

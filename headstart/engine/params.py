@@ -9,16 +9,6 @@ from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.errors import RequestError
 from headstart.validation import Number, check_absent, check_fields, check_utf8, describe, option
 
-__all__ = [
-    "check_bias",
-    "check_callbacks",
-    "check_ids",
-    "check_vocabulary",
-    "check_words",
-    "read_bias",
-]
-
-
 MAX_BIAS = 100
 MAX_BAD_WORDS = 1024
 

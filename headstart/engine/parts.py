@@ -120,7 +120,6 @@ class ObservedManager(KVCacheManager):
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Parts", "make_parts", "open_stores"]
 
 _LOG = logging.getLogger("headstart.tiers")
 _MOST_PREPARED = 8192  # positions, in 3 ms of the start; more take little beside their load

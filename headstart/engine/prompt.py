@@ -17,15 +17,6 @@ from torch import Tensor
 from headstart.cache import MultiModalItem
 from headstart.engine.outputs import ImageUse
 
-__all__ = [
-    "EmbeddingSource",
-    "GivenRows",
-    "PlacedRows",
-    "PreparedPrompt",
-    "PromptExtras",
-    "RotaryPositions",
-]
-
 
 class PlacedRows(NamedTuple):
     """Embeddings `[tokens, hidden]` of the positions from `position` on."""

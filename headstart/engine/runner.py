@@ -26,8 +26,6 @@ from headstart.errors import EngineError
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.weights.greedy_head import greedy_tokens
 
-__all__ = ["Choice", "Runner", "StepLogits", "choose_tokens"]
-
 PADDING_TOKEN = 0
 
 Answer = TypeVar("Answer")

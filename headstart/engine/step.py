@@ -7,8 +7,6 @@ from headstart.cache import RowCopy
 from headstart.engine.request import Request, RequestGroup
 from headstart.errors import EngineError
 
-__all__ = ["Batch", "ScheduledTokens", "StepResult", "engine_error"]
-
 
 class ScheduledTokens(NamedTuple):
     """Tokens `start` to `stop - 1` of a request, computed in this step.

@@ -10,16 +10,6 @@ from typing import Any, NamedTuple
 from headstart.errors import RequestError
 from headstart.validation import check_utf8, describe, shorten
 
-__all__ = [
-    "FORMATS",
-    "Form",
-    "StructuredOutputsParams",
-    "adapt_schema",
-    "read_tags",
-    "spell_text",
-    "write_tags",
-]
-
 MAX_BYTES = 65_536
 MAX_CHOICE_BYTES = 2**20  # one terminal, whose masks cost no more for more texts
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")

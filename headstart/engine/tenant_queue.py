@@ -15,8 +15,6 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
-__all__ = ["TENANT", "TenantQueue"]
-
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
 """The tenant of the jobs that are submitted in this context. Jobs of no tenant count as one's."""
 

@@ -1,15 +1,13 @@
 """Tiers: where blocks are kept outside the pool, on disk and on other machines. No torch."""
 
 from headstart.tiers.disk import DiskStore
-from headstart.tiers.faults import Faults, Pause
 from headstart.tiers.folder import default_folder, make_folder
 from headstart.tiers.guard import GuardedStore, StoreChain
-from headstart.tiers.loader import Loader, LoadJob
 from headstart.tiers.objects import OBJECTS, ObjectStore
 from headstart.tiers.remote import RemoteStore
-from headstart.tiers.saver import Saver
-from headstart.tiers.store import BlockStore, LoadedBlock, ModelRecord, StoredBlock
+from headstart.tiers.store import BlockStore, Faults, LoadedBlock, ModelRecord, Pause, StoredBlock
 from headstart.tiers.verify import Counts, ModelReport, VerifyReport, verify
+from headstart.tiers.worker import Loader, LoadJob, Saver
 
 __all__ = [
     "OBJECTS",

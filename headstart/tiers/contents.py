@@ -19,18 +19,15 @@ from headstart.errors import CacheError
 from headstart.tiers.disk import DiskStore
 from headstart.tiers.folder import INDEX, make_folder, parse_description, reopen
 from headstart.tiers.index import DiskIndex, KeptBlock, KeptModel
-from headstart.tiers.records import HEADER_BYTES, VERSION, make_header, payload_of, read_header
-from headstart.tiers.store import ModelRecord, StoredBlock
-
-__all__ = [
-    "KeptPrefix",
-    "ModelState",
-    "export_blocks",
-    "import_blocks",
-    "read_model",
-    "read_models",
-    "read_prefixes",
-]
+from headstart.tiers.store import (
+    HEADER_BYTES,
+    VERSION,
+    ModelRecord,
+    StoredBlock,
+    make_header,
+    payload_of,
+    read_header,
+)
 
 _BLOCKS_OF_WORDS = 16
 _KIND = b"headstart blocks "

@@ -1,14 +1,14 @@
 """The disk tier: blocks of K/V in files of a folder, shared by the processes of one user.
 
-    FOLDER/index.sqlite       which block lies where, and what it is worth
+    FOLDER/index.sqlite       the slot of each block, and its worth
     FOLDER/MODEL.kv           the records of a model's blocks, in slots of one size
-    FOLDER/MODEL.json         what the model is, so that the index can be made anew; it stays when
-                              the model has no blocks any more, since it has run here
+    FOLDER/MODEL.json         the model, so that the index can be rebuilt; it stays when the model
+                              has no blocks any more, since it has run here
 
-A slot's record says which block it is and has a checksum, so the index may be wrong: two processes
-may write at once, one may be killed, files may be cut or damaged, and the worst is a miss. Files
-have no gaps: where a block goes, the last one of its file takes its place. A file is cut once the
-index no longer lists what comes after, so that a process that is killed costs no block that was to
+A slot's record names its block and has a checksum, so the index may be wrong: two processes may
+write at once, a process may be killed, files may be cut or damaged, and the worst is a miss. Files
+have no gaps: where a block is removed, the last block of its file takes its place. A file is cut
+once the index no longer lists the slots behind, so that a killed process costs no block that was to
 stay; a slot that it has overwritten holds another block than the index lists.
 """
 
@@ -20,7 +20,6 @@ from pathlib import Path
 
 from headstart.cache import BlockHash
 from headstart.errors import ConfigError
-from headstart.tiers.faults import Faults
 from headstart.tiers.files import SlotFile, slot_bytes
 from headstart.tiers.folder import (
     INDEX,
@@ -33,9 +32,7 @@ from headstart.tiers.folder import (
     slot_path,
 )
 from headstart.tiers.index import DiskIndex, KeptBlock, is_passing
-from headstart.tiers.store import LoadedBlock, ModelRecord, StoredBlock
-
-__all__ = ["DiskStore"]
+from headstart.tiers.store import Faults, LoadedBlock, ModelRecord, StoredBlock
 
 _LEAST_FREE = 256 << 20  # bytes of the disk that are left to others
 _INDEX_ROOM = 8 << 20  # bytes of the disk that a change of the index may need for a while
@@ -63,11 +60,11 @@ class DiskStore:
         self.block_seconds = 0.0  # when it was opened
         self._max_bytes = self._room = max_bytes
         self._num_rebuilds = 0  # of the index
-        self._new: set[BlockHash] = set()  # blocks that the save under way has listed
+        self._new: set[BlockHash] = set()  # blocks that the current save has listed
         self._surplus = 0  # bytes of files beyond their blocks, when `_taken` was called
         self._to_cut: set[ModelRecord] = set()  # models whose files are longer than their blocks
         self._files: dict[Path, SlotFile] = {}
-        # Two connections, so that a lookup does not wait for what is being written.
+        # Two connections, so that a lookup does not wait for a save.
         self._reading, self._writing = threading.RLock(), threading.RLock()
         self._opening = threading.Lock()
         self._reader: OpenIndex | None = None
@@ -103,11 +100,12 @@ class DiskStore:
                 yield LoadedBlock(self.tier, payload)
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
-        rebuilds, saved = self._num_rebuilds, None
-        if not self._is_read_only:
-            saved = self._save(blocks)
-        if rebuilds != self._num_rebuilds:
-            saved = self._save(blocks)
+        if self._is_read_only:
+            saved = None
+        else:
+            rebuilds, saved = self._num_rebuilds, self._save(blocks)
+            if rebuilds != self._num_rebuilds:
+                saved = self._save(blocks)
         if saved is None:
             self.faults.num_unsaved += len(blocks)
         return saved or 0
@@ -119,7 +117,9 @@ class DiskStore:
             self._room = self._max_bytes
             self._new.clear()
             with self._changing() as index:
-                model = self._model_id(index)
+                if (model := self._known_id(index)) is None:
+                    describe_model(self.folder, self.model)
+                    model = index.add_model(self.model)
                 for block in blocks:
                     if index.block(block.name) is not None:
                         index.use(block.name, block.used)  # or the next one could take its place
@@ -134,7 +134,7 @@ class DiskStore:
         return None
 
     def _save_one(self, index: DiskIndex, model: int, block: StoredBlock) -> bool:
-        """Save a block; False if there is no room, or the disk is full."""
+        """Save a block; return False if there is no room, or the disk is full."""
         file = self._file(self.model)
         if memoryview(block.payload).nbytes != self.model.block_bytes:
             self.faults.note("a block is of another size", block.name.hex())
@@ -155,21 +155,19 @@ class DiskStore:
         return False
 
     def _find_room(self, index: DiskIndex, model: int, used: float) -> int | None:
-        """Return a slot for a block; None if all that is there was used since.
+        """Return a slot for a block; None if all blocks were used since.
 
-        Nor is there a slot where the index could not be changed: a slot is overwritten before that,
-        and its block would be lost for nothing.
+        None as well where the index could not be changed: a slot is overwritten before that, and
+        its block would be lost for nothing.
         """
-        size = self._file(self.model).slot_bytes
+        size = slot_bytes(self.model.block_bytes)
         if self._free_space() < _INDEX_ROOM:
             self.faults.note("the disk is full", f"less than {_INDEX_ROOM:,} bytes are free")
             return None
         while True:
             taken = self._taken(index)
-            if (
-                taken + size <= self._room
-                and self._free_space() + self._surplus >= size + _LEAST_FREE
-            ):
+            free = self._free_space() + self._surplus
+            if taken + size <= self._room and free >= size + _LEAST_FREE:
                 return index.count(model)
             victim = index.victim(used)
             if victim is None or size > self._room:
@@ -307,7 +305,7 @@ class DiskStore:
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """Note an exception that is raised inside, and end it; rebuild a damaged index."""
+        """Note an exception that is raised inside, and suppress it; rebuild a damaged index."""
         try:
             yield
         except _Closed:
@@ -316,13 +314,27 @@ class DiskStore:
             self.faults.note("a file cannot be used", error)
         except ConfigError as error:
             self.faults.note("the folder cannot be used", error)
-        except Exception as error:  # whatever a damaged index causes
+        except Exception as error:  # any kind, from a damaged index
             if is_passing(error):
                 self.faults.note("the index cannot be used", error)
-            else:
-                self.faults.note("the index is damaged", error)
-                if not self._is_read_only:
-                    self._rebuild()
+                return
+            self.faults.note("the index is damaged", error)
+            if not self._is_read_only:
+                self._rebuild()
+
+    def _rebuild(self) -> None:
+        try:
+            with self._reading, self._writing:
+                self._require_open()
+                broken = {opened.inode for opened in (self._reader, self._writer) if opened}
+                self._close_indexes()
+                describe_model(self.folder, self.model)
+                rebuild_index(self.folder, broken)
+                self._num_rebuilds += 1
+        except _Closed:
+            pass
+        except Exception as error:  # any kind, from a damaged folder
+            self.faults.note("the index cannot be rebuilt", error)
 
     def _check_files(self) -> None:
         """Describe the model, and look for files that the index lacks."""
@@ -361,18 +373,17 @@ class DiskStore:
         if self._closed:
             raise _Closed
 
+    def _close_indexes(self) -> None:
+        for opened in (self._reader, self._writer):
+            if opened is not None:
+                opened.connection.close()
+        self._reader = self._writer = None
+
     def _known_id(self, index: DiskIndex) -> int | None:
         """Return the model's id; None while it has no blocks."""
         path = slot_path(self.folder, self.model)
-        ids = (one.id for one in index.models() if slot_path(self.folder, one.record) == path)
+        ids = (kept.id for kept in index.models() if slot_path(self.folder, kept.record) == path)
         return next(ids, None)
-
-    def _model_id(self, index: DiskIndex) -> int:
-        """Return the model's id, which it gets with its first block."""
-        if (known := self._known_id(index)) is not None:
-            return known
-        describe_model(self.folder, self.model)
-        return index.add_model(self.model)
 
     def _file(self, record: ModelRecord) -> SlotFile:
         path = slot_path(self.folder, record)
@@ -382,24 +393,3 @@ class DiskStore:
                 file = SlotFile(path, record.block_bytes, read_only=self._is_read_only)
                 self._files[path] = file
         return file
-
-    def _rebuild(self) -> None:
-        """Rebuild the index."""
-        try:
-            with self._reading, self._writing:
-                self._require_open()
-                broken = {opened.inode for opened in (self._reader, self._writer) if opened}
-                self._close_indexes()
-                describe_model(self.folder, self.model)
-                rebuild_index(self.folder, broken)
-                self._num_rebuilds += 1
-        except _Closed:
-            pass
-        except Exception as error:  # whatever a damaged folder causes
-            self.faults.note("the index cannot be made anew", error)
-
-    def _close_indexes(self) -> None:
-        for opened in (self._reader, self._writer):
-            if opened is not None:
-                opened.connection.close()
-        self._reader = self._writer = None

@@ -19,18 +19,14 @@ from pathlib import Path
 from threading import Thread
 
 from headstart.cache import BlockHash
-from headstart.tiers.records import HEADER_BYTES, RecordHeader, make_header, payload_of, read_header
-from headstart.tiers.store import StoredBlock
-
-__all__ = [
-    "ReadBuffers",
-    "SlotFile",
-    "is_accepted",
-    "open_file",
-    "read_file",
-    "replace_file",
-    "slot_bytes",
-]
+from headstart.tiers.store import (
+    HEADER_BYTES,
+    RecordHeader,
+    StoredBlock,
+    make_header,
+    payload_of,
+    read_header,
+)
 
 _LOG = logging.getLogger("headstart.tiers")
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)

@@ -17,22 +17,7 @@ from headstart.cache import BlockHash
 from headstart.errors import ConfigError
 from headstart.tiers.files import SlotFile, open_file, read_file, replace_file
 from headstart.tiers.index import DiskIndex, is_passing
-from headstart.tiers.records import RecordHeader
-from headstart.tiers.store import ModelRecord, StoredBlock
-
-__all__ = [
-    "INDEX",
-    "OpenIndex",
-    "default_folder",
-    "describe_model",
-    "described_models",
-    "make_folder",
-    "parse_description",
-    "rebuild_index",
-    "reopen",
-    "slot_files",
-    "slot_path",
-]
+from headstart.tiers.store import ModelRecord, RecordHeader, StoredBlock
 
 INDEX = "index.sqlite"
 _LOG = logging.getLogger("headstart.tiers")

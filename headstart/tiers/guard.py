@@ -1,10 +1,10 @@
-"""Stores behind a deadline: a call that is late is a miss, and its store is left alone.
+"""Stores behind a deadline: a call that is late is a miss, and its store is paused.
 
     answers ──late or failing──▶ pauses for 5 s to 5 min ──▶ answers
        └──late──▶ stuck until the call has returned ──▶ answers
 
 A file and a name server cannot be called with a time limit, so every call that reads runs in its
-own thread. A thread that is late is abandoned; nothing is asked of the store before it returns.
+own thread. A thread that is late is abandoned; the store is not called again before it returns.
 """
 
 import math
@@ -17,10 +17,14 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from headstart.cache import BlockHash
-from headstart.tiers.faults import SILENT, SLOW, Faults, Pause
-from headstart.tiers.store import BlockStore, LoadedBlock, StoredBlock
-
-__all__ = ["GuardedStore", "StoreChain", "start_thread"]
+from headstart.tiers.store import (
+    SILENT,
+    SLOW,
+    BlockStore,
+    LoadedBlock,
+    Pause,
+    StoredBlock,
+)
 
 DEADLINE = 5.0  # seconds for an answer, and for each chunk of a load
 CLEARING = 60.0  # seconds for forgetting all blocks, of which there may be very many
@@ -29,6 +33,13 @@ _CHUNK_SECONDS = 0.02  # after which a chunk is passed on, however small
 _AHEAD = 4  # answers that a call reads before they are taken
 
 T = TypeVar("T")
+
+Patience = Callable[[], float]
+"""Returns the seconds that the next answer may take, in addition to `DEADLINE`."""
+
+
+def _endless() -> float:
+    return math.inf
 
 
 def start_thread(work: Callable[[], object], name: str) -> threading.Thread | None:
@@ -41,12 +52,14 @@ def start_thread(work: Callable[[], object], name: str) -> threading.Thread | No
     return thread
 
 
-Patience = Callable[[], float]
-"""Returns the seconds that the next answer may take, beside `DEADLINE`."""
+@dataclass(eq=False)
+class _Call(Generic[T]):
+    """A call of a store: the answers that were not taken yet, and how it ended."""
 
-
-def _endless() -> float:
-    return math.inf
+    answers: deque[T] = field(default_factory=deque)
+    error: BaseException | None = None
+    is_done: bool = False
+    is_wanted: bool = True
 
 
 class GuardedStore:
@@ -58,25 +71,11 @@ class GuardedStore:
 
     def __init__(self, store: BlockStore) -> None:
         self.store = store
+        self.tier, self.faults = store.tier, store.faults
         self.pause = Pause(store.faults)
         self._running: set[_Call[Any]] = set()
         self._late: set[_Call[Any]] = set()
         self._changed = threading.Condition()
-
-    @property
-    def tier(self) -> str:
-        """The store's."""
-        return self.store.tier
-
-    @property
-    def faults(self) -> Faults:
-        """The store's."""
-        return self.store.faults
-
-    @property
-    def block_seconds(self) -> float:
-        """The store's."""
-        return self.store.block_seconds
 
     @property
     def is_stuck(self) -> bool:
@@ -85,7 +84,7 @@ class GuardedStore:
 
     @property
     def is_resting(self) -> bool:
-        """True while the store is left alone."""
+        """True while the store is not to be called."""
         return self.is_stuck or self.pause.is_on
 
     def find(self, names: Sequence[BlockHash], patience: Patience = _endless) -> int:
@@ -108,34 +107,29 @@ class GuardedStore:
                     chunk, nbytes, began = [], 0, time.monotonic()
             yield chunk
 
-        for chunk in self._ask(chunks, patience, is_load=True):
-            if chunk:
-                yield chunk
+        return filter(None, self._call(chunks, patience, is_load=True))
 
     def call(
-        self,
-        work: Callable[[BlockStore], T],
-        otherwise: T,
-        patience: Patience = _endless,
+        self, work: Callable[[BlockStore], T], otherwise: T, patience: Patience = _endless
     ) -> T:
         """Return the result of `work`, which calls the store; `otherwise` if all of it is late."""
-        return next(self._ask(lambda store: iter([work(store)]), patience), otherwise)
+        return next(self._call(lambda store: iter([work(store)]), patience), otherwise)
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Save blocks unless the store is left alone; return how many are new."""
+        """Save blocks unless the store is paused; return how many are new."""
         if not self.is_resting:
             return self.store.save(blocks)
         self.faults.num_unsaved += len(blocks)
         return 0
 
     def touch(self, names: Sequence[BlockHash]) -> None:
-        """Note that the blocks were of use, unless the store is left alone."""
+        """Note that the blocks were used, unless the store is paused."""
         if not self.is_resting:
             self.store.touch(names)
 
     def clear(self) -> bool:
         """Forget all blocks of the model; return False where some may be left."""
-        answers = self._ask(lambda store: iter([store.clear()]), _endless, deadline=CLEARING)
+        answers = self._call(lambda store: iter([store.clear()]), _endless, deadline=CLEARING)
         return next(answers, False)
 
     def close(self, timeout: float = DEADLINE) -> None:
@@ -149,7 +143,7 @@ class GuardedStore:
         if (thread := start_thread(close, "headstart-close")) is not None:
             thread.join(timeout)
 
-    def _ask(
+    def _call(
         self,
         work: Callable[[BlockStore], Iterable[T]],
         patience: Patience,
@@ -157,9 +151,9 @@ class GuardedStore:
         deadline: float | None = None,
         is_load: bool = False,
     ) -> Iterator[T]:
-        """Yield the answers up to the first that is late; none if the store is left alone.
+        """Yield the answers up to the first that is late; none if the store is paused.
 
-        is_load: an answer that is slow is a fault and no failure.
+        is_load: a slow answer is a fault and no failure.
         """
         if self.is_resting:
             return
@@ -190,7 +184,7 @@ class GuardedStore:
                     self._late.add(call)
                 self._changed.notify_all()
 
-    def _run(self, call: "_Call[T]", work: Callable[[BlockStore], Iterable[T]]) -> None:
+    def _run(self, call: _Call[T], work: Callable[[BlockStore], Iterable[T]]) -> None:
         """Do the work of a call in its thread, a few answers ahead of the caller."""
         try:
             for answer in work(self.store):
@@ -200,7 +194,7 @@ class GuardedStore:
                     self._changed.wait_for(lambda: len(call.answers) < _AHEAD or not call.is_wanted)
                     if not call.is_wanted:
                         break
-        except BaseException as error:  # the caller is to have it, whatever it is
+        except BaseException as error:  # for the caller
             call.error = error
         with self._changed:
             call.is_done = True
@@ -208,7 +202,7 @@ class GuardedStore:
             self._late.discard(call)
             self._changed.notify_all()
 
-    def _take(self, call: "_Call[T]", seconds: float) -> list[T]:
+    def _take(self, call: _Call[T], seconds: float) -> list[T]:
         """Return the answers that are there, at least one; none if it is over, or late."""
         with self._changed:
             self._changed.wait_for(lambda: call.answers or call.is_done, seconds)
@@ -220,16 +214,6 @@ class GuardedStore:
         return answers
 
 
-@dataclass(eq=False)
-class _Call(Generic[T]):
-    """A call of a store: the answers that were not taken yet, and how it ended."""
-
-    answers: deque[T] = field(default_factory=deque)
-    error: BaseException | None = None
-    is_done: bool = False
-    is_wanted: bool = True
-
-
 class StoreChain:
     """Several tiers, nearest first: a lookup continues in the next where one ends."""
 
@@ -238,8 +222,8 @@ class StoreChain:
 
     @property
     def block_seconds(self) -> float:
-        """Seconds that computing a block took, by the nearest store that knows; 0 for none."""
-        return next((store.block_seconds for store in self.stores if store.block_seconds), 0.0)
+        """Seconds to compute a block, from the nearest store that knows; 0 for none."""
+        return next((s.store.block_seconds for s in self.stores if s.store.block_seconds), 0.0)
 
     def find(self, names: Sequence[BlockHash], patience: Patience = _endless) -> int:
         """Return how many of these, from the first on, are probably in one of the stores."""
@@ -265,6 +249,6 @@ class StoreChain:
         return max(store.save(blocks) for store in self.stores)
 
     def touch(self, names: Sequence[BlockHash]) -> None:
-        """Note in all stores that the blocks were of use."""
+        """Note in all stores that the blocks were used."""
         for store in self.stores:
             store.touch(names)

@@ -22,8 +22,6 @@ from headstart.errors import ConfigError
 from headstart.tiers.files import is_accepted
 from headstart.tiers.store import ModelRecord, StoredBlock
 
-__all__ = ["DiskIndex", "KeptBlock", "KeptModel", "is_passing"]
-
 _PATIENCE = 5.0  # seconds to wait for another process's transaction
 _AT_ONCE = 500  # names in a query
 _LONGEST = 1e6  # seconds that computing a block may have taken

@@ -1,7 +1,7 @@
-"""Objects of any size over a `BlockStore`, whose blocks have one: image embeddings and the like.
+"""Objects of any size, such as image embeddings, over a `BlockStore` of blocks of one size.
 
 An object is cut into blocks of `OBJECT_BLOCK` bytes, the first of which begins with its length. An
-object that lost any of them is not there.
+object that lost a block is missing.
 """
 
 import hashlib
@@ -11,21 +11,18 @@ from collections.abc import Sequence
 
 from headstart.cache import BlockHash
 from headstart.tiers.guard import GuardedStore
-from headstart.tiers.saver import Saver
 from headstart.tiers.store import BlockStore, ModelRecord, StoredBlock
-
-__all__ = ["OBJECTS", "ObjectStore"]
+from headstart.tiers.worker import Saver
 
 OBJECT_BLOCK = 1 << 16
 _LENGTH = struct.Struct("<Q")
-_NOTHING = BlockHash(bytes(32))
 
 OBJECTS = ModelRecord("objects, 1", "image embeddings", 1, OBJECT_BLOCK)
-"""The record of all objects, whatever their model: their keys say all that they depend on."""
+"""The record of all objects of all models: an object's key covers all that it depends on."""
 
 
 class ObjectStore:
-    """Bytes by key; what is not there, or damaged, is None. No method raises.
+    """Bytes by key; an object that is missing or damaged is None. No method raises.
 
     stores: the tiers, nearest first. Loading waits for each up to its deadline; saving does not.
     """
@@ -35,13 +32,14 @@ class ObjectStore:
         self._saver = saver
 
     def load(self, key: bytes) -> memoryview | None:
-        """The object of this key, as it was saved. What a farther tier had is saved in all."""
-        for at, store in enumerate(self._stores):
-            found = store.call(lambda inner: self._load(inner, key), None)
-            if found is not None:
-                if at:
-                    self.save(key, found, _count_blocks(len(found)) * store.block_seconds)
-                return found
+        """Return the object of this key, as it was saved; one of a farther tier is saved in all."""
+        for index, guarded in enumerate(self._stores):
+            data = guarded.call(lambda store: self._load(store, key), None)
+            if data is not None:
+                if index:
+                    seconds = guarded.store.block_seconds
+                    self.save(key, data, _count_blocks(len(data)) * seconds)
+                return data
         return None
 
     def _load(self, store: BlockStore, key: bytes) -> memoryview | None:
@@ -50,7 +48,7 @@ class ObjectStore:
             return None
         length = _LENGTH.unpack_from(first.payload)[0]
         count = _count_blocks(length)
-        names = [_name(key, at) for at in range(1, count)]
+        names = [_name(key, index) for index in range(1, count)]
         if store.find(names) < len(names):
             return None
         parts = [first.payload, *(block.payload for block in store.load(names))]
@@ -60,30 +58,26 @@ class ObjectStore:
         return memoryview(b"".join(parts))[_LENGTH.size : _LENGTH.size + length]
 
     def save(self, key: bytes, data: bytes | memoryview, seconds: float) -> None:
-        """Keep an object that took so long to make, if the saver has room for it."""
-        whole = _LENGTH.pack(len(data)) + data
+        """Store an object that took so long to make, if the saver has room for it."""
         count = _count_blocks(len(data))
-        whole = whole.ljust(count * OBJECT_BLOCK, b"\0")
+        whole = memoryview((_LENGTH.pack(len(data)) + data).ljust(count * OBJECT_BLOCK, b"\0"))
+        names = [_name(key, index) for index in range(count)]
+        parents = [BlockHash(bytes(32)), *names]
+        parts = [whole[i * OBJECT_BLOCK : (i + 1) * OBJECT_BLOCK] for i in range(count)]
         now = time.time()
         self._saver.offer(
             [
-                StoredBlock(
-                    _name(key, at),
-                    _name(key, at - 1) if at else _NOTHING,
-                    at,
-                    seconds / count,
-                    now,
-                    memoryview(whole)[at * OBJECT_BLOCK : (at + 1) * OBJECT_BLOCK],
-                )
-                for at in range(count)
+                StoredBlock(names[i], parents[i], i, seconds / count, now, parts[i])
+                for i in range(count)
             ]
         )
 
 
 def _count_blocks(nbytes: int) -> int:
-    """Number of blocks of an object of so many bytes."""
+    """Return the number of blocks of an object of so many bytes."""
     return -(-(nbytes + _LENGTH.size) // OBJECT_BLOCK)
 
 
-def _name(key: bytes, at: int) -> BlockHash:
-    return BlockHash(hashlib.sha256(b"object" + struct.pack("<QQ", at, len(key)) + key).digest())
+def _name(key: bytes, index: int) -> BlockHash:
+    data = b"object" + struct.pack("<QQ", index, len(key)) + key
+    return BlockHash(hashlib.sha256(data).digest())

@@ -14,11 +14,17 @@ from typing import Any
 from headstart.cache import BlockHash
 from headstart.errors import ConfigError
 from headstart.imports import install
-from headstart.tiers.faults import Faults, Pause
-from headstart.tiers.records import VERSION, make_header, payload_of, read_header
-from headstart.tiers.store import LoadedBlock, ModelRecord, StoredBlock
-
-__all__ = ["RemoteStore"]
+from headstart.tiers.store import (
+    VERSION,
+    Faults,
+    LoadedBlock,
+    ModelRecord,
+    Pause,
+    StoredBlock,
+    make_header,
+    payload_of,
+    read_header,
+)
 
 _PATIENCE = 2.0  # seconds for an answer, and for a connection
 _FIRST = 8  # names in the first question of a lookup: most prompts that are new miss there

@@ -21,8 +21,6 @@ from headstart.tiers.folder import INDEX, described_models, make_folder, rebuild
 from headstart.tiers.index import DiskIndex, is_passing
 from headstart.tiers.store import ModelRecord
 
-__all__ = ["Counts", "ModelReport", "VerifyReport", "verify"]
-
 _AT_ONCE = 64  # blocks that are read again while no process may write
 
 

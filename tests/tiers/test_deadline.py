@@ -25,7 +25,7 @@ from headstart.tiers import (
     Saver,
     StoreChain,
 )
-from headstart.tiers.records import make_header
+from headstart.tiers.store import make_header
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, block, blocks, name, names, payload
 from tests.tiers.test_threads import FOREVER, Gate, Store, arrived, everything, loading
@@ -40,7 +40,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr("headstart.tiers.faults.time", clock)
+        monkeypatch.setattr("headstart.tiers.store.time", clock)
 
 
 @pytest.fixture
@@ -180,8 +180,8 @@ def test_a_load_that_takes_longer_than_computing_ends(
 ) -> None:
     """The first one soon, and others when computing all of it would have taken as long."""
     monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
-    monkeypatch.setattr("headstart.tiers.loader._TRIAL", 0.06)
-    monkeypatch.setattr("headstart.tiers.loader._LEAST_WAIT", 0.01)
+    monkeypatch.setattr("headstart.tiers.worker._TRIAL", 0.06)
+    monkeypatch.setattr("headstart.tiers.worker._LEAST_WAIT", 0.01)
 
     def tick(method: str) -> None:
         time.sleep(0.05 if method == "block" else 0)  # the store is slow, and never silent
@@ -226,7 +226,7 @@ def test_a_link_that_becomes_slow_costs_a_load_what_computing_takes(
     """Requests in a row waited for 14 times as long as computing took, since the rate was an
     average over the fast loads before."""
     pytest.importorskip("redis")
-    monkeypatch.setattr("headstart.tiers.loader._LEAST_WAIT", 0.05)
+    monkeypatch.setattr("headstart.tiers.worker._LEAST_WAIT", 0.05)
     server, remote = SlowServer(), RemoteStore("redis://127.0.0.1:1", MODEL)
     remote._client = server
     store = GuardedStore(remote)
@@ -261,7 +261,7 @@ def test_a_link_that_becomes_slow_costs_a_load_what_computing_takes(
 def test_a_lookup_that_is_slower_than_computing_has_the_store_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("headstart.tiers.loader._LEAST_WAIT", 0.02)
+    monkeypatch.setattr("headstart.tiers.worker._LEAST_WAIT", 0.02)
     gate = Gate("find")
     store = GuardedStore(Store(gate))
     with loading(store, compute=lambda count: 0.01) as loader:

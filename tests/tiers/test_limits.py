@@ -132,7 +132,7 @@ def test_closing_has_one_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
             clock = SimpleNamespace(monotonic=lambda: now)
             patch.setattr("headstart.engine.tiering.tiers.time", clock)
             stores = (*tiers._tiers, *tiers._object_tiers)
-            for part in (tiers._saver, tiers._object_saver, tiers._loader, *stores):
+            for part in (*tiers._savers, tiers._loader, *stores):
                 patch.setattr(part, "close", close)
             tiers.close()
     assert allowed == [10.0, 6.0, 2.0, 0.0, 0.0]

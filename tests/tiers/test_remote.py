@@ -13,7 +13,8 @@ import pytest
 from headstart import LLM, SamplingParams
 from headstart.cache import BlockHash
 from headstart.errors import ConfigError
-from headstart.tiers import ModelRecord, RemoteStore, records, remote
+from headstart.tiers import ModelRecord, RemoteStore, remote
+from headstart.tiers import store as records
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, blocks, held, name, names
 
@@ -119,7 +120,7 @@ def test_a_server_that_is_down_costs_a_miss_and_is_asked_again(
     now = 0.0
     # Not the clock of everybody: event loops of servers in other threads would never wake up.
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("headstart.tiers.faults.time", clock)
+    monkeypatch.setattr("headstart.tiers.store.time", clock)
     with closing(RemoteStore(server.url, MODEL)) as store:
         store.save(blocks(range(4)))
         loading = store.load(names(range(4)))
@@ -142,7 +143,7 @@ def test_a_server_that_takes_no_blocks_still_gives_what_it_has(
 ) -> None:
     """Each save that it refused had it left alone by those who load, too."""
     now = 0.0
-    monkeypatch.setattr("headstart.tiers.faults.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("headstart.tiers.store.time", SimpleNamespace(monotonic=lambda: now))
     orders = {
         "full": [("CONFIG SET maxmemory-policy", "noeviction"), ("CONFIG SET maxmemory", "1")],
         "replica": [("REPLICAOF", "127.0.0.1", "1")],

@@ -10,7 +10,7 @@ import pytest
 from headstart.cache import BlockHash
 from headstart.engine.outputs import RequestOutput
 from headstart.tiers import GuardedStore, RemoteStore, StoreChain
-from headstart.tiers.records import make_header
+from headstart.tiers.store import make_header
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, block, blocks, name, names
 from tests.tiers.test_deadline import GREEDY, Listener, drip

@@ -350,7 +350,7 @@ def test_a_process_that_was_forked_waits_for_no_saver() -> None:
 
 def test_a_queue_that_is_empty_again_returns_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 400 MB stayed resident after all was saved."""
-    monkeypatch.setattr("headstart.tiers.saver._DRAIN_BYTES", 6 * SIZE)
+    monkeypatch.setattr("headstart.tiers.worker._DRAIN_BYTES", 6 * SIZE)
     alive: list[weakref.ref[np.ndarray[Any, Any]]] = []
     drained: list[int] = []
 

@@ -13,7 +13,7 @@ from headstart.errors import CacheError
 from headstart.tiers import DiskStore, ModelRecord, StoredBlock
 from headstart.tiers.contents import import_blocks
 from headstart.tiers.folder import INDEX
-from headstart.tiers.records import VERSION, make_header
+from headstart.tiers.store import VERSION, make_header
 from tests.tiers.stores import MODEL, block, blocks, disk, held, names
 
 

@@ -1,9 +1,9 @@
-"""The fingerprint of a model: processes exchange K/V only where it is the same.
+"""The fingerprint of a model: processes exchange K/V only where it is equal.
 
 It covers the content of the weights and of the configuration, the dtype, the bits in which weights
-and K/V are kept, and the layout of a block's bytes; adapter, salt, tokens and items are in a
-block's name besides. Where answers must be the same bit for bit (`deterministic`), it also covers
-all that decides on rounding.
+and K/V are stored, and the layout of a block's bytes; a block's name also covers adapter, salt,
+tokens and items. Where answers must be equal bit for bit (`deterministic`), it also covers all that
+determines rounding.
 """
 
 import hashlib
@@ -26,11 +26,9 @@ from headstart.tiers.files import read_file, replace_file
 from headstart.version import __version__
 from headstart.weights.format import PREQUANTIZED_REVISION, REVISIONS, Embedding, Linear
 
-__all__ = ["identify"]
-
 _LAYOUT = "layer by layer K and then V, [tokens, heads, width], 1"
 _MEMORY = "fingerprints.json"
-# Which instructions torch's libraries take: they round in their own ways.
+# The instructions that torch's libraries use, each with its own rounding.
 _CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 _MOST = 256  # models whose fingerprints are remembered
 
@@ -42,9 +40,9 @@ def identify(
     folder: Path | None,
     rows: BlockRows | None = None,
 ) -> ModelRecord:
-    """The model's record for a store. Reads all weights, unless `folder` remembers these files.
+    """Return the model's record for a store. Reads all weights, unless `folder` has their digest.
 
-    rows: what is kept beside K/V.
+    rows: the rows that are stored with K/V.
     """
     parts = [
         _LAYOUT,
@@ -56,7 +54,20 @@ def identify(
     if memory.has_scales:
         parts.append(f"K/V int8 {REVISION}")
     if config.deterministic:
-        parts += [name_backend(memory), *_rounding(decoder, config)]
+        parts += [
+            name_backend(memory),
+            "deterministic",
+            __version__,
+            torch.__version__,
+            str(decoder.device),
+            torch.cuda.get_device_name(decoder.device) if decoder.device.type == "cuda" else "",
+            torch.backends.cpu.get_cpu_capability(),
+            " ".join(sorted(cpu_flags())),
+            f"{config.threads} threads",
+            decoder.products(),
+            torch.get_float32_matmul_precision(),
+            *(os.environ.get(name, "") for name in _CAPS),
+        ]
     name, nbytes = _name(decoder.folder), memory.block_bytes
     if rows is not None:
         parts.append(rows.layout)
@@ -68,9 +79,9 @@ def identify(
 
 
 def _kept_weights(decoder: DecoderModel) -> list[str]:
-    """Each layer whose weight is not a float: one file may be read into several kinds.
+    """Return each layer whose weight is not a float, since a file may be read into several kinds.
 
-    And whether a compiled product rounds its rows to 8 bits, which others do not.
+    Each says if its compiled product rounds its rows to 8 bits, which others do not.
     """
     kept = []
     for name, module in sorted(decoder.module.named_modules()):
@@ -84,24 +95,24 @@ def _kept_weights(decoder: DecoderModel) -> list[str]:
 
 
 def _kinds(decoder: DecoderModel, memory: PagedKVMemory, config: EngineConfig) -> list[str]:
-    """What tells people a model's K/V from others of the same files."""
-    found = [str(decoder.dtype).removeprefix("torch.")]
-    layers = [one.matrix for one in decoder.module.modules() if isinstance(one, Linear)]
+    """Return what distinguishes a model's K/V from others of the same files, for people."""
+    kinds = [str(decoder.dtype).removeprefix("torch.")]
+    layers = [layer.matrix for layer in decoder.module.modules() if isinstance(layer, Linear)]
     quantized = [matrix for matrix in layers if matrix.kind is not None]
     rounded = [matrix.kind for matrix in quantized if not matrix.is_prequantized and matrix.kind]
     if 2 * len(rounded) > len(quantized):  # int4 has layers of more bits
-        found.append(f"{min(rounded, key=lambda kind: kind.removeprefix('int'))} weights")
+        kinds.append(f"{min(rounded, key=lambda kind: kind.removeprefix('int'))} weights")
     if memory.has_scales:
-        found.append("int8 K/V")
+        kinds.append("int8 K/V")
     if config.deterministic:
-        found.append("deterministic")
+        kinds.append("deterministic")
     if config.block_size != EngineConfig.block_size:
-        found.append(f"blocks of {config.block_size}")
-    return found
+        kinds.append(f"blocks of {config.block_size}")
+    return kinds
 
 
 def _name(folder: Path | None) -> str:
-    """A model's name for people: that on the hub, or its folder's or GGUF file's."""
+    """Return a model's name for people: that on the hub, or its folder's or GGUF file's."""
     if folder is None:
         return "a model in memory"
     folder = folder.absolute()
@@ -114,44 +125,21 @@ def _name(folder: Path | None) -> str:
     return folder.resolve().name
 
 
-def _rounding(decoder: DecoderModel, config: EngineConfig) -> list[str]:
-    """All that decides on the last bits of K and V."""
-    return [
-        "deterministic",
-        __version__,
-        torch.__version__,
-        str(decoder.device),
-        torch.cuda.get_device_name(decoder.device) if decoder.device.type == "cuda" else "",
-        torch.backends.cpu.get_cpu_capability(),
-        " ".join(sorted(cpu_flags())),
-        f"{config.threads} threads",
-        decoder.products(),
-        torch.get_float32_matmul_precision(),
-        *(os.environ.get(name, "") for name in _CAPS),
-    ]
-
-
 def _weights(decoder: DecoderModel, folder: Path | None) -> str:
-    """SHA-256 of configuration and weights, remembered by the files' inodes, sizes and times."""
+    """Return the SHA-256 of configuration and weights, remembered by files, sizes and times."""
     if decoder.folder is None or folder is None or not decoder.has_its_files:
         return decoder.fingerprint()
-    key = hashlib.sha256(repr((decoder.folder.resolve(), decoder.files)).encode())
+    key = hashlib.sha256(repr((decoder.folder.resolve(), decoder.files)).encode()).hexdigest()
     path = folder / _MEMORY
-    known = _read(path)
-    if (found := known.get(key.hexdigest())) is not None:
-        decoder.recall_fingerprint(found)
-        return found
-    known[key.hexdigest()] = decoder.fingerprint()
+    known: dict[str, str] = {}
+    with suppress(OSError, ValueError, RecursionError):  # missing, or damaged
+        data = json.loads(read_file(path))
+        if isinstance(data, dict):
+            known = {name: value for name, value in data.items() if isinstance(value, str)}
+    if key in known:
+        decoder.recall_fingerprint(known[key])
+        return known[key]
+    known[key] = decoder.fingerprint()
     with suppress(OSError):  # two processes may write at once
         replace_file(path, json.dumps(dict(list(known.items())[-_MOST:])).encode())
-    return known[key.hexdigest()]
-
-
-def _read(path: Path) -> dict[str, str]:
-    try:
-        found = json.loads(read_file(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    return {key: value for key, value in found.items() if isinstance(value, str)}
+    return known[key]

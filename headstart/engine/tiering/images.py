@@ -1,8 +1,8 @@
 """Embeddings of images and sounds that outlive the encoder cache and the process.
 
-A request that shows an image is scheduled once it is known what the tiers have of it; the lookup
-runs in a thread, and other requests run meanwhile. What a request asked for is forgotten when it
-leaves; another request that waits for the same image then asks again.
+A request that shows an image is scheduled once the tiers have answered whether they have it; the
+lookup runs in a thread, and other requests run meanwhile. A lookup is forgotten when its request
+leaves; another request that waits for the same image then starts a new one.
 """
 
 import json
@@ -17,8 +17,6 @@ from torch import Tensor
 from headstart.engine.image_cache import EncoderKey
 from headstart.engine.tenant_queue import TenantQueue
 from headstart.tiers import ObjectStore
-
-__all__ = ["ImageLoads", "KeptRows"]
 
 _MOST = 16  # images that are looked up, or found and not taken; more are loaded within a step
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
@@ -41,7 +39,7 @@ class KeptRows:
         return rows.view(_DTYPES[dtype]).view(shape)
 
     def save(self, key: EncoderKey, rows: Tensor, seconds: float) -> None:
-        """Save rows that took so long to compute, unless one is not finite."""
+        """Save rows that took so long to compute, unless a value is not finite."""
         if str(rows.dtype) in _DTYPES and bool(torch.isfinite(rows).all()):
             head = json.dumps([str(rows.dtype), list(rows.shape)]).encode()
             flat = rows.detach().cpu().contiguous().view(-1)
@@ -53,11 +51,11 @@ def _name(key: EncoderKey) -> bytes:
     return b"image rows " + json.dumps([key.salt, key.digest.hex()]).encode()
 
 
-class ImageLoads:
-    """Rows of a store that is asked ahead; an `AskedStore` for one engine's thread."""
+class ImageLoads(KeptRows):
+    """Rows of a store that is queried ahead; an `AskedStore` for one engine's thread."""
 
-    def __init__(self, rows: KeptRows) -> None:
-        self._rows = rows
+    def __init__(self, objects: ObjectStore) -> None:
+        super().__init__(objects)
         self._thread = TenantQueue("headstart-images", 1)
         self._asked: dict[EncoderKey, Future[Tensor | None]] = {}
         self._running: set[Future[Tensor | None]] = set()  # also of images that were forgotten
@@ -65,54 +63,50 @@ class ImageLoads:
     @property
     def are_under_way(self) -> bool:
         """True while an image is looked up."""
-        return not all(found.done() for found in self._asked.values())
+        return not all(lookup.done() for lookup in self._asked.values())
 
     def is_coming(self, key: EncoderKey) -> bool:
-        """True while it is not known what the store has of this image; asks at the first call."""
+        """Return True until the store has answered; the first call starts the lookup."""
         if key not in self._asked:
             if len(self._asked) >= _MOST:
                 return False
             try:
-                found = self._thread.submit(self._rows.load, key)
+                lookup = self._thread.submit(super().load, key)
             except RuntimeError:  # it is closed, or the machine has no more threads
                 return False
-            self._asked[key] = found
-            self._running.add(found)
-            found.add_done_callback(self._running.discard)
+            self._asked[key] = lookup
+            self._running.add(lookup)
+            lookup.add_done_callback(self._running.discard)
         return not self._asked[key].done()
 
     def load(self, key: EncoderKey) -> Tensor | None:
-        """Return the embeddings `[rows, hidden]`; an image that was not asked for is waited for."""
-        if (found := self._asked.pop(key, None)) is None:
-            return self._rows.load(key)
+        """Return the embeddings `[rows, hidden]`; without an earlier lookup, wait for them."""
+        if (lookup := self._asked.pop(key, None)) is None:
+            return super().load(key)
         with suppress(Exception):  # a damaged object: the image is encoded
-            return found.result()
+            return lookup.result()
         return None
 
-    def save(self, key: EncoderKey, rows: Tensor, seconds: float) -> None:
-        """Save embeddings that took so long to compute."""
-        self._rows.save(key, rows, seconds)
-
     def forget(self, key: EncoderKey) -> None:
-        """Forget an image: a request that asked for it has left."""
-        if (found := self._asked.pop(key, None)) is not None:
-            found.cancel()
+        """Drop the lookup of a request that has left."""
+        if (lookup := self._asked.pop(key, None)) is not None:
+            lookup.cancel()
 
     def forget_all(self, timeout: float) -> bool:
-        """Forget all images, and wait for what is being loaded; False if that takes longer.
+        """Drop all lookups, and wait for current loads; return False if that takes longer.
 
-        An image of a farther tier is saved in all tiers: that is over then, too.
+        An image of a farther tier is saved in all tiers: that has then ended, too.
         """
         for key in list(self._asked):
             self.forget(key)
         return not futures.wait(self._running.copy(), timeout).not_done
 
     def wait(self, timeout: float) -> None:
-        """Wait until one more image is looked up."""
-        pending = [found for found in self._asked.values() if not found.done()]
+        """Wait until another lookup has ended."""
+        pending = [lookup for lookup in self._asked.values() if not lookup.done()]
         futures.wait(pending, timeout, futures.FIRST_COMPLETED)
 
     def close(self, timeout: float) -> None:
-        """Look up no more images. Idempotent."""
+        """Accept no more lookups. Idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self.forget_all(timeout)

@@ -1,17 +1,17 @@
-"""Loads from a store into the pool: a request's lookup goes on where the pool's chain ends.
+"""Loads from a store into the pool: a request's lookup continues where the pool's chain ends.
 
-A load is a sequence of the cache that nobody computes: it takes blocks, they get their rows from
-the store, and when all are there it gives them back, cached. So a request that begins the same
-waits for a load as it waits for another request that computes its prefix, and hits what was loaded
-as it hits all else. A load takes blocks only if those suffice for the request that it is for.
+A load is a sequence of the cache that is not computed: it takes blocks, they get their rows from
+the store, and when all are there it gives them back, cached. So a request with the same beginning
+waits for a load as it waits for another request that computes its prefix, and hits the loaded
+blocks like any others. A load takes blocks only if they suffice for its request.
 
-    queue     a request comes: look for what the pool lacks, in the loader's thread
-    take_in   between two steps: put what has arrived into the pool
+    queue     a request arrives: look for the blocks that the pool lacks, in the loader's thread
+    take_in   between two steps: put arrived blocks into the pool
     reach     as a limit, the request waits meanwhile; others run. While the pool has no room for it
-              they go past it a few times, as with all that waits for blocks. One that was preempted
-              looks for what the pool lost of it, once there is room for it again
+              they bypass it a few times, like any request that waits for blocks. A preempted
+              request looks for the blocks that the pool lost, once there is room for it again
 
-What does not come is computed. Nothing here fails a request.
+Blocks that do not come are computed. Nothing here fails a request.
 """
 
 import itertools
@@ -23,16 +23,14 @@ from headstart.engine.request import Request, RequestGroup
 from headstart.engine.tiering.offers import BlockPayload
 from headstart.tiers import LoadedBlock, Loader, LoadJob
 
-__all__ = ["Load", "Loads"]
-
 
 class Load:
     """One prefix on its way from the store.
 
     first: the block of the prompt that the job begins with. next: the block that is taken in next.
-    written: the tiers of the blocks before that which it has put into the pool. sequence: what
-    holds the blocks; None before the first has arrived. requests: who waits.
-    lacks_room: the free blocks do not suffice for its request.
+    written: the tiers of the blocks before that which it has put into the pool. sequence: holds the
+    blocks; None before the first has arrived. requests: the requests that wait. lacks_room: the
+    free blocks do not suffice for its request.
     """
 
     def __init__(self, request: Request, first: int, job: LoadJob) -> None:
@@ -46,28 +44,28 @@ class Load:
 
     @property
     def is_wanted(self) -> bool:
-        """True while somebody waits for it."""
+        """True while a request waits for it."""
         return any(request.finish_reason is None for request in self.requests)
-
-    def segments(self, block_size: int) -> list[tuple[str, range]]:
-        """Return the tokens that it has put into the pool, by tier."""
-        found, start = [], self.next - len(self.written)
-        for tier, blocks in itertools.groupby(self.written):
-            stop = start + len(list(blocks))
-            found.append((tier, range(start * block_size, stop * block_size)))
-            start = stop
-        return found
 
     @property
     def has_all(self) -> bool:
         """True if nothing more arrives."""
         return self.job.done and not self.job.arrived
 
+    def segments(self, block_size: int) -> list[tuple[str, range]]:
+        """Return the tokens that it has put into the pool, by tier."""
+        segments, start = [], self.next - len(self.written)
+        for tier, blocks in itertools.groupby(self.written):
+            stop = start + len(list(blocks))
+            segments.append((tier, range(start * block_size, stop * block_size)))
+            start = stop
+        return segments
+
 
 class Loads:
-    """The loads under way; a `Limit` of the engine's scheduler.
+    """The current loads; a `Limit` of the engine's scheduler.
 
-    before_writing: called when blocks were taken, before anything is written over their rows.
+    before_writing: called when blocks were taken, before their rows are overwritten.
     """
 
     def __init__(
@@ -89,47 +87,42 @@ class Loads:
 
     @property
     def are_under_way(self) -> bool:
-        """True if somebody waits for blocks."""
+        """True if a request waits for blocks."""
         return bool(self._waiting)
 
     def queue(self, group: RequestGroup) -> None:
-        """Look for what the pool lacks of a new request's prompt."""
+        """Look for the blocks of a new request's prompt that the pool lacks."""
         request = group.requests[0]
         load = self._begin(request, len(request.sequence.token_ids) - 1)
         if load is not None:
-            for request in group.requests:
-                self._await(request, load)
+            load.requests.update(group.requests)
+            self._waiting |= dict.fromkeys(group.requests, load)
 
     def _begin(self, request: Request, num_tokens: int) -> Load | None:
-        """Have what the pool lacks of a request's first tokens looked for; None if it has all."""
-        sequence, size = request.sequence, self._manager.block_size
-        most = num_tokens // size
+        """Look for a request's first tokens that the pool lacks; return None if it has all."""
+        sequence = request.sequence
+        most = num_tokens // self._manager.block_size
         if not request.reads_cache or most == 0:
             return None
-        found = self._manager.get_computed_blocks(sequence)
-        first = len(found.blocks)
-        if first >= most or found.writer is not None:
+        computed = self._manager.get_computed_blocks(sequence)
+        first = len(computed.blocks)
+        if first >= most or computed.writer is not None:
             return None
         names = self._manager.block_hashes(sequence)[first:most]
         load = self._loads.get(names[0])
         if load is None or len(load.job.names) < len(names):
-            load = self._loads[names[0]] = Load(
-                request, first, self._loader.start(names, self._choose)
-            )
+            job = self._loader.start(names, self._choose)
+            load = self._loads[names[0]] = Load(request, first, job)
         return load
-
-    def _await(self, request: Request, load: Load) -> None:
-        load.requests.add(request)
-        self._waiting[request] = load
 
     # As a limit
 
     def applies(self, request: Request) -> bool:
-        """A request is limited while its prefix is being loaded, and once it was preempted."""
+        """Return True while its prefix is being loaded, and once it was preempted."""
         return request in self._waiting or request.num_preemptions > 0
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
-        """All of it, or nothing yet."""
+        """Return `stop`, or not yet."""
         load = self._waiting.get(request)
         if load is not None:
             return start if load.lacks_room else None
@@ -138,33 +131,33 @@ class Loads:
         return stop
 
     def _load_again(self, request: Request) -> bool:
-        """Look for what the pool lost of a preempted request; True if it waits for that.
+        """Look for the lost blocks of a preempted request; return True if it waits for them.
 
-        Not before there is room for it, or others would take the blocks again; and once for what is
-        lost, or a request whose blocks the store does not have would wait for ever.
+        Not before there is room for it, or others would take the blocks again; and once for the
+        same loss, or a request whose blocks the store does not have would wait forever.
         """
         manager, sequence = self._manager, request.sequence
         if manager.is_known(sequence):
             return False  # it runs
-        found = manager.get_computed_blocks(sequence)
-        hit = len(found.blocks)
-        if self._tried.get(request, hit + 1) <= hit or not manager.can_admit(found):
+        computed = manager.get_computed_blocks(sequence)
+        hit = len(computed.blocks)
+        if self._tried.get(request, hit + 1) <= hit or not manager.can_admit(computed):
             return False
-        known = min(request.num_read, len(sequence.token_ids) - 1)
-        load = self._begin(request, known)
+        load = self._begin(request, min(request.num_read, len(sequence.token_ids) - 1))
         if load is None:
             return False
-        self._tried = {one: n for one, n in self._tried.items() if one.finish_reason is None}
+        self._tried = {r: n for r, n in self._tried.items() if r.finish_reason is None}
         self._tried[request] = hit
-        self._await(request, load)
+        load.requests.add(request)
+        self._waiting[request] = load
         return True
 
     def enter(self, request: Request, start: int, stop: int) -> None:
-        """It runs again: after another preemption it looks for its blocks anew."""
+        """Let a request look for its blocks again after another preemption."""
         self._tried.pop(request, None)
 
     def leave(self, request: Request) -> None:
-        """It waits for no load any more; one that nobody waits for gives its blocks back."""
+        """Stop waiting; a load that no request waits for gives its blocks back."""
         load = self._waiting.get(request)
         if load is None:
             return
@@ -176,7 +169,7 @@ class Loads:
     # Between two steps
 
     def take_in(self) -> Counter[str]:
-        """Put what has arrived into the pool; the blocks, by their tiers, are to be committed."""
+        """Put arrived blocks into the pool; return their numbers by tier, to be committed."""
         written: Counter[str] = Counter()
         preferred: LoadJob | None = None
         for load in list(dict.fromkeys(self._waiting.values())):
@@ -187,21 +180,18 @@ class Loads:
         return written
 
     def end_those_done(self) -> list[Load]:
-        """Give back the blocks of loads that have all, or that nobody wants any more.
+        """End the loads that have all, or that no request wants any more, and return them.
 
-        What they hold is committed.
+        Their blocks are committed.
         """
-        ended = [
-            load
-            for load in dict.fromkeys(self._waiting.values())
-            if load.has_all or not load.is_wanted
-        ]
+        loads = dict.fromkeys(self._waiting.values())
+        ended = [load for load in loads if load.has_all or not load.is_wanted]
         for load in ended:
             self._end(load)
         return ended
 
     def _insert(self, load: Load) -> list[LoadedBlock]:
-        """Take blocks for what has arrived of a load, and write it; what was written."""
+        """Take blocks for the arrived ones of a load, and write these; return them."""
         if not load.job.arrived:
             return []
         blocks = self._take_slots(load, self._loader.take(load.job, len(load.job.names)))
@@ -217,10 +207,10 @@ class Loads:
         return blocks
 
     def _has_room(self, load: Load) -> bool:
-        """True if what has arrived, or arrives once it is preferred, can be taken in.
+        """Return True if its blocks, arrived or arriving once it is preferred, can be taken in.
 
         That is if the request could be admitted. One load takes blocks at a time, or two could each
-        hold what the other needs.
+        hold blocks that the other needs.
         """
         if load.sequence is not None:
             return True
@@ -228,33 +218,32 @@ class Loads:
             return False
         if any(other.sequence is not None for other in self._waiting.values()):
             return False
-        found = self._manager.get_computed_blocks(load.request.sequence)
-        load.lacks_room = not self._manager.can_admit(found)
+        computed = self._manager.get_computed_blocks(load.request.sequence)
+        load.lacks_room = not self._manager.can_admit(computed)
         return not load.lacks_room
 
     def _take_slots(self, load: Load, blocks: list[LoadedBlock]) -> list[LoadedBlock]:
-        """Have the load hold blocks for these; those that the pool lacks, none if it is full."""
+        """Have the load hold blocks for these; return those that the pool lacks, if it has room."""
         size = self._manager.block_size
         if load.sequence is None:
             wanted = load.request.sequence
             known = len(wanted.token_ids)
-            # First, so that an interruption leaves nothing that nobody knows of.
             load.sequence = sequence = TokenSequence(
                 f"{load.request.group.request_id}/load",
                 wanted.token_ids,
                 adapter=wanted.namespace.adapter,
                 salt=wanted.namespace.salt,
-                # Of tokens yet to come, too, in a stage whose inputs arrive one by one.
+                # Others are of tokens yet to come, in a stage whose inputs arrive one by one.
                 items=[item for item in wanted.items if item.offset + item.length <= known],
                 public=wanted.public,
             )
             sequence.is_counted = False  # the request that waits is
-            found = self._manager.get_computed_blocks(sequence)
-            load.next = len(found.blocks)
+            computed = self._manager.get_computed_blocks(sequence)
+            load.next = len(computed.blocks)
             blocks = blocks[load.next - load.first :] if load.next >= load.first else []
-            found = found.cut(load.next, size)
-            is_new = found.writer is None and blocks
-            if is_new and self._manager.allocate_slots(sequence, len(blocks) * size, found):
+            computed = computed.cut(load.next, size)
+            is_new = computed.writer is None and blocks
+            if is_new and self._manager.allocate_slots(sequence, len(blocks) * size, computed):
                 return blocks
         elif self._manager.append_slots(load.sequence, len(blocks) * size):
             return blocks
@@ -262,7 +251,7 @@ class Loads:
         return []
 
     def _end(self, load: Load) -> None:
-        """Nobody waits for the load any more, and it holds nothing."""
+        """Release all that the load and its waiting requests hold."""
         self._loader.cancel(load.job)
         if load.sequence is not None and self._manager.is_known(load.sequence):
             self._manager.free(load.sequence)
@@ -273,7 +262,7 @@ class Loads:
                 del self._waiting[request]
 
     def end_all(self) -> None:
-        """End every load; what is in the pool stays."""
+        """End every load; blocks in the pool stay."""
         self._tried.clear()
         for load in {*self._loads.values(), *self._waiting.values()}:
             self._end(load)

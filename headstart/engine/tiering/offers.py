@@ -24,7 +24,6 @@ from headstart.tiers import Saver, StoredBlock
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["BlockPayload", "BlockRows", "BlockText", "ComputeRate", "Offers", "block_text"]
 
 _TOGETHER = 32  # blocks that are copied at once
 _LEAST_TOKENS = 32  # of a step that shows how fast prompts are computed

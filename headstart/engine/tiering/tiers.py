@@ -1,4 +1,4 @@
-"""The tiers of an engine: what it offers to stores, what it loads from them, and the counts."""
+"""The tiers of an engine: its offers to stores, its loads from them, and the counts."""
 
 import time
 from collections import Counter
@@ -25,23 +25,20 @@ from headstart.tiers import (
     Saver,
     StoreChain,
 )
-from headstart.tiers.faults import SILENT, SLOW
-
-__all__ = ["Stores", "TierStats", "Tiers"]
+from headstart.tiers.store import SILENT, SLOW
 
 _QUEUED_BYTES = 256 << 20  # at most, that wait to be saved, and as many that wait to be taken in
 _LEAST_QUEUED_BYTES = 16 << 20
 _QUEUE_SHARE = 4  # a queue has this part of the pool's bytes, between those two
 _PATIENCE = 0.05  # seconds that a step waits for a load when nothing else can run
-_LAST_SAVES = 10.0  # seconds that closing takes at most, and clearing for what is being saved
+_LAST_SAVES = 10.0  # seconds that closing takes at most, and clearing for the current save
 _TRY_AGAIN = 16  # loads that were not worth it, after which one is tried
-_LATE = {SILENT, SLOW}  # faults that count as late answers
 _SLOWEST = 16.0  # tokens a second: the assumed speed of computing before it was measured
 _OVERHEAD = 0.002  # seconds that a load takes besides its bytes
 
 
 class Stores(NamedTuple):
-    """The stores in which K/V of one model, and objects such as image embeddings, are kept.
+    """The stores in which K/V of one model, and objects such as image embeddings, are stored.
 
     kv and objects: one store for each tier, nearest first. payload: the bytes of a block. on_cpu:
     blocks lie where steps are computed. text: formats the text stored with K/V; None for none.
@@ -61,7 +58,7 @@ class TierStats:
     loaded_tokens: put into the pool, by the tier that had them, also if their request was aborted
     meanwhile. declined_tokens: they were in the store, and computing them was faster. late_answers:
     times that a store was silent for too long, or slower than computing. unsaved_blocks: by the
-    tier, blocks (of K/V and of objects) that it was not given, since it failed or was left alone.
+    tier, blocks (of K/V and of objects) that it was not given, since it failed or was paused.
     faults: by tier and kind; those of no single tier under "all".
     """
 
@@ -84,44 +81,45 @@ class Tiers:
         self._faults = Faults("kept prefixes")
         self._tiers = [GuardedStore(store) for store in stores.kv]
         self._object_tiers = [GuardedStore(store) for store in stores.objects]
+        self._stores = [*self._tiers, *self._object_tiers]
         self._chain = StoreChain(self._tiers)
         self._manager = manager
         self._payload, self._on_cpu = stores.payload, stores.on_cpu
         self._stats = TierStats()
         self._rate = ComputeRate()
         self.queue_bytes = self.bound_queue(manager.config.num_blocks * stores.payload.nbytes)
-        self._saver, self._object_saver = (
+        self._saver, self._object_saver = self._savers = [
             Saver(chain, self.queue_bytes, self._faults, return_freed_memory)
             for chain in (self._chain, StoreChain(self._object_tiers))
-        )
+        ]
         self._loader = Loader(self._chain, self.queue_bytes, self._compute_seconds, self._faults)
-        self.image_rows = KeptRows(ObjectStore(self._object_tiers, self._object_saver))
-        self.image_loads = ImageLoads(self.image_rows)
+        objects = ObjectStore(self._object_tiers, self._object_saver)
+        self.image_rows, self.image_loads = KeptRows(objects), ImageLoads(objects)
         self._offers = Offers(manager, stores.payload, self._saver, self._rate, stores.text)
         self.loads = Loads(manager, stores.payload, self._loader, self._choose, self._take_slots)
-        self._began = 0.0  # when the step under way had its blocks
+        self._began = 0.0  # when the current step had its blocks
         self._times_declined = 0
-        self._until: float | None = None  # when closing it is over, by `time.monotonic`
+        self._until: float | None = None  # the deadline of closing, by `time.monotonic`
 
     @staticmethod
     def bound_queue(pool_bytes: int) -> int:
-        """Return how many bytes a queue may hold beside a pool of this size."""
+        """Return how many bytes a queue may hold for a pool of this size."""
         return min(max(pool_bytes // _QUEUE_SHARE, _LEAST_QUEUED_BYTES), _QUEUED_BYTES)
 
     @property
     def stats(self) -> TierStats:
-        """The counts as they are now."""
+        """The current counts."""
         stats = self._stats
         stats.saved_blocks = self._saver.num_saved
         stats.dropped_blocks = self._offers.num_dropped
         stats.unsaved_blocks, stats.faults = Counter(), Counter()
-        every = [(store.tier, store.faults) for store in (*self._tiers, *self._object_tiers)]
-        for tier, faults in (*every, ("all", self._faults)):
-            if faults is not self._faults:
-                stats.unsaved_blocks[tier] += faults.num_unsaved
+        for store in self._stores:
+            stats.unsaved_blocks[store.tier] += store.faults.num_unsaved
+        for tier, faults in [*((s.tier, s.faults) for s in self._stores), ("all", self._faults)]:
             for kind, count in faults.counts.copy().items():  # other threads add to them
                 stats.faults[tier, kind] += count
-        stats.late_answers = sum(n for (_, kind), n in stats.faults.items() if kind in _LATE)
+        late = {SILENT, SLOW}
+        stats.late_answers = sum(n for (_, kind), n in stats.faults.items() if kind in late)
         return stats
 
     @property
@@ -143,13 +141,12 @@ class Tiers:
 
     @property
     def _compute_rate(self) -> float | None:
-        """Tokens a second that are computed: measured here, or by those who saved blocks."""
+        """Tokens a second that are computed: measured here, or by the engines that saved blocks."""
         if self._rate.value is None and (seconds := self._chain.block_seconds):
             return self._manager.block_size / seconds
         return self._rate.value
 
     def _compute_seconds(self, blocks: int) -> float:
-        """Return the seconds that computing so many blocks takes."""
         return blocks * self._manager.block_size / (self._compute_rate or _SLOWEST)
 
     def count_stored(self, names: Sequence[BlockHash]) -> dict[str, int]:
@@ -174,7 +171,7 @@ class Tiers:
         return self._saver.take_kept()
 
     def take_in(self) -> None:
-        """Put what was loaded into the pool, before a step is scheduled."""
+        """Put loaded blocks into the pool, before a step is scheduled."""
         if not self.loads.are_under_way:
             return
         if written := self.loads.take_in():
@@ -199,26 +196,25 @@ class Tiers:
         self._offers.note(_wall_time(request.group.arrival_time), is_saved=is_saved)
 
     def wait(self) -> bool:
-        """Wait a moment for a load; False if there is none. For when nothing else can run."""
-        if not self.is_loading:
-            return False
+        """Wait a moment for a load; return False if there is none. For when nothing can run."""
         if self.loads.are_under_way:
             self._loader.wait(_PATIENCE)
-        else:
+        elif self.image_loads.are_under_way:
             self.image_loads.wait(_PATIENCE)
+        else:
+            return False
         return True
 
     def scheduled(self, batch: Batch) -> None:
         """Note that the step has its blocks, and writes nothing yet."""
-        arrivals = [part.request.group.arrival_time for part in batch.scheduled]
         self._began = time.perf_counter()
         self._rest(self._on_cpu)
-        self._offers.note(_wall_time(min(arrivals)))
+        self._offers.note(_wall_time(min(p.request.group.arrival_time for p in batch.scheduled)))
 
     def committed(self, batch: Batch, *, is_last: bool) -> None:
         """Note that the step is written; is_last: no request is left."""
         self._rate.add(batch.num_tokens, time.perf_counter() - self._began)
-        with suppress(MemoryError, RuntimeError):  # torch's: what has no room is offered again
+        with suppress(MemoryError, RuntimeError):  # torch's: the blocks are offered again
             self._offers.commit()
         if is_last:
             self.idle()
@@ -226,57 +222,57 @@ class Tiers:
     def idle(self) -> None:
         """Save all that is written, since no request is left."""
         self._end_loads()
-        with suppress(MemoryError, RuntimeError):  # torch's: what has no room is offered again
+        with suppress(MemoryError, RuntimeError):  # torch's: the blocks are offered again
             self._offers.flush()
         self._rest(False)
 
     def _rest(self, on: bool) -> None:
         """Make saving leave the cores to the steps, or no longer."""
-        self._saver.rest(on)
-        self._object_saver.rest(on)
+        for saver in self._savers:
+            saver.rest(on)
 
     def roll_back(self) -> None:
-        """Call off the step under way."""
+        """Roll the current step back."""
         self._offers.roll_back()
         self._rest(False)
 
     def reset(self) -> None:
-        """Call off the step under way and all loads."""
+        """Roll the current step back, and end all loads."""
         self.loads.end_all()
         self.roll_back()
 
     def clear(self) -> None:
-        """Forget what the stores have. Raises TierError if some may be left; all are called."""
+        """Clear all stores. Raises TierError if some blocks may be left; all stores are called."""
         self.loads.end_all()
         self._offers.roll_back()
         done = [self.image_loads.forget_all(_LAST_SAVES)]
-        done += [saver.drop(_LAST_SAVES) for saver in (self._saver, self._object_saver)]
-        done += [store.clear() for store in (*self._tiers, *self._object_tiers)]
+        done += [saver.drop(_LAST_SAVES) for saver in self._savers]
+        done += [store.clear() for store in self._stores]
         if not all(done):
             raise TierError(
                 "K/V in memory are forgotten, and what is kept elsewhere may not be: it does not "
-                "answer, or is left alone after a failure, which the log headstart.tiers tells"
+                "answer, or is left alone after a failure, which the log headstart.tiers has"
             )
 
     def flush(self, timeout: float) -> bool:
-        """Save all that is written; False if that takes longer than so many seconds."""
+        """Save all that is written; return False if that takes longer than so many seconds."""
         self._offers.flush()
-        return self._saver.flush(timeout) and self._object_saver.flush(timeout)
+        return all(saver.flush(timeout) for saver in self._savers)
 
     def close(self) -> None:
-        """Save what is not saved yet, and close the stores. Repeated calls share one deadline."""
+        """Save the unsaved blocks, and close the stores. Repeated calls share one deadline."""
         if self._until is None:
             self._until = time.monotonic() + _LAST_SAVES
         self.loads.end_all()
         self._offers.flush()
-        workers = (self._saver, self._object_saver, self._loader, self.image_loads)
-        stores = (*self._tiers, *self._object_tiers)
-        for close in [part.close for part in workers] + [store.close for store in stores]:
+        closes = [saver.close for saver in self._savers]
+        closes += [self._loader.close, self.image_loads.close]
+        for close in closes + [store.close for store in self._stores]:
             close(max(0.0, self._until - time.monotonic()))
 
 
 def is_worth_loading(tokens: int, nbytes: int, compute: float | None, load: float | None) -> bool:
-    """True if so many bytes come sooner than so many tokens are computed.
+    """Return True if so many bytes come sooner than so many tokens are computed.
 
     compute: tokens a second, load: bytes a second. A rate that was never measured is tried.
     """

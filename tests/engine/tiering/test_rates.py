@@ -51,7 +51,7 @@ class SlowDisk:
         self._load = DiskStore.load
         monkeypatch.setattr(DiskStore, "load", lambda store, names: self.load(store, names))
         monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
-        monkeypatch.setattr("headstart.tiers.loader._TRIAL", 0.02)
+        monkeypatch.setattr("headstart.tiers.worker._TRIAL", 0.02)
 
     def load(self, store: DiskStore, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
         for at, block in enumerate(self._load(store, names)):

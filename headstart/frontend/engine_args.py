@@ -13,7 +13,14 @@ from typing import Any, Self
 
 from headstart.engine.config import EngineConfig
 from headstart.errors import ConfigError
-from headstart.frontend.vllm_compat import ABSENT, IGNORED, SERVE_ABSENT, WORKS, read_options
+from headstart.frontend.vllm_compat import (
+    ABSENT,
+    IGNORED,
+    SERVE_ABSENT,
+    SWITCHES,
+    WORKS,
+    read_options,
+)
 
 __all__ = ["LISTS", "SHORT", "AsyncEngineArgs", "EngineArgs", "add_flags", "read_value"]
 
@@ -25,25 +32,6 @@ def _names(text: str) -> frozenset[str]:
 # Names that are no flags: vLLM has --chat-template for its server alone.
 FLAGS = tuple(n for n in (*WORKS, *sorted(IGNORED), *ABSENT) if n != "chat_template")
 LOG_FLAGS = ("enable_log_requests", "disable_log_requests")  # of `AsyncEngineArgs`
-
-# Options that are True or False, apart from those that `ABSENT` has such a value of.
-SWITCHES = _names(
-    "enable_auto_tool_choice enable_reasoning enable_prompt_tokens_details "
-    "enable_request_id_headers enable_offline_docs enable_log_deltas log_error_stack "
-    "disable_uvicorn_access_log enable_flash_late_interaction cohere_is_reasoning_model "
-    "trust_request_chat_template disable_frontend_multiprocessing enable_prefix_caching "
-    "enable_lora enforce_eager specialize_active_lora cudagraph_metrics disable_log_stats "
-    "aggregate_engine_logging enable_logging_iteration_details enable_chunked_prefill "
-    "disable_chunked_mm_input trust_remote_code disable_custom_all_reduce fully_sharded_loras "
-    "jit_monitor_verbose async_scheduling use_tqdm_on_load disable_cascade_attn "
-    "enable_flashinfer_autotune ray_workers_use_nsight numa_bind enable_shm_tensor_arena "
-    "skip_mm_profiling scheduler_reserve_full_isl kv_cache_metrics "
-    "long_prefill_token_threshold_adaptive enable_mfu_metrics enable_mm_processor_stats "
-    "disable_hybrid_kv_cache_manager fail_on_environ_validation swa_bounded_replay "
-    "use_fp64_gumbel sleep_mode_offload_cudagraph allow_deprecated_quantization dcp_q_replicate "
-    "enable_batch_sharded_sampling disable_nccl_for_dp_synchronization use_v2_block_manager "
-    "disable_log_requests enable_log_requests disable_async_output_proc"
-)
 
 # Options that take several values on a command line.
 LISTS = _names(
@@ -114,7 +102,7 @@ class _Fields:
         return {option.name: option for option in fields(made)}
 
 
-class EngineArgs:
+class EngineArgs(Namespace):
     """A model and its options, for `LLM.from_engine_args` or `LLM(**asdict(engine_args))`.
 
     Each option is an attribute, which may be set; one that was not given has its default. Raises
@@ -125,7 +113,7 @@ class EngineArgs:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         read_options(model, options)
-        self.__dict__.update(model=model, **options)
+        super().__init__(model=model, **options)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -152,13 +140,6 @@ class EngineArgs:
         if name in FLAGS or name in _OF_CONFIG or name == "chat_template":
             return _default_of(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and vars(other) == vars(self)
-
-    def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__name__}({shown})"
 
 
 class AsyncEngineArgs(EngineArgs):

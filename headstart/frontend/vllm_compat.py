@@ -1,8 +1,7 @@
 """vLLM's engine options and server flags, and the options of headstart that they stand for.
 
 Of vLLM's names those in `WORKS` are read, those in `IGNORED` have no effect whatever their value,
-and those in `ABSENT` must ask for nothing: None, or one of the values given here. docs/vllm.md
-explains them.
+and those in `ABSENT` must be None or one of the values listed here. docs/vllm.md explains them.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ __all__ = [
     "SERVE_ABSENT",
     "SERVE_IGNORED",
     "SERVE_WORKS",
+    "SWITCHES",
     "WORKS",
     "EngineOptions",
     "read_config",
@@ -43,43 +43,45 @@ WORKS = _names(
     """
 )
 
-IGNORED = frozenset(
-    _names(
-        """
-    aggregate_engine_logging allow_deprecated_quantization allowed_media_domains
-    async_scheduling attention_backend attention_config compilation_config
-    cpu_distributed_timeout_seconds cudagraph_capture_sizes cudagraph_metrics
-    dbo_decode_token_threshold dbo_prefill_token_threshold disable_async_output_proc
-    disable_cascade_attn disable_chunked_mm_input disable_custom_all_reduce
-    disable_hybrid_kv_cache_manager disable_log_requests disable_log_stats
-    distributed_executor_backend distributed_timeout_seconds dp_sync_interval
-    enable_chunked_prefill enable_flashinfer_autotune enable_log_requests
+_IGNORED_SWITCHES = _names(
+    """
+    aggregate_engine_logging allow_deprecated_quantization async_scheduling cudagraph_metrics
+    disable_async_output_proc disable_cascade_attn disable_chunked_mm_input
+    disable_custom_all_reduce disable_hybrid_kv_cache_manager disable_log_requests
+    disable_log_stats enable_chunked_prefill enable_flashinfer_autotune enable_log_requests
     enable_logging_iteration_details enable_mfu_metrics enable_mm_processor_stats
     enable_shm_tensor_arena enforce_eager fail_on_environ_validation fully_sharded_loras
-    gpu_memory_utilization guided_decoding_backend hf_token ir_op_priority jit_monitor_mode
-    jit_monitor_verbose kernel_config kv_cache_metrics kv_cache_metrics_sample
-    kv_offloading_backend linear_backend log_config_file log_level logging_config
-    long_prefill_token_threshold long_prefill_token_threshold_adaptive lora_dtype mamba_backend
-    mamba_cache_philox_rounds master_addr master_port max_cpu_loras max_cudagraph_capture_size
-    max_logprobs max_parallel_loading_workers max_seq_len_to_capture
+    jit_monitor_verbose kv_cache_metrics long_prefill_token_threshold_adaptive numa_bind
+    ray_workers_use_nsight scheduler_reserve_full_isl skip_mm_profiling
+    sleep_mode_offload_cudagraph specialize_active_lora swa_bounded_replay trust_remote_code
+    use_fp64_gumbel use_tqdm_on_load use_v2_block_manager
+    """
+)
+_IGNORED_VALUES = _names(
+    """
+    allowed_media_domains attention_backend attention_config compilation_config
+    cpu_distributed_timeout_seconds cudagraph_capture_sizes dbo_decode_token_threshold
+    dbo_prefill_token_threshold distributed_executor_backend distributed_timeout_seconds
+    dp_sync_interval gpu_memory_utilization guided_decoding_backend hf_token ir_op_priority
+    jit_monitor_mode kernel_config kv_cache_metrics_sample kv_offloading_backend linear_backend
+    log_config_file log_level logging_config long_prefill_token_threshold lora_dtype
+    mamba_backend mamba_cache_philox_rounds master_addr master_port max_cpu_loras
+    max_cudagraph_capture_size max_logprobs max_parallel_loading_workers max_seq_len_to_capture
     mm_encoder_fp8_scale_save_margin mm_hasher_algorithm mm_ipc_gpu_memory_gb
     mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb mm_tensor_ipc
-    model_impl moe_backend numa_bind numa_bind_cpus numa_bind_nodes optimization_level
-    performance_mode prefill_schedule_interval prefix_caching_hash_algo pt_load_map_location
-    ray_workers_use_nsight renderer_num_workers replayssm_buffer_len safetensors_load_strategy
-    safetensors_prefetch_block_size safetensors_prefetch_num_threads scheduler_reserve_full_isl
-    served_model_name show_hidden_metrics_for_version shutdown_timeout skip_mm_profiling
-    sleep_mode_backend sleep_mode_offload_cudagraph sleep_preserve_parameter_names
-    specialize_active_lora structured_outputs_config swa_bounded_replay swap_space
-    trust_remote_code use_fp64_gumbel use_tqdm_on_load use_v2_block_manager video_pruning_method
-    watchdog_config watermark
+    model_impl moe_backend numa_bind_cpus numa_bind_nodes optimization_level performance_mode
+    prefill_schedule_interval prefix_caching_hash_algo pt_load_map_location renderer_num_workers
+    replayssm_buffer_len safetensors_load_strategy safetensors_prefetch_block_size
+    safetensors_prefetch_num_threads served_model_name show_hidden_metrics_for_version
+    shutdown_timeout sleep_mode_backend sleep_preserve_parameter_names structured_outputs_config
+    swap_space video_pruning_method watchdog_config watermark
     """
-    )
 )
+IGNORED = frozenset(_IGNORED_SWITCHES + _IGNORED_VALUES)
 
 
 def _each(names: str, *values: object) -> dict[str, tuple[Any, ...]]:
-    """Give names the values that ask for nothing; the first one is the default."""
+    """Return the allowed values of names; the first value is the default."""
     return dict.fromkeys(_names(names), values)
 
 
@@ -175,20 +177,24 @@ SERVE_WORKS = frozenset(
     )
 )
 
-SERVE_IGNORED = frozenset(
-    _names(
+_SERVE_IGNORED_SWITCHES = _names(
+    """
+    cohere_is_reasoning_model disable_frontend_multiprocessing enable_auto_tool_choice
+    enable_flash_late_interaction enable_log_deltas enable_offline_docs
+    enable_prompt_tokens_details enable_reasoning enable_request_id_headers log_error_stack
+    """
+)
+SERVE_IGNORED = frozenset(_SERVE_IGNORED_SWITCHES) | {
+    *_names(
         """
-    enable_auto_tool_choice enable_reasoning chat_template_content_format
-    enable_prompt_tokens_details enable_request_id_headers enable_offline_docs max_log_len
-    enable_log_deltas disable_access_log_for_endpoints uvicorn_log_level log_error_stack
-    fingerprint_mode fingerprint_value disable_frontend_multiprocessing
-    enable_flash_late_interaction cohere_is_reasoning_model cohere_format
-    anthropic_disabled_thinking_effort h11_max_incomplete_event_size h11_max_header_count
-    data_parallel_supervisor_port dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s
-    dp_supervisor_probe_failure_threshold
+    anthropic_disabled_thinking_effort chat_template_content_format cohere_format
+    data_parallel_supervisor_port disable_access_log_for_endpoints
+    dp_supervisor_probe_failure_threshold dp_supervisor_probe_interval_s
+    dp_supervisor_probe_timeout_s fingerprint_mode fingerprint_value h11_max_header_count
+    h11_max_incomplete_event_size max_log_len uvicorn_log_level
     """
     )
-)
+}
 
 SERVE_ABSENT: Mapping[str, tuple[Any, ...]] = {
     **_each("grpc_port middleware prompt_adapters tool_server"),
@@ -215,24 +221,26 @@ SERVE_ABSENT: Mapping[str, tuple[Any, ...]] = {
     "tool_strict_level": ("auto",),
 }
 
-_DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
-# Sampling in a generation_config.json, and the names of `SamplingParams`; as in vLLM.
-_GENERATION = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
+SWITCHES = frozenset(_IGNORED_SWITCHES + _SERVE_IGNORED_SWITCHES) | {
+    *_names(
+        """
+    dcp_q_replicate disable_nccl_for_dp_synchronization disable_uvicorn_access_log
+    enable_batch_sharded_sampling enable_lora enable_prefix_caching trust_request_chat_template
+    """
+    )
 }
+"""Options that are True or False, apart from those that `ABSENT` has such a value of."""
+
+_DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
+_GENERATION = _names("temperature top_p top_k min_p repetition_penalty max_tokens")
+"""Sampling parameters that are read from a generation_config.json, as in vLLM."""
 
 
 class EngineOptions(NamedTuple):
     """Options of an engine and its calls.
 
     config: fields of `EngineConfig`. tokenizer: its folder, None for the model's own. sampling:
-    for calls that bring no parameters. chat_template: for chats that bring none, None for the
-    tokenizer's.
+    for calls without parameters. chat_template: for chats without one, None for the tokenizer's.
     """
 
     config: dict[str, Any]
@@ -243,16 +251,13 @@ class EngineOptions(NamedTuple):
 
 def read_options(model: str | Path, options: Mapping[str, Any]) -> EngineOptions:
     """Sort the options of `LLM(...)`. Raises ConfigError, ModelError."""
-    given = _read(options)
+    options = _read(options)
+    source = options.get("generation_config", "auto")
     return EngineOptions(
-        _as_config(given),
-        _read_tokenizer(given.get("tokenizer"), model),
-        _read_sampling(
-            model,
-            given.get("generation_config", "auto"),
-            given.get("override_generation_config", {}),
-        ),
-        _read_template(given.get("chat_template")),
+        _as_config(options),
+        _read_tokenizer(options.get("tokenizer"), model),
+        _read_sampling(model, source, options.get("override_generation_config", {})),
+        _read_template(options.get("chat_template")),
     )
 
 
@@ -261,13 +266,13 @@ def read_config(options: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ConfigError, also for a chat template that cannot be read.
     """
-    given = _read(options)
-    _read_template(given.get("chat_template"))
-    return _as_config(given)
+    options = _read(options)
+    _read_template(options.get("chat_template"))
+    return _as_config(options)
 
 
 def read_names(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     works: frozenset[str],
     ignored: frozenset[str],
     absent: Mapping[str, tuple[Any, ...]],
@@ -275,92 +280,81 @@ def read_names(
 ) -> dict[str, Any]:
     """Return the values of names that work. Raises ConfigError for an option that is not here."""
     read = {}
-    for name, value in given.items():
+    for name, value in options.items():
         if name in works:
             read[name] = value
-        elif name not in ignored and not (name in absent and _asks_nothing(value, absent[name])):
+        elif name not in ignored and not (
+            name in absent
+            and any(
+                value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+                for allowed in (None, *absent[name])
+            )
+        ):
             raise ConfigError(f"{spell(name)} is {describe(value)}; {NOT_AN_OPTION}")
     return read
 
 
-def _asks_nothing(value: object, allowed: tuple[Any, ...]) -> bool:
-    return value is None or any(
-        value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed
-    )
-
-
 def _read(options: Mapping[str, Any]) -> dict[str, Any]:
-    given = read_names(options, frozenset([*WORKS, *_DEFAULTS]), IGNORED, ABSENT)
-    return {name: value for name, value in given.items() if value is not None or name not in WORKS}
+    read = read_names(options, frozenset([*WORKS, *_DEFAULTS]), IGNORED, ABSENT)
+    return {name: value for name, value in read.items() if value is not None or name not in WORKS}
 
 
-def _as_config(given: Mapping[str, Any]) -> dict[str, Any]:
-    policy = given.get("scheduling_policy", "fcfs")
+_ALIASES = {
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "num_gpu_blocks_override": "num_blocks",
+    "limit_mm_per_prompt": "max_images",
+}
+"""Fields of `EngineConfig` by vLLM's names for them."""
+
+
+def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `EngineConfig` with the values of vLLM's options."""
+    policy = options.get("scheduling_policy", "fcfs")
     if policy not in ("fcfs", "priority"):
         raise ConfigError(f"scheduling_policy is {describe(policy)}; allowed: fcfs, priority")
-    config = {name: value for name, value in given.items() if name in _DEFAULTS}
-    for name, convert in _CONVERTED.items():
-        if name not in given:
+    config = {name: value for name, value in options.items() if name in _DEFAULTS}
+    dtype = config.get("dtype")
+    if type(dtype).__name__ in ("str", "dtype"):  # torch's dtypes, and vLLM's two further names
+        name = str(dtype).removeprefix("torch.")
+        config["dtype"] = {"half": "float16", "float": "float32"}.get(name, name)
+    for name, values in (("device", ["auto"]), ("max_model_len", [-1, "auto"])):
+        if config.get(name) in values:
+            del config[name]
+    for name, field_name in _ALIASES.items():
+        value = options.get(name)
+        if name == "limit_mm_per_prompt":
+            value = _count_images(value)
+        if value is None:
             continue
-        config = {key: value for key, value in config.items() if key != name}
-        for ours, value in convert(given[name]).items():
-            other = config.get(ours, _DEFAULTS[ours])
-            if other not in (None, _DEFAULTS[ours], value):
-                raise ConfigError(
-                    f"{ours} is {describe(other)}, and {describe(value)} by {name}; allowed: one "
-                    "of the two"
-                )
-            config[ours] = value
+        other = config.get(field_name, _DEFAULTS[field_name])
+        if other not in (None, _DEFAULTS[field_name], value):
+            raise ConfigError(
+                f"{field_name} is {describe(other)}, and {describe(value)} by {name}; allowed: one "
+                "of the two"
+            )
+        config[field_name] = value
     return config
 
 
-def _read_dtype(dtype: object) -> dict[str, Any]:
-    """Read torch's dtypes and vLLM's two further names."""
-    if not isinstance(dtype, str) and type(dtype).__name__ != "dtype":
-        return {"dtype": dtype}  # which `EngineConfig` refuses
-    name = str(dtype).removeprefix("torch.")
-    return {"dtype": {"half": "float16", "float": "float32"}.get(name, name)}
-
-
-def _read_device(device: object) -> dict[str, Any]:
-    return {} if isinstance(device, str) and device == "auto" else {"device": device}
-
-
-def _read_length(length: object) -> dict[str, Any]:
-    is_auto = isinstance(length, int | str) and length in (-1, "auto")
-    return {} if is_auto else {"max_model_len": length}
-
-
-def _read_limits(limits: object) -> dict[str, Any]:
+def _count_images(limits: object) -> Any:
     """Read `{"image": 4}` or `{"image": {"count": 4}}`; prompts have no other media."""
+    if limits is None:
+        return None
     if not isinstance(limits, Mapping):
         raise ConfigError(
             f'limit_mm_per_prompt is {describe(limits)}; allowed: a dict such as {{"image": 4}}'
         )
     images = limits.get("image")
-    count = images.get("count") if isinstance(images, Mapping) else images
-    return {} if count is None else {"max_images": count}
+    return images.get("count") if isinstance(images, Mapping) else images
 
 
-_CONVERTED: Mapping[str, Callable[[Any], dict[str, Any]]] = {
-    "dtype": _read_dtype,
-    "device": _read_device,
-    "max_model_len": _read_length,
-    "limit_mm_per_prompt": _read_limits,
-    "kv_cache_memory_bytes": lambda size: {"kv_cache_memory": size},
-    "num_gpu_blocks_override": lambda count: {"num_blocks": count},
-}
-
-
-def _read_tokenizer(given: object, model: str | Path) -> Path | None:
+def _read_tokenizer(path: object, model: str | Path) -> Path | None:
     """Return the folder of a tokenizer, None for the model's own. Raises ConfigError."""
-    if given is None or str(given) == str(model):
+    if path is None or str(path) == str(model):
         return None
-    if isinstance(given, str | Path) and str(given):
-        folder = Path(given).expanduser()
-        if folder.is_dir():
-            return folder
-    raise ConfigError(f"tokenizer is {describe(given)}; allowed: the path of a folder with one")
+    if isinstance(path, str | Path) and str(path) and Path(path).expanduser().is_dir():
+        return Path(path).expanduser()
+    raise ConfigError(f"tokenizer is {describe(path)}; allowed: the path of a folder with one")
 
 
 def _read_sampling(model: str | Path, source: object, changes: object) -> SamplingParams:
@@ -379,26 +373,25 @@ def _read_sampling(model: str | Path, source: object, changes: object) -> Sampli
         elif source != "auto":
             raise ConfigError(f"generation_config is {describe(source)}; there is no {path}")
     config |= changes
-    sampling = {
-        ours: config[name] for name, ours in _GENERATION.items() if config.get(name) is not None
-    }
+    config["max_tokens"] = config.get("max_new_tokens")
+    sampling = {name: config[name] for name in _GENERATION if config.get(name) is not None}
     try:
         return SamplingParams(**sampling)
     except RequestError as error:
         raise ConfigError(f"the model's generation_config.json: {error}") from error
 
 
-def _read_template(given: object) -> str | None:
-    """Return a template, or the text of the file that it names. Raises ConfigError."""
-    if given is None:
+def _read_template(source: object) -> str | None:
+    """Return a template, or the text of the file with this path. Raises ConfigError."""
+    if source is None:
         return None
-    if not isinstance(given, str | Path) or not str(given):
-        raise ConfigError(f"chat_template is {describe(given)}; allowed: a template or a file")
-    if isinstance(given, str) and ("{" in given or "\n" in given):
-        return given
+    if not isinstance(source, str | Path) or not str(source):
+        raise ConfigError(f"chat_template is {describe(source)}; allowed: a template or a file")
+    if isinstance(source, str) and ("{" in source or "\n" in source):
+        return source
     try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
+        return Path(source).expanduser().read_text(encoding="utf-8")
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"chat_template is {describe(given)}, no template, and no file: {error}"
+            f"chat_template is {describe(source)}, no template, and no file: {error}"
         ) from error

@@ -11,13 +11,14 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from headstart.cli.main import main
-from headstart.frontend.engine_args import LISTS, SHORT, SWITCHES, TEXTS
+from headstart.frontend.engine_args import LISTS, SHORT, TEXTS
 from headstart.frontend.vllm_compat import (
     ABSENT,
     IGNORED,
     SERVE_ABSENT,
     SERVE_IGNORED,
     SERVE_WORKS,
+    SWITCHES,
     WORKS,
 )
 from headstart.server.options import ServerOptions

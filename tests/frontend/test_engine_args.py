@@ -20,13 +20,13 @@ from headstart import (
     SamplingParams,
 )
 from headstart.engine.config import EngineConfig, make_config
-from headstart.frontend.engine_args import SWITCHES
 from headstart.frontend.vllm_compat import (
     ABSENT,
     IGNORED,
     SERVE_ABSENT,
     SERVE_IGNORED,
     SERVE_WORKS,
+    SWITCHES,
     WORKS,
     read_config,
     read_options,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from headstart.engine.adapter_names import LoRARequest, choose_adapters
 from headstart.engine.config import make_config
@@ -14,7 +14,14 @@ from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, RequestError
 from headstart.frontend.engine_args import EngineArgs
 from headstart.frontend.vllm_compat import read_options
-from headstart.frontend.vllm_types import ConfigParts, VllmView, read_config
+from headstart.frontend.vllm_types import (
+    CacheView,
+    ModelView,
+    ParallelView,
+    SchedulerView,
+    VllmView,
+    read_config,
+)
 from headstart.imports import load_module
 from headstart.models.prefetch import read_ahead
 from headstart.validation import check_absent, check_flag
@@ -89,12 +96,19 @@ def check_call(arguments: Mapping[str, Any]) -> None:
     check_absent({name: arguments[name] or None for name in _ABSENT if name in arguments})
 
 
-class Facade(ConfigParts):
+class Facade:
     """An engine, the driver that runs its steps, and the chats that become its requests."""
 
     frontend: Frontend
     engine: EngineCore
     _driver: Driver
+
+    # Parts of `vllm_config` that have no value here.
+    speculative_config: ClassVar[None] = None
+    quant_config: ClassVar[None] = None
+    kv_transfer_config: ClassVar[None] = None
+    kv_events_config: ClassVar[None] = None
+    ec_transfer_config: ClassVar[None] = None
 
     def __init__(
         self,
@@ -191,6 +205,26 @@ class Facade(ConfigParts):
     def vllm_config(self) -> VllmView:
         """The configuration, in vLLM's names."""
         return read_config(self.engine, self.frontend.tokenizer)
+
+    @property
+    def model_config(self) -> ModelView:
+        """The model's part of `vllm_config`."""
+        return self.vllm_config.model_config
+
+    @property
+    def cache_config(self) -> CacheView:
+        """The pool's part of `vllm_config`."""
+        return self.vllm_config.cache_config
+
+    @property
+    def scheduler_config(self) -> SchedulerView:
+        """The limits of a step in `vllm_config`."""
+        return self.vllm_config.scheduler_config
+
+    @property
+    def parallel_config(self) -> ParallelView:
+        """Processes and devices in `vllm_config`."""
+        return self.vllm_config.parallel_config
 
     @property
     def config(self) -> EngineConfig:

@@ -29,214 +29,27 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Spelling", "TextLimit", "check_text_fits", "encode_text", "too_many_tokens"]
-
+__all__ = [
+    "Detokenizer",
+    "OutputText",
+    "Spelling",
+    "TextLimit",
+    "TokenTexts",
+    "check_text_fits",
+    "encode_text",
+    "too_many_tokens",
+]
 
 REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no character, or not yet
-# Tokens of a prompt; more if they show nothing or begin in a character.
+
+# Tokens of a prompt as context; more if they show nothing or begin in a character.
 _CONTEXT_SIZES = (5, 20, 80)
-
-
-class TokenTexts:
-    """The texts of single tokens inside a text, each decoded once. Thread-safe."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-        # An ordinary token to stand before each: at the beginning a space could be dropped.
-        self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)[-1:]
-
-    def __call__(self, token_id: int) -> str:
-        """Return a token's text; U+FFFD stands for bytes that are a part of a character."""
-        text = self._texts.get(token_id)
-        if text is None:
-            anchor = _decode(self._tokenizer, self._anchor, skip_special_tokens=False)
-            anchored = _decode(
-                self._tokenizer, [*self._anchor, token_id], skip_special_tokens=False
-            )
-            text = self._texts[token_id] = anchored[len(anchor) :]
-        return text
-
-
-class Detokenizer:
-    """One answer's text, which continues that of its prompt. Empty without a tokenizer.
-
-    The results of `push` and `finish` together are the text that the tokenizer decodes from the
-    prompt and all ids, behind the prompt's own text. The exception: bytes that are no text, from a
-    tokenizer with byte fallback. It replaces a whole run of bytes for a wrong one, of which some
-    may be out by then.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None,
-        skip_special_tokens: bool = True,
-        prompt_token_ids: Sequence[int] = (),
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._token_ids = self._find_context(prompt_token_ids)
-        self._window = 0  # index of the first token that is decoded again
-        self._emitted = len(self._token_ids)  # number of tokens whose text is out
-        # A window cannot begin where the emitted text ends within a character, as a prompt may.
-        self._is_whole = not self._decode(self._token_ids).endswith(REPLACEMENT)
-
-    def push(self, token_id: int) -> str:
-        """Take a token; return the text that is now certain, "" within a character."""
-        self._token_ids.append(token_id)
-        text = self._pending()
-        return "" if text.endswith(REPLACEMENT) else self._emit(text)
-
-    def finish(self, token_ids: Sequence[int] = ()) -> str:
-        """Take the last tokens; return the rest. An incomplete character becomes U+FFFD."""
-        self._token_ids += token_ids
-        return self._emit(self._pending())
-
-    def _pending(self) -> str:
-        """Return the text of the tokens that have not been emitted."""
-        known = self._decode(self._token_ids[self._window : self._emitted])
-        text = self._decode(self._token_ids[self._window :])
-        if not text.startswith(known):  # the new tokens complete the prompt's last character
-            known = known.rstrip(REPLACEMENT)
-        return text[len(known) :]
-
-    def _find_context(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """Return the last tokens of a prompt, enough for the text of what follows."""
-        context: list[int] = []
-        for size in _CONTEXT_SIZES if self._tokenizer is not None else ():
-            context = list(prompt_token_ids[-size:])
-            text = self._decode(context)
-            if (text and not text.startswith(REPLACEMENT)) or size >= len(prompt_token_ids):
-                break
-        return context
-
-    def _emit(self, text: str) -> str:
-        if text:
-            if self._is_whole:
-                self._window = self._emitted
-            self._is_whole = True
-            self._emitted = len(self._token_ids)
-        return text
-
-    def _decode(self, token_ids: list[int]) -> str:
-        if self._tokenizer is None or not token_ids:
-            return ""
-        return _decode(self._tokenizer, token_ids, self._skip_special_tokens)
-
-
-def _decode(
-    tokenizer: PreTrainedTokenizerBase, token_ids: list[int], skip_special_tokens: bool
-) -> str:
-    text = tokenizer.decode(
-        token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-    )
-    assert isinstance(text, str)
-    return text
-
-
-class OutputText:
-    """One answer's text. `stop_reason` is the stop string or id.
-
-    Tokens are decoded when the text is read, all at once if that is at the end; where a stop
-    string could end the answer, as they come. max_total_tokens: how long prompt and answer may
-    be together.
-    """
-
-    def __init__(
-        self,
-        detokenizer: Detokenizer,
-        params: SamplingParams,
-        eos_token_ids: frozenset[int],
-        max_total_tokens: int,
-    ) -> None:
-        self.stop_reason: str | int | None = None
-        self._detokenizer = detokenizer
-        self._stops = params.stop_strings
-        self._longest_stop = max(map(len, self._stops), default=0)
-        self._stop_ids = frozenset(params.stop_token_ids or ())
-        self._ends = self._stop_ids | (frozenset() if params.ignore_eos else eos_token_ids)
-        self._keep_stop = params.include_stop_str_in_output
-        self._min_tokens = params.min_tokens
-        self._max_tokens = params.max_tokens
-        self._max_total_tokens = max_total_tokens
-        self._unread: list[int] = []  # tokens that are not decoded yet
-        self._all = ""  # what is decoded, with what is held back
-        self._num_tokens = 0
-        self._ended = False  # no more tokens come
-        self._whole = False  # nor is anything left to decode
-
-    def push(self, token_id: int, total_tokens: int) -> str | None:
-        """Take a token; return the finish reason if it was the last, "stop" or "length".
-
-        total_tokens: length of prompt and answer, this token included.
-        """
-        self._num_tokens += 1
-        enough = self._num_tokens >= self._min_tokens
-        if enough and token_id in self._ends:
-            return self._end(token_id)
-        self._unread.append(token_id)
-        if self._stops and self._stops_now(enough):
-            return "stop"
-        if total_tokens >= self._max_total_tokens or self._num_tokens == self._max_tokens:
-            self._ended = True
-            return "length"
-        return None
-
-    def end(self) -> None:
-        """End the answer with the tokens that it has."""
-        self._ended = True
-
-    @property
-    def text(self) -> str:
-        """The text that may be shown by now."""
-        if self._ended:
-            if not self._whole:
-                self._all += self._detokenizer.finish(self._unread)
-                self._whole = True
-            return self._all
-        self._decode()
-        return self._all[: len(self._all) - self._undecided()]
-
-    def _decode(self) -> None:
-        """Decode token by token, so that an incomplete character holds back none before it."""
-        for token_id in self._unread:
-            self._all += self._detokenizer.push(token_id)
-        self._unread.clear()
-
-    def _end(self, token_id: int) -> str:
-        if token_id in self._stop_ids:
-            self.stop_reason = token_id
-            if self._keep_stop:
-                self._unread.append(token_id)
-        self._ended = True
-        return "stop"
-
-    def _stops_now(self, enough: bool) -> bool:
-        seen = len(self._all)
-        self._decode()
-        return enough and self._find_stop(seen)
-
-    def _find_stop(self, seen: int) -> bool:
-        """Return True if a stop string ends in the text after `seen`; the first to begin counts."""
-        starts = [(self._all.find(s, max(0, seen - len(s) + 1)), s) for s in self._stops]
-        hits = [(start, stop) for start, stop in starts if start >= 0]
-        if not hits:
-            return False
-        start, stop = min(hits, key=lambda hit: hit[0])
-        self.stop_reason = stop
-        self._all = self._all[: start + len(stop) * self._keep_stop]
-        self._ended = self._whole = True
-        return True
-
-    def _undecided(self) -> int:
-        """Return the number of characters at the end that may begin a stop string."""
-        for count in range(min(self._longest_stop - 1, len(self._all)), 0, -1):
-            if any(stop.startswith(self._all[-count:]) for stop in self._stops):
-                return count
-        return 0
-
-
 _LONG = 1 << 16  # characters
+_LEAST_LONGEST = 16  # bytes assumed for the longest token: short texts need no vocabulary
+_SHRINK = 4
+
+# Runs of white space, a digit in a circle, a decomposed letter, a ligature, an emoji.
+_DIFFICULT = "  a \n\n\t b \u2460 e\u0301 \ufb01 \u2126 \U0001f642 end"
 
 
 def too_many_tokens(count: int, max_model_len: int) -> PromptTooLongError:
@@ -257,7 +70,7 @@ def encode_text(
 ) -> list[int]:
     """Return the token ids of a text. Raises RequestError if the tokenizer refuses it.
 
-    max_model_len: refuse a long text of as many tokens before they are made Python's.
+    max_model_len: refuse a long text of as many tokens before they become Python's integers.
 
     A long text is encoded without the mask and the offsets that transformers computes: for a
     million tokens these stop every thread for 0.1 s.
@@ -285,8 +98,18 @@ def encode_text(
     return token_ids
 
 
+def _decode(
+    tokenizer: PreTrainedTokenizerBase, token_ids: list[int], *, skip_special_tokens: bool = False
+) -> str:
+    text = tokenizer.decode(
+        token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
+    assert isinstance(text, str)
+    return text
+
+
 class Spelling:
-    """Pieces of prompts to ids and back; `tokenizer` is None for a model without one.
+    """Conversion of pieces of prompts to ids and back; `tokenizer` is None for a model without one.
 
     max_model_len: refuse texts of as many tokens, where that saves work. A subclass may have texts
     and ids that stand for something else, such as an image.
@@ -325,11 +148,7 @@ class Spelling:
 
     def spell(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""
-        text = self.tokenizer.decode(
-            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
+        return _decode(self.tokenizer, list(token_ids))
 
     def show(self, text: str) -> str:
         """Return the result of `spell` for the ids of a prompt's text."""
@@ -340,32 +159,23 @@ class Spelling:
         return text
 
 
-_LEAST_LONGEST = 16
-"""Bytes that the longest token is taken to have at least: texts below this need no vocabulary."""
-
-_SHRINK = 4
-
-# Runs of white space, a digit in a circle, a decomposed letter, a ligature, an emoji.
-_DIFFICULT = "  a \n\n\t b \u2460 e\u0301 \ufb01 \u2126 \U0001f642 end"
-
-
 class TextLimit:
-    """Refuses texts that cannot fit `max_model_len` tokens. May be used from several threads."""
+    """A limit for texts, which refuses those that cannot fit `max_model_len` tokens. Thread-safe.
+
+    max_model_len: tokens of the longest sequence.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self.max_model_len = max_model_len
-        """Tokens of the longest sequence."""
 
     def check(self, what: str, text: str) -> None:
-        """Refuse a text that is too long or has a lone surrogate. Raises RequestError.
+        """Raise RequestError for a text that is too long or has a lone surrogate.
 
-        Costs one pass over the text; the vocabulary is looked at once, for the first long text.
+        Costs one pass over the text; the vocabulary is read once, for the first long text.
         """
         size = check_utf8(what, text)
-        if size <= self.max_model_len * _LEAST_LONGEST:
-            return
-        if size > self.max_bytes:
+        if size > self.max_model_len * _LEAST_LONGEST and size > self.max_bytes:
             raise PromptTooLongError(
                 f"{what} has {size:,} bytes of text; allowed: {self.max_bytes:,} at most "
                 f"(max_model_len {self.max_model_len})",
@@ -373,7 +183,7 @@ class TextLimit:
             )
 
     def check_messages(self, count: int) -> None:
-        """Refuse a conversation of more messages than tokens. Raises RequestError."""
+        """Raise RequestError for a conversation of more messages than tokens."""
         if count > self.max_model_len:
             raise RequestError(
                 f"the conversation has {count:,} messages; allowed: {self.max_model_len:,} at "
@@ -391,10 +201,21 @@ class TextLimit:
         return self.max_model_len * max(longest, _LEAST_LONGEST) * factor
 
 
-def check_text_fits(folder: Path, text: str, limit: int) -> None:
-    """Raise RequestError for a text of as many tokens as a context holds, or more. Or ModelError.
+def _is_lossless(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if a difficult text is preserved and no added token absorbs white space."""
+    if any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values()):
+        return False
+    try:
+        token_ids = encode_text(tokenizer, _DIFFICULT, add_special_tokens=False)
+    except RequestError:
+        return False
+    return _decode(tokenizer, token_ids) == _DIFFICULT
 
-    For what is to be known before the model in the folder is loaded; limit: tokens of the context.
+
+def check_text_fits(folder: Path, text: str, limit: int) -> None:
+    """Raise RequestError for a text of as many tokens as a context holds, or ModelError.
+
+    For a check before the model in the folder is loaded. limit: tokens of the context.
     """
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
@@ -408,15 +229,176 @@ def check_text_fits(folder: Path, text: str, limit: int) -> None:
         )
 
 
-def _is_lossless(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """True if a difficult text comes back whole and no added token absorbs white space."""
-    if any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values()):
-        return False
-    try:
-        token_ids = encode_text(tokenizer, _DIFFICULT, add_special_tokens=False)
-    except RequestError:
-        return False
-    text = tokenizer.decode(
-        token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    return bool(text == _DIFFICULT)
+class TokenTexts:
+    """The texts of single tokens inside a text, each decoded once. Thread-safe."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        # An ordinary token to stand before each: at the beginning a space could be dropped.
+        self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)[-1:]
+
+    def __call__(self, token_id: int) -> str:
+        """Return a token's text; U+FFFD stands for bytes that are a part of a character."""
+        text = self._texts.get(token_id)
+        if text is None:
+            anchor = _decode(self._tokenizer, self._anchor)
+            anchored = _decode(self._tokenizer, [*self._anchor, token_id])
+            text = self._texts[token_id] = anchored[len(anchor) :]
+        return text
+
+
+class Detokenizer:
+    """One answer's text, which continues that of its prompt. Empty without a tokenizer.
+
+    The results of `push` and `finish` together are the text that the tokenizer decodes from the
+    prompt and all ids, behind the prompt's text. The exception: bytes that are no text, from a
+    tokenizer with byte fallback. It replaces a whole run of bytes for a wrong one, of which some
+    may be emitted by then.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        skip_special_tokens: bool = True,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._token_ids: list[int] = []  # the last of the prompt, then the answer's
+        for size in _CONTEXT_SIZES if tokenizer is not None else ():
+            self._token_ids = list(prompt_token_ids[-size:])
+            text = self._decode(self._token_ids)
+            if (text and not text.startswith(REPLACEMENT)) or size >= len(prompt_token_ids):
+                break
+        self._window = 0  # index of the first token that is decoded again
+        self._emitted = len(self._token_ids)  # number of tokens whose text is emitted
+        # A window cannot begin where the emitted text ends within a character, as a prompt may.
+        self._is_whole = not self._decode(self._token_ids).endswith(REPLACEMENT)
+
+    def push(self, token_id: int) -> str:
+        """Take a token; return the text that is now certain, "" within a character."""
+        self._token_ids.append(token_id)
+        text = self._pending()
+        return "" if text.endswith(REPLACEMENT) else self._emit(text)
+
+    def finish(self, token_ids: Sequence[int] = ()) -> str:
+        """Take the last tokens; return the rest. An incomplete character becomes U+FFFD."""
+        self._token_ids += token_ids
+        return self._emit(self._pending())
+
+    def _pending(self) -> str:
+        """Return the text of the tokens that have not been emitted."""
+        emitted = self._decode(self._token_ids[self._window : self._emitted])
+        text = self._decode(self._token_ids[self._window :])
+        if not text.startswith(emitted):  # the new tokens complete the prompt's last character
+            emitted = emitted.rstrip(REPLACEMENT)
+        return text[len(emitted) :]
+
+    def _emit(self, text: str) -> str:
+        if text:
+            if self._is_whole:
+                self._window = self._emitted
+            self._is_whole = True
+            self._emitted = len(self._token_ids)
+        return text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        if self._tokenizer is None or not token_ids:
+            return ""
+        skip = self._skip_special_tokens
+        return _decode(self._tokenizer, token_ids, skip_special_tokens=skip)
+
+
+class OutputText:
+    """One answer's text. `stop_reason` is the stop string or id.
+
+    An answer ends with the end of the text or a stop id (not part of the text), before a stop
+    string, or at its greatest length. Text that may begin a stop string is held back until that is
+    decided. Tokens are decoded when the text is read, all at once if that is at the end; where a
+    stop string could end the answer, as they come. max_total_tokens: the most tokens of prompt and
+    answer together.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        params: SamplingParams,
+        eos_token_ids: frozenset[int],
+        max_total_tokens: int,
+    ) -> None:
+        self.stop_reason: str | int | None = None
+        self._detokenizer = detokenizer
+        self._stops = params.stop_strings
+        self._longest_stop = max(map(len, self._stops), default=0)
+        self._stop_ids = frozenset(params.stop_token_ids or ())
+        self._ends = self._stop_ids | (frozenset() if params.ignore_eos else eos_token_ids)
+        self._shows_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._max_tokens = params.max_tokens
+        self._max_total_tokens = max_total_tokens
+        self._unread: list[int] = []  # tokens that are not decoded yet
+        self._all = ""  # decoded text, with the part that is held back
+        self._num_tokens = 0
+        self._ended = False  # no more tokens come
+        self._whole = False  # nor is anything left to decode
+
+    def push(self, token_id: int, total_tokens: int) -> str | None:
+        """Take a token; return the finish reason if it was the last, "stop" or "length".
+
+        total_tokens: length of prompt and answer, this token included.
+        """
+        self._num_tokens += 1
+        may_end = self._num_tokens >= self._min_tokens
+        if may_end and token_id in self._ends:
+            if token_id in self._stop_ids:
+                self.stop_reason = token_id
+                if self._shows_stop:
+                    self._unread.append(token_id)
+            self._ended = True
+            return "stop"
+        self._unread.append(token_id)
+        if self._stops:
+            seen = len(self._all)
+            self._decode()
+            if may_end and self._find_stop(seen):
+                return "stop"
+        if total_tokens >= self._max_total_tokens or self._num_tokens == self._max_tokens:
+            self._ended = True
+            return "length"
+        return None
+
+    def end(self) -> None:
+        """End the answer with the tokens that it has."""
+        self._ended = True
+
+    @property
+    def text(self) -> str:
+        """The text that may be shown by now."""
+        if self._ended:
+            if not self._whole:
+                self._all += self._detokenizer.finish(self._unread)
+                self._whole = True
+            return self._all
+        self._decode()
+        for count in range(min(self._longest_stop - 1, len(self._all)), 0, -1):
+            if any(stop.startswith(self._all[-count:]) for stop in self._stops):
+                return self._all[:-count]
+        return self._all
+
+    def _decode(self) -> None:
+        """Decode token by token, so that an incomplete character holds back none before it."""
+        for token_id in self._unread:
+            self._all += self._detokenizer.push(token_id)
+        self._unread.clear()
+
+    def _find_stop(self, seen: int) -> bool:
+        """Return True if a stop string ends in the text after `seen`; the first to begin counts."""
+        starts = [(self._all.find(s, max(0, seen - len(s) + 1)), s) for s in self._stops]
+        hits = [(start, stop) for start, stop in starts if start >= 0]
+        if not hits:
+            return False
+        start, self.stop_reason = min(hits, key=lambda hit: hit[0])
+        self._all = self._all[: start + len(self.stop_reason) * self._shows_stop]
+        self._ended = self._whole = True
+        return True

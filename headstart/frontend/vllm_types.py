@@ -1,15 +1,12 @@
-"""The configuration of an engine, in vLLM's names."""
+"""Types of vLLM: prompts as dicts, and the configuration of an engine."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
-from headstart.errors import RequestError
 from headstart.imports import load_module
-from headstart.validation import describe
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
 
     from headstart.engine.engine import EngineCore
 
-__all__ = ["ConfigParts", "PromptType", "TextPrompt", "TokensPrompt", "VllmView", "read_config"]
+__all__ = ["PromptType", "TextPrompt", "TokensPrompt", "VllmView", "read_config"]
 
 
 class _PromptOptions(TypedDict):
@@ -43,12 +40,12 @@ class TokensPrompt(_PromptOptions):
 
 
 PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
-"""What `LLM.generate` takes one or many of."""
+"""A prompt of `LLM.generate`."""
 
 
 @dataclass(frozen=True)
 class ModelView:
-    """The model. `model` and `tokenizer` are the folder that it was read from."""
+    """The model. `model` and `tokenizer` are the folders that they were read from."""
 
     model: str
     tokenizer: str
@@ -62,16 +59,9 @@ class ModelView:
 
     @property
     def hf_config(self) -> PretrainedConfig:
-        """The model's config.json as transformers reads it. Raises RequestError."""
-        transformers = load_module("transformers")
-        try:
-            config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
-                self.model, trust_remote_code=False
-            )
-        except Exception as error:  # a model of a kind or a file that transformers does not know
-            raise RequestError(
-                f"transformers reads no configuration from {describe(self.model)}: {error}"
-            ) from error
+        """The model's config.json as transformers reads it; raises errors of transformers."""
+        auto_config = load_module("transformers").AutoConfig
+        config: PretrainedConfig = auto_config.from_pretrained(self.model, trust_remote_code=False)
         return config
 
     @property
@@ -128,41 +118,6 @@ class VllmView:
     kv_transfer_config: None = None
     kv_events_config: None = None
     ec_transfer_config: None = None
-
-
-class ConfigParts:
-    """Parts of `vllm_config` as attributes of an engine, as in earlier versions of vLLM."""
-
-    speculative_config: ClassVar[None] = None
-    quant_config: ClassVar[None] = None
-    kv_transfer_config: ClassVar[None] = None
-    kv_events_config: ClassVar[None] = None
-    ec_transfer_config: ClassVar[None] = None
-
-    @property
-    @abstractmethod
-    def vllm_config(self) -> VllmView:
-        """The configuration, in vLLM's names."""
-
-    @property
-    def model_config(self) -> ModelView:
-        """The model's part of `vllm_config`."""
-        return self.vllm_config.model_config
-
-    @property
-    def cache_config(self) -> CacheView:
-        """The pool's part of `vllm_config`."""
-        return self.vllm_config.cache_config
-
-    @property
-    def scheduler_config(self) -> SchedulerView:
-        """The limits of a step in `vllm_config`."""
-        return self.vllm_config.scheduler_config
-
-    @property
-    def parallel_config(self) -> ParallelView:
-        """Processes and devices in `vllm_config`."""
-        return self.vllm_config.parallel_config
 
 
 def read_config(engine: EngineCore, tokenizer: object) -> VllmView:

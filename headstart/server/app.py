@@ -19,10 +19,10 @@ from headstart.server.monitoring import health
 from headstart.server.openai import chat, completions, models
 from headstart.server.options import ServerOptions
 from headstart.server.responses import api as responses
-from headstart.server.responses.store import ResponseStore
 from headstart.server.service import BaseService, Service
 from headstart.server.speech import chat as speech
 from headstart.server.speech.service import SpeechService
+from headstart.server.stores import ResponseStore
 from headstart.server.tenants import Tenants, open_tenants
 from headstart.version import __version__
 

@@ -11,18 +11,17 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol
 
 from headstart.engine.tenant_queue import TENANT
 from headstart.server.errors import ApiError
 from headstart.server.tenants import EVERYBODY, Tenant
 
-__all__ = ["Call", "Calls", "Outputs", "TimeLimit", "current_call", "new_name"]
+__all__ = ["Call", "Calls", "Outputs", "current_call", "new_name", "time_limit"]
 
 _RETRY_AFTER = 1  # seconds; places come free one by one
 _CALL: ContextVar[Call | None] = ContextVar("call", default=None)
@@ -51,49 +50,35 @@ class Call:
     read: set[Outputs] = field(default_factory=set)
 
 
-class TimeLimit:
-    """Ends what is done inside when a call's time is over. One timer serves all of a call's waits.
+@asynccontextmanager
+async def time_limit(
+    call: Call, grace: float, error: Callable[[], ApiError]
+) -> AsyncIterator[None]:
+    """End the work inside when a call's time is over.
 
         body read, prompts prepared ──deadline──▶ cancelled
         outputs read                ──deadline──▶ they fail ──grace──▶ cancelled
 
-    grace: seconds in which an answer that came too late is told to be so. error: makes the error
-    that readers of outputs get, and that is raised by what was cancelled. For one task.
+    grace: seconds in which a late answer can report the error. error: makes the error that readers
+    of outputs get, and that is raised by the work that was cancelled.
     """
 
-    def __init__(self, call: Call, grace: float, error: Callable[[], ApiError]) -> None:
-        self._call = call
-        self._grace = grace
-        self._error = error
-        self._is_over = False
+    def end() -> None:
+        limit.reschedule(call.deadline + grace if call.read else call.deadline)
+        for outputs in list(call.read):
+            outputs.fail(error())
 
-    def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task, self._before = task, task.cancelling()
-        self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_at(self._call.deadline, self._end)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
-        self._timer.cancel()
-        is_cancelled = self._is_over and kind is asyncio.CancelledError
-        if is_cancelled and self._task.uncancel() <= self._before:
-            raise self._error()
-
-    def _end(self) -> None:
-        """The time is over."""
-        if not self._call.read:
-            self._cancel()
-            return
-        for outputs in list(self._call.read):
-            outputs.fail(self._error())
-        self._timer = self._loop.call_at(self._call.deadline + self._grace, self._cancel)
-
-    def _cancel(self) -> None:
-        self._is_over = True
-        self._task.cancel()
+    timer = asyncio.get_running_loop().call_at(call.deadline, end)
+    limit = asyncio.timeout(None)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise error() from None
+    finally:
+        timer.cancel()
 
 
 class Calls:

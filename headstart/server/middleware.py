@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headstart.server.calls import TimeLimit, new_name
+from headstart.server.calls import new_name, time_limit
 from headstart.server.errors import ApiError, JsonResponse, body_of, headers_of
 from headstart.server.monitoring.logs import Line, RequestLog
 from headstart.server.options import ServerOptions
@@ -116,7 +116,7 @@ class RequestMiddleware:
         self._service.check_ready()
         with self._service.calls.call(scope["state"]["tenant"]) as call:
             call.trace = {k.decode(): headers[k].decode("latin-1") for k in _TRACE if k in headers}
-            with TimeLimit(call, _GRACE, partial(too_late, self._service.options)):
+            async with time_limit(call, _GRACE, partial(too_late, self._service.options)):
                 await self._app(scope, receive, send)
 
     def _check_size(self, headers: Mapping[bytes, bytes]) -> None:

@@ -21,7 +21,7 @@ from headstart.server.openai import chat as chat_api
 from headstart.server.openai import completions
 from headstart.server.responses import answer as response_answer
 from headstart.server.responses import api as responses_api
-from headstart.server.responses.store import ResponseStore
+from headstart.server.stores import ResponseStore
 from tests.server.running import Running
 from tests.server.scripted import scripted
 from tests.server.tenants.test_isolation import picture

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from starlette.types import Message
 
-from headstart.server.calls import Calls, TimeLimit
+from headstart.server.calls import Calls, time_limit
 from headstart.server.errors import ApiError
 from headstart.server.service import ClientGone, unless_gone
 from headstart.server.tenants import EVERYBODY
@@ -118,12 +118,9 @@ def test_a_call_whose_time_is_over_is_told_so_though_its_client_is_gone() -> Non
             client.say(GONE)
             await for_ever(ended)
 
-        with (
-            calls.call(EVERYBODY) as call,
-            pytest.raises(ApiError) as raised,
-            TimeLimit(call, 0.0, lambda: late),
-        ):
-            await unless_gone(client.receive, work())
+        with calls.call(EVERYBODY) as call, pytest.raises(ApiError) as raised:
+            async with time_limit(call, 0.0, lambda: late):
+                await unless_gone(client.receive, work())
         assert raised.value is late
 
     assert run(end) == ["work"]

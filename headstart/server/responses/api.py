@@ -29,9 +29,9 @@ from headstart.server.responses.schema import (
     ResponsesRequest,
     as_items,
 )
-from headstart.server.responses.store import ResponseStore, StoredResponse
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, read_whole
+from headstart.server.stores import ResponseStore, StoredResponse
 from headstart.validation import describe, shorten
 
 __all__ = ["router"]

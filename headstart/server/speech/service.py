@@ -1,10 +1,7 @@
-"""The service of a speaking model: requests, transcripts and metrics."""
+"""The service of a speaking model: requests and metrics."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING
@@ -17,6 +14,7 @@ from headstart.server.errors import ApiError
 from headstart.server.monitoring.logs import note_answer, note_error
 from headstart.server.options import ServerOptions
 from headstart.server.service import BaseService
+from headstart.server.stores import Transcripts
 from headstart.server.tenants import Tenants
 
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from headstart.omni.omni import AsyncOmni
     from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt
 
-__all__ = ["SpeechService", "Transcripts", "speech_service_of"]
+__all__ = ["SpeechService", "speech_service_of"]
 
 
 class SpeechService(BaseService):
@@ -85,55 +83,6 @@ class SpeechService(BaseService):
             first=thinker.first_output,
         )
         self.metrics.add(output)
-
-
-class Transcripts:
-    """Transcripts of recent answers, so that a conversation can name an answer by its id.
-
-    At most MOST answers of all tenants, and for SECONDS each; a tenant finds its own alone, and
-    where there are too many, the oldest of the tenant that has most of them goes.
-    """
-
-    MOST = 4096
-    SECONDS = 3600
-
-    def __init__(self) -> None:
-        # By tenant, which is what its salts begin with.
-        self._kept: dict[str, OrderedDict[tuple[str | None, str], tuple[float, str]]] = {}
-        self._lock = threading.Lock()  # several threads keep answers
-
-    def keep(self, salt: str | None, name: str, text: str) -> int:
-        """Store a text, and return when it expires, in seconds of the epoch."""
-        now = time.time()
-        with self._lock:
-            own = self._kept.setdefault(_tenant(salt), OrderedDict())
-            own[salt, name] = now + self.SECONDS, text
-            for tenant, kept in list(self._kept.items()):
-                while kept and next(iter(kept.values()))[0] < now:
-                    kept.popitem(last=False)
-                if not kept:
-                    del self._kept[tenant]
-            if sum(map(len, self._kept.values())) > self.MOST:
-                max(self._kept.values(), key=len).popitem(last=False)
-        return int(now + self.SECONDS)
-
-    def find(self, salt: str | None, name: str) -> str:
-        """Return the text of an answer. Raises ApiError if it is not stored, or no longer."""
-        with self._lock:
-            own = self._kept.get(_tenant(salt))
-            end, text = own.get((salt, name), (0.0, "")) if own else (0.0, "")
-        if end < time.time():
-            raise ApiError(
-                404,
-                f"there is no spoken answer {name!r}; allowed: one of the last "
-                f"{self.SECONDS // 60} minutes, or its transcript as content",
-                param="messages",
-            )
-        return text
-
-
-def _tenant(salt: str | None) -> str:
-    return (salt or "").partition("/")[0]
 
 
 class SpeechMetrics:

@@ -22,13 +22,13 @@ from headstart import SamplingParams
 from headstart.errors import RequestError
 from headstart.omni.omni import AsyncOmni
 from headstart.omni.qwen2_5 import Qwen25Stages
-from headstart.server import middleware
+from headstart.server import middleware, stores
 from headstart.server.app import create_speech_app
 from headstart.server.errors import ApiError
 from headstart.server.options import ServerOptions
-from headstart.server.speech import chat, conversation, service
+from headstart.server.speech import chat, conversation
 from headstart.server.speech.conversation import read_sound
-from headstart.server.speech.service import Transcripts
+from headstart.server.stores import Transcripts
 from tests.omni.tiny_omni import save_qwen25
 from tests.server.running import listening
 
@@ -119,12 +119,12 @@ def test_an_unreadable_sound_tells_nothing_of_the_server() -> None:
 
 def test_what_was_said_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(service, "time", SimpleNamespace(time=lambda: now))
+    monkeypatch.setattr(stores, "time", SimpleNamespace(time=lambda: now))
     kept = Transcripts()
     kept.keep("a", "one", "first")
     now += Transcripts.SECONDS + 1
     kept.keep("b", "two", "second")
-    assert [text for own in kept._kept.values() for _, text in own.values()] == ["second"]
+    assert len(kept) == 1 and kept.find("b", "two") == "second"
     with pytest.raises(ApiError):
         kept.find("a", "one")
 
@@ -132,10 +132,10 @@ def test_what_was_said_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> 
 def test_who_says_much_takes_away_nothing_that_others_said() -> None:
     kept = Transcripts()
     kept.keep("quiet/at home", "one", "mine")
-    for at in range(2 * Transcripts.MOST):
+    for at in range(2 * stores.MAX_VALUES):
         kept.keep(f"loud/{at % 7}", str(at), "noise")
     assert kept.find("quiet/at home", "one") == "mine"
-    assert sum(map(len, kept._kept.values())) == Transcripts.MOST
+    assert len(kept) == stores.MAX_VALUES
     with pytest.raises(ApiError):
         kept.find("quiet/elsewhere", "one")
     with pytest.raises(ApiError):

@@ -1,0 +1,180 @@
+"""Answers that later requests may name: responses, and transcripts of speech."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Sequence, Set
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from headstart.server.errors import ApiError
+
+__all__ = ["ResponseStore", "StoredResponse", "Transcripts"]
+
+Value = TypeVar("Value")
+MAX_VALUES = 4096
+MAX_BYTES = 256 * 2**20
+_FEW = 8  # ids that are searched faster than a response is parsed
+
+
+class _Entry(NamedTuple, Generic[Value]):
+    value: Value
+    num_bytes: int
+    end: float
+
+
+class TenantStore(Generic[Value]):
+    """Values by tenant and name, within a number of them, of bytes, and a time.
+
+    The oldest are removed first: of the tenant that has most values, or most bytes, if all together
+    have too many. So one tenant's flood removes nothing of another. No tenant finds another's
+    values. May be used from several threads.
+    """
+
+    def __init__(
+        self, max_values: int = MAX_VALUES, max_bytes: int = MAX_BYTES, seconds: float = math.inf
+    ) -> None:
+        self._max_values = max_values
+        self._max_bytes = max_bytes
+        self._seconds = seconds
+        self._entries: dict[str | None, OrderedDict[Hashable, _Entry[Value]]] = {}  # by tenant
+        self._sizes: Counter[str | None] = Counter()
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._entries.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all values, as if none shared a part with another."""
+        return self._sizes.total()
+
+    def put(self, name: Hashable, value: Value, tenant: str | None, num_bytes: int = 0) -> float:
+        """Store a value in place of one of its name, unless it alone is too large.
+
+        Return the time at which it expires.
+        """
+        now = time.time()
+        end = now + self._seconds
+        with self._lock:
+            self.remove(name, tenant)
+            if num_bytes <= self._max_bytes:
+                own = self._entries.setdefault(tenant, OrderedDict())
+                own[name] = _Entry(value, num_bytes, end)
+                self._sizes[tenant] += num_bytes
+            for owner, values in list(self._entries.items()):
+                expired = takewhile(lambda item: item[1].end < now, values.items())
+                for old in [old for old, _ in expired]:
+                    self.remove(old, owner)
+            while len(self) > self._max_values:
+                self._remove_oldest(max(self._entries, key=lambda key: len(self._entries[key])))
+            while self.num_bytes > self._max_bytes:
+                self._remove_oldest(max(self._sizes, key=self._sizes.__getitem__))
+        return end
+
+    def get(self, name: Hashable, tenant: str | None) -> Value | None:
+        """Return a tenant's value; None if there is none of this name."""
+        with self._lock:
+            own = self._entries.get(tenant)
+            entry = own.get(name) if own is not None else None
+        return entry.value if entry is not None and entry.end >= time.time() else None
+
+    def values(self, tenant: str | None) -> list[Value]:
+        """Return a tenant's values, the oldest first."""
+        with self._lock:
+            own = self._entries.get(tenant)
+            return [entry.value for entry in own.values()] if own is not None else []
+
+    def remove(self, name: Hashable, tenant: str | None) -> bool:
+        """Remove a tenant's value. Return True if there was one."""
+        with self._lock:
+            own = self._entries.get(tenant)
+            if own is None or name not in own:
+                return False
+            self._sizes[tenant] -= own.pop(name).num_bytes
+            if not own:
+                del self._entries[tenant], self._sizes[tenant]
+            return True
+
+    def _remove_oldest(self, tenant: str | None) -> None:
+        self.remove(next(iter(self._entries[tenant])), tenant)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response as JSON, and the conversation with its answer, for the next turn."""
+
+    response: bytes
+    messages: Sequence[dict[str, Any]]
+
+
+class ResponseStore(TenantStore[StoredResponse]):
+    """Responses that can be read again and continued."""
+
+    def add(
+        self, name: str, response: bytes, messages: Sequence[dict[str, Any]], tenant: str | None
+    ) -> None:
+        """Store a response in place of one of its id, unless it alone is too large."""
+        size = sys.getsizeof(response) + _size(list(messages))
+        self.put(name, StoredResponse(response, messages), tenant, size)
+
+    def find_items(self, ids: Set[str], tenant: str | None) -> dict[str, dict[str, Any]]:
+        """Return the items of a tenant's stored responses that have these ids, by id.
+
+        Not for the event loop: responses are read from the last one on until all are found.
+        """
+        quoted = [json.dumps(item_id).encode() for item_id in ids]
+        items: dict[str, dict[str, Any]] = {}
+        for stored in reversed(self.values(tenant)):
+            if len(items) == len(ids):
+                break
+            if len(ids) <= _FEW and not any(text in stored.response for text in quoted):
+                continue
+            for item in json.loads(stored.response)["output"]:
+                if item["id"] in ids:
+                    items.setdefault(item["id"], item)
+        return items
+
+
+def _size(value: Any) -> int:
+    """Return the bytes of a JSON value's objects."""
+    size = sys.getsizeof(value)
+    if isinstance(value, dict):
+        return size + sum(_size(key) + _size(item) for key, item in value.items())
+    return size + sum(map(_size, value)) if isinstance(value, list) else size
+
+
+class Transcripts(TenantStore[str]):
+    """Transcripts of the last hour, so that a conversation can name a spoken answer by its id."""
+
+    SECONDS = 3600
+
+    def __init__(self) -> None:
+        super().__init__(seconds=self.SECONDS)
+
+    def keep(self, salt: str | None, name: str, text: str) -> int:
+        """Store a text, and return when it expires, in seconds of the epoch."""
+        return int(self.put((salt, name), text, _tenant(salt)))
+
+    def find(self, salt: str | None, name: str) -> str:
+        """Return the text of an answer. Raises ApiError if it is not stored, or no longer."""
+        text = self.get((salt, name), _tenant(salt))
+        if text is None:
+            raise ApiError(
+                404,
+                f"there is no spoken answer {name!r}; allowed: one of the last "
+                f"{self.SECONDS // 60} minutes, or its transcript as content",
+                param="messages",
+            )
+        return text
+
+
+def _tenant(salt: str | None) -> str:
+    """Return the tenant's own part, with which its salts begin."""
+    return (salt or "").partition("/")[0]

@@ -18,12 +18,12 @@ from pydantic_core import from_json
 
 from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.server.errors import ApiError
+from headstart.server.hosted import HostedTool
 from headstart.server.messages import chat_content
 from headstart.server.responses.schema import (
     AllowedChoice,
-    AnyTool,
+    ClientSide,
     CustomCall,
-    CustomTool,
     FunctionCall,
     FunctionOutput,
     InputImage,
@@ -66,6 +66,14 @@ _COMMAND = {
 }
 
 
+_CALLS = {
+    "function": "function_call",
+    "custom": "custom_tool_call",
+    "local_shell": "local_shell_call",
+}
+"""The type of the items that have calls, by the type of the tool."""
+
+
 class CallKind(NamedTuple):
     """The type, name and namespace of the items that have calls of a tool."""
 
@@ -81,43 +89,38 @@ def spell_name(name: str, namespace: str | None) -> str:
 
 def read_tools(body: InputTokensRequest) -> ToolUse:
     """Return the tools of a request, but for hosted ones. Raises RequestError."""
-    tools = make_tools([*_flat(body.tools or ())], lambda one: _as_tool(*one))
+    tools = make_tools([*_flat(body)], lambda item: _as_tool(*item))
     parallel = body.parallel_tool_calls is not False
     choice = body.tool_choice
     if isinstance(choice, NamedChoice):
         name = spell_name(choice.name, choice.namespace)
         return ToolUse(tools, "required", name, parallel)
     if isinstance(choice, AllowedChoice):
-        names = frozenset(spell_name(one.name or one.type, one.namespace) for one in choice.tools)
-        return ToolUse(tools, choice.mode, None, parallel, names)
+        names = {spell_name(tool.name or tool.type, tool.namespace) for tool in choice.tools}
+        return ToolUse(tools, choice.mode, None, parallel, frozenset(names))
     return ToolUse(tools, choice or "auto", None, parallel)
 
 
 def call_kinds(body: InputTokensRequest) -> dict[str, CallKind]:
     """Return the kind of calls of each tool, by its name for the model."""
-    types = {CustomTool: "custom_tool_call", ShellTool: "local_shell_call"}
-    kinds = {}
-    for tool, namespace in _flat(body.tools or ()):
-        name = "local_shell" if isinstance(tool, ShellTool) else tool.name
-        kind = CallKind(types.get(type(tool), "function_call"), name, namespace)
-        kinds[spell_name(name, namespace)] = kind
-    return kinds
+    return {spell_name(kind.name, kind.namespace): kind for kind, _ in _flat(body)}
 
 
-def _flat(
-    tools: Sequence[AnyTool],
-) -> Iterator[tuple[ResponseFunctionTool | CustomTool | ShellTool, str | None]]:
-    for tool in tools:
+def _flat(body: InputTokensRequest) -> Iterator[tuple[CallKind, ClientSide]]:
+    """Yield the client's tools, those in namespaces too."""
+    for tool in body.tools or ():
         if isinstance(tool, NamespaceTool):
-            yield from ((inner, tool.name) for inner in tool.tools)
-        elif isinstance(tool, ResponseFunctionTool | CustomTool | ShellTool):
-            yield tool, None
+            for inner in tool.tools:
+                yield CallKind(_CALLS[inner.type], inner.name, tool.name), inner
+        elif not isinstance(tool, HostedTool):
+            name = "local_shell" if isinstance(tool, ShellTool) else tool.name
+            yield CallKind(_CALLS[tool.type], name), tool
 
 
-def _as_tool(tool: ResponseFunctionTool | CustomTool | ShellTool, namespace: str | None) -> Tool:
+def _as_tool(kind: CallKind, tool: ClientSide) -> Tool:
+    name = spell_name(kind.name, kind.namespace)
     if isinstance(tool, ShellTool):
-        return Tool("local_shell", "Run a command in the user's shell.", _COMMAND)
-    name = spell_name(tool.name, namespace)
+        return Tool(name, "Run a command in the user's shell.", _COMMAND)
     if isinstance(tool, ResponseFunctionTool):
         return Tool(name, tool.description, tool.parameters)
     texts = [tool.description] if tool.description else []
@@ -176,8 +179,12 @@ def extend(
 
 def _read(item: Item) -> dict[str, Any]:
     if isinstance(item, Message):
-        is_answer = item.role == "assistant"
-        content = _text(item.content) if is_answer else _content(item.content)
+        content = _content(item.content)
+        if item.role == "assistant" and not isinstance(content, str):
+            if any(part["type"] != "text" for part in content):
+                text = "a message of the assistant has an image; allowed: text"
+                raise ApiError(400, text, param="input")
+            content = "".join(part["text"] for part in content)
         return {"role": item.role, "content": content}
     if isinstance(item, FunctionOutput):
         return {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
@@ -185,11 +192,22 @@ def _read(item: Item) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": item.id, "content": item.output}
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     if isinstance(item, ReasoningItem):
-        shown = item.content or item.summary
-        text = "\n".join(one.text for one in shown)
+        text = "\n".join(part.text for part in item.content or item.summary)
         text = text or decode_reasoning(item.encrypted_content or "")
         return message | {"reasoning_content": text}
-    return message | {"tool_calls": [_read_call(item)]}
+    if isinstance(item, FunctionCall):
+        name, arguments = spell_name(item.name, item.namespace), item.arguments
+    elif isinstance(item, CustomCall):
+        name = spell_name(item.name, item.namespace)
+        arguments = json.dumps({"input": item.input}, ensure_ascii=False)
+    else:
+        assert isinstance(item, ShellCall)
+        name = "local_shell"
+        action = item.action.model_dump(exclude_none=True, exclude={"type"})
+        arguments = json.dumps({k: v for k, v in action.items() if v != {}}, ensure_ascii=False)
+    function = {"name": name, "arguments": arguments}
+    call = {"id": item.call_id, "type": "function", "function": function}
+    return message | {"tool_calls": [call]}
 
 
 _PREFIX = "headstart:"
@@ -210,50 +228,31 @@ def decode_reasoning(content: str) -> str:
         return ""
 
 
-def _read_call(item: Item) -> dict[str, Any]:
-    """Return a call as a chat has it."""
-    if isinstance(item, FunctionCall):
-        name, arguments = spell_name(item.name, item.namespace), item.arguments
-    elif isinstance(item, CustomCall):
-        name = spell_name(item.name, item.namespace)
-        arguments = json.dumps({"input": item.input}, ensure_ascii=False)
-    else:
-        assert isinstance(item, ShellCall)
-        name = "local_shell"
-        action = item.action.model_dump(exclude_none=True, exclude={"type"})
-        arguments = json.dumps({k: v for k, v in action.items() if v != {}}, ensure_ascii=False)
-    function = {"name": name, "arguments": arguments}
-    return {"id": item.call_id, "type": "function", "function": function}
-
-
 def _together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     message = {"role": "assistant", "content": first["content"] + second["content"]}
-    thoughts = [one["reasoning_content"] for one in (first, second) if "reasoning_content" in one]
+    thoughts = [
+        message["reasoning_content"]
+        for message in (first, second)
+        if "reasoning_content" in message
+    ]
     calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     return message | {"tool_calls": calls} if calls else message
 
 
-def _text(content: Any) -> str:
-    """Return the assistant's text. Raises ApiError for an image."""
-    parts = [content] if isinstance(content, str) else content
-    if any(isinstance(part, InputImage) for part in parts):
-        raise ApiError(400, "a message of the assistant has an image; allowed: text", param="input")
-    return "".join(part if isinstance(part, str) else part.text for part in parts)
-
-
 def _content(content: Any) -> Any:
     """Return a text, or parts as a chat has them."""
     if isinstance(content, str):
         return content
-    parts = [
-        {"type": "image_url", "image_url": {"url": part.image_url}}
-        if isinstance(part, InputImage)
-        else {"type": "text", "text": part.text}
-        for part in content
-    ]
-    return chat_content(parts)
+    return chat_content(
+        [
+            {"type": "image_url", "image_url": {"url": part.image_url}}
+            if isinstance(part, InputImage)
+            else {"type": "text", "text": part.text}
+            for part in content
+        ]
+    )
 
 
 def read_sampling(body: ResponsesRequest) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
-from pydantic_core import PydanticCustomError
 
 from headstart.server.bodies import (
     Body,
@@ -20,11 +19,10 @@ from headstart.server.bodies import (
     Many,
     Real,
     Whole,
+    at_most,
     refusals,
 )
 from headstart.server.hosted import HostedTool, tag_tool
-
-Status = Literal["in_progress", "completed", "incomplete"] | None
 
 
 class CacheBreakpoint(Body):
@@ -89,14 +87,19 @@ Content = (
 )
 
 
-class Message(Body):
+class ItemFields(Body):
+    """Fields that items of earlier answers have."""
+
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class Message(ItemFields):
     """A message; one of the assistant may be an item of an earlier answer."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
-    id: str | None = None
-    status: Status = None
     phase: str | None = None
 
 
@@ -106,12 +109,10 @@ class Caller(Body):
     type: Literal["direct"]
 
 
-class Called(Body):
+class Called(ItemFields):
     """Fields that calls of tools and their outputs have in common."""
 
     call_id: str
-    id: str | None = None
-    status: Status = None
     caller: Caller | None = None
     namespace: Label | None = None
 
@@ -152,23 +153,20 @@ class ShellAction(Body):
     working_directory: str | None = None
 
 
-class ShellCall(Body):
+class ShellCall(ItemFields):
     """A call of the client's shell."""
 
     type: Literal["local_shell_call"]
     call_id: str
     action: ShellAction
-    id: str | None = None
-    status: Status = None
 
 
-class ShellOutput(Body):
+class ShellOutput(ItemFields):
     """The result of a call of the client's shell; `id` is the call's."""
 
     type: Literal["local_shell_call_output"]
     id: str
     output: str
-    status: Status = None
 
 
 class ItemReference(Body):
@@ -185,36 +183,34 @@ class ReasoningText(Body):
     text: str
 
 
-class ReasoningItem(Body):
+class ReasoningItem(ItemFields):
     """Reasoning of an earlier answer; encrypted reasoning of another server is left out."""
 
     type: Literal["reasoning"]
     summary: Many[ReasoningText] = Field(default_factory=list)
     content: Many[ReasoningText] | None = None
     encrypted_content: str | None = None
-    id: str | None = None
-    status: Status = None
 
 
-def _kind(item: Any) -> Any:
-    """Return the type of an item; without one it is a message, or the reference to an item."""
-    if isinstance(item, dict):
+def _add_type(item: Any) -> Any:
+    """Return an item with a type; without one it is a message, or the reference to an item."""
+    if isinstance(item, dict) and not item.get("type"):
         untyped = "message" if "role" in item or "id" not in item else "item_reference"
-        return item.get("type") or untyped
-    return getattr(item, "type", None)
+        return {**item, "type": untyped}
+    return item
 
 
 Item = Annotated[
-    Annotated[Message, Tag("message")]
-    | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[FunctionOutput, Tag("function_call_output")]
-    | Annotated[CustomCall, Tag("custom_tool_call")]
-    | Annotated[FunctionOutput, Tag("custom_tool_call_output")]
-    | Annotated[ShellCall, Tag("local_shell_call")]
-    | Annotated[ShellOutput, Tag("local_shell_call_output")]
-    | Annotated[ItemReference, Tag("item_reference")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_kind),
+    Message
+    | FunctionCall
+    | FunctionOutput
+    | CustomCall
+    | ShellCall
+    | ShellOutput
+    | ItemReference
+    | ReasoningItem,
+    Field(discriminator="type"),
+    BeforeValidator(_add_type),
 ]
 
 
@@ -283,7 +279,7 @@ def _tool_tag(given: Any) -> str:
 _TAGS = {"custom": "CustomTool", "local_shell": "ShellTool", "namespace": "NamespaceTool"}
 
 
-AnyTool = ResponseFunctionTool | CustomTool | ShellTool | NamespaceTool | HostedTool
+ClientSide = ResponseFunctionTool | CustomTool | ShellTool
 _Tool = Annotated[
     Annotated[ResponseFunctionTool, Tag("OwnTool")]
     | Annotated[CustomTool, Tag("CustomTool")]
@@ -360,27 +356,12 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Flag | None = None
 
 
-_MOST_NOTES = 16
-
-
-def _check_count(given: Any) -> Any:
-    """Refuse too many before each of them is looked at."""
-    if isinstance(given, dict) and len(given) > _MOST_NOTES:
-        raise PydanticCustomError(
-            "refused_field",
-            "metadata has {count} entries; allowed: {most} at most",
-            {"count": len(given), "most": _MOST_NOTES},
-        )
-    return given
-
-
 Metadata = Annotated[
     dict[
         Annotated[str, Field(max_length=64)],
         Annotated[str, Field(max_length=512)],
     ],
-    Field(max_length=_MOST_NOTES),
-    BeforeValidator(_check_count),
+    at_most("metadata", 16),
 ]
 """Notes of the client on a response, which repeats them; as many as OpenAI takes."""
 

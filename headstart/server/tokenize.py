@@ -15,8 +15,8 @@ from headstart.frontend.text import encode_text
 from headstart.server.bodies import Body, Flag, Many, Whole
 from headstart.server.chats import ChatCall, prepare_chat
 from headstart.server.errors import ApiError, JsonResponse
-from headstart.server.openai.reading import as_tools
-from headstart.server.openai.schema import FunctionTool
+from headstart.server.openai.reading import as_tools, read_template
+from headstart.server.openai.schema import TemplateFields
 from headstart.server.service import Service, service_of
 from headstart.server.tools import ToolUse
 from headstart.validation import describe
@@ -30,7 +30,7 @@ router = APIRouter()
 _PART = 4096  # ids
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(TemplateFields):
     """A text, or a conversation as a chat would render it.
 
     add_special_tokens is for texts: a chat template spells its own.
@@ -41,11 +41,6 @@ class TokenizeRequest(Body):
     messages: Many[dict[str, Any]] | None = None
     add_special_tokens: Flag | None = None
     return_token_strs: Flag | None = False
-    add_generation_prompt: Flag = True
-    continue_final_message: Flag = False
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: Many[FunctionTool] | None = None
 
 
 class DetokenizeRequest(Body):
@@ -132,18 +127,13 @@ def _encode(service: Service, text: str, body: TokenizeRequest) -> list[int]:
 async def _encode_chat(service: Service, body: TokenizeRequest, request: Request) -> list[int]:
     if body.add_special_tokens:
         raise ApiError(400, "add_special_tokens is true; allowed for messages: false")
-    template = {
-        "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
-        "continue_final_message": body.continue_final_message,
-    }
-    more = {"chat_template": body.chat_template, "chat_template_kwargs": body.chat_template_kwargs}
     call = ChatCall(
         model=body.model,
         messages=body.messages or [],
         sampling={"max_tokens": None},
         salt=service.salt(request, None),
         tools=ToolUse(as_tools(body.tools), "none"),
-        template=template | {name: value for name, value in more.items() if value is not None},
+        template=read_template(body),
     )
     prepared = await prepare_chat(service, call, service.new_id("text"), stream=False)
     return prepared.request.prompt_token_ids

@@ -19,8 +19,8 @@ from headstart.server.bodies import (
     Whole,
     refusals,
 )
+from headstart.server.chats import ChatCall, prepare_chat
 from headstart.server.errors import ApiError, JsonResponse
-from headstart.server.messages import read_roles
 from headstart.server.openai.reading import as_tools, read_template
 from headstart.server.openai.schema import ChatCompletionRequest, CompletionRequest, TemplateFields
 from headstart.server.service import Service, service_of, unless_gone
@@ -199,25 +199,24 @@ async def show_block(block_id: int, request: Request) -> Response:
 async def prepare(
     service: Service, body: CachePromptRequest, request: Request, *, begins_reply: bool
 ) -> RequestGroup:
-    """A request of a body's prompt. begins_reply: where it does not say so, whether messages are
-    followed by what begins the model's reply."""
+    """Return a request of a body's prompt.
+
+    begins_reply: the default of `add_generation_prompt`.
+    """
     sampling = {"max_tokens": 1, "temperature": 0} | body.cache_sampling
-    params = service.params(sampling, stream=False)
-    options: dict[str, Any] = {
-        "adapter": service.adapter(body.model),
-        "cache_salt": service.salt(request, body.salt),
-    }
+    salt = service.salt(request, body.salt)
     name = service.new_id("prompt")
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "a prompt is given by either prompt or messages; allowed: one of them")
     if body.prompt is not None:
-        return await service.prepare(body.prompt, params, name, **options)
-    tools = ToolUse(as_tools(body.tools)).tools
-    if tools:  # in the same words as in a chat
-        options["tools"] = [tool.for_template() for tool in tools]
-    template = {"add_generation_prompt": begins_reply} | read_template(body)
-    options |= service.template_options(template)
-    llm = service.llm
-    given = options.get("chat_template") or llm.chat_template
-    messages = read_roles(llm.tokenizer, body.messages or [], given, with_tools=bool(tools))
-    return await service.prepare_chat(messages, params, name, **options)
+        params, adapter = service.params(sampling, stream=False), service.adapter(body.model)
+        return await service.prepare(body.prompt, params, name, adapter=adapter, cache_salt=salt)
+    call = ChatCall(
+        model=body.model,
+        messages=body.messages or [],
+        sampling=sampling,
+        salt=salt,
+        tools=ToolUse(as_tools(body.tools), "none"),
+        template={"add_generation_prompt": begins_reply} | read_template(body),
+    )
+    return (await prepare_chat(service, call, name, stream=False)).request

@@ -1,4 +1,4 @@
-"""What the bodies of all APIs have in common."""
+"""The parts of request bodies that all APIs have in common."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from headstart.validation import describe, shorten
@@ -24,8 +24,10 @@ __all__ = [
     "Real",
     "Refusal",
     "Whole",
+    "at_most",
     "hint",
     "refusals",
+    "refuse",
 ]
 
 # `SamplingParams` checks ranges; here only the type is checked.
@@ -33,18 +35,38 @@ Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Whole = Annotated[int, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Label = Annotated[str, Field(max_length=4096)]
-"""A name of the client's, which is kept, hashed or told again in the event loop."""
-One = TypeVar("One")
-Many = Annotated[list[One], Field(fail_fast=True)]
-"""A list in a body. The first entry that is wrong is all that an error tells: to note each of
-300,000 takes C seconds, in which no other thread runs."""
+"""A name that the client chose. The event loop stores, hashes or repeats it."""
+Entry = TypeVar("Entry")
+Many = Annotated[list[Entry], Field(fail_fast=True)]
+"""A list in a body. An error reports its first wrong entry alone: to note each of 300,000 takes C
+seconds, in which no other thread runs."""
 _DAY = 86_400.0
 _FEW = 10  # names that an error lists
 _LONGEST = 100  # of names that are compared with others: the time grows with both
 
 
+def refuse(text: str, field: str | None = None, kind: str = "refused_field") -> PydanticCustomError:
+    """Return an error of a validator that has this text as it is.
+
+    field: the wrong field, where it is one of the value's; `headstart.server.errors` reads it.
+    """
+    about = {"text": shorten(text)} | ({"field": shorten(field)} if field is not None else {})
+    return PydanticCustomError(kind, "{text}", about)
+
+
+def at_most(name: str, most: int) -> BeforeValidator:
+    """Return a validator that refuses too many entries before it reads them."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > most:
+            raise refuse(f"{name} has {len(value):,} entries; allowed: {most:,} at most")
+        return value
+
+    return BeforeValidator(check)
+
+
 class Refusal(NamedTuple):
-    """The note on a name that is no field: what to do instead. `allowed` values ask for nothing."""
+    """Advice for a name that is no field; `allowed` values have no effect and are accepted."""
 
     note: str
     allowed: tuple[Any, ...] = ()
@@ -56,18 +78,18 @@ def refusals(notes: Mapping[str, str]) -> dict[str, Refusal]:
     >>> refusals({"give n": "best_of=1 draws"})["best_of"]
     Refusal(note='give n', allowed=(1,))
     """
-    found = {}
+    refused = {}
     for note, names in notes.items():
         for name, _, value in (item.partition("=") for item in names.split()):
-            found[name] = Refusal(note, (json.loads(value),) if value else ())
-    return found
+            refused[name] = Refusal(note, (json.loads(value),) if value else ())
+    return refused
 
 
 class Body(BaseModel):
-    """A body of JSON whose every field is known. A null is absent, unless the field takes it.
+    """A body of JSON that has known fields alone. A null is absent, unless the field takes it.
 
     accepted: names that are no fields and have no effect. refused: names that are no fields and
-    take only null and what asks for nothing.
+    take only null and values without effect.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -76,30 +98,24 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_names(cls, given: Any) -> Any:
-        """Return the fields. An error names a refused field, or the nearest of an unknown one.
-
-        The `ctx` of the error is for `headstart.server.errors`.
-        """
-        if not isinstance(given, dict):
-            return given
+    def _read_names(cls, value: Any) -> Any:
+        """Return the fields. An error names a refused field, or the nearest of an unknown one."""
+        if not isinstance(value, dict):
+            return value
         fields = {field.alias or name for name, field in cls.model_fields.items()}
-        if None in given.values():
+        if None in value.values():
             needed = _taking_null(cls)
-            given = {name: one for name, one in given.items() if one is not None or name in needed}
-        for name in sorted(given.keys() - fields - cls.accepted):
-            refusal, value = cls.refused.get(name), given[name]
+            value = {name: v for name, v in value.items() if v is not None or name in needed}
+        for name in sorted(value.keys() - fields - cls.accepted):
+            refusal = cls.refused.get(name)
             if refusal is None:
-                kind, text = "unknown_field", hint(name, fields | cls.accepted, cls.refused)
-            elif _is_in(value, refusal.allowed):
-                continue
-            else:
+                text = hint(name, fields | cls.accepted, cls.refused)
+                raise refuse(text, name, "unknown_field")
+            if not _is_in(value[name], refusal.allowed):
                 allowed = ", ".join(map(json.dumps, (None, *refusal.allowed)))
-                text = f"{name} is {_show(value)}; allowed: {allowed}; {refusal.note}"
-                kind = "refused_field"
-            about = {"told": shorten(text), "field": shorten(name)}
-            raise PydanticCustomError(kind, "{told}", about)
-        return {name: value for name, value in given.items() if name in fields}
+                text = f"{name} is {_show(value[name])}; allowed: {allowed}; {refusal.note}"
+                raise refuse(text, name)
+        return {name: v for name, v in value.items() if name in fields}
 
 
 def hint(name: str, known: Iterable[str], refused: Mapping[str, Refusal] = {}) -> str:
@@ -115,17 +131,17 @@ def hint(name: str, known: Iterable[str], refused: Mapping[str, Refusal] = {}) -
 
 
 def _show(value: object) -> str:
-    """Show a value, but for what may be a prompt's text, which belongs into no log."""
+    """Show a number or a flag; other values may be a prompt's text, which belongs into no log."""
     if isinstance(value, int | float):
         return json.dumps(value) if isinstance(value, bool) else describe(value)
     return "a text" if isinstance(value, str) else "a list or an object"
 
 
 def _is_in(value: object, allowed: tuple[Any, ...]) -> bool:
-    """Return True if a value is one of these, by its type too: False is not 0."""
+    """Return True if a value is among these, by its type too: False is not 0."""
     return any(
-        value == one and (type(value) is type(one) or (type(value), type(one)) == (float, int))
-        for one in allowed
+        value == each and (type(value) is type(each) or (type(value), type(each)) == (float, int))
+        for each in allowed
     )
 
 
@@ -140,25 +156,25 @@ def _taking_null(kind: type[Body]) -> frozenset[str]:
 
 
 class ClientTool(Body):
-    """A tool that the client runs. One of another type is refused by that, not by its fields.
+    """A tool that the client runs. The error for another type names the type, not its fields.
 
-    types: those that are taken.
+    types: the accepted ones.
     """
 
     types: ClassVar[tuple[str | None, ...]]
 
     @model_validator(mode="before")
     @classmethod
-    def _check_type(cls, given: Any) -> Any:
-        kind = given.get("type", cls.types[-1]) if isinstance(given, dict) else cls.types[-1]
+    def _check_type(cls, value: Any) -> Any:
+        kind = value.get("type", cls.types[-1]) if isinstance(value, dict) else cls.types[-1]
         if kind in cls.types:
-            return given
-        told = f"{describe(kind)} does not run here; allowed: {cls.types[-1]!r}, a tool of yours"
-        raise PydanticCustomError("not_here", "{told}", {"told": told, "field": "type"})
+            return value
+        allowed = f"allowed: {cls.types[-1]!r}, a tool of yours"
+        raise refuse(f"{describe(kind)} does not run here; {allowed}", "type", "not_here")
 
 
 class CacheFields(Body):
-    """What a request says of the cache.
+    """The fields of a request for the cache.
 
     cache_salt: only requests of the same salt share K/V. no_read: compute the whole prompt.
     no_store: leave nothing for later requests. prompt_cache_retention: how long the prompt is

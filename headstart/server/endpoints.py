@@ -108,7 +108,7 @@ def _read(kind: type[Body], data: bytes) -> Body:
         if data.count(bracket) > _MAX_OBJECTS < _count(given, kind_of):
             raise ApiError(400, f"the body has more than {_MAX_OBJECTS:,} {name}; allowed: so many")
     if given is None:
-        raise RequestValidationError([{"type": "missing", "loc": (), "msg": "is missing"}])
+        raise RequestValidationError([{"type": "missing", "loc": (), "msg": "Field required"}])
     try:
         return kind.model_validate(given, from_attributes=True)  # the words of FastAPI's errors
     except ValidationError as error:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -126,63 +126,39 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def _read_validation(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body, and where.
+    """Return the refusal for the first mistake in a body, with its place.
 
-    A value that may be of several types is wrong for each of them: the one that was read farthest
-    is told.
+    A value that may be of several types is wrong for each of them: the error of the one that was
+    read farthest counts.
     """
-    first = max(error.errors(), key=lambda one: len(_way(one)))
-    if first["type"] == "json_invalid":  # its way ends in a place of the text, which is no field
+    path = max(map(_path, error.errors()), key=len)
+    first, *others = (each for each in error.errors() if _path(each) == path)
+    if first["type"] == "json_invalid":  # its path ends in a place of the text, which is no field
         return ApiError(
             400, f"the body is no JSON, at character {first['loc'][-1]}: {first['ctx']['error']}"
         )
-    *way, last = map(str, _way(first) or ("",))
-    param = shorten(_INDEX.sub(r"[\1]", ".".join([*way, last])))  # as OpenAI writes it
-    text = f"{param or 'the body'}: {first['msg']}"
-    if _allowed(first) is not None:
-        there = [_allowed(one) for one in error.errors() if _way(one) == _way(first)]
-        allowed = " or ".join(dict.fromkeys(filter(None, there)))
-        text = f"{param or 'the body'}: allowed is {allowed}"
-    elif first["type"] == "union_tag_invalid":
-        kind, kinds = first["ctx"]["tag"], first["ctx"]["expected_tags"]
-        text = f"{param}: the type is '{in_one_line(kind)}'; allowed: {kinds}"
-    elif first["type"] == "refused_field":
+    *parents, name = map(str, path or ("",))
+    param = _spell([*parents, name])
+    if first["type"] == "refused_field":
         text = first["msg"]
     elif first["type"] == "unknown_field":
-        what = shorten(_INDEX.sub(r"[\1]", ".".join(way))) or "the request"
-        text = f"{what} knows no '{in_one_line(last)}'{first['msg']}"
-    elif first["type"] == "missing":
-        text = f"{param or 'the body'} is missing"
+        owner = _spell(parents) or "the request"
+        text = f"{owner} knows no '{in_one_line(name)}'{first['msg']}"
+    else:
+        texts = dict.fromkeys(in_one_line(each["msg"]) for each in (first, *others))
+        text = f"{param or 'the body'}: {' or '.join(texts)}"
     return ApiError(400, text, param=param or None)
 
 
-def _allowed(error: Mapping[str, Any]) -> str | None:
-    """What may stand where a value of another type does; None for what else is wrong.
-
-    The value itself may be a prompt's text, which no line of the log has.
-    """
-    if error["type"] == "literal_error":
-        return str(error["ctx"]["expected"])
-    return _KINDS.get(error["type"])
+def _spell(path: Iterable[str]) -> str:
+    """Return the fields down to one as OpenAI writes them."""
+    return shorten(_INDEX.sub(r"[\1]", ".".join(path)))
 
 
-_KINDS = {
-    "bool_type": "true or false",
-    "dict_type": "an object",
-    "float_type": "a number",
-    "int_type": "a whole number",
-    "list_type": "a list",
-    "model_attributes_type": "an object",
-    "model_type": "an object",
-    "string_type": "a text",
-}
-"""What pydantic wants, by its name for values of another type."""
+def _path(error: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the fields down to the wrong one; an error of `refuse` has its name.
 
-
-def _way(error: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The fields down to the one that is wrong; a name that is no field stands beside: `Body`.
-
-    Between the fields there stand names of types, such as `list[str]`, and in lists of several
+    pydantic's location also has names of types, such as `list[str]`, and in lists of several
     kinds of objects the kind of each: these are left out.
     """
     way: list[Any] = []

@@ -90,8 +90,8 @@ def test_blocks_that_are_texts_to_a_model(
     [
         ({"type": "text", "data": "a", "url": "b"}, "source knows no 'url'"),
         ({"type": "url", "url": "a", "data": "b"}, "source knows no 'data'"),
-        ({"type": "text"}, "source.data is missing"),
-        ({"type": "content"}, "source.content is missing"),
+        ({"type": "text"}, "source.data: Field required"),
+        ({"type": "content"}, "source.content: Field required"),
         ({"type": "pdf"}, "'text', 'content', 'base64', 'url', 'file'"),
     ],
 )

@@ -315,7 +315,7 @@ BAD = [
     (
         {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
         400,
-        "messages.0.content.0: the type is 'audio'; allowed: 'text', 'image', ",
+        "messages.0.content.0: Input tag 'audio' found using 'type' does not match any",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {"url": "u"}}]}]},
@@ -325,7 +325,7 @@ BAD = [
     (
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
         400,
-        "messages.0.content.0.text is missing",  # was told twice, once as the block's type
+        "messages.0.content.0.text: Field required",  # was told twice, once as the block's type
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]},

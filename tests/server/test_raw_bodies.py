@@ -81,16 +81,16 @@ def test_a_bad_body_is_refused(server: Running, content: bytes, status: int, str
 @pytest.mark.parametrize(
     ("change", "param", "said"),
     [
-        ({"stream": "yes"}, "stream", "true or false"),
-        ({"stream": 1}, "stream", "true or false"),
+        ({"stream": "yes"}, "stream", "valid boolean"),
+        ({"stream": 1}, "stream", "valid boolean"),
         (
             {"messages": [{"role": "sytem", "content": "Hi"}]},
             "messages[0].role",
             "'sytem'; allowed",
         ),
-        ({"messages": [{"role": "user", "content": "Hi"}, 7]}, "messages[1]", "an object"),
+        ({"messages": [{"role": "user", "content": "Hi"}, 7]}, "messages[1]", "valid dictionary"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0]", "content"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
     ],
 )
 def test_what_is_wrong_is_named(

@@ -7,19 +7,9 @@ __all__ = ["ACCEPTED", "CHAT_REFUSED", "COMPLETION_REFUSED", "tell_missing"]
 
 ACCEPTED = frozenset(
     [
-        "session_id",
-        "request_id",
-        "return_token_offsets",
-        "mm_payload",
-        "return_mm_kwargs",
-        "vllm_xargs",
-        "extra_args",
-        "skip_clone",
-        "spaces_between_special_tokens",
-        "output_text_buffer_length",
-        "flat_logprobs",
-        "watermarking",
-        "truncation_side",
+        *("session_id", "request_id", "return_token_offsets", "mm_payload", "return_mm_kwargs"),
+        *("vllm_xargs", "extra_args", "skip_clone", "spaces_between_special_tokens"),
+        *("output_text_buffer_length", "flat_logprobs", "watermarking", "truncation_side"),
     ]
 )
 """Fields of vLLM's requests without effect."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.errors import RequestError
@@ -11,6 +11,7 @@ from headstart.server.errors import ApiError
 from headstart.server.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,
+    Function,
     FunctionName,
     FunctionTool,
     ResponseFormat,
@@ -19,7 +20,6 @@ from headstart.server.openai.schema import (
     ToolChoice,
 )
 from headstart.server.tools import Tool, ToolUse, make_tools
-from headstart.validation import describe
 
 __all__ = [
     "as_tools",
@@ -33,35 +33,20 @@ __all__ = [
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids"),
     *("min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("bad_words", "allowed_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
+    *("bad_words", "allowed_token_ids", "logit_bias", "prompt_logprobs", "skip_special_tokens"),
+    "include_stop_str_in_output",
 )
 _TEMPLATE = (
     *("chat_template", "chat_template_kwargs"),
     *("add_generation_prompt", "continue_final_message"),
 )
-_MAX_ENTRIES = 16_384  # of what is looked at here; half a microsecond of the event loop each
-_MAX_LOGPROBS = 20  # of a token; a long prompt with more of them is an answer of megabytes
 
 
 def _common(body: SamplingFields) -> dict[str, Any]:
-    for name in ("stop_token_ids", "logit_bias"):
-        if len(getattr(body, name) or ()) > _MAX_ENTRIES:
-            told = f"{name} has {len(getattr(body, name)):,} entries"
-            raise ApiError(400, f"{told}; allowed: {_MAX_ENTRIES:,} at most", param=name)
     params = {name: getattr(body, name) for name in _SAME}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     params["stop"] = [text for text in stop if text] or None  # an empty text stops nothing
-    params["logit_bias"] = _read_bias(body.logit_bias)
     params["structured_outputs"] = _read_form(body)
-    if body.prompt_logprobs is not None:
-        _check_logprobs("prompt_logprobs", body.prompt_logprobs)
-        if body.stream:
-            raise ApiError(
-                400,
-                f"prompt_logprobs is {body.prompt_logprobs} and stream true; allowed: one of them",
-                param="prompt_logprobs",
-            )
-        params["prompt_logprobs"] = body.prompt_logprobs
     return params | body.cache_sampling
 
 
@@ -73,7 +58,6 @@ def read_completion_sampling(body: CompletionRequest) -> dict[str, Any]:
         raise RequestError(
             f"best_of is {body.best_of}; allowed: none, or n, which is {body.n or 1}; give n"
         )
-    _check_logprobs("logprobs", body.logprobs)
     params = _common(body) | {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
     if body.max_tokens == 0 and body.echo:
         params["max_tokens"] = 1  # of which nothing is told: see `completions`
@@ -88,48 +72,35 @@ def read_chat_sampling(body: ChatCompletionRequest) -> dict[str, Any]:
     params = _common(body) | {"max_tokens": body.max_tokens if most is None else most}
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-    _check_logprobs("top_logprobs", body.top_logprobs)
     params["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     return params
 
 
-def _check_logprobs(name: str, value: int | None) -> None:
-    """Raise ApiError for more than an answer may have."""
-    if value is not None and not 0 <= value <= _MAX_LOGPROBS:
-        raise ApiError(
-            400, f"{name} is {describe(value)}; allowed: from 0 to {_MAX_LOGPROBS}", param=name
-        )
-
-
-def as_tools(given: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
+def as_tools(tools: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
     """Return the tools in the form of every API. Raises RequestError."""
-    return make_tools(given or (), _as_tool)
+    return _as_tools([tool.function for tool in tools or ()])
 
 
-def _as_tool(one: FunctionTool) -> Tool:
-    return Tool(one.function.name, one.function.description, one.function.parameters)
+def _as_tools(functions: Sequence[Function]) -> tuple[Tool, ...]:
+    return make_tools(
+        functions, lambda function: Tool(function.name, function.description, function.parameters)
+    )
 
 
 def read_tools(body: ChatCompletionRequest) -> ToolUse:
     """Return the tools of a chat, or its functions. Raises RequestError."""
+    tools, parallel = as_tools(body.tools), body.parallel_tool_calls is not False
+    choice: Literal["none", "auto", "required"] | ToolChoice | FunctionName | None
+    choice = body.tool_choice
     if body.functions is not None or body.function_call is not None:
-        return _read_functions(body)
-    tools = as_tools(body.tools)
-    parallel = body.parallel_tool_calls is not False
-    if isinstance(body.tool_choice, ToolChoice):
-        return ToolUse(tools, "required", body.tool_choice.function.name, parallel)
-    return ToolUse(tools, body.tool_choice or "auto", None, parallel)
-
-
-def _read_functions(body: ChatCompletionRequest) -> ToolUse:
-    if body.tools is not None or body.tool_choice is not None:
-        raise RequestError("tools and functions are both given; allowed: one of them")
-    tools = make_tools(
-        body.functions or (), lambda one: Tool(one.name, one.description, one.parameters)
-    )
-    if isinstance(body.function_call, FunctionName):
-        return ToolUse(tools, "required", body.function_call.name, parallel=False)
-    return ToolUse(tools, body.function_call or "auto", None, parallel=False)
+        if body.tools is not None or body.tool_choice is not None:
+            raise RequestError("tools and functions are both given; allowed: one of them")
+        tools, choice, parallel = _as_tools(body.functions or ()), body.function_call, False
+    if isinstance(choice, ToolChoice):
+        choice = choice.function
+    if isinstance(choice, FunctionName):
+        return ToolUse(tools, "required", choice.name, parallel)
+    return ToolUse(tools, choice or "auto", None, parallel)
 
 
 def read_template(body: TemplateFields) -> dict[str, Any]:
@@ -149,15 +120,6 @@ def form_field(body: SamplingFields, use: ToolUse | None = None) -> str | None:
     if use is not None and use.is_forced:
         return "tools"
     return None if body.response_format is None else "response_format"
-
-
-def _read_bias(given: dict[str, float] | None) -> dict[int, float] | None:
-    if given is None:
-        return None
-    wrong = [token for token in given if not (token.isascii() and token.isdigit())]
-    if wrong or any(len(token) > 12 for token in given):
-        raise ApiError(400, "logit_bias: allowed keys are token ids as text", param="logit_bias")
-    return {int(token): bias for token, bias in given.items()}
 
 
 def _read_form(body: SamplingFields) -> StructuredOutputsParams | None:

@@ -79,8 +79,8 @@ def serve(replicas: int) -> None:
 def start_replicas(engine: Json, replicas: int) -> tuple[Any, Any]:
     """A cluster of them, and the API of its caches; some of what they tell is lost on the way."""
     from headstart.cluster.options import ReplicaConfig
-    from headstart.cluster.serving.cache_api import router
     from headstart.cluster.serving.cluster import ReplicaCluster
+    from headstart.cluster.serving.llm import router
 
     config = ReplicaConfig(replicas=replicas, replica_cpus=0.5)
     cluster = ReplicaCluster(MODEL, engine | {"debug": True}, config, drain_seconds=5.0)

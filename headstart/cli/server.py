@@ -75,7 +75,7 @@ def run_server(
                 address.shows_pool = False
                 cluster = _open_replicas(model, engine, replicas, options.drain_seconds)
                 llm = stack.enter_context(closing(cluster)).llm
-                more["cache_api"] = load_module("headstart.cluster.serving.cache_api").router
+                more["cache_api"] = load_module("headstart.cluster.serving.llm").router
             else:
                 llm = stack.enter_context(closing(_open_engine(model, engine)))
                 address.bounds = _describe_bounds(llm)

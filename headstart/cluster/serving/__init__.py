@@ -1,9 +1,10 @@
-"""Replicas on Ray Serve: engines as Serve replicas, one API in front of them.
+"""Replicas on Ray Serve: engines as Serve replicas behind one API.
 
-    cluster, llm, front, driver     the server's process: tokenises, sends, tells the client
+    cluster, llm, front, driver     the server's process: tokenizes, sends, answers clients
     images                          its part that reads images
     dispatch, request_router        choose a replica by prefix and load, inside Ray Serve
-    replica, publisher              an engine; answers requests, tells what its cache holds
+    replica, publisher              an engine; answers requests, reports its cache
+    heartbeat                       dead servers, silent replicas, feeds of reports
 
 Ray starts, scales, checks, drains and replaces the replicas and carries all calls.
 """

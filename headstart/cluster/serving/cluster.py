@@ -1,12 +1,12 @@
-"""Starts replicas: finds or starts Ray, deploys the engines, and makes an `llm` of them.
+"""Start of replicas: finds or starts Ray, deploys the engines, and makes an `llm` of them.
 
-    ReplicaCluster ──ray.init──▶ Ray of RAY_ADDRESS or of this machine; else one of its own
-                   ──serve.run──▶ engines, as many as asked for, each with its CPUs and GPUs
+    ReplicaCluster ──ray.init──▶ Ray of RAY_ADDRESS or of this machine, or a separate one
+                   ──serve.run──▶ engines, each with its CPUs and GPUs
                    ──facts──────▶ ReplicaFrontend, ReplicaDriver, ReplicatedLLM
 
 A server that finds its application running, which is named by the model and the options, uses it
-as it is: several servers may have the same replicas, each with an index of its own. The
-application goes with the server that deployed it.
+as it is: several servers may share replicas, each with a separate index. The application ends with
+the server that deployed it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-# Read when Ray is imported. Else a thread of Ray Serve that is late for the end of Ray starts
-# another one, or joins what another program has started here.
+# Read when Ray is imported. Otherwise a thread of Ray Serve that runs after the end of Ray starts
+# another one, or joins one that another program has started here.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 import ray
@@ -38,14 +37,13 @@ from ray.serve.context import _set_global_client
 from ray.serve.exceptions import RayServeException
 
 from headstart.cluster.options import ReplicaConfig
-from headstart.cluster.serving.adapters import ReplicaAdapters
 from headstart.cluster.serving.dispatch import Dispatcher, register, unregister
 from headstart.cluster.serving.driver import ReplicaDriver
-from headstart.cluster.serving.front import ReplicaFrontend
+from headstart.cluster.serving.front import ReplicaAdapters, ReplicaFrontend
+from headstart.cluster.serving.heartbeat import SILENCE, check_port, watch_ray
 from headstart.cluster.serving.llm import ReplicatedLLM
-from headstart.cluster.serving.ray_errors import read_error
+from headstart.cluster.serving.messages import read_error
 from headstart.cluster.serving.replica import EngineReplica
-from headstart.cluster.serving.signs import SILENCE, knock, watch_ray
 from headstart.engine.config import EngineConfig, count_cores, make_config
 from headstart.errors import ConfigError, EngineError, HeadstartError
 from headstart.frontend.vllm_compat import read_options
@@ -56,11 +54,11 @@ __all__ = ["ReplicaCluster"]
 _DEPLOYMENT = "engine"
 _ROUTER = "headstart.cluster.serving.request_router.PrefixRouter"
 _HEALTH_PERIOD, _HEALTH_TIMEOUT = 5.0, 120.0  # a step of a large model may take long
-_DRAIN_LOOK = 0.5  # seconds between two looks at whether a replica that goes is idle
-_STARTING = ("NOT_STARTED", "DEPLOYING", "UNHEALTHY")  # what may come to run
+_DRAIN_LOOK = 0.5  # seconds between looks at whether a replica that stops is idle
+_STARTING = ("NOT_STARTED", "DEPLOYING", "UNHEALTHY")  # states that may become RUNNING
 _START_PATIENCE = 600.0  # seconds that replicas of another server may take to run
-_START_LOOK = 0.5  # seconds between two looks at whether they do
-_WAIT_LOOK = 5.0  # seconds between two looks at what they wait for
+_START_LOOK = 0.5  # seconds between looks at their state
+_WAIT_LOOK = 5.0  # seconds between looks at what they wait for
 _STOP_PATIENCE = 75.0  # seconds that deleting the replicas may take; Ray Serve itself takes 60
 _FEEDS = 1  # streams of events that count as requests under way in each replica
 _LOG = logging.getLogger("headstart.server")
@@ -68,20 +66,12 @@ _LOG = logging.getLogger("headstart.server")
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True)
-class _Share:
-    """What one replica is given."""
-
-    cpus: float
-    gpus: float
-
-
 class ReplicaCluster:
     """Replicas of one model, and an `llm` that answers by them. Raises ConfigError or EngineError.
 
-    `options` are the engine's; `drain_seconds` is how long the requests of a replica that goes may
-    take to end. A server that gave replicas no sign of life for `silence` seconds is dead to them:
-    what counts is what the server said that deployed them.
+    `options` are the engine's; `drain_seconds`: time for the requests of a replica that stops. To
+    the replicas, a server without a heartbeat for `silence` seconds is dead; the value of the
+    server that deployed them counts.
     """
 
     def __init__(
@@ -96,33 +86,36 @@ class ReplicaCluster:
         self._silence = silence
         read = read_options(model, dict(options))
         engine = make_config(read.config)
-        self._name = _name_of(model, options)
+        # Another version, or other options, are another application.
+        identity = json.dumps([model, dict(options)], sort_keys=True, default=str)
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+        self._name = f"headstart-{__version__}-{digest}"
         self._is_own_app = False
         self._is_over = threading.Event()
         self._is_lost = False  # Ray, and the replicas with it
-        self._forget: Callable[[], None] = lambda: None
+        self._unregister: Callable[[], None] = lambda: None
         self._is_own_ray = self._connect(engine)
         try:
-            is_new = self._name not in _ask(serve.status).applications
+            is_new = self._name not in _call(serve.status).applications
             most = config.most if is_new else max(config.most, self._join())
-            # A folder is one machine's; a cluster may mount one everywhere, which nobody says.
+            # On a cluster, machines may or may not share a folder.
             shares = bool(engine.remote_cache or (engine.kept_folder and self._is_own_ray))
             dispatcher = Dispatcher(config.routing, most, shares_store=shares)
             register(self._name, dispatcher)
-            self._forget = partial(unregister, self._name, dispatcher)
+            self._unregister = partial(unregister, self._name, dispatcher)
             if is_new:
-                self._check_room(self._share(engine, is_alone=self._is_own_ray))
+                self._check_resources(engine)
                 self._is_own_app = True
                 self._deploy(model, options, engine, drain_seconds)
             handle = serve.get_deployment_handle(_DEPLOYMENT, self._name)
-            facts = _ask(handle.facts.remote().result)
+            facts = _call(handle.facts.remote().result)
             adapters = ReplicaAdapters(
-                lambda name, path: _ask(handle.load_adapter.remote(name, path).result)
+                lambda name, path: _call(handle.load_adapter.remote(name, path).result)
             )
             front = ReplicaFrontend(model, facts, engine, most, adapters, read.tokenizer)
             driver = ReplicaDriver(handle, front, dispatcher, ray.put)
             self.llm = ReplicatedLLM(front, driver, dispatcher, read.sampling, read.chat_template)
-            if self._is_own_ray:  # nobody starts its processes again
+            if self._is_own_ray:  # whose processes are not restarted
                 self._watch_ray(driver)
         except BaseException:
             self._leave()
@@ -134,85 +127,90 @@ class ReplicaCluster:
         self._leave()
 
     def _connect(self, engine: EngineConfig) -> bool:
-        """Find or start Ray; True if it was started."""
+        """Find or start Ray; return True if it was started."""
         address = os.environ.get("RAY_ADDRESS")
         _check_address(address)
-        share = self._share(engine, is_alone=True)
-        cpus = max(count_cores(), math.ceil(share.cpus * self._config.most))
-        own = {} if address else {"num_cpus": cpus, "include_dashboard": False}
+        cpus = math.ceil(self._share(engine, is_alone=True)[0] * self._config.most)
+        own = {"num_cpus": max(count_cores(), cpus), "include_dashboard": False}
         try:
-            # Without an address one of our own, and none that another program has started here:
-            # Ray itself makes a token, which every caller of it must have.
-            ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
+            # Without an address a separate Ray, and none that another program has started here:
+            # Ray itself makes a token, which all its callers must have.
+            ray.init(
+                address or "local",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **({} if address else own),
+            )
         except (RayError, ConnectionError, ValueError, RuntimeError) as error:
-            why: object = error
+            reason: object = error
             if "AuthenticationError" in str(error.__cause__):  # which Ray names nowhere else
-                why = "it asks for a token; allowed: RAY_AUTH_MODE=token, and the token it has"
+                reason = "it asks for a token; allowed: RAY_AUTH_MODE=token, and the token it has"
             raise ConfigError(
-                f"RAY_ADDRESS is {address!r}, and Ray cannot be used there: {why}"
+                f"RAY_ADDRESS is {address!r}, and Ray cannot be used there: {reason}"
                 if address
-                else f"Ray cannot be started: {why}"
+                else f"Ray cannot be started: {reason}"
             ) from error
         if threading.current_thread() is threading.main_thread():
             # Ray's own handler kills the process at once, and leaves some of Ray's behind.
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         return not address
 
-    def _share(self, engine: EngineConfig, *, is_alone: bool) -> _Share:
+    def _share(self, engine: EngineConfig, *, is_alone: bool) -> tuple[float, float]:
+        """Return the CPUs and GPUs of one replica."""
         config = self._config
-        share = max(1, count_cores() // config.most) if is_alone else 1
-        on_gpu = engine.device.startswith("cuda")
-        return _Share(
-            config.replica_cpus or share,
-            config.replica_gpus if config.replica_gpus is not None else float(on_gpu),
-        )
+        cpus = max(1, count_cores() // config.most) if is_alone else 1
+        gpus = config.replica_gpus
+        if gpus is None:
+            gpus = float(engine.device.startswith("cuda"))
+        return config.replica_cpus or cpus, gpus
 
-    def _check_room(self, share: _Share) -> None:
-        """Ray waits for CPUs and GPUs for ever, without a word. Raises ConfigError.
+    def _check_resources(self, engine: EngineConfig) -> None:
+        """Check CPUs and GPUs, for which Ray waits silently without end. Raises ConfigError.
 
-        A cluster may yet get more machines: there a line of the log says what it waits for. A Ray
-        of the server's own takes as many CPUs for there as the replicas are to have.
+        A cluster may yet get more machines: there a line of the log names the missing resources. A
+        separate Ray was started with enough CPUs.
         """
-        there = ray.cluster_resources()
-        for kind, each in (("CPU", share.cpus), ("GPU", share.gpus)):
+        cpus, gpus = self._share(engine, is_alone=self._is_own_ray)
+        resources = ray.cluster_resources()
+        for kind, each in (("CPU", cpus), ("GPU", gpus)):
             if not each or (kind == "CPU" and self._is_own_ray):
                 continue
-            count = there.get(kind, 0.0)
-            # Several may share a GPU, none has parts of two.
-            room = count * (1 // each) if kind == "GPU" and each <= 1 else count // each
-            if room >= self._config.least:
+            count = resources.get(kind, 0.0)
+            # Several replicas may share a GPU; none has parts of two.
+            most = count * (1 // each) if kind == "GPU" and each <= 1 else count // each
+            if most >= self._config.least:
                 continue
-            where = "this machine" if self._is_own_ray else "the cluster"
-            told = (
-                f"{self._config.least} replicas need {each:g} {kind}s each; {where} has {count:g}"
+            place = "this machine" if self._is_own_ray else "the cluster"
+            lack = (
+                f"{self._config.least} replicas need {each:g} {kind}s each; {place} has {count:g}"
             )
             if self._is_own_ray:
-                raise ConfigError(f"{told}; allowed: fewer replicas, or a smaller --replica-gpus")
-            _LOG.warning("%s: the server waits until there are more", told)
+                raise ConfigError(f"{lack}; allowed: fewer replicas, or a smaller --replica-gpus")
+            _LOG.warning("%s: the server waits until there are more", lack)
 
-    def _tell_wait(self, is_over: threading.Event) -> None:
-        """Log what Ray Serve waits for, such as CPUs that others have; it says so after 30 s."""
-        told = ""
+    def _log_waiting(self, is_over: threading.Event) -> None:
+        """Log the reason why replicas do not start, which Ray Serve reports after 30 s."""
+        logged = ""
         while not is_over.wait(_WAIT_LOOK):
-            with suppress(Exception):  # it is asked again, and whoever waits hears what is wrong
-                said = serve.status().applications[self._name].deployments[_DEPLOYMENT].message
-                if said and said != told:
-                    told = said
-                    _LOG.warning("the replicas do not all run yet: %s", told)
+            with suppress(Exception):  # the next look may succeed, and the caller gets the error
+                message = serve.status().applications[self._name].deployments[_DEPLOYMENT].message
+                if message and message != logged:
+                    logged = message
+                    _LOG.warning("the replicas do not all run yet: %s", message)
 
     def _deploy(
         self, model: str, options: Mapping[str, Any], engine: EngineConfig, drain_seconds: float
     ) -> None:
         config = self._config
-        share = self._share(engine, is_alone=self._is_own_ray)
-        given = dict(options)
+        cpus, gpus = self._share(engine, is_alone=self._is_own_ray)
+        engine_options = dict(options)
         if self._is_own_ray and engine.device == "cpu":  # they share one machine's memory
-            given["kv_cache_fraction"] = engine.kv_cache_fraction / config.most
+            engine_options["kv_cache_fraction"] = engine.kv_cache_fraction / config.most
         deployment = serve.deployment(
             EngineReplica,
             name=_DEPLOYMENT,
-            ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
-            # The server admits requests; what waits, waits in the engine, which orders it.
+            ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+            # The server admits requests; others wait in the engine, which orders them.
             max_ongoing_requests=1 << 20,
             health_check_period_s=_HEALTH_PERIOD,
             health_check_timeout_s=_HEALTH_TIMEOUT,
@@ -224,30 +222,29 @@ class ReplicaCluster:
             ),
             **self._number(),
         )
-        # Ray Serve tells each step of its own on stderr.
+        # Ray Serve logs each of its steps on stderr.
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         is_over = threading.Event()
-        waiting = threading.Thread(target=self._tell_wait, args=(is_over,), daemon=True)
-        waiting.start()
+        threading.Thread(target=self._log_waiting, args=(is_over,), daemon=True).start()
         try:
             serve.start(proxy_location=ProxyLocation.Disabled)
-            replicas = deployment.bind(model, given, self._silence)
+            replicas = deployment.bind(model, engine_options, self._silence)
             serve.run(replicas, name=self._name, route_prefix=None)
         except (RayError, RayServeException, RuntimeError) as error:
-            raise EngineError(f"the replicas did not start: {self._why(error)}") from error
+            raise EngineError(f"the replicas did not start: {self._reason(error)}") from error
         finally:
             is_over.set()
 
     def _join(self) -> int:
-        """Wait until the replicas that another server deployed run; how many those are.
+        """Wait until the replicas that another server deployed run; return their number.
 
         Raises EngineError.
         """
         deadline = time.monotonic() + _START_PATIENCE
         while True:
-            found = _ask(serve.status).applications.get(self._name)
-            state = "gone" if found is None else found.status.value
-            if found is not None and state == "RUNNING":
+            app = _call(serve.status).applications.get(self._name)
+            state = "gone" if app is None else app.status.value
+            if app is not None and state == "RUNNING":
                 break
             if state not in _STARTING or time.monotonic() >= deadline:
                 raise EngineError(
@@ -255,25 +252,25 @@ class ReplicaCluster:
                     "allowed: RUNNING. Start this server again when they run or are gone"
                 )
             time.sleep(_START_LOOK)
-        states = found.deployments[_DEPLOYMENT].replica_states
+        states = app.deployments[_DEPLOYMENT].replica_states
         count, least, most = int(states.get("RUNNING", 0)), self._config.least, self._config.most
         if not least <= count <= most:
-            asked = str(least) if least == most else f"{least} to {most}"
             _LOG.warning(
                 "%s replicas run, as another server deployed them; this one was asked for %s",
                 count,
-                asked,
+                least if least == most else f"{least} to {most}",
             )
         return count
 
-    def _why(self, error: Exception) -> str:
-        """What a replica said when it did not start; what Ray says if none said anything."""
-        found = serve.status().applications.get(self._name)
-        told = found.deployments[_DEPLOYMENT].message if found is not None else ""
-        ours = [line for line in told.splitlines() if "headstart.errors." in line]
+    def _reason(self, error: Exception) -> str:
+        """Return a replica's error when it did not start, or Ray's."""
+        app = serve.status().applications.get(self._name)
+        message = app.deployments[_DEPLOYMENT].message if app is not None else ""
+        ours = [line for line in message.splitlines() if "headstart.errors." in line]
         return ours[-1].partition("headstart.errors.")[2] if ours else str(error)
 
     def _number(self) -> dict[str, Any]:
+        """Return the options of a deployment that set the number of replicas."""
         config = self._config
         if config.max_replicas is None:
             return {"num_replicas": config.least}
@@ -286,67 +283,66 @@ class ReplicaCluster:
         }
 
     def _watch_ray(self, driver: ReplicaDriver) -> None:
-        """Have a server that lost its Ray say so: it can only be started anew."""
+        """End all requests when a process of Ray dies: the server must then be restarted."""
         node = next(iter(ray.nodes()))
         processes = {
             "gcs_server": ray.get_runtime_context().gcs_address,
             "raylet": f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}",
         }
 
-        def tell(why: str) -> None:
-            _LOG.error("%s: no request is taken any more; start the server anew", why)
+        def lose(reason: str) -> None:
+            _LOG.error("%s: no request is taken any more; start the server anew", reason)
             self._is_lost = True
-            driver.break_off(why)
+            driver.break_off(reason)
 
-        given = (processes, self._is_over, tell)
-        threading.Thread(target=watch_ray, args=given, name="headstart-ray", daemon=True).start()
+        args = (processes, self._is_over, lose)
+        threading.Thread(target=watch_ray, args=args, name="headstart-ray", daemon=True).start()
 
     def _leave(self) -> None:
         self._is_over.set()
         try:
-            if self._is_own_app and not self._is_lost:  # its replicas save what is to be kept
-                _ask_in_time(lambda: serve.delete(self._name), _STOP_PATIENCE)
+            if self._is_own_app and not self._is_lost:  # replicas save their cached blocks
+                self._delete()
         except HeadstartError as error:
             _LOG.warning("the replicas may not have saved what they cached: %s", error)
         finally:
-            self._forget()
+            self._unregister()
             ray.shutdown()
-            # Ray Serve keeps its controller's handle in this process: of a Ray that is gone.
+            # Ray Serve stores its controller's handle in this process, also after the end of Ray.
             _set_global_client(None)
 
+    def _delete(self) -> None:
+        """Delete the replicas, of a Ray whose calls never return if it died. Raises EngineError."""
+        errors: list[HeadstartError] = []
 
-def _ask(function: Callable[[], Answer]) -> Answer:
-    """Call it; what Ray raises is an error of ours."""
+        def delete() -> None:
+            try:
+                check_port(ray.get_runtime_context().gcs_address)
+                if not any(node["Alive"] for node in ray.nodes()):
+                    raise EngineError("no machine of Ray is alive")
+                serve.delete(self._name)
+            except Exception as error:
+                errors.append(read_error(error))
+
+        thread = threading.Thread(target=delete, name="headstart-replicas-end", daemon=True)
+        thread.start()
+        thread.join(_STOP_PATIENCE)
+        if thread.is_alive():
+            errors.append(EngineError(f"Ray did not answer for {_STOP_PATIENCE:g} s"))
+        for error in errors:
+            raise error
+
+
+def _call(function: Callable[[], Answer]) -> Answer:
+    """Call a function of Ray; raises our errors."""
     try:
         return function()
     except Exception as error:
         raise read_error(error) from error
 
 
-def _ask_in_time(function: Callable[[], object], seconds: float) -> None:
-    """As `_ask`, of a Ray that may have died: its calls then wait for ever. Raises EngineError."""
-    failed: list[HeadstartError] = []
-
-    def ask() -> None:
-        try:
-            knock(ray.get_runtime_context().gcs_address)
-            if not any(node["Alive"] for node in ray.nodes()):
-                raise EngineError("no machine of Ray is alive")
-            _ask(function)
-        except Exception as error:
-            failed.append(read_error(error))
-
-    thread = threading.Thread(target=ask, name="headstart-replicas-end", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        failed.append(EngineError(f"Ray did not answer for {seconds:g} s"))
-    for error in failed:
-        raise error
-
-
 def _check_address(address: str | None) -> None:
-    """Raise ConfigError for an address that Ray cannot use, or where nobody answers."""
+    """Raise ConfigError for an address that Ray cannot use, or where nothing listens."""
     host, _, port = (address or "").rpartition(":")
     if "://" in host:
         raise ConfigError(
@@ -355,14 +351,8 @@ def _check_address(address: str | None) -> None:
         )
     if port.isdecimal():
         try:
-            knock(f"{host}:{port}")
+            check_port(f"{host}:{port}")
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"RAY_ADDRESS is {address!r}, and nobody answers there: {error}"
             ) from error
-
-
-def _name_of(model: str, options: Mapping[str, Any]) -> str:
-    """The application's name: another version, or other options, are other replicas."""
-    told = json.dumps([model, dict(options)], sort_keys=True, default=str)
-    return f"headstart-{__version__}-{hashlib.sha256(told.encode()).hexdigest()[:12]}"

@@ -1,69 +1,69 @@
-"""The server's books of its replicas: which there are, what each holds, where requests go.
+"""Dispatcher: the replicas that run, their metrics, and the router over them.
 
-    Ray Serve's thread    set_replicas, choose      which replicas run, and who gets a request
+    Ray Serve's thread    set_replicas, choose      which replicas run, and which gets a request
     the server's thread   expect, first_token, finish, apply
 
-One lock covers all of it: the router is for one thread. Ray Serve names replicas, the router
+One lock covers everything: the router is for one thread. Ray Serve names replicas, the router
 numbers them; a number is used again when its replica is gone.
 
-The request router, which Ray Serve makes inside the server's process, finds these books by the
-name of the application: Ray hands it nothing but JSON.
+Ray Serve makes the request router inside the server's process and passes it only JSON, so the
+request router finds its dispatcher by the application's name.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter as Counts
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from headstart.cluster.events import EventBatch
 from headstart.cluster.router import Router, RouteRequest, make_policy
-from headstart.cluster.serving.metric_sums import add_up
-from headstart.engine.metrics import Gauge, Metric
+from headstart.engine.metrics import Counter, Gauge, Histogram, Metric
 
-__all__ = ["Dispatcher", "dispatcher_of", "register", "unregister"]
+__all__ = ["Dispatcher", "add_up", "dispatcher_of", "register", "unregister"]
 
 _DISPATCHERS: dict[str, Dispatcher] = {}
 _TRIES = 3
-"""How often a request may be sent to a replica that does not take it.
+"""The number of times a request is sent to a replica that does not accept it.
 
-Ray waits longer each time, up to a second: one that is slow to answer keeps its prefixes, and one
-that hangs holds up nobody long.
+Ray waits longer each time, up to a second: a slow replica gets its prefixes, and a replica that
+hangs delays no request for long.
 """
 
 
 def register(application: str, dispatcher: Dispatcher) -> None:
-    """Have the request router of an application use these books."""
+    """Have the request router of an application use this dispatcher."""
     _DISPATCHERS[application] = dispatcher
 
 
 def unregister(application: str, dispatcher: Dispatcher) -> None:
-    """Keep these books no more, unless others have taken their place."""
+    """Undo `register`, unless another dispatcher was registered since."""
     if _DISPATCHERS.get(application) is dispatcher:
         del _DISPATCHERS[application]
 
 
 def dispatcher_of(application: str) -> Dispatcher | None:
-    """The books of an application, None in a process that serves it not."""
+    """Return an application's dispatcher, None in a process that is not its server."""
     return _DISPATCHERS.get(application)
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request that `choose` may be asked for. sent: how often to which replica, by name."""
+    """A request to choose a replica for. sent: how often it was sent to each replica, by name."""
 
     request: RouteRequest
-    sent: Counter[str] = field(default_factory=Counter)
+    sent: Counts[str] = field(default_factory=Counts)
 
 
 class Dispatcher:
     """Routes requests over replicas that come and go. May be used from several threads."""
 
     def __init__(self, policy: str, most: int, *, shares_store: bool = False) -> None:
-        """`most` replicas may run at once; twice as many while some take over from others.
+        """`most` replicas may run at once, and twice as many while replicas are replaced.
 
         shares_store: each can load what one of them has saved.
         """
@@ -81,38 +81,42 @@ class Dispatcher:
         self._on_route: Callable[[], object] = lambda: None
 
     def call_on_change(self, function: Callable[[], object]) -> None:
-        """Call `function`, in any thread, when there are other replicas than before."""
+        """Call `function`, in any thread, when replicas start or stop."""
         self._on_change = function
 
     def call_on_route(self, function: Callable[[], object]) -> None:
-        """Call `function`, in any thread, when a replica is chosen: to have `catch_up` called."""
+        """Call `function`, in any thread, when a replica is chosen: `catch_up` is then due."""
         self._on_route = function
 
     @property
     def replicas(self) -> list[str]:
-        """The names of those that run."""
+        """The names of the replicas that run."""
         with self._lock:
             return list(self._numbers)
 
     @property
     def answering(self) -> list[str]:
-        """Return the names of the replicas that run and give signs of life."""
+        """The names of the replicas that run and send reports."""
         with self._lock:
             return [name for name in self._numbers if name not in self._silent]
 
     @property
     def metrics(self) -> Mapping[str, list[Metric]]:
-        """What each replica told last of its engine."""
+        """The last metrics of each replica."""
         with self._lock:
             return dict(self._metrics)
 
-    def list_metrics(self) -> list[Metric]:
-        """All of these, and what the replicas that are gone had counted."""
+    def sum_metrics(self) -> list[Metric]:
+        """Return the metrics of all replicas as one's, with the counts of those that are gone.
+
+        Otherwise a sum would fall, which a monitor takes for a restart.
+        """
         with self._lock:
-            return [*self._past, *chain(*self._metrics.values())]
+            metrics = [*self._past, *chain(*self._metrics.values())]
+        return add_up(metrics)
 
     def set_replicas(self, names: Collection[str]) -> None:
-        """These run, and no others. What a replica held that is gone is forgotten."""
+        """Set the replicas that run. The blocks of a replica that is gone are forgotten."""
         with self._lock:
             before = self._numbers.keys()
             gone, new = before - set(names), [name for name in names if name not in before]
@@ -130,9 +134,9 @@ class Dispatcher:
             self._on_change()
 
     def note_silent(self, replica: str) -> set[str]:
-        """Send a replica no more requests; returns the ids of those that it has.
+        """Stop sending requests to a replica; return the ids of its requests.
 
-        What it has cached is not forgotten: it may answer again.
+        Its cached blocks are not forgotten: it may answer again.
         """
         with self._lock:
             number = self._numbers.get(replica)
@@ -142,59 +146,60 @@ class Dispatcher:
             return self._router.requests_at(number)
 
     def note_heard(self, replica: str) -> bool:
-        """Send a replica requests; returns True if it was silent."""
+        """Send requests to a replica; return True if it was silent."""
         with self._lock:
             was_silent = replica in self._silent
             self._silent.discard(replica)
             return was_silent
 
     def expect(self, request: RouteRequest) -> None:
-        """A request that `choose` will be asked for, perhaps several times."""
+        """Add a request for which `choose` will be called, perhaps several times."""
         with self._lock:
             self._waiting[request.request_id] = _Waiting(request)
 
     def choose(self, request_id: str) -> str | None:
-        """The replica to send a request to; None if none answers, or the request is gone.
+        """Return the replica for a request; None if none answers, or the request is gone.
 
-        Not one that did not take it several times, if there is another.
+        A replica that did not accept it several times is avoided if there is another.
         """
         with self._lock:
             waiting = self._waiting.get(request_id)
             if waiting is None or self._numbers.keys() <= self._silent:
                 return None
-            self._router.finish(request_id)  # it was sent somewhere, and did not get there
+            self._router.finish(request_id)  # the replica before did not accept it
             numbers, sent = self._numbers, waiting.sent
             silent = {numbers[name] for name in self._silent}
             tried = {numbers[name] for name in sent if name in numbers and sent[name] >= _TRIES}
             avoid = silent | tried
-            if len(avoid) == len(numbers):  # one that answers slowly, rather than one that hangs
+            if len(avoid) == len(numbers):  # rather a slow replica than a silent one
                 avoid = silent
             number = self._router.route(waiting.request, time.monotonic(), avoid)
-            chosen = next(name for name, of in numbers.items() if of == number)
+            chosen = next(name for name, other in numbers.items() if other == number)
             sent[chosen] += 1
         self._on_route()
         return chosen
 
     def catch_up(self) -> None:
-        """Note what the last request will compute, which it need not wait for."""
+        """Record the blocks that the last request will compute."""
         with self._lock:
             self._router.catch_up()
 
     def first_token(self, request_id: str) -> None:
-        """The request's prompt is computed."""
+        """Note that the request's prompt is computed."""
         with self._lock:
             self._router.first_token(request_id, time.monotonic())
 
     def finish(self, request_id: str) -> None:
-        """The request is answered, or given up."""
+        """Note that the request is answered or given up."""
         with self._lock:
             self._waiting.pop(request_id, None)
             self._router.finish(request_id)
 
     def apply(self, replica: str, batch: EventBatch) -> bool:
-        """Take what a replica tells of its cache; False if something is missing before it.
+        """Apply a replica's events; return False if events before them are missing.
 
-        Requests are routed in between if it is much. One thread at a time calls for one replica.
+        Requests are routed between the steps of a long batch. One thread at a time may call this
+        for one replica.
         """
         with self._lock:
             number = self._numbers.get(replica)
@@ -203,22 +208,46 @@ class Dispatcher:
             steps = self._router.index.steps(replace(batch, replica=number))
         while True:
             with self._lock:
-                if self._numbers.get(replica) != number:  # it is gone, and its number another's
+                if self._numbers.get(replica) != number:  # a new replica may have its number
                     return True
                 try:
                     next(steps)
-                except StopIteration as done:
-                    return bool(done.value)
-            time.sleep(0)  # whoever waits for the lock gets it
+                except StopIteration as end:
+                    return bool(end.value)
+            time.sleep(0)  # lets a thread that waits for the lock run
 
     def note_metrics(self, replica: str, metrics: list[Metric]) -> None:
-        """What a replica tells of its engine."""
+        """Store a replica's metrics."""
         with self._lock:
             if replica in self._numbers:
                 self._metrics[replica] = metrics
 
     def held(self, request: RouteRequest) -> dict[str, int]:
-        """How many tokens of a prompt each replica has cached."""
+        """Return how many tokens of a prompt each replica has cached."""
         with self._lock:
-            found = self._router.index.match(request.keys).cached
-            return {name: request.tokens(found[at]) for name, at in self._numbers.items()}
+            cached = self._router.index.match(request.keys).cached
+            return {name: request.tokens(cached[n]) for name, n in self._numbers.items()}
+
+
+def add_up(metrics: Iterable[Metric]) -> list[Metric]:
+    """Return one metric of each name and labels: the sum, or the mean of shares."""
+    groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[Metric]] = defaultdict(list)
+    for metric in metrics:
+        groups[metric.name, tuple(metric.labels.items())].append(metric)
+    return [_add(group) for group in groups.values()]
+
+
+def _add(metrics: list[Metric]) -> Metric:
+    name, labels = metrics[0].name, metrics[0].labels
+    counters = [metric.value for metric in metrics if isinstance(metric, Counter)]
+    if counters:
+        return Counter(name, labels, sum(counters))
+    gauges = [metric.value for metric in metrics if isinstance(metric, Gauge)]
+    if gauges:
+        is_share = name == "vllm:kv_cache_usage_perc"
+        return Gauge(name, labels, sum(gauges) / (len(gauges) if is_share else 1))
+    histograms = [metric for metric in metrics if isinstance(metric, Histogram)]
+    bounds = histograms[0].buckets
+    buckets = {bound: sum(metric.buckets[bound] for metric in histograms) for bound in bounds}
+    count, total = sum(m.count for m in histograms), sum(m.sum for m in histograms)
+    return Histogram(name, labels, count, total, buckets)

@@ -1,18 +1,18 @@
-"""Has requests answered by replicas; in place of an engine's driver.
+"""Driver of replicas: has requests answered by them, in place of an engine's driver.
 
-    submitted ──▶ routed ──▶ sent ──first tokens──▶ answered here, token by token ──▶ finished
+    submitted ──▶ routed ──▶ sent ──first tokens──▶ answered, token by token ──▶ finished
                     ▲          │                        │
-                    └──────────┘ the replica is lost    │ the replica is lost: an error, as a client
-                      another computes it from anew     ▼ may have been told what it has so far
+                    └──────────┘ the replica is lost    │ the replica is lost: an error, since a
+                      another one computes it again     ▼ client may have seen tokens
 
-A replica is lost when it died, or when it missed two heartbeats (`feeds.py`).
+A replica is lost when it died, or when it missed two heartbeats (`heartbeat.py`).
 
-A request that wants all of its tokens at the end told nobody anything before that, so it is always
-computed anew. `MAX_LOST` replicas that die under one request are not by chance: it then ends.
+A request that wants its tokens only at the end has shown none before, so it is always computed
+again. `MAX_LOST` replicas that die under one request are no chance: it then ends.
 
-Everything is done by one thread with an event loop of its own; Ray Serve's calls are made there. A
-request's last update is told when its task ends, however it ends: a task that is cancelled before
-it begins runs no line of its own.
+One thread with its own event loop does everything, Ray Serve's calls included. A request's last
+update is sent when its task ends, however it ends: a task that is cancelled before it starts runs
+no line of its own.
 """
 
 from __future__ import annotations
@@ -26,20 +26,24 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from headstart.cluster.index import PromptKeys
 from headstart.cluster.router import RouteRequest
 from headstart.cluster.serving.dispatch import Dispatcher
-from headstart.cluster.serving.feeds import Feeds, cancel
 from headstart.cluster.serving.front import CLOSED
-from headstart.cluster.serving.messages import AnswerRequest, Part, RequestKey
-from headstart.cluster.serving.ray_errors import has_died, read_error
-from headstart.cluster.serving.running import Attempt, Running
-from headstart.cluster.serving.signs import sign_life
+from headstart.cluster.serving.heartbeat import Feeds, cancel, send_heartbeats
+from headstart.cluster.serving.messages import (
+    AnswerRequest,
+    Part,
+    RequestKey,
+    has_died,
+    read_error,
+)
 from headstart.engine.driver import LocalDriver, Receiver, Update
-from headstart.errors import EngineError, ReplicaLostError, RequestError
+from headstart.errors import EngineError, HeadstartError, ReplicaLostError, RequestError
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -58,6 +62,85 @@ _LOG = logging.getLogger("headstart.server")
 Answer = TypeVar("Answer")
 
 
+@dataclass(eq=False, slots=True)
+class _Running:
+    """A request under way; `every_step` is False if only its last update is wanted.
+
+    The result of `task` is the last update. is_aborted, error: how the request ends if its task is
+    cancelled. name: its name here and in replicas: its id, or another name while a forgotten
+    request of that id has not ended everywhere.
+    """
+
+    group: RequestGroup
+    receive: Receiver
+    every_step: bool
+    name: str = ""
+    task: asyncio.Task[Update] | None = None
+    is_aborted: bool = False
+    error: HeadstartError | None = None
+
+    def fail(self, error: HeadstartError) -> None:
+        """End the request with an error."""
+        self.error = error
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Cancel the task."""
+        assert self.task is not None
+        self.task.cancel()
+
+    def send(self, update: Update) -> None:
+        """Send the last update."""
+        with suppress(Exception):  # the receiver may be gone
+            self.receive(update)
+
+    def last_update(self) -> Update:
+        """Return the last update of a request whose task has ended."""
+        assert self.task is not None
+        if not self.task.cancelled():
+            return self.task.result()
+        if self.error is not None:
+            return self.error
+        if not self.is_aborted:
+            return EngineError("the request was cancelled")
+        try:
+            for request in self.group.requests:
+                request.finish_reason = request.finish_reason or "abort"
+            return self.group.output()
+        except Exception as error:
+            return _receiver_error(error)
+
+
+@dataclass(eq=False, slots=True)
+class _Attempt:
+    """A request sent to a replica; `parts` are not added to it yet."""
+
+    running: _Running
+    sent: float
+    is_begun: bool = False
+    parts: list[Part] = field(default_factory=list)
+    is_lost: bool = False
+
+    def add_parts(self, *, send: bool) -> None:
+        """Add the parts to the request, and send an update.
+
+        Raises EngineError if an output cannot be made or sent.
+        """
+        group = self.running.group
+        try:
+            for part in self.parts:
+                part.add_to(group, self.sent)
+            self.parts.clear()
+            if send:
+                self.running.receive(group.output())
+        except Exception as error:  # such as a closed event loop
+            raise _receiver_error(error) from error
+
+
+def _receiver_error(error: Exception) -> EngineError:
+    return EngineError(f"the answer cannot be told: {type(error).__name__}: {error}")
+
+
 class ReplicaDriver:
     """The driver of `AsyncLLM`. Every method may be called from any thread."""
 
@@ -69,20 +152,20 @@ class ReplicaDriver:
         put: Callable[[SentImages], Awaitable[SentImages]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`put` lays images where replicas find them by what it returns: `ray.put`.
+        """`put` stores images for replicas, which await its result: `ray.put`.
 
-        clock: returns seconds, by which replicas are found silent.
+        clock: returns seconds, by which silent replicas are detected.
         """
         self._replicas = handle.options(stream=True)
         self._handle = handle
         self._front = front
         self._put = put
         self._dispatcher = dispatcher
-        self._name = uuid.uuid4().hex  # of this server, to the replicas that it follows
-        self._orders: deque[Callable[[], None]] = deque()  # in the order they were given
-        self._running: dict[str, Running] = {}  # by request id
-        self._started: dict[str, Running] = {}  # by name: those that are forgotten and end, too
-        self._attempts: dict[RequestKey, Attempt] = {}
+        self._name = uuid.uuid4().hex  # of this server, for the replicas that it follows
+        self._orders: deque[Callable[[], None]] = deque()
+        self._running: dict[str, _Running] = {}  # by request id
+        self._started: dict[str, _Running] = {}  # by name, with those that are forgotten and end
+        self._attempts: dict[RequestKey, _Attempt] = {}
         self._feeds = Feeds(
             self._replicas, dispatcher, self._name, self._take_progress, self._lose, clock
         )
@@ -93,52 +176,59 @@ class ReplicaDriver:
         dispatcher.call_on_change(lambda: self._soon(self._feeds.match))
         dispatcher.call_on_route(lambda: self._soon(dispatcher.catch_up))
         self._soon(self._feeds.match)
-        for task in (sign_life(handle, self._name, front.silence), self._feeds.watch()):
+        for task in (send_heartbeats(handle, self._name, front.silence), self._feeds.watch()):
             asyncio.run_coroutine_threadsafe(task, self._loop)
 
-    # As of a driver
+    # `Driver`
 
     awaited = staticmethod(nullcontext)  # no step runs in this process
     require_request = staticmethod(LocalDriver.require_request)
 
     def submit(self, group: RequestGroup, receive: Receiver, *, every_step: bool = True) -> None:
-        """Have a prepared request answered. Its last update is a finished output or an error.
+        """Have a prepared request answered; its last update is a finished output or an error.
 
         Raises EngineError when this is closed.
         """
         self._front.require_open()
-        running = Running(group, receive, every_step)
+        running = _Running(group, receive, every_step)
         self._order(lambda: self._start(running))
-        if self._front.is_closed:  # meanwhile, and the thread may be gone
+        if self._front.why_closed is not None:  # meanwhile, and the thread may be gone
             self._take_orders()
 
     def cancel(self, groups: Sequence[RequestGroup], *, wait: bool = True) -> None:
         """Forget those of these requests that are unfinished; returns at once.
 
-        Their ids are free for what is submitted next.
+        Their ids are free for the next requests.
         """
         self._order(lambda: self._forget(groups))
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its last update has finish reason "abort". Returns at once."""
-        self._order(lambda: self._abort(request_id))
+
+        def abort() -> None:
+            running = self._running.get(request_id)
+            if running is not None:
+                running.is_aborted = True
+                running.cancel()
+
+        self._order(abort)
 
     def call(self, function: Callable[[], Answer]) -> Answer:
-        """Call `function`; an engine would between two steps."""
+        """Call `function`: no engine in this process needs a pause between steps."""
         self._front.require_open()
         return function()
 
     async def call_async(self, function: Callable[[], Answer]) -> Answer:
-        """As `call`."""
+        """Call `function`."""
         return self.call(function)
 
-    def break_off(self, why: str) -> None:
-        """The replicas are lost: end every request with an EngineError, and take no more."""
-        self._front.close(why)
+    def break_off(self, reason: str) -> None:
+        """End every request with an EngineError when the replicas are lost, and accept no more."""
+        self._front.close(reason)
         asyncio.run_coroutine_threadsafe(self._end_all(), self._loop)
 
     def close(self) -> None:
-        """End every request with an EngineError, and follow no replica any more. Idempotent."""
+        """End every request with an EngineError, and every feed. Idempotent."""
         self._front.close()
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result()
@@ -147,36 +237,36 @@ class ReplicaDriver:
             self._take_orders()  # which refuses requests now
             self._loop.close()
 
-    def ask_all(self, method: str, *given: Any) -> list[Any]:
-        """Call a method of every replica; those that die meanwhile are left out.
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every replica; replicas that die meanwhile are left out.
 
-        Raises what the first that fails raises.
+        Raises the error of the first that fails.
         """
 
-        async def ask() -> list[Any]:
+        async def call_all() -> list[Any]:
             try:
-                call = self._handle.broadcast(method, *given)
-                told = await call.results_async(return_exceptions=True)
+                call = self._handle.broadcast(method, *args)
+                results = await call.results_async(return_exceptions=True)
             except Exception as error:
                 raise read_error(error) from error
-            for one in told:
-                if isinstance(one, Exception) and not has_died(one):
-                    raise read_error(one) from one
-            return [one for one in told if not isinstance(one, Exception)]
+            for result in results:
+                if isinstance(result, Exception) and not has_died(result):
+                    raise read_error(result) from result
+            return [result for result in results if not isinstance(result, Exception)]
 
         self._front.require_open()
-        asking = asyncio.run_coroutine_threadsafe(ask(), self._loop)
+        calling = asyncio.run_coroutine_threadsafe(call_all(), self._loop)
         while True:
             try:
-                return asking.result(_PATIENCE)
+                return calling.result(_PATIENCE)
             except TimeoutError:
                 if self._thread.is_alive():
                     continue
             except CancelledError:  # by `close`
                 pass
-            raise self._closed()
+            raise self._closed_error()
 
-    def _closed(self) -> EngineError:
+    def _closed_error(self) -> EngineError:
         return EngineError(self._front.why_closed or CLOSED)
 
     def _order(self, order: Callable[[], None]) -> None:
@@ -184,13 +274,13 @@ class ReplicaDriver:
         self._soon(self._take_orders)
 
     def _soon(self, function: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and nothing is under way there
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function)
 
     # In the thread
 
     def _take_orders(self) -> None:
-        """Carry out what was asked; in any thread, refuse requests, once this is closed."""
+        """Carry out orders; in any thread, refuse requests, once this is closed."""
         while self._orders:
             try:
                 order = self._orders.popleft()
@@ -198,37 +288,34 @@ class ReplicaDriver:
                 return
             order()
 
-    def _start(self, running: Running) -> None:
-        asked = running.group.request_id
-        if self._front.is_closed:
-            running.tell(self._closed())
-        elif asked in self._running:
-            running.tell(RequestError(f"request id {asked!r} is in use"))
+    def _start(self, running: _Running) -> None:
+        request_id = running.group.request_id
+        if self._front.why_closed is not None:
+            running.send(self._closed_error())
+        elif request_id in self._running:
+            running.send(RequestError(f"request id {request_id!r} is in use"))
         else:
-            running.name = next(
-                name
-                for name in chain([asked], (f"{asked}+{again}" for again in count(1)))
-                if name not in self._started
-            )
-            self._running[asked] = self._started[running.name] = running
+            names = chain([request_id], (f"{request_id}+{again}" for again in count(1)))
+            running.name = next(name for name in names if name not in self._started)
+            self._running[request_id] = self._started[running.name] = running
             running.task = self._loop.create_task(self._answer(running))
             running.task.add_done_callback(lambda task: self._end(running))
 
-    def _end(self, running: Running) -> None:
-        """Its task has ended: keep nothing of it, and tell whoever asked."""
+    def _end(self, running: _Running) -> None:
+        """Forget a request whose task has ended, and send its last update."""
         try:
             del self._started[running.name]
-            self._release(running)  # first: who is told may ask again under this id
+            self._release(running)  # before the update: its receiver may use the id again
             self._dispatcher.finish(running.name)
-        finally:  # whatever is wrong with the books, nobody waits for ever
+        finally:  # a bug must not leave the receiver waiting
             update = running.last_update()
-            # A task that was cancelled has the frames where it was, which know `running`: the
-            # images there would lie in Ray's store until the garbage collector comes by.
+            # A cancelled task has its frames, which refer to `running`: its images would stay in
+            # Ray's store until the next garbage collection.
             running.task = None
-            running.tell(update)
+            running.send(update)
 
-    def _release(self, running: Running) -> None:
-        """Its id may be another's."""
+    def _release(self, running: _Running) -> None:
+        """Free the request's id."""
         if self._running.get(running.group.request_id) is running:
             del self._running[running.group.request_id]
 
@@ -236,128 +323,119 @@ class ReplicaDriver:
         for group in groups:
             running = self._running.get(group.request_id)
             if running is not None and running.group is group:  # and not another of its id
-                running.forget()
+                running.receive = lambda update: None
+                running.cancel()
                 self._release(running)
 
-    def _abort(self, request_id: str) -> None:
-        running = self._running.get(request_id)
-        if running is not None:
-            running.abort()
-
-    async def _answer(self, running: Running) -> Update:
-        """Have it answered, by one replica after another while they die under it.
-
-        Returns its last update, which nobody was told.
-        """
-        name = running.name
+    async def _answer(self, running: _Running) -> Update:
+        """Have a request answered, by several replicas if they die; return its last update."""
         try:
-            asked = await self._describe(running)
-            self._dispatcher.expect(self._route(running))
+            request = await self._describe(running)
+            route = RouteRequest(
+                running.name,
+                PromptKeys(self._front.facts.names, running.group.requests[0].sequence),
+                len(request.prompt_token_ids),
+                self._front.facts.names.block_size,
+            )
+            self._dispatcher.expect(route)
             for attempt in range(MAX_LOST):
                 try:
-                    await self._stream(running, replace(asked, attempt=attempt))
+                    await self._stream(running, replace(request, attempt=attempt))
                     return running.group.output()
                 except Exception as error:
-                    found = read_error(error)
-                if not isinstance(found, ReplicaLostError):
-                    return found
-                _LOG.warning("a replica was lost under %s: %s", name, found)
-                if running.is_begun:
-                    return ReplicaLostError(f"{_LOST}; ask again")
+                    reason = read_error(error)
+                if not isinstance(reason, ReplicaLostError):
+                    return reason
+                _LOG.warning("a replica was lost under %s: %s", running.name, reason)
+                if any(request.last_token_time is not None for request in running.group.requests):
+                    return ReplicaLostError(f"{_LOST}; ask again")  # a client may have seen tokens
             return ReplicaLostError(f"{MAX_LOST} replicas died under this request")
         except Exception as error:
             return read_error(error)
 
-    async def _stream(self, running: Running, asked: AnswerRequest) -> None:
-        """One attempt: the first tokens and the last come here, those between with the reports.
+    async def _stream(self, running: _Running, request: AnswerRequest) -> None:
+        """Make one attempt: the first and last tokens come here, others with the reports.
 
-        Raises what Ray and the replica raise.
+        Raises the errors of Ray and of the replica.
         """
-        attempt = Attempt(running, time.perf_counter())
-        self._attempts[asked.key] = attempt
+        attempt = _Attempt(running, time.perf_counter())
+        self._attempts[request.key] = attempt
         stream = None
         try:
-            stream = self._replicas.answer.remote(asked)
+            stream = self._replicas.answer.remote(request)
             async for part in stream:
                 if not attempt.is_begun:
                     self._dispatcher.first_token(running.name)
-                    self._front.note_encoded(running.group)
+                    if self._front.images is not None:
+                        self._front.images.note_encoded(running.group)
                 # A report may overtake the first tokens.
                 attempt.parts.insert(len(attempt.parts) if attempt.is_begun else 0, part)
                 attempt.is_begun = True
                 if part.finished:
-                    attempt.take(tell=False)
+                    attempt.add_parts(send=False)
                     stream = None  # there is nothing to cancel
                     return
                 if running.every_step:
-                    attempt.take(tell=True)
+                    attempt.add_parts(send=True)
         except asyncio.CancelledError:
-            if attempt.was_given_up():
+            task = running.task
+            if attempt.is_lost and task is not None and task.uncancel() == 0:
                 raise ReplicaLostError("it stopped answering") from None
             raise
         finally:
-            del self._attempts[asked.key]
+            del self._attempts[request.key]
             if stream is not None:
                 cancel(stream)
         raise EngineError("this server was silent for too long: a replica took it for dead")
 
     def _lose(self, replica: str) -> None:
-        """Have other replicas answer the requests that a silent one has not begun to answer."""
+        """Give up the attempts at a silent replica."""
         names = self._dispatcher.note_silent(replica)
         for attempt in self._attempts.values():
             if attempt.running.name in names:
-                attempt.give_up()
+                attempt.is_lost = True
+                attempt.running.cancel()
 
     def _take_progress(self, key: RequestKey, part: Part) -> None:
-        """Tell whoever asked for a request; an output that cannot be told ends that request."""
+        """Add tokens of a report; an output that cannot be sent ends its request."""
         attempt = self._attempts.get(key)
         if attempt is None:  # it is answered
             return
         attempt.parts.append(part)
         if attempt.is_begun:
             try:
-                attempt.take(tell=True)
+                attempt.add_parts(send=True)
             except EngineError as error:
                 attempt.running.fail(error)
 
-    async def _describe(self, running: Running) -> AnswerRequest:
-        group = running.group
-        salt, shares = group.namespace.salt, self._front.facts.shares
-        owner = shares.owner(salt)
+    async def _describe(self, running: _Running) -> AnswerRequest:
+        group, facts, images = running.group, self._front.facts, self._front.images
+        salt, sequence = group.namespace.salt, group.requests[0].sequence
+        owner = facts.shares.owner(salt)
+        sequence.cut(facts.names.block_size)  # which counts its public blocks
+        sent = None if images is None else images.take(group)
+        # In another thread: a large image takes 0.2 s to copy.
+        images_ref = None if sent is None else await asyncio.to_thread(self._put, sent)
         return AnswerRequest(
             request_id=running.name,
             prompt_token_ids=group.prompt_token_ids,
             params=group.params,
             salt=salt,
-            owner=None if owner is None else (owner, shares.weight(owner)),
+            owner=None if owner is None else (owner, facts.shares.weight(owner)),
             priority=group.priority,
-            marks=tuple(group.requests[0].sequence.marks),
+            marks=tuple(sequence.marks),
             follower=self._name if running.every_step else None,
             server=self._name,
-            num_public=self._front.count_public(group),
+            num_public=sequence.num_public,
             adapter=group.adapter,
-            images=await self._put_images(group),
-        )
-
-    async def _put_images(self, group: RequestGroup) -> Awaitable[SentImages] | None:
-        """A prompt's images for replicas. In another thread: a large one takes 0.2 s to copy."""
-        images = self._front.take_images(group)
-        return None if images is None else await asyncio.to_thread(self._put, images)
-
-    def _route(self, running: Running) -> RouteRequest:
-        group = running.group
-        return RouteRequest(
-            running.name,
-            self._front.keys(group),
-            len(group.prompt_token_ids),
-            self._front.facts.names.block_size,
+            images=images_ref,
         )
 
     async def _end_all(self) -> None:
         self._feeds.end()
         self._take_orders()
-        for one in list(self._started.values()):
-            one.fail(self._closed())
+        for running in list(self._started.values()):
+            running.fail(self._closed_error())
         tasks = asyncio.all_tasks() - {asyncio.current_task()}  # feeds, and calls of all replicas
         for task in tasks:
             task.cancel()

@@ -1,37 +1,73 @@
-"""The frontend of replicas: it makes requests in the server's process, and computes none.
+"""Frontend of replicas: makes requests in the server's process and computes none.
 
-A replica gets token ids, and gives token ids back. So the router sees the names of a prompt's
-blocks, and what the server remembers of a conversation is in one place whichever replica answers.
+A replica gets token ids and returns token ids. So the router sees the names of a prompt's blocks,
+and a conversation's earlier turns are stored in one place whichever replica answers.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headstart.cache import BlockHash, BlockHasher, Shares
-from headstart.cluster.index import PromptKeys
-from headstart.errors import EngineError
+from headstart.cache import BlockHasher, Shares
+from headstart.engine.adapter_names import Adapter, AdapterNames, InEngine, adapter_folder
+from headstart.errors import ConfigError, EngineError
 from headstart.frontend.frontend import Frontend, ModelFacts
 from headstart.imports import load_module
 from headstart.models.tokenizer import load_tokenizer
+from headstart.validation import check_name
 
 if TYPE_CHECKING:
-    from headstart.cluster.serving.adapters import ReplicaAdapters
     from headstart.cluster.serving.images import FrontImages
     from headstart.cluster.serving.messages import EngineFacts
     from headstart.engine.config import EngineConfig
-    from headstart.engine.image_cache import SentImages
-    from headstart.engine.request import RequestGroup
 
-__all__ = ["CLOSED", "ReplicaFrontend"]
+__all__ = ["CLOSED", "ReplicaAdapters", "ReplicaFrontend"]
 
 CLOSED = "the engine is closed"
 
 
+class ReplicaAdapters(AdapterNames):
+    """LoRA adapters of replicas, by name. For any thread.
+
+        load        a replica reads the folder and returns the adapter's digest
+        a request   has name, folder and digest, which is part of its prefix's identity
+        a replica   without an adapter of this name and digest reads the folder before it answers
+
+    So the folder must have the same files on every machine with replicas.
+    """
+
+    def __init__(self, read: Callable[[str, Path], Adapter]) -> None:
+        """`read` has a replica read an adapter of a name, in a folder."""
+        super().__init__()
+        self._read = read
+        self._changing = threading.Lock()  # an engine changes its names in one thread
+
+    def load(self, name: str, path: str | Path, in_engine: InEngine) -> Adapter:
+        """Have a replica read the adapter in a folder and give it a name: `AdapterNames.load`."""
+        check_name("an adapter's name", name, ConfigError, required=True)
+        adapter = self._read(name, adapter_folder(path))
+
+        def add() -> Adapter:
+            with self._changing:
+                self._named = {**self._named, adapter.name: adapter}
+            return adapter
+
+        return in_engine(add)
+
+    def unload(self, name: str) -> None:
+        """Remove a name: `AdapterNames.unload`."""
+        with self._changing:
+            super().unload(name)
+
+
 class ReplicaFrontend(Frontend):
     """Makes requests for replicas of one model."""
+
+    images: FrontImages | None
 
     def __init__(
         self,
@@ -42,16 +78,16 @@ class ReplicaFrontend(Frontend):
         adapters: ReplicaAdapters,
         tokenizer_folder: str | Path | None = None,
     ) -> None:
-        """`config` is a replica's; there are at `most` so many. Raises ModelError.
+        """`config` is a replica's; at `most` this many run. Raises ModelError.
 
         tokenizer_folder: None for the model's own tokenizer.
         """
         config = replace(config, max_num_seqs=config.max_num_seqs * most)
         tokenizer = load_tokenizer(tokenizer_folder or model)
-        self._images: FrontImages | None = None
+        images: FrontImages | None = None
         if facts.vision is not None:  # image processors take long to import
-            images = load_module("headstart.cluster.serving.images")
-            self._images = images.FrontImages(model, facts.vision, tokenizer, config)
+            module = load_module("headstart.cluster.serving.images")
+            images = module.FrontImages(model, facts.vision, tokenizer, config)
         model_facts = ModelFacts(
             facts.vocab_size,
             facts.eos_token_ids,
@@ -61,44 +97,14 @@ class ReplicaFrontend(Frontend):
             BlockHasher(facts.block_size, facts.model_name),
             Shares(),
         )
-        super().__init__(tokenizer, model_facts, config, adapters, self._images, self._require_open)
+        super().__init__(tokenizer, model_facts, config, adapters, images, self._require_open)
         self.silence = facts.silence
         self.why_closed: str | None = None
-
-    @property
-    def is_closed(self) -> bool:
-        """True if no more requests are made."""
-        return self.why_closed is not None
-
-    def names(self, request: RequestGroup) -> list[BlockHash]:
-        """Return the names of the prompt's full blocks, as replicas report them in events."""
-        hasher, sequence = self.facts.names, request.requests[0].sequence
-        keys = sequence.cut(hasher.block_size)  # which may change the root
-        return hasher.of_keys(sequence.root, keys)
-
-    def count_public(self, request: RequestGroup) -> int:
-        """Return the number of blocks at the prompt's head that lie wholly in a public prefix."""
-        sequence = request.requests[0].sequence
-        sequence.cut(self.facts.names.block_size)
-        return sequence.num_public
-
-    def keys(self, request: RequestGroup) -> PromptKeys:
-        """Return the keys of these blocks in the router's index."""
-        return PromptKeys(self.facts.names, request.requests[0].sequence)
-
-    def take_images(self, request: RequestGroup) -> SentImages | None:
-        """Move a request's images into a message to a replica; None if it has none."""
-        return None if self._images is None else self._images.take(request)
-
-    def note_encoded(self, request: RequestGroup) -> None:
-        """Note that a replica has computed the request's prompt."""
-        if self._images is not None:
-            self._images.note_encoded(request)
 
     def _require_open(self) -> None:
         if self.why_closed is not None:
             raise EngineError(self.why_closed)
 
     def close(self, why: str = CLOSED) -> None:
-        """Make no more requests; of several reasons the first counts."""
+        """Make no more requests; the first of several reasons counts."""
         self.why_closed = self.why_closed or why

@@ -1,7 +1,7 @@
-"""The image side of the server's process: reads images and places them, and encodes none.
+"""Image side of the server's process: reads images and places them, and encodes none.
 
 It reads, checks and names images as an engine does, so a prompt has the same tokens and its blocks
-the same names as in one engine. A replica gets the pixels, and computes the embeddings.
+the same names as in one engine. A replica gets the pixels and computes the embeddings.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FrontImages(ImagePrompts):
         tokenizer: PreTrainedTokenizerBase | None,
         config: EngineConfig,
     ) -> None:
-        """`facts` are a replica's, `config` too. Raises ModelError."""
+        """`facts` and `config` are a replica's. Raises ModelError."""
         vision = _UnweightedVision(model, facts, tokenizer)
         budget = EncoderBudget(EncoderCache(vision, config.encoder_cache_rows), None)
         super().__init__(vision, tokenizer, config, budget)
@@ -57,27 +57,27 @@ class FrontImages(ImagePrompts):
         self._similar = SimilarImages(self._encoded)
 
     def take(self, group: RequestGroup) -> SentImages | None:
-        """A request's images for a replica, None for a request without any.
+        """Move a request's images to a message for a replica, None without any.
 
-        The request has them no more: what a replica reads need not stay in this process, too.
+        The pixels need not stay in this process, too.
         """
         extras, group.extras = group.extras, None
         return send_images(self._fingerprint, extras)
 
     def note_encoded(self, group: RequestGroup) -> None:
-        """A replica has computed the request's prompt, so it has the embeddings of its images."""
-        for one in group.images if group.params.is_stored else ():
-            key = EncoderKey(group.namespace.salt, bytes.fromhex(one.digest))
-            self._encoded.add(key, one.num_tokens)
+        """Note that a replica has computed a prompt and so has the embeddings of its images."""
+        for image in group.images if group.params.is_stored else ():
+            key = EncoderKey(group.namespace.salt, bytes.fromhex(image.digest))
+            self._encoded.add(key, image.num_tokens)
 
     def clear(self) -> None:
-        """As of an engine, for any thread."""
+        """Forget all images. For any thread."""
         super().clear()
         self._encoded.clear()
 
 
 class _UnweightedVision(ImageProcessor):
-    """A `VisionModel` that knows an image's shape and not its embeddings. Keeps pixels alone."""
+    """A `VisionModel` without weights: it returns pixels and shapes, and no embeddings."""
 
     def __init__(
         self, model: str | Path, facts: VisionFacts, tokenizer: PreTrainedTokenizerBase | None
@@ -92,7 +92,7 @@ class _UnweightedVision(ImageProcessor):
         return self.recall(image, super().process(image).shape)
 
     def recall(self, image: Any, shape: tuple[int, ...]) -> ProcessedImage:
-        # As an array, which Ray hands over to a replica of the same machine without copying it.
+        # As an array, which Ray passes to a replica of the same machine without a copy.
         return super().recall(np.asarray(image), shape)
 
     def encode(self, image: ProcessedImage) -> Tensor:
@@ -106,9 +106,9 @@ class _UnweightedVision(ImageProcessor):
 
 
 class _Encoded(Container[EncoderKey]):
-    """Which images replicas have embeddings of: those encoded last, as many as one can keep.
+    """The images that replicas encoded last, as many as fit into one replica's cache.
 
-    A guess, for images that look alike: an image that is not there any more is encoded again.
+    An estimate, for similar images: an image whose embeddings are gone is encoded again.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -1,17 +1,26 @@
-"""`AsyncLLM` over replicas: what the server's APIs are written for."""
+"""`AsyncLLM` over replicas, and the routes of `/cache` of a server that has one."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from headstart.cluster.serving.metric_sums import add_up
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headstart.cluster.index import PromptKeys
+from headstart.cluster.router import RouteRequest
 from headstart.engine.metrics import Metric
 from headstart.errors import ReplicaLostError
 from headstart.frontend.async_llm import AsyncLLM
 from headstart.frontend.chat.requests import ChatRequests
 from headstart.frontend.facade import Started
+from headstart.server.cache import api
+from headstart.server.cache.api import CachePromptRequest
+from headstart.server.errors import JsonResponse
+from headstart.server.service import service_of
 from headstart.validation import check_flag
 
 if TYPE_CHECKING:
@@ -20,13 +29,15 @@ if TYPE_CHECKING:
     from headstart.cluster.serving.front import ReplicaFrontend
     from headstart.engine.params import SamplingParams
 
-__all__ = ["ReplicatedLLM"]
+__all__ = ["ReplicatedLLM", "router"]
 
 _LOG = logging.getLogger("headstart.server")
 
 
 class ReplicatedLLM(AsyncLLM):
-    """Answers by replicas. What looks into one engine's pool, this has not: see `dispatcher`."""
+    """Answers by replicas. Methods that inspect one engine's pool do not work; see `dispatcher`."""
+
+    frontend: ReplicaFrontend
 
     def __init__(
         self,
@@ -42,39 +53,84 @@ class ReplicatedLLM(AsyncLLM):
 
     @property
     def has_engine(self) -> bool:
-        """Whether a replica runs; until one does, requests wait."""
+        """True if a replica runs; until then requests wait."""
         return bool(self.dispatcher.answering)
 
     def read_metrics(self) -> list[Metric]:
-        """Those of all replicas: sums, and of shares the mean. For any thread.
-
-        What replicas counted that are gone stays counted: a sum that falls is taken for a start.
-        """
-        return add_up(self.dispatcher.list_metrics())
+        """Return the metrics of all replicas: sums, and means of shares. For any thread."""
+        return self.dispatcher.sum_metrics()
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """As `AsyncLLM.reset_prefix_cache`, of every replica; False if one would not."""
+        """Reset every replica: `AsyncLLM.reset_prefix_cache`; False if a replica refused."""
         again = check_flag("reset_running_requests", reset_running_requests)
         tiers = check_flag("reset_connector", reset_connector)
-        return all(await asyncio.to_thread(self._replicas.ask_all, "reset", again, tiers))
+        return all(await asyncio.to_thread(self._replicas.call_all, "reset", again, tiers))
 
     async def unload_adapter(self, name: str) -> None:
-        """As `AsyncLLM.unload_adapter`; replicas forget the name, too, but for those out of reach.
+        """Remove a name, here and in reachable replicas: `AsyncLLM.unload_adapter`.
 
-        One that is asked for it by a request that still runs reads it anew.
+        A replica that still runs a request of the adapter reads it again.
         """
         adapters = self.frontend.adapters
-        found = adapters.find(name)
+        adapter = adapters.find(name)
         await asyncio.to_thread(adapters.unload, name)
         try:
-            await asyncio.to_thread(self._replicas.ask_all, "unload_adapter", found)
+            await asyncio.to_thread(self._replicas.call_all, "unload_adapter", adapter)
         except ReplicaLostError as error:
             _LOG.info("not every replica has forgotten adapter %r: %s", name, error)
 
     async def forget_inputs(self) -> None:
-        """As `AsyncLLM.forget_inputs`, of the server and of every replica."""
+        """Forget inputs of the server and of every replica: `AsyncLLM.forget_inputs`."""
         await super().forget_inputs()
         if self.takes_images:
-            await asyncio.to_thread(self._replicas.ask_all, "forget_inputs")
+            await asyncio.to_thread(self._replicas.call_all, "forget_inputs")
+
+
+router = APIRouter(prefix="/cache")
+router.add_api_route("/prewarm", api.prewarm_prompt, methods=["POST"])
+router.add_api_route("/reset", api.reset_cache, methods=["POST"])
+
+
+def _llm_of(request: Request) -> ReplicatedLLM:
+    llm = service_of(request).llm
+    assert isinstance(llm, ReplicatedLLM)
+    return llm
+
+
+@router.get("")
+async def show_replicas(request: Request) -> Response:
+    """Show each replica's metrics, by its name in Ray Serve."""
+    dispatcher = _llm_of(request).dispatcher
+    replicas: dict[str, dict[str, Any]] = {name: {} for name in dispatcher.replicas}
+    for replica, metrics in dispatcher.metrics.items():
+        values = replicas[replica] = {}
+        for metric in metrics:
+            labels = ",".join(f"{key}={value}" for key, value in metric.labels.items())
+            name = f"{metric.name}{{{labels}}}" if labels else metric.name
+            values[name] = getattr(metric, "value", None)
+    return JsonResponse({"replicas": replicas})
+
+
+@router.post("/explain")
+async def explain_prompt(body: CachePromptRequest, request: Request) -> Response:
+    """Show how much of a prompt each replica has cached, without running it."""
+    llm = _llm_of(request)
+    prepared = await api.prepare(service_of(request), body, request, begins_reply=True)
+    hasher, count = llm.frontend.facts.names, len(prepared.prompt_token_ids)
+    keys = PromptKeys(hasher, prepared.requests[0].sequence)
+    await asyncio.to_thread(list, keys)  # hashes the whole prompt
+    held = llm.dispatcher.held(RouteRequest(prepared.request_id, keys, count, hasher.block_size))
+    most = max(held.values(), default=0) if prepared.requests[0].reads_cache else 0
+    return JsonResponse({"prompt_tokens": count, "cached_tokens": most, "replicas": held})
+
+
+@router.get("/advice")
+async def show_advice(request: Request) -> Response:
+    """Show the advice of one engine without its memory.
+
+    A prefix on another replica looks as if this one had evicted it.
+    """
+    advice = await api.read_advice(request)
+    return JsonResponse({name: value for name, value in advice.items() if name != "memory"})

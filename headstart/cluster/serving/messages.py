@@ -1,11 +1,12 @@
-"""What the server's process and its replicas send each other; Ray carries it."""
+"""Messages between the server's process and its replicas, and the errors of these calls."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headstart.cache import Mark, MissExplanation
 from headstart.cluster.events import EventBatch
@@ -14,20 +15,51 @@ from headstart.engine.image_cache import SentImages
 from headstart.engine.metrics import Metric
 from headstart.engine.outputs import Logprobs, RequestOutput
 from headstart.engine.params import SamplingParams
+from headstart.engine.sampling import SampledToken, TokenLogprob
+from headstart.errors import EngineError, HeadstartError, ReplicaLostError
 from headstart.models.decoder import VisionFacts
 
-__all__ = ["AnswerPart", "AnswerRequest", "EngineFacts", "Follow", "Head", "Part", "Report"]
+try:
+    from ray.exceptions import (
+        ActorDiedError,
+        NodeDiedError,
+        ObjectLostError,
+        RayActorError,
+        RayTaskError,
+    )
+
+    # A large part of an answer is stored on its replica's machine, and may be lost with it.
+    _LOST: tuple[Any, ...] = (RayActorError, NodeDiedError, ObjectLostError)
+except ModuleNotFoundError:  # without Ray nothing raises these
+    ActorDiedError = RayTaskError = ()
+    _LOST = ()
+
+if TYPE_CHECKING:
+    from headstart.engine.request import RequestGroup
+
+__all__ = [
+    "AnswerPart",
+    "AnswerRequest",
+    "EngineFacts",
+    "Follow",
+    "Head",
+    "Part",
+    "Report",
+    "RequestKey",
+    "has_died",
+    "read_error",
+]
 
 RequestKey = tuple[str, int]
 """A request's id and the number of the attempt to have it answered."""
 
 
 class EngineFacts(NamedTuple):
-    """What all replicas have in common, and the server must know of them.
+    """Properties that all replicas share and the server needs.
 
     model_name: the fingerprint that the names of blocks begin with, "" without tiers. silence:
-    seconds without a sign of life after which a server is dead. vision: None for a model that takes
-    text alone.
+    seconds without a heartbeat after which a server counts as dead. vision: None for a model that
+    takes only text.
     """
 
     vocab_size: int
@@ -43,15 +75,14 @@ class EngineFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """A request that is checked and tokenised.
+    """A checked and tokenized request.
 
-    owner: whose it is, and with what weight; None for nobody's. follower: the server that is told
-    its tokens as they come, None if they are wanted at the end alone. server: the one that asks;
-    the request ends when that is silent for long. attempt: how often it was sent before.
-    num_public: blocks at the prompt's head that all tenants share; a replica that does not know
-    them shares them from then on. adapter: is read by a replica that has none of this name and
-    digest. images: what to await for those of the prompt, checked; None for a prompt without
-    any. They lie in Ray's store, so that a second attempt sends no pixels again.
+    owner: the tenant and its weight, None without one. follower: the server that gets tokens as
+    they come, None if they are wanted only at the end. server: the sender; the request ends when
+    the sender is silent for too long. attempt: how often it was sent before. num_public: blocks at
+    the prompt's head that all tenants share. adapter: loaded by a replica that has none of this
+    name and digest. images: awaited for those of the prompt, None without any; they are in Ray's
+    store, so a second attempt sends no pixels again.
     """
 
     request_id: str
@@ -70,17 +101,17 @@ class AnswerRequest:
 
     @property
     def key(self) -> RequestKey:
-        """What its tokens go by: those of an earlier attempt are not to be taken for this one's."""
+        """The key of its tokens, which differs between attempts."""
         return self.request_id, self.attempt
 
     @property
     def engine_id(self) -> str:
-        """The request's id in a replica, where an attempt that was given up may still run."""
+        """The request's id in a replica, where an earlier attempt may still run."""
         return f"{self.request_id}-{self.attempt}" if self.attempt else self.request_id
 
 
 class Head(NamedTuple):
-    """What is known of a request once its prompt is computed. queued: seconds until it ran."""
+    """Results of a computed prompt. queued: seconds until the request ran."""
 
     num_cached_tokens: int
     loaded_tokens: Mapping[str, int]
@@ -90,20 +121,30 @@ class Head(NamedTuple):
 
 
 class AnswerPart(NamedTuple):
-    """Tokens from `start` on of one of a request's answers, that with index `at`."""
+    """Tokens of one of a request's answers: its number, and the first token's position in it."""
 
-    at: int
+    number: int
     start: int
     token_ids: list[int]
     logprobs: list[Logprobs] | None
     finish_reason: str | None
 
+    def tokens(self, first: int) -> list[SampledToken]:
+        """Return the tokens from `first` on, without their texts."""
+        if self.logprobs is None:
+            return [SampledToken(token_id, None, ()) for token_id in self.token_ids[first:]]
+        tokens = []
+        for token_id, entries in zip(self.token_ids[first:], self.logprobs[first:], strict=True):
+            top = tuple(TokenLogprob(i, entry.logprob, entry.rank) for i, entry in entries.items())
+            tokens.append(SampledToken(token_id, entries[token_id].logprob, top))
+        return tokens
+
 
 class Part(NamedTuple):
-    """New tokens of a request; `head` comes with the first part alone.
+    """New tokens of a request; only the first part has a `head`.
 
-    Of two parts with the same tokens either will do, and a part before which tokens are missing
-    can be left out: the last one has all but the first's.
+    Parts may overlap, and a part before which tokens are missing can be left out: the last part has
+    all tokens but the first part's.
     """
 
     head: Head | None
@@ -111,11 +152,8 @@ class Part(NamedTuple):
     finished: bool
 
     @classmethod
-    def of(cls, output: RequestOutput, told: Counter[int], *, is_first: bool) -> Part:
-        """What is new in an output of a stream of what is new.
-
-        told: tokens of each answer before; those of the output are added.
-        """
+    def of(cls, output: RequestOutput, counts: Counter[int], *, is_first: bool) -> Part:
+        """Build a part from one delta output, and add its tokens to the counts by answer."""
         head = None
         if is_first:
             head = Head(
@@ -126,44 +164,94 @@ class Part(NamedTuple):
                 output.metrics.queue,
             )
         answers = tuple(
-            AnswerPart(one.index, told[one.index], one.token_ids, one.logprobs, one.finish_reason)
-            for one in output.outputs
+            AnswerPart(
+                answer.index,
+                counts[answer.index],
+                answer.token_ids,
+                answer.logprobs,
+                answer.finish_reason,
+            )
+            for answer in output.outputs
         )
-        told.update({one.at: len(one.token_ids) for one in answers})
+        counts.update({answer.number: len(answer.token_ids) for answer in answers})
         return cls(head, answers, output.finished)
 
     @classmethod
     def joined(cls, parts: Sequence[Part]) -> Part:
-        """All tokens of some parts, one behind the other, as one. Copies each token once."""
+        """Join consecutive parts to one; copies each token once."""
         answers: dict[int, AnswerPart] = {}
-        for one in (answer for part in parts for answer in part.answers):
-            whole = answers.get(one.at) or AnswerPart(one.at, one.start, [], None, None)
-            whole.token_ids.extend(one.token_ids)
-            logprobs = whole.logprobs
-            if one.logprobs is not None:
+        for new in (answer for part in parts for answer in part.answers):
+            joined = answers.get(new.number) or AnswerPart(new.number, new.start, [], None, None)
+            joined.token_ids.extend(new.token_ids)
+            logprobs = joined.logprobs
+            if new.logprobs is not None:
                 logprobs = [] if logprobs is None else logprobs
-                logprobs.extend(one.logprobs)
-            answers[one.at] = whole._replace(logprobs=logprobs, finish_reason=one.finish_reason)
+                logprobs.extend(new.logprobs)
+            answers[new.number] = joined._replace(logprobs=logprobs, finish_reason=new.finish_reason)
         return cls(None, tuple(answers.values()), parts[-1].finished)
+
+    def add_to(self, group: RequestGroup, sent: float) -> None:
+        """Add the tokens to the request, which was sent at `sent` (`time.perf_counter`).
+
+        Times are those of this process, so that network delays count, as a client sees them.
+        """
+        now = time.perf_counter()
+        if self.head is not None:
+            group.start_time = sent + (self.head.queued or 0.0)
+            group.loaded_tokens = self.head.loaded_tokens
+            if self.head.prompt_logprobs is not None:
+                group.prompt_logprobs = self.head.prompt_logprobs
+            for request in group.requests:
+                request.num_cached_tokens = self.head.num_cached_tokens
+                request.missed = self.head.missed
+        for answer in self.answers:
+            request = group.requests[answer.number]
+            count = len(request.sampling.output_token_ids)
+            if answer.start > count:
+                continue  # earlier tokens are missing: the last part has them
+            for token in answer.tokens(count - answer.start):
+                request.append(token, now)
+            if answer.finish_reason is not None:
+                request.finish_reason = answer.finish_reason
 
 
 class Follow(NamedTuple):
-    """Asks one replica to tell what its cache holds, and the tokens of the asker's requests.
-
-    replica: Ray Serve's name of it. follower: the server that asks.
-    """
+    """A subscription of a server, `follower`, to a replica, by its name in Ray Serve."""
 
     replica: str
     follower: str
 
 
 class Report(NamedTuple):
-    """What changed in a replica: its cache, the engine's counts, tokens of the follower's requests.
+    """Changes in a replica: its cache, the engine's counts, tokens of the follower's requests.
 
-    None is nothing new. process: the id of the replica's process and its machine, with the first.
+    A field is None without news. process: the replica's process and machine, in the first report.
     """
 
     batch: EventBatch | None = None
     metrics: list[Metric] | None = None
     progress: Mapping[RequestKey, Part] | None = None
     process: str | None = None
+
+
+def has_died(error: Exception) -> bool:
+    """Return True for a replica that is gone; an unreachable replica may be back."""
+    return isinstance(error, ActorDiedError)
+
+
+def read_error(error: Exception) -> HeadstartError:
+    """Return the error that a call of a replica raised, as if it had been raised here.
+
+    ReplicaLostError: the replica died, or cannot be reached.
+    """
+    if isinstance(error, _LOST):
+        return ReplicaLostError(str(error).partition("\n")[0])
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, HeadstartError):
+            return cause
+        return EngineError(f"a replica failed: {type(cause).__name__}: {cause}")
+    if isinstance(error, HeadstartError):
+        return error
+    # Ray's own, such as an application that was deleted meanwhile.
+    return EngineError(f"the replicas cannot be asked: {type(error).__name__}: {error}")

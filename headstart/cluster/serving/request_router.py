@@ -1,8 +1,8 @@
-"""The request router that Ray Serve runs: the replica of our own router's choice.
+"""Request router that Ray Serve runs: it chooses the replica of our own router.
 
-Ray Serve makes one in the server's process, tells it which replicas run, and asks it again when
-the replica that it chose died before it took the request. This module is sent by value, so what
-it keeps is in `dispatch`.
+Ray Serve makes one in the server's process, passes it the replicas that run, and calls it again
+when the chosen replica died before it took the request. This module is sent by value, so its state
+is in `dispatch`.
 """
 
 from __future__ import annotations
@@ -21,43 +21,46 @@ __all__ = ["PrefixRouter"]
 
 
 class PrefixRouter(RequestRouter):
-    """Sends requests by prefix and load, and what is for one replica to that one."""
+    """Sends requests by prefix and load, and a subscription to its replica."""
 
     _dispatcher: Dispatcher | None = None
 
-    def initialize_state(self, **given: Any) -> None:
-        """Called by Ray Serve, in each process with a handle; the server's has a dispatcher."""
-        self._dispatcher = dispatcher_of(given["application"])
+    def initialize_state(self, **options: Any) -> None:
+        """Find the dispatcher; called in each process with a handle, of which the server has one.
+
+        Called by Ray Serve, as are the methods below.
+        """
+        self._dispatcher = dispatcher_of(options["application"])
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called by Ray Serve with all that run."""
+        """Take the replicas that run."""
         super().update_replicas(replicas)
-        self._tell()
+        self._notify()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Called by Ray Serve when a call finds a replica dead, before its controller knows."""
+        """Drop a replica that a call found dead, before Ray's controller does."""
         super().on_replica_actor_died(replica_id)
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self._dispatcher is not None:
-            self._dispatcher.set_replicas([one.unique_id for one in self.curr_replicas])
+            self._dispatcher.set_replicas([replica.unique_id for replica in self.curr_replicas])
 
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Called by Ray Serve for each request, again if the choice did not take it."""
+        """Choose a replica for a request; called again if that did not accept it."""
         if pending_request is not None:
-            # Else Ray asks anew at once, for ever, for a request whose caller has just left: the
-            # loop that all calls go through could not even take the word that it is cancelled.
+            # Otherwise Ray retries in a busy loop for a request whose caller has just left, and the
+            # loop that carries all calls cannot even process the cancellation.
             pending_request.routing_context.should_backoff = True
-        asked = pending_request.args[0] if pending_request and pending_request.args else None
-        if isinstance(asked, AnswerRequest) and self._dispatcher is not None:
-            chosen = self._dispatcher.choose(asked.request_id)
-        elif isinstance(asked, Follow):
-            chosen = asked.replica
+        call = pending_request.args[0] if pending_request and pending_request.args else None
+        if isinstance(call, AnswerRequest) and self._dispatcher is not None:
+            chosen = self._dispatcher.choose(call.request_id)
+        elif isinstance(call, Follow):
+            chosen = call.replica
         else:
             return [candidate_replicas]
-        return [[one for one in candidate_replicas if one.replica_id.unique_id == chosen]]
+        return [[r for r in candidate_replicas if r.replica_id.unique_id == chosen]]

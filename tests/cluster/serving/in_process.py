@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from headstart import AsyncLLM, SamplingParams
-from headstart.cluster.serving.adapters import ReplicaAdapters
 from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.cluster.serving.driver import ReplicaDriver
-from headstart.cluster.serving.front import ReplicaFrontend
+from headstart.cluster.serving.front import ReplicaAdapters, ReplicaFrontend
 from headstart.cluster.serving.llm import ReplicatedLLM
 from headstart.cluster.serving.messages import AnswerRequest, EngineFacts
 from headstart.cluster.serving.replica import EngineReplica

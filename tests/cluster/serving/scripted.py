@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from headstart import SamplingParams
-from headstart.cluster.serving.adapters import ReplicaAdapters
 from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.cluster.serving.driver import ReplicaDriver
-from headstart.cluster.serving.front import ReplicaFrontend
+from headstart.cluster.serving.front import ReplicaAdapters, ReplicaFrontend
+from headstart.cluster.serving.heartbeat import SILENCE
 from headstart.cluster.serving.messages import (
     AnswerPart,
     AnswerRequest,
@@ -23,7 +23,6 @@ from headstart.cluster.serving.messages import (
     Part,
     Report,
 )
-from headstart.cluster.serving.signs import SILENCE
 from headstart.engine.adapter_names import Adapter
 from headstart.engine.config import make_config
 from headstart.engine.driver import Update

@@ -12,7 +12,7 @@ import pytest
 
 from headstart.cluster.options import ReplicaConfig
 from headstart.cluster.serving.dispatch import Dispatcher, dispatcher_of, register
-from headstart.cluster.serving.ray_errors import read_error
+from headstart.cluster.serving.messages import read_error
 from headstart.errors import (
     ConfigError,
     EngineError,
@@ -390,8 +390,8 @@ def test_a_reset_of_all_replicas_leaves_out_those_that_die_meanwhile() -> None:
 
     server = Server()
     server.handle.broadcast = lambda *given: Call()  # type: ignore[attr-defined]
-    assert server.driver.ask_all("reset", False, False) == [True]
+    assert server.driver.call_all("reset", False, False) == [True]
     told[1] = ActorUnavailableError("it does not answer", None)
     with pytest.raises(ReplicaLostError):
-        server.driver.ask_all("reset", False, False)
+        server.driver.call_all("reset", False, False)
     server.driver.close()

@@ -8,11 +8,12 @@ import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from headstart.cluster.events import EventBatch
-from headstart.cluster.serving import feeds
+from headstart.cluster.serving import heartbeat
 from headstart.cluster.serving.driver import MAX_LOST
 from headstart.cluster.serving.messages import Follow, Report
 from headstart.engine.driver import Update
@@ -287,7 +288,7 @@ def test_close_ends_a_call_of_all_replicas(server: Server) -> None:
 
     def ask() -> None:
         try:
-            server.driver.ask_all("reset", False, False)
+            server.driver.call_all("reset", False, False)
         except Exception as error:
             ended.put(error)
 
@@ -303,7 +304,8 @@ def test_images_are_given_up_when_a_client(
     server: Server, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once: the garbage collector, which would find them too, comes by seldom."""
-    monkeypatch.setattr(server.front, "take_images", lambda group: b"pixels")
+    images = SimpleNamespace(take=lambda group: b"pixels", note_encoded=lambda group: None)
+    monkeypatch.setattr(server.front, "images", images)
     server.dispatcher.set_replicas([REPLICA])
     stream, told = server.stream().put(part(0, 8)), Told()
     group = server.request("a")
@@ -345,20 +347,20 @@ def test_a_replica_whose_snapshots_are_of_no_use_is_asked_for_few(
     pauses: queue.SimpleQueue[float] = queue.SimpleQueue()
 
     class Clock:
-        """`asyncio`, to the feeds alone."""
+        """`asyncio`, to this module alone."""
 
         __getattr__ = staticmethod(partial(getattr, asyncio))
 
         async def sleep(self, seconds: float) -> None:
-            """Note the pause of a feed; the look for silent replicas sleeps as ever."""
-            if seconds == feeds._LOOK:
-                await asyncio.sleep(seconds)
-            else:
+            """Note the pause of a feed; looks and heartbeats sleep as ever."""
+            if seconds > 3000:
                 pauses.put(seconds)
+            else:
+                await asyncio.sleep(seconds)
 
     monkeypatch.setattr(server.dispatcher, "apply", lambda replica, batch: False)
-    monkeypatch.setattr(feeds, "asyncio", Clock())
-    monkeypatch.setattr(feeds, "_AGAIN", 3600.0)
+    monkeypatch.setattr(heartbeat, "asyncio", Clock())
+    monkeypatch.setattr(heartbeat, "_AGAIN", 3600.0)
     for _ in range(2):
         server.handle.feed.put(Report(EventBatch(0, 0, 0)))
     server.dispatcher.set_replicas([REPLICA])

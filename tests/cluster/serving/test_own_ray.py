@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from headstart.cluster.options import ReplicaConfig
-from headstart.cluster.serving import signs
+from headstart.cluster.serving import heartbeat
 from headstart.errors import EngineError
 from tests.cluster.serving.ray_processes import start, wait_until
 from tests.cluster.serving.scripted import LIMIT, REPLICA, Server, Told, part
@@ -54,13 +54,13 @@ def test_a_server_that_lost_its_ray_is_not_healthy(lost: object) -> None:
 
 
 def test_a_process_that_takes_no_connection_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signs, "_LOOK", 0.001)
+    monkeypatch.setattr(heartbeat, "_LOOK_RAY", 0.001)
     told: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as lives, socket.create_server(("", 0)) as dies:
         ports = {"one": lives, "other": dies}
         at = {name: f"127.0.0.1:{of.getsockname()[1]}" for name, of in ports.items()}
         given = (at, threading.Event(), told.append)
-        watch = threading.Thread(target=signs.watch_ray, args=given, daemon=True)
+        watch = threading.Thread(target=heartbeat.watch_ray, args=given, daemon=True)
         watch.start()
         dies.accept()[0].close()  # it was looked at, and was there
         assert not told

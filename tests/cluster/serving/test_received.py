@@ -10,7 +10,6 @@ import pytest
 
 from headstart import LLM, SamplingParams
 from headstart.cluster.serving.messages import AnswerPart, Part
-from headstart.cluster.serving.received import take_part
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import RequestOutputKind
 from headstart.engine.request import RequestGroup
@@ -53,12 +52,12 @@ def test_an_answer_is_whole_whatever_is_lost_between(
     first, between, last = parts_of(deltas)
     assert len(between) == len(lost)
     group = llm.frontend.prepare(PROMPT, PARAMS)
-    take_part(group, first, 0.0)
+    first.add_to(group, 0.0)
     for part, is_lost in zip(between, lost, strict=True):
         if not is_lost:
-            take_part(group, part, 0.0)
-            take_part(group, part, 0.0)  # it comes twice
-    take_part(group, last, 0.0)
+            part.add_to(group, 0.0)
+            part.add_to(group, 0.0)  # it comes twice
+    last.add_to(group, 0.0)
     [expected] = llm.generate(PROMPT, PARAMS)
     assert answers(group) == [
         (one.text, one.token_ids, one.finish_reason, one.logprobs) for one in expected.outputs
@@ -90,7 +89,7 @@ def test_what_comes_before_the_first_tokens_is_left_out(
 ) -> None:
     _, between, _ = parts_of(deltas)
     group = llm.frontend.prepare(PROMPT, PARAMS)
-    take_part(group, between[0], 0.0)
+    between[0].add_to(group, 0.0)
     assert [one.token_ids for one in group.output().outputs] == [[], []]
 
 
@@ -100,5 +99,5 @@ def test_what_is_known_of_the_prompt_comes_with_the_first_part(
     first, _, last = parts_of([replace(deltas[0], num_cached_tokens=7), *deltas[1:]])
     assert last.head is None
     group = llm.frontend.prepare(PROMPT, PARAMS)
-    take_part(group, first, 0.0)
+    first.add_to(group, 0.0)
     assert group.output().num_cached_tokens == 7

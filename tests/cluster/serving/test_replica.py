@@ -13,13 +13,13 @@ import pytest
 
 from headstart import SamplingParams
 from headstart.cache import TokenSequence
-from headstart.cluster.serving import signs
+from headstart.cluster.serving import heartbeat
+from headstart.cluster.serving.heartbeat import Heartbeats
 from headstart.cluster.serving.messages import AnswerRequest, Follow
 from headstart.cluster.serving.replica import EngineReplica
-from headstart.cluster.serving.signs import LastHeard
 from headstart.engine.adapter_names import Adapter
 from headstart.engine.request import RequestGroup
-from headstart.errors import EngineError, ModelError
+from headstart.errors import DamagedAdapterError, EngineError, ModelError
 from headstart.models.files import find_folder
 from tests.tiny_adapters import make_adapter
 
@@ -44,7 +44,7 @@ def replica() -> Iterator[EngineReplica]:
 
 
 class _BrokenGauges:
-    async def update(self) -> None:
+    def update(self, values: list[Any]) -> None:
         raise KeyError("headstart:new_metric")
 
 
@@ -118,6 +118,9 @@ def test_two_adapters_of_one_name_answer_their_own_requests(
 
         told = await asyncio.gather(*map(ask, range(6)))
         assert told[::2] == [told[0]] * 3 and told[1::2] == [told[1]] * 3
+        other_files = replace(adapters[0], digest="another")
+        with pytest.raises(DamagedAdapterError, match=f"{folders[0]} are others .*'x'"):
+            await anext(made.answer(replace(ASKED, request_id="d", adapter=other_files)))
         [named] = llm.engine.adapters.named
         other = next(one for one in adapters if one != named)
         await made.unload_adapter(other)
@@ -175,7 +178,7 @@ def test_what_a_silent_server_asked_for_ends_and_nothing_of_another(
     replica: EngineReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(replica, "_servers", LastHeard(120.0, lambda: now[0]))
+    monkeypatch.setattr(replica, "_servers", Heartbeats(120.0, lambda: now[0]))
     aborted: list[str] = []
     abort = replica._llm.abort
 
@@ -196,7 +199,7 @@ def test_what_a_silent_server_asked_for_ends_and_nothing_of_another(
             for stream in (dead, alive, dead_feed, live_feed):
                 await anext(stream)
             now[0] = 100.0
-            await replica.hear("alive")
+            await replica.beat("alive")
             await replica.check_health()
             assert set(replica._publisher._followers) == {"dead", "alive"}
             now[0] = 130.0
@@ -234,10 +237,10 @@ class _Heard:
 def test_a_server_signs_life_again_after_a_sign_that_failed() -> None:
     async def sign() -> None:
         handle = _Heard()
-        signing = asyncio.ensure_future(signs.sign_life(handle, "s", 0.0))  # type: ignore[arg-type]
+        signing = asyncio.ensure_future(heartbeat.send_heartbeats(handle, "s", 0.0))  # type: ignore[arg-type]
         await handle.is_heard.wait()
         signing.cancel()
-        assert handle.heard[:2] == [("hear", "s")] * 2
-        assert hasattr(EngineReplica, "hear")
+        assert handle.heard[:2] == [("beat", "s")] * 2
+        assert hasattr(EngineReplica, "beat")
 
     asyncio.run(sign())

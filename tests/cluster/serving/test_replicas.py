@@ -59,8 +59,8 @@ class Cluster(NamedTuple):
 
 @pytest.fixture(scope="module", params=[2, 4])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    from headstart.cluster.serving.cache_api import router
     from headstart.cluster.serving.cluster import ReplicaCluster
+    from headstart.cluster.serving.llm import router
 
     config = ReplicaConfig(replicas=request.param, replica_cpus=0.25)
     cluster = ReplicaCluster(MODEL, OPTIONS, config, drain_seconds=DRAIN)

@@ -44,8 +44,8 @@ class Servers(NamedTuple):
 
 @pytest.fixture(scope="module")
 def servers(demo_vision: Path) -> Iterator[Servers]:
-    from headstart.cluster.serving.cache_api import router
     from headstart.cluster.serving.cluster import ReplicaCluster
+    from headstart.cluster.serving.llm import router
 
     cluster = ReplicaCluster(
         str(demo_vision), OPTIONS, ReplicaConfig(replicas=2, replica_cpus=0.25), drain_seconds=5.0

@@ -7,8 +7,8 @@ from contextlib import aclosing
 
 import pytest
 
+from headstart.cluster.serving.heartbeat import HEARTBEAT, with_heartbeats
 from headstart.cluster.serving.messages import AnswerRequest, Report
-from headstart.cluster.serving.signs import HEARTBEAT, with_heartbeats
 from headstart.engine.metrics import Gauge, Metric
 from headstart.errors import ReplicaLostError
 from tests.cluster.serving.ray_processes import wait_until
@@ -34,7 +34,7 @@ def test_a_server_gives_signs_of_life_under_the_name_that_it_asks_by() -> None:
         server.driver.submit(server.request("a"), Told())
         name = server.asked().server
         for _ in range(2):
-            assert heard.get(timeout=LIMIT) == ("hear", name)
+            assert heard.get(timeout=LIMIT) == ("beat", name)
     finally:
         server.driver.close()
 

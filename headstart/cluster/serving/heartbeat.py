@@ -1,0 +1,274 @@
+"""Heartbeats between servers and replicas, and the feeds of replicas that carry them.
+
+    server    send_heartbeats ──▶ every replica, four times in the silence that these allow
+    replica   Heartbeats: a server that was silent for too long is dead
+    replica   with_heartbeats ──▶ every server that follows it, in its feed of reports
+    server    Feeds: a replica that missed two heartbeats gets no requests until its next report
+    server    watch_ray: a process of its own Ray that accepts no connection is dead
+
+Ray does not end the calls of a process that was killed: the replica does that for a dead server.
+Nor does it end those of a replica that hangs: the server moves them to another replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from headstart.cluster.serving.messages import Follow, Part, Report, RequestKey, read_error
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+    from headstart.cluster.events import EventBatch
+    from headstart.cluster.serving.dispatch import Dispatcher
+
+__all__ = [
+    "HEARTBEAT",
+    "SILENCE",
+    "Feeds",
+    "Heartbeats",
+    "cancel",
+    "check_port",
+    "send_heartbeats",
+    "watch_ray",
+    "with_heartbeats",
+]
+
+SILENCE = 120.0
+"""Seconds without a heartbeat until a server counts as dead."""
+HEARTBEAT = 9.0
+"""Seconds until a replica without news sends an empty report.
+
+Two missed heartbeats and the time to the next look are less than 20 seconds.
+"""
+_BEATS = 4  # in the allowed silence
+_LOOK_RAY = 2.0  # seconds between looks at Ray
+_PATIENCE = 5.0  # seconds that a process of Ray may take to accept a connection
+_LARGE = 1 << 14  # bytes of names: 512 blocks, which take most of a millisecond
+_AGAIN = 0.5  # seconds between two starts of a replica's feed
+_LOOK = 1.0  # seconds between two looks for silent replicas
+_LOG = logging.getLogger("headstart.server")
+
+
+async def send_heartbeats(handle: DeploymentHandle, server: str, silence: float) -> None:
+    """Send every replica heartbeats of a server, which may be silent for `silence` seconds."""
+    pause = silence / _BEATS
+    while True:
+        await asyncio.sleep(pause)
+        try:
+            call = handle.broadcast("beat", server)
+            async with asyncio.timeout(pause):  # `wait_for` may lose a cancellation
+                await call.results_async(return_exceptions=True)
+        except Exception as error:  # a replica hangs, or none runs
+            _LOG.info("a heartbeat did not reach every replica: %s", read_error(error))
+
+
+class Heartbeats:
+    """The time of each server's or replica's last heartbeat; `clock` returns seconds."""
+
+    def __init__(self, silence: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.silence = silence
+        self._clock = clock
+        self._times: dict[str, float] = {}
+
+    def beat(self, name: str) -> None:
+        """Record a heartbeat."""
+        self._times[name] = self._clock()
+
+    def forget(self, name: str) -> None:
+        """Expect no more heartbeats."""
+        self._times.pop(name, None)
+
+    def restart(self) -> None:
+        """Count the silence of all from now on."""
+        self._times = dict.fromkeys(self._times, self._clock())
+
+    def take_silent(self) -> list[str]:
+        """Return and forget those without a heartbeat for more than `silence` seconds."""
+        limit = self._clock() - self.silence
+        silent = [name for name, last in self._times.items() if last < limit]
+        for name in silent:
+            del self._times[name]
+        return silent
+
+
+async def with_heartbeats(
+    reports: AsyncGenerator[Report], period: float = HEARTBEAT
+) -> AsyncGenerator[Report]:
+    """Yield the reports, and an empty one whenever there is none for `period` seconds."""
+    coming: asyncio.Future[Report] | None = None
+    try:
+        while True:
+            coming = coming or asyncio.ensure_future(anext(reports))
+            done, _ = await asyncio.wait([coming], timeout=period)
+            if not done:
+                yield Report()
+                continue
+            try:
+                report = coming.result()
+            except StopAsyncIteration:
+                return
+            coming = None
+            yield report
+    finally:
+        if coming is not None:
+            coming.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await coming
+        await reports.aclose()
+
+
+class Feeds:
+    """The reports of the replicas that run, one task each. For the event loop's thread."""
+
+    def __init__(
+        self,
+        replicas: DeploymentHandle,
+        dispatcher: Dispatcher,
+        follower: str,
+        take_progress: Callable[[RequestKey, Part], None],
+        lose: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Build the feeds of a server.
+
+        replicas: a handle that streams. follower: the name of this server. lose: called with a
+        replica that stopped answering. clock: returns seconds.
+        """
+        self._replicas = replicas
+        self._dispatcher = dispatcher
+        self._follower = follower
+        self._take_progress = take_progress
+        self._lose = lose
+        self._clock = clock
+        self._beats = Heartbeats(2 * HEARTBEAT, clock)
+        self._looked = clock()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._names: set[str] = set()  # the replicas that ran at the last look
+        self._logged: set[str] = set()  # those of them whose processes are logged
+        self._is_over = False
+
+    def end(self) -> None:
+        """Start no more feeds; the caller cancels the loop's tasks."""
+        self._is_over = True
+
+    def match(self) -> None:
+        """Follow the replicas that run, and no others."""
+        if self._is_over:
+            return
+        running = set(self._dispatcher.replicas)
+        for name in sorted(running ^ self._names):
+            state = "runs" if name in running else "is gone"
+            _LOG.info("replica %s %s; running: %d", name, state, len(running))
+        for name in running - self._names:
+            self._beats.beat(name)
+        for name in self._names - running:
+            self._beats.forget(name)
+        self._names = running
+        self._logged &= running
+        for name, task in self._tasks.items():
+            if name not in running:
+                task.cancel()  # it would prevent the replica from ending
+        for name in running - self._tasks.keys():
+            self._tasks[name] = task = asyncio.get_running_loop().create_task(self._follow(name))
+            task.add_done_callback(partial(self._drop, name))
+
+    async def watch(self) -> None:
+        """Look for silent replicas periodically."""
+        while True:
+            await asyncio.sleep(_LOOK)
+            self.look()
+
+    def look(self) -> None:
+        """Report the replicas that have been silent for too long."""
+        now = self._clock()
+        if now - self._looked > HEARTBEAT:  # this process itself was stopped
+            self._beats.restart()
+        self._looked = now
+        for name in self._beats.take_silent():
+            _LOG.warning("replica %s stopped answering; its requests are moved", name)
+            self._lose(name)
+
+    def _drop(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(name) is task:
+            del self._tasks[name]
+        # The replica may still run: Ray cancelled the stream, or it was back at once.
+        asyncio.get_running_loop().call_later(_AGAIN, self.match)
+
+    async def _follow(self, replica: str) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            start = loop.time()
+            try:
+                await self._read(replica)
+            except Exception as error:  # it broke, or died, which Ray Serve reports
+                _LOG.info("replica %s is not followed: %s", replica, read_error(error))
+            # A feed that breaks at once would load both sides with snapshots.
+            await asyncio.sleep(start + _AGAIN - loop.time())
+
+    async def _read(self, replica: str) -> None:
+        """Read reports until a batch is missing: a new feed begins with a snapshot."""
+        stream = self._replicas.follow.remote(Follow(replica, self._follower))
+        try:
+            async for report in stream:
+                assert isinstance(report, Report)
+                if replica in self._names:
+                    self._beats.beat(replica)
+                    if self._dispatcher.note_heard(replica):
+                        _LOG.warning("replica %s answers again", replica)
+                if report.process is not None and replica not in self._logged:
+                    self._logged.add(replica)
+                    _LOG.info("replica %s is process %s", replica, report.process)
+                for key, part in (report.progress or {}).items():
+                    self._take_progress(key, part)
+                if report.metrics is not None:
+                    self._dispatcher.note_metrics(replica, report.metrics)
+                if report.batch is not None and not await self._apply(replica, report.batch):
+                    return
+        finally:
+            cancel(stream)
+
+    async def _apply(self, replica: str, batch: EventBatch) -> bool:
+        """Apply a batch, a long one in another thread."""
+        if batch.cleared or len(batch.stored) + len(batch.removed) > _LARGE:
+            return await asyncio.to_thread(self._dispatcher.apply, replica, batch)
+        return self._dispatcher.apply(replica, batch)
+
+
+def cancel(stream: DeploymentResponseGenerator[Any]) -> None:
+    """End a call of a replica, which may be gone."""
+    with suppress(Exception):
+        stream.cancel()
+
+
+def watch_ray(
+    processes: Mapping[str, str], is_over: threading.Event, lose: Callable[[str], object]
+) -> None:
+    """Call `lose` with a message as soon as one of Ray's processes is dead; until `is_over`.
+
+    processes: `host:port` of each, by name. A process that hangs still accepts connections.
+    """
+    while not is_over.wait(_LOOK_RAY):
+        for name, address in processes.items():
+            try:
+                check_port(address)
+            except ConnectionRefusedError:
+                if not is_over.is_set():
+                    lose(f"Ray's process {name} died, and with it the replicas")
+                return
+            except OSError as error:  # a cause in this process, such as too many open files
+                _LOG.info("Ray's process %s at %s: %s", name, address, error)
+
+
+def check_port(address: str) -> None:
+    """Raise OSError if nothing listens at `host:port`: Ray itself tries for a minute or more."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=_PATIENCE).close()

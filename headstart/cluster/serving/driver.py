@@ -378,8 +378,8 @@ class ReplicaDriver:
                 if running.every_step:
                     attempt.add_parts(send=True)
         except asyncio.CancelledError:
-            task = running.task
-            if attempt.is_lost and task is not None and task.uncancel() == 0:
+            # No local variable may hold the task, which holds this frame: see `_end`.
+            if attempt.is_lost and running.task is not None and running.task.uncancel() == 0:
                 raise ReplicaLostError("it stopped answering") from None
             raise
         finally:

@@ -187,7 +187,9 @@ class Part(NamedTuple):
             if new.logprobs is not None:
                 logprobs = [] if logprobs is None else logprobs
                 logprobs.extend(new.logprobs)
-            answers[new.number] = joined._replace(logprobs=logprobs, finish_reason=new.finish_reason)
+            answers[new.number] = joined._replace(
+                logprobs=logprobs, finish_reason=new.finish_reason
+            )
         return cls(None, tuple(answers.values()), parts[-1].finished)
 
     def add_to(self, group: RequestGroup, sent: float) -> None:

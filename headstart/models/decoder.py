@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from headstart.attention.backend import AttentionBackend, LayerLayout
 from headstart.errors import ModelError
 from headstart.models.files import FileStamp, fingerprint_files, stamp_files
-from headstart.models.lora.files import Widths
 from headstart.native import level
 from headstart.weights.format import Embedding, Linear
 from headstart.weights.greedy_head import greedy_tokens, mask_logits
@@ -28,6 +27,7 @@ __all__ = [
     "ProcessedImage",
     "VisionFacts",
     "VisionModel",
+    "Widths",
 ]
 
 
@@ -108,6 +108,13 @@ class VisionModel(Protocol):
     def facts(self) -> VisionFacts:
         """Return the facts for other processes. Reads all weights on the first call."""
         ...
+
+
+class Widths(NamedTuple):
+    """The input and output width of a linear layer."""
+
+    inputs: int
+    outputs: int
 
 
 class EmbeddingOverlay(NamedTuple):

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from headstart.attention.backend import AttentionBackend, LayerLayout
-from headstart.models.decoder import DecoderModel, EmbeddingOverlay
+from headstart.models.decoder import DecoderModel, EmbeddingOverlay, Widths
 from headstart.models.dense.compiled import compile_layers
 from headstart.models.dense.modules import AngleTable, DecoderLayer, Frequencies, LayerStep, RMSNorm
 from headstart.models.families import DecoderShape
-from headstart.models.lora.files import Widths
 from headstart.weights.bf16 import PackedWeight
 from headstart.weights.format import Linear
 from headstart.weights.greedy_head import MOST_INPUTS, GreedyHead

@@ -18,14 +18,18 @@ a hundred times wider. The number of products, which dominates the cost of few r
 with the number of adapters.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from headstart.errors import UnsupportedAdapterError
+from headstart.models.decoder import DecoderModel
 from headstart.models.lora.files import LoraPair, LoraWeights
 from headstart.weights.bf16 import PackedWeight, can_pack
 from headstart.weights.products import choose_product
@@ -91,42 +95,31 @@ class AdapterStack:
         self.owner_of: dict[str, int] = {}
         self.num_ranks = 0
         """Ranks of all groups together, the cost of a row."""
-        self._ways: dict[tuple[int, ...], int] = {}
+        indices: dict[tuple[int, ...], int] = {}
         groups: dict[str, list[str]] = {}
         for layer in dict.fromkeys(layer for pairs in adapters for layer in pairs):
             groups.setdefault(_group_of(layer), []).append(layer)
         for group, layers in groups.items():
-            self._add_group(group, layers, adapters)
-
-    def _add_group(
-        self, group: str, layers: list[str], adapters: Sequence[Mapping[str, LoraPair]]
-    ) -> None:
-        downs: list[Tensor] = []
-        owners: list[int] = []
-        for layer in layers:
-            first, ups = len(owners), []
-            for number, pairs in enumerate(adapters):
-                if layer in pairs:
-                    down, up = pairs[layer]
-                    downs.append(down)
-                    ups.append(up)
-                    owners += [number] * len(down)
-            columns = slice(first, len(owners))
-            self.layers[layer] = StackedLayer(group, columns, Product(_beside(ups, 1)))
-        self.down[group] = Product(_beside(downs, 0))
-        self.num_ranks += len(owners)
-        way = self._ways.setdefault(tuple(owners), len(self._ways))
-        if way == len(self.owners):
-            self.owners.append(torch.tensor(owners, device=downs[0].device))
-        self.owner_of[group] = way
-
-    def pair(self, layer: str) -> LoraPair:
-        """A and B of a layer, in a stack of one adapter."""
-        stacked = self.layers[layer]
-        return LoraPair(self.down[stacked.group].matrix[stacked.columns], stacked.up.matrix)
+            downs: list[Tensor] = []
+            owners: list[int] = []
+            for layer in layers:
+                first, ups = len(owners), []
+                for number, pairs in enumerate(adapters):
+                    if layer in pairs:
+                        down, up = pairs[layer]
+                        downs.append(down)
+                        ups.append(up)
+                        owners += [number] * len(down)
+                columns = slice(first, len(owners))
+                self.layers[layer] = StackedLayer(group, columns, Product(_concatenate(ups, 1)))
+            self.down[group] = Product(_concatenate(downs, 0))
+            self.num_ranks += len(owners)
+            index = self.owner_of[group] = indices.setdefault(tuple(owners), len(indices))
+            if index == len(self.owners):
+                self.owners.append(torch.tensor(owners, device=downs[0].device))
 
 
-def _beside(matrices: list[Tensor], axis: int) -> Tensor:
+def _concatenate(matrices: list[Tensor], axis: int) -> Tensor:
     return matrices[0] if len(matrices) == 1 else torch.cat(matrices, axis)
 
 
@@ -153,12 +146,14 @@ class ResidentAdapter:
     @property
     def pairs(self) -> dict[str, LoraPair]:
         """A and B by layer, views of the stack."""
-        return {layer: self.stack.pair(layer) for layer in self.stack.layers}
+        down = self.stack.down
+        return {
+            name: LoraPair(down[layer.group].matrix[layer.columns], layer.up.matrix)
+            for name, layer in self.stack.layers.items()
+        }
 
 
-_Adder = Callable[[nn.Module, Any, Tensor], None]
-
-# From this many rows on, products of its own cost a run less than the wasted ranks of a stack.
+# From this many rows on, separate products cost a run less than the wasted ranks of a stack.
 _LONG_RUN = 32
 
 
@@ -168,22 +163,6 @@ class AdapterRun(NamedTuple):
     adapter: ResidentAdapter | None
     rows: int
     logits: int
-
-
-class HookedModel(Protocol):
-    """The part of a model's interface that applying adapters needs."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    calls_each_layer: bool
-
-    @property
-    def output_layer(self) -> str | None: ...
-
-    def layer(self, name: str) -> nn.Module:
-        """The module of this dotted name."""
-        ...
 
 
 class _Piece:
@@ -208,24 +187,21 @@ class _Piece:
 
     def add_to(self, out: Tensor, layer: str, x: Tensor) -> None:
         """Add the adapters' update of a layer for `x` `[1, rows, inputs]` to `out`."""
-        found = self._stack.layers.get(layer)
-        if found is None:
+        entry = self._stack.layers.get(layer)
+        if entry is None:
             return
-        if self._input is not x or self._group != found.group:
-            self._hidden = self._multiply(found.group, x.flatten(0, -2))
-            self._input, self._group = x, found.group
-        hidden = self._hidden[:, found.columns]
+        if self._input is not x or self._group != entry.group:
+            self._hidden = self._stack.down[entry.group](x.flatten(0, -2)[self._rows])
+            if self._masks is not None:
+                mask = self._masks[self._stack.owner_of[entry.group]]
+                self._hidden.masked_fill_(mask, 0.0)
+            self._input, self._group = x, entry.group
+        hidden = self._hidden[:, entry.columns]
         flat = out.view(-1, out.shape[-1])  # a view, since the sum must reach `out`
         if isinstance(self._rows, slice):
-            found.up.add_to(flat[self._rows], hidden)
+            entry.up.add_to(flat[self._rows], hidden)
         else:
-            flat.index_add_(0, self._rows, found.up(hidden))
-
-    def _multiply(self, group: str, x: Tensor) -> Tensor:
-        hidden = self._stack.down[group](x[self._rows])
-        if self._masks is not None:
-            hidden.masked_fill_(self._masks[self._stack.owner_of[group]], 0.0)
-        return hidden
+            flat.index_add_(0, self._rows, entry.up(hidden))
 
 
 class _Rows:
@@ -235,34 +211,20 @@ class _Rows:
         self.count = 0
         self.long: list[tuple[ResidentAdapter, slice]] = []
         self.short: list[tuple[ResidentAdapter, slice]] = []
-        for adapter, rows in _joined(runs):
+        for adapter, group in groupby((run for run in runs if run[1]), key=itemgetter(0)):
+            rows = sum(count for _, count in group)
             if adapter is not None:
                 place = slice(self.count, self.count + rows)
                 (self.long if rows >= _LONG_RUN else self.short).append((adapter, place))
             self.count += rows
 
 
-def _joined(
-    runs: Iterable[tuple[ResidentAdapter | None, int]],
-) -> list[tuple[ResidentAdapter | None, int]]:
-    joined: list[tuple[ResidentAdapter | None, int]] = []
-    for adapter, rows in runs:
-        if joined and joined[-1][0] is adapter:
-            joined[-1] = (adapter, joined[-1][1] + rows)
-        elif rows:
-            joined.append((adapter, rows))
-    return joined
-
-
 class LoraLayers:
     """Adds adapters to the linear layers of one model, one step at a time."""
 
-    def __init__(self, model: HookedModel) -> None:
+    def __init__(self, model: DecoderModel) -> None:
         self._model = model
-        self._output_layer = model.output_layer
         self._hooks: dict[str, RemovableHandle] = {}
-        self._adders: dict[str, _Adder] = {}
-        self._hooked: set[ResidentAdapter] = set()
         self._mixed: tuple[ResidentAdapter, ...] = ()
         self._mixed_stack: AdapterStack | None = None
         self._body: list[_Piece] = []
@@ -271,9 +233,9 @@ class LoraLayers:
 
     def begin_step(self, runs: Sequence[AdapterRun]) -> None:
         """Set the model's rows, in this order, until `end_step`."""
-        plain = all(run.adapter is None for run in runs)
-        self._model.calls_each_layer = not plain  # a larger call calls no hooks
-        if plain:
+        adapters = {run.adapter for run in runs if run.adapter is not None}
+        self._model.calls_each_layer = bool(adapters)  # a larger call calls no hooks
+        if not adapters:
             self._unhook()
             return
         body = _Rows((run.adapter, run.rows) for run in runs)
@@ -282,18 +244,18 @@ class LoraLayers:
         short = {adapter for adapter, _ in (*body.short, *head.short)}
         if len(short) > 1:
             self._mix(short)
-        self._body = self._pieces(body)
-        self._head = self._pieces(head)
-        for adapter in {run.adapter for run in runs if run.adapter is not None} - self._hooked:
-            self._hook(adapter)
+        self._body, self._head = self._pieces(body), self._pieces(head)
+        for layer in {layer for adapter in adapters for layer in adapter.stack.layers}:
+            if layer not in self._hooks:
+                module, add = self._model.layer(layer), partial(self._add, layer)
+                self._hooks[layer] = module.register_forward_hook(add)
 
     def end_step(self) -> None:
         """Release the tensors of the pass."""
-        self._body = []
-        self._head = []
+        self._body, self._head = [], []
 
     def reset(self) -> None:
-        """Restore the model without adapters, even after an interrupted step."""
+        """Restore the model without adapters, even after a failed step."""
         self.end_step()
         self._unhook()
         self._mixed, self._mixed_stack = (), None
@@ -301,80 +263,55 @@ class LoraLayers:
 
     def forget(self, adapter: ResidentAdapter) -> None:
         """Drop an adapter that leaves memory. Not during a step."""
-        self._hooked.discard(adapter)
         if adapter in self._mixed:
             self._mixed, self._mixed_stack = (), None
 
     def _mix(self, adapters: set[ResidentAdapter]) -> None:
-        """Make a stack of these adapters, or keep the last one if it has them and is not wide."""
+        """Stack these adapters, or reuse the last stack if it has them and is not wide."""
         needed = sum(adapter.stack.num_ranks for adapter in adapters)
-        there = self._mixed_stack
-        if there is not None and adapters <= set(self._mixed) and there.num_ranks <= 2 * needed:
+        last = self._mixed_stack
+        if last is not None and adapters <= set(self._mixed) and last.num_ranks <= 2 * needed:
             return
-        mixed = tuple(sorted(adapters, key=lambda adapter: adapter.digest))
-        stack = AdapterStack([adapter.pairs for adapter in mixed])
-        self._mixed, self._mixed_stack = mixed, stack
+        self._mixed = tuple(sorted(adapters, key=lambda adapter: adapter.digest))
+        self._mixed_stack = AdapterStack([adapter.pairs for adapter in self._mixed])
 
     def _pieces(self, rows: _Rows) -> list[_Piece]:
         pieces = [_Piece(adapter.stack, place) for adapter, place in rows.long]
-        if rows.short:
-            pieces.append(self._short_piece(rows.short))
-        return pieces
+        return [*pieces, self._short_piece(rows.short)] if rows.short else pieces
 
     def _short_piece(self, runs: list[tuple[ResidentAdapter, slice]]) -> _Piece:
-        """One piece of all short runs; a range of rows, unless most of its rows are others'."""
+        """Return one piece of all short runs: a range of rows, unless most of it is others'."""
         adapters = {adapter for adapter, _ in runs}
         count = sum(place.stop - place.start for _, place in runs)
         first, last = runs[0][1].start, runs[-1][1].stop
-        mixed = self._mixed if len(adapters) > 1 else tuple(adapters)
+        is_mixed = len(adapters) > 1
+        mixed = self._mixed if is_mixed else tuple(adapters)
         owners = [-1] * (last - first)
         for adapter, place in runs:
             number, length = mixed.index(adapter), place.stop - place.start
             owners[place.start - first : place.stop - first] = [number] * length
         rows: slice | Tensor = slice(first, last)
         if last - first > 2 * count:
-            numbers = [at for at, owner in enumerate(owners, first) if owner >= 0]
+            numbers = [number for number, owner in enumerate(owners, first) if owner >= 0]
             owners = [owner for owner in owners if owner >= 0]
             rows = torch.tensor(numbers, device=self._model.device)
-        stack = self._mixed_stack if len(adapters) > 1 else runs[0][0].stack
+        stack = self._mixed_stack if is_mixed else runs[0][0].stack
         assert stack is not None
-        if set(owners) == {0} and len(adapters) == 1:
+        if set(owners) == {0} and not is_mixed:
             return _Piece(stack, rows)
-        return _Piece(stack, rows, self._masks(stack, owners))
-
-    def _masks(self, stack: AdapterStack, owners: list[int]) -> list[Tensor]:
-        rows = torch.tensor(owners, device=self._model.device).unsqueeze(1)
-        return [ranks != rows for ranks in stack.owners]
-
-    def _hook(self, adapter: ResidentAdapter) -> None:
-        """Hook the adapter's layers; it counts as hooked once all its layers are.
-
-        An exception may interrupt between a hook's registration and its entry in `_adders`. Such a
-        hook does nothing, so no update is ever added twice.
-        """
-        for layer in adapter.stack.layers.keys() - self._adders.keys():
-            adder = self._adder(layer)
-            self._hooks[layer] = self._model.layer(layer).register_forward_hook(adder)
-            self._adders[layer] = adder
-        self._hooked.add(adapter)
+        of_rows = torch.tensor(owners, device=self._model.device).unsqueeze(1)
+        return _Piece(stack, rows, [ranks != of_rows for ranks in stack.owners])
 
     def _unhook(self) -> None:
-        self._hooked.clear()
-        self._adders.clear()
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
 
-    def _adder(self, layer: str) -> "_Adder":
-        of_head = layer == self._output_layer
-
-        def add(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
-            if self._adders.get(layer) is not add:
-                return
-            x = inputs[0]
-            if x.numel() != self._counts[of_head] * x.shape[-1]:
-                raise UnsupportedAdapterError(f"{layer} does not get all rows of the batch")
-            for piece in self._head if of_head else self._body:
-                piece.add_to(out, layer, x)
-
-        return add
+    def _add(self, layer: str, module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+        """Add the adapters' updates to a layer's output; called as a forward hook."""
+        of_head = layer == self._model.output_layer
+        x = inputs[0]
+        if x.numel() != self._counts[of_head] * x.shape[-1]:
+            raise UnsupportedAdapterError(f"{layer} does not get all rows of the batch")
+        for piece in self._head if of_head else self._body:
+            piece.add_to(out, layer, x)

@@ -22,8 +22,7 @@ from headstart.attention.backend import AttentionBackend, LayerLayout
 from headstart.attention.register import attend_with, register, unregister
 from headstart.errors import UnsupportedModelError
 from headstart.models.config_values import context_length
-from headstart.models.decoder import DecoderModel, EmbeddingOverlay
-from headstart.models.lora.files import Widths
+from headstart.models.decoder import DecoderModel, EmbeddingOverlay, Widths
 from headstart.weights.format import Linear
 
 __all__ = [

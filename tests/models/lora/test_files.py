@@ -84,7 +84,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         ({"lora_alpha": "8"}, DamagedAdapterError, "lora_alpha is '8'"),
         ({"lora_alpha": float("nan")}, DamagedAdapterError, "lora_alpha is nan"),
         ({"use_rslora": "yes"}, DamagedAdapterError, "use_rslora is 'yes'"),
-        ({"rank_pattern": {"(": 4}}, DamagedAdapterError, r"rank_pattern is '\('"),
+        ({"rank_pattern": {"(": 4}}, DamagedAdapterError, r"rank_pattern is {'\('"),
         ({"rank_pattern": [4]}, DamagedAdapterError, r"rank_pattern is \[4\]"),
         ({"target_modules": "(q_proj"}, DamagedAdapterError, "regular expression"),
         ({"target_modules": [1]}, DamagedAdapterError, r"target_modules is \[1\]"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -39,7 +39,6 @@ _ROUTERS = (  # a path is looked for in this order
     messages.router,
     responses.router,
     health.router,
-    health.metrics_router,
     models.router,
     tokenize.router,
 )
@@ -90,7 +89,7 @@ class _Application(FastAPI):
     fails in them is in the log like all else.
     """
 
-    def __init__(self, service: BaseService, routers: Sequence[APIRouter]) -> None:
+    def __init__(self, service: BaseService[Any, Any], routers: Sequence[APIRouter]) -> None:
         super().__init__(
             title="headstart",
             version=__version__,

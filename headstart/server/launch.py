@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from granian.constants import HTTPModes, Interfaces, SSLProtocols
@@ -236,7 +236,7 @@ class _Ending:
                          └──nothing runs, its time is over, or a second signal──┘
     """
 
-    def __init__(self, service: BaseService) -> None:
+    def __init__(self, service: BaseService[Any, Any]) -> None:
         self._service = service
         self.is_forced = False
         self.loop: asyncio.AbstractEventLoop | None = None  # once it listens

@@ -8,6 +8,7 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
@@ -44,7 +45,7 @@ class RequestMiddleware:
     `calls`; but what an administrator orders needs no place.
     """
 
-    def __init__(self, app: ASGIApp, service: BaseService) -> None:
+    def __init__(self, app: ASGIApp, service: BaseService[Any, Any]) -> None:
         self._app = app
         self._service = service
         self._max_bytes = service.options.max_request_bytes

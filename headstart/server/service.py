@@ -1,14 +1,14 @@
-"""What every API of the server does with a request: admit it, answer it, let go of it."""
+"""The service behind every API of the server: it admits a request, runs it, and releases it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup
     from headstart.frontend.async_llm import AsyncLLM
     from headstart.frontend.inputs import Prompt
+    from headstart.frontend.streams import AsyncOutputStream
+    from headstart.omni.params import OmniOutput
     from headstart.server.monitoring.tracing import Tracer
 
 __all__ = [
-    "ClientGone",
     "BaseService",
+    "ClientGone",
     "Service",
     "front_of",
     "service_of",
@@ -42,11 +44,13 @@ __all__ = [
 ]
 
 Answer = TypeVar("Answer")
-_GONE = 499  # nginx's status for a client that closed the connection; nobody reads it
+Work = TypeVar("Work")
+Output = TypeVar("Output", bound="RequestOutput | OmniOutput")
+_GONE = 499  # nginx's status for a client that closed the connection, which cannot read it
 
 
-class BaseService(ABC):
-    """One model behind a server, and the calls under way: what every model's server needs."""
+class BaseService(ABC, Generic[Work, Output]):
+    """One model behind a server, and the calls under way."""
 
     def __init__(
         self, name: str, options: ServerOptions, tenants: Tenants, max_running: int
@@ -61,7 +65,7 @@ class BaseService(ABC):
         of_tenant = options.max_requests_per_tenant or max(1, most // 2)
         self.calls = Calls(most, of_tenant, options.request_timeout)
         self.started = int(time.time())
-        self._read: set[Outputs] = set()  # by a call
+        self._read: set[Outputs] = set()  # by calls under way
 
     @property
     @abstractmethod
@@ -71,26 +75,37 @@ class BaseService(ABC):
     @property
     @abstractmethod
     def max_model_len(self) -> int:
-        """Tokens of a prompt and its answer at the most."""
+        """Most tokens of a prompt and its answer."""
+
+    @abstractmethod
+    async def read_metrics(self) -> bytes:
+        """Return the text of `/metrics`."""
+
+    @abstractmethod
+    def _open(self, work: Work) -> AsyncOutputStream[Output]:
+        """Return the outputs of a request."""
+
+    @abstractmethod
+    async def _finish(self, work: Work, output: Output) -> None:
+        """Record the last output of a request, before it is sent."""
+
+    @abstractmethod
+    def _end(self, work: Work, reason: str) -> None:
+        """Record the end of a request: "answered", "abort" or "error"."""
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names of adapters that a request may name in the model's place."""
+        """The names of adapters that a request may name in place of the model."""
         return ()
 
     @property
     def has_engine(self) -> bool:
-        """Whether a request that is taken is computed now, and waits for no replica."""
+        """True if requests are computed now; False if they wait for a replica."""
         return True
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether new requests are taken."""
-        return not self.is_draining and self.is_running
-
     def check_ready(self) -> None:
-        """Raise ApiError (503) if no request is taken any more."""
-        if not self.is_ready:
+        """Raise ApiError (503) if no request is accepted any more."""
+        if self.is_draining or not self.is_running:
             raise ApiError(503, "the server is stopping", retry_after=5)
 
     def cut_off(self) -> None:
@@ -109,40 +124,57 @@ class BaseService(ABC):
             return model
         if self.options.any_model:
             return None
-        known = [repr(name) for name in (*self.names, *self.adapters)]
-        verb = "is" if len(known) == 1 else "are"
+        names = [repr(name) for name in (*self.names, *self.adapters)]
+        verb = "is" if len(names) == 1 else "are"
         raise ApiError(
             404,
-            f"the model {model!r} does not exist; there {verb} {', '.join(known)}",
+            f"the model {model!r} does not exist; there {verb} {', '.join(names)}",
             param="model",
             code="model_not_found",
         )
 
     def new_id(self, kind: str) -> str:
-        """A name for a request, which no other has; `kind` is what the API begins it with."""
+        """Return a unique name for a request, with the prefix that its API uses."""
         return f"{kind}-{new_name()}"
 
     def salt(self, request: Request, asked: str | None) -> str | None:
-        """The cache salt of a request: its tenant's, narrowed by what its body asks for."""
+        """Return the cache salt of a request: its tenant's, narrowed by the one in its body."""
         return self.tenants.salt(tenant_of(request), asked)
 
-    @contextmanager
-    def reading(self, outputs: Outputs) -> Iterator[None]:
-        """These outputs are read inside: `cut_off` ends them, and the end of the call's time."""
-        call = current_call()
-        if call is None:
-            yield
-            return
-        self._read.add(outputs)
-        call.read.add(outputs)
+    async def run(self, work: Work) -> AsyncGenerator[Output]:
+        """Yield the outputs of a request. Raises ApiError (504) when its time is over."""
+        reason, call = "abort", current_call()
         try:
-            yield
+            async with aclosing(self._open(work)) as outputs:
+                readers = [self._read] if call is None else [self._read, call.read]
+                for reader in readers:
+                    reader.add(outputs)
+                try:
+                    async for output in outputs:
+                        if output.finished:
+                            reason = "answered"
+                            await self._finish(work, output)
+                        yield output
+                finally:
+                    for reader in readers:
+                        reader.discard(outputs)
+        except (ApiError, EngineError) as error:
+            note_error(error)
+            reason = "error" if isinstance(error, EngineError) else reason
+            raise
         finally:
-            self._read.discard(outputs)
-            call.read.discard(outputs)
+            self._end(work, reason)
+
+    async def answer(self, work: Work) -> Output:
+        """Return the whole answer to a request."""
+        async with aclosing(self.run(work)) as outputs:
+            async for output in outputs:
+                if output.finished:
+                    return output
+        raise EngineError("the engine ended a request without an answer")
 
 
-class Service(BaseService):
+class Service(BaseService["RequestGroup", "RequestOutput"]):
     """A text model behind the server."""
 
     def __init__(
@@ -176,6 +208,10 @@ class Service(BaseService):
     def adapters(self) -> tuple[str, ...]:
         return tuple(adapter.name for adapter in self.llm.adapters)
 
+    async def read_metrics(self) -> bytes:
+        await asyncio.to_thread(self.watch.settle)
+        return await self.llm.call(self.watch.metrics.read)
+
     def salt(self, request: Request, asked: str | None) -> str | None:
         """Return the salt of a tenant, and set the tenant's share of the pool."""
         tenant = tenant_of(request)
@@ -183,50 +219,30 @@ class Service(BaseService):
             self.llm.set_share(tenant.salt, tenant.weight)
         return super().salt(request, asked)
 
-    async def run(self, request: RequestGroup) -> AsyncGenerator[RequestOutput]:
-        """The outputs of a prepared request. Raises ApiError (504) when its time is over."""
-        end = "abort"
-        try:
-            async with aclosing(self.llm.outputs(request, paced=True)) as outputs:
-                with self.reading(outputs):
-                    async for output in outputs:
-                        if output.finished:
-                            end = "told"
-                            whole = request.output()  # of a stream the last one has what is new
-                            note_output(whole)
-                            if self.options.log_texts:
-                                await self._log_texts(whole)
-                            self.watch.finished(request, whole)
-                        yield output
-        except (ApiError, EngineError) as error:
-            note_error(error)
-            end = "error" if isinstance(error, EngineError) else end
-            raise
-        finally:
-            if end != "told":
-                self.watch.metrics.cut_off(request, end)
-            if self.tracer is not None:
-                call = current_call()
-                self.tracer.trace(request, end, call.trace if call is not None else {})
+    def _open(self, work: RequestGroup) -> AsyncOutputStream[RequestOutput]:
+        return self.llm.outputs(work, paced=True)
 
-    async def _log_texts(self, output: RequestOutput) -> None:
-        """Note the texts of a request for its line in the log."""
-        tokens, decode = output.prompt_token_ids[:MOST_LOGGED], self.watch.decode
-        prompt = "" if decode is None else await asyncio.to_thread(decode, tokens)
-        note_texts(prompt, [answer.text for answer in output.outputs])
+    async def _finish(self, work: RequestGroup, output: RequestOutput) -> None:
+        output = work.output()  # the last output of a stream is a difference
+        note_output(output)
+        if self.options.log_texts:
+            tokens, decode = output.prompt_token_ids[:MOST_LOGGED], self.watch.decode
+            prompt = "" if decode is None else await asyncio.to_thread(decode, tokens)
+            note_texts(prompt, [answer.text for answer in output.outputs])
+        self.watch.ended(work, output)
 
-    async def answer(self, request: RequestGroup) -> RequestOutput:
-        """The whole answer to a prepared request."""
-        async with aclosing(self.run(request)) as outputs:
-            async for output in outputs:
-                if output.finished:
-                    return output
-        raise EngineError("the engine ended a request without an answer")
+    def _end(self, work: RequestGroup, reason: str) -> None:
+        if reason != "answered":
+            self.watch.ended(work, reason)
+        if self.tracer is not None:
+            call = current_call()
+            self.tracer.trace(work, reason, call.trace if call is not None else {})
 
     def template_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """How a conversation is rendered: what a request says of it, and the server's defaults.
+        """Return a request's template options, with the server's defaults.
 
-        Raises ApiError for a template, a program, unless the server runs those of requests.
+        Raises ApiError for a template, which is a program, unless the server runs those of
+        requests.
         """
         if "chat_template" in given and not self.options.trust_request_chat_template:
             raise ApiError(
@@ -239,19 +255,18 @@ class Service(BaseService):
         return {**given, "chat_template_kwargs": more} if more else dict(given)
 
     def params(self, given: Mapping[str, Any], *, stream: bool) -> SamplingParams:
-        """The model's default sampling with what a request says. Raises RequestError.
+        """Return the model's default sampling with a request's fields. Raises RequestError.
 
-        Values that are None were not said.
+        None is the absence of a field, except for `max_tokens`.
         """
         kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
-        said = {name: v for name, v in given.items() if v is not None or name == "max_tokens"}
-        params = self.llm.get_default_sampling_params()
-        return replace(params, **said, output_kind=kind)
+        fields = {name: v for name, v in given.items() if v is not None or name == "max_tokens"}
+        return replace(self.llm.get_default_sampling_params(), **fields, output_kind=kind)
 
     async def prepare(
         self, prompt: Prompt, params: SamplingParams, request_id: str, **options: Any
     ) -> RequestGroup:
-        """A request of a prompt; see `AsyncLLM.prepare`."""
+        """Return a request for a prompt; see `AsyncLLM.prepare`."""
         self._admit(options)
         return await self.llm.prepare(prompt, params, request_id, **options)
 
@@ -264,9 +279,9 @@ class Service(BaseService):
         is_kept: bool = True,
         **options: Any,
     ) -> RequestGroup:
-        """A request of a conversation; see `AsyncLLM.prepare_chat`.
+        """Return a request for a conversation; see `AsyncLLM.prepare_chat`.
 
-        is_kept: it takes a place; one that is let go of at once does not.
+        is_kept: False for a request that is dropped at once, which takes no place.
         """
         if is_kept:
             self._admit(options)
@@ -286,23 +301,23 @@ class Service(BaseService):
 
 
 def too_late(options: ServerOptions) -> ApiError:
-    """The error of a request that took too long."""
+    """Return the error of a request that took too long."""
     return ApiError(504, f"the request took longer than {options.request_timeout:g} s")
 
 
 def stopped() -> ApiError:
-    """The error of a request that ran when the server's time was over."""
+    """Return the error of a request that was running when the server's time was over."""
     return ApiError(503, "the server stopped before the answer was complete", retry_after=5)
 
 
-def front_of(request: Request) -> BaseService:
-    """The service of the app that a request came to, whatever its model."""
-    front: BaseService = request.app.state.service
-    return front
+def front_of(request: Request) -> BaseService[Any, Any]:
+    """Return the service behind a request, whatever its model."""
+    service: BaseService[Any, Any] = request.app.state.service
+    return service
 
 
 def service_of(request: Request) -> Service:
-    """The service of the app that a request came to, of a text model."""
+    """Return the service of a text model behind a request."""
     service: Service = request.app.state.service
     return service
 
@@ -315,11 +330,11 @@ class ClientGone(ApiError):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """What `work` returns; it is cancelled when the client goes away. Raises ClientGone then.
+    """Return the result of `work`, which is cancelled when the client disconnects: ClientGone.
 
-    It is a task of its own: what it waits for again and again does not go through its caller. An
-    error of `receive` ends it, too, and is raised. Who cancels the caller (its time is over) gets
-    CancelledError, whatever else happened.
+    It runs in a separate task, so that its many waits do not pass through the caller. An error of
+    `receive` also cancels it, and is raised. If the caller is cancelled, because its time is over,
+    it gets CancelledError in any case.
     """
     caller = asyncio.current_task()
     assert caller is not None
@@ -335,7 +350,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Answer]) -> An
         watching.result()
         raise ClientGone from None
     finally:
-        if not watching.cancel():  # it has ended: an error that nobody wants any more is no news
+        if not watching.cancel():  # it has ended: mark its error as read
             watching.exception()
 
 

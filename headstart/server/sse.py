@@ -10,7 +10,6 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.responses import Response
@@ -88,10 +87,11 @@ class AnswerEvents(ABC):
     async def fail(self, error: ApiError) -> bytes:
         """Return the events after an error."""
 
-    def _read_all(self, output: RequestOutput) -> list[bytes]:
-        return list(self.read(output))
+    async def read_all(self, output: Any) -> list[bytes]:
+        """Return the events of the next output, read in a thread if it is long."""
+        return await read_whole([output], lambda: list(self.read(output)))
 
-    async def stream(self, outputs: AsyncGenerator[RequestOutput | bytes]) -> AsyncGenerator[bytes]:
+    async def stream(self, outputs: AsyncGenerator[Any]) -> AsyncGenerator[bytes]:
         """Yield the events of outputs, up to the last or an error; bytes are an event already."""
         try:
             if begin := self.begin():
@@ -101,7 +101,7 @@ class AnswerEvents(ABC):
                     if isinstance(output, bytes):
                         yield output
                         continue
-                    for event in await read_whole([output], partial(self._read_all, output)):
+                    for event in await self.read_all(output):
                         yield event
         except Exception as error:
             last = await self.fail(as_api_error(error))

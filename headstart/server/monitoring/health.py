@@ -1,8 +1,6 @@
-"""`GET /health`, `/ready` and `/metrics`: whether the server lives, and how it does."""
+"""`GET /health`, `/ready` and `/metrics`."""
 
 from __future__ import annotations
-
-import asyncio
 
 from fastapi import APIRouter
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -10,12 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headstart.server.errors import ApiError, JsonResponse
-from headstart.server.service import front_of, service_of
+from headstart.server.service import front_of
 
-__all__ = ["metrics_router", "router"]
+__all__ = ["router"]
 
 router = APIRouter()
-metrics_router = APIRouter()
 
 
 @router.get("/health")
@@ -30,17 +27,14 @@ async def check_health(request: Request) -> Response:
 async def check_ready(request: Request) -> Response:
     """Status 200 while new requests are taken; 503 while the server stops, or no replica runs."""
     front = front_of(request)
-    if not front.is_ready:
-        raise ApiError(503, "the server is stopping", retry_after=5)
+    front.check_ready()
     if not front.has_engine:
         raise ApiError(503, "no replica runs; requests wait until one does", retry_after=5)
     return JsonResponse({"status": "ready"})
 
 
-@metrics_router.get("/metrics")
+@router.get("/metrics")
 async def show_metrics(request: Request) -> Response:
     """The server's metrics as Prometheus reads them."""
-    service = service_of(request)
-    await asyncio.to_thread(service.watch.settle)
-    text = await service.llm.call(service.watch.metrics.read)
+    text = await front_of(request).read_metrics()
     return Response(text, media_type=CONTENT_TYPE_LATEST)

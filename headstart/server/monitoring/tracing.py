@@ -64,7 +64,7 @@ class Tracer:
         self._tracer = self._provider.get_tracer("headstart.server", __version__)
 
     def trace(self, request: RequestGroup, end: str, headers: Mapping[str, str]) -> None:
-        """Tell of a request. end: "told", "abort" or "error"; headers: W3C's trace context."""
+        """Tell of a request. end: "answered", "abort" or "error"; headers: W3C's trace context."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -92,7 +92,7 @@ class Tracer:
         for name, start, stop in zip(_PARTS, moments, moments[1:], strict=False):
             if start is not None and stop is not None:
                 self._part(name, inside, at(start), at(stop))
-        span.end(at(last) if end == "told" and last is not None else now)
+        span.end(at(last) if end == "answered" and last is not None else now)
 
     def _part(self, name: str, inside: Context, start: int, stop: int) -> None:
         span: Span = self._tracer.start_span(name, inside, start_time=start)
@@ -111,7 +111,7 @@ class Tracer:
             "gen_ai.response.id": request.request_id,
             "gen_ai.request.id": request.request_id,
             "gen_ai.response.finish_reasons": [
-                one.finish_reason or ("abort" if end == "told" else end) for one in answers
+                one.finish_reason or ("abort" if end == "answered" else end) for one in answers
             ],
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,

@@ -28,10 +28,10 @@ _MOST_ENDED = 1024  # requests that wait to be recorded
 
 
 class _Ended(NamedTuple):
-    """A request that has its last token, and when that came."""
+    """A request that ended, its last output or else the reason, and when."""
 
     request: RequestGroup
-    output: RequestOutput
+    output: RequestOutput | str
     since: float  # `time.monotonic`
     time: float  # `time.time`
 
@@ -53,11 +53,11 @@ class Watch:
         self._recent: deque[dict[str, Any]] = deque(maxlen=_MOST_REQUESTS)
         self.metrics = Metrics(llm, name)
 
-    def finished(self, request: RequestGroup, output: RequestOutput) -> None:
-        """Record an answered request a moment later; only its counts if it is not stored.
+    def ended(self, request: RequestGroup, output: RequestOutput | str) -> None:
+        """Record a request a moment later; only its counts if it is not to be stored.
 
-        For the event loop. Recording takes as long as some tokens of a small model, and by then the
-        client has its answer.
+        output: the last one; "abort" or "error" if there is no answer. For the event loop: a thread
+        records, which takes as long as some tokens of a small model.
         """
         self._ended.append(_Ended(request, output, time.monotonic(), time.time()))
         if len(self._ended) > _MOST_ENDED:
@@ -87,8 +87,11 @@ class Watch:
                 self._record(*self._ended.popleft())
 
     def _record(
-        self, request: RequestGroup, output: RequestOutput, since: float, ended: float
+        self, request: RequestGroup, output: RequestOutput | str, since: float, ended: float
     ) -> None:
+        if isinstance(output, str):
+            self.metrics.cut_off(request, output)
+            return
         metrics, missed = output.metrics, output.why_missed
         num_generated = sum(len(answer.token_ids) for answer in output.outputs)
         age, num_lost = None, 0

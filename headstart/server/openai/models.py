@@ -20,7 +20,7 @@ __all__ = ["router"]
 router = APIRouter()
 
 
-def _cards(service: BaseService) -> list[dict[str, Any]]:
+def _cards(service: BaseService[Any, Any]) -> list[dict[str, Any]]:
     """Return the models with the fields of both APIs; clients ignore unknown fields."""
     started = datetime.fromtimestamp(service.started, UTC)
     common = {

@@ -236,7 +236,7 @@ def test_advice_on_replicas_is_of_a_tenants_own_prompts_alone(
     request = llm.frontend.prepare([5, 6, 7], SamplingParams(), salt="another tenant's")
 
     async def finish() -> None:
-        app.state.service.watch.finished(request, request.output())
+        app.state.service.watch.ended(request, request.output())
 
     asyncio.run(finish())
     for key, prompts in ((own, 0), (admin, 1)):

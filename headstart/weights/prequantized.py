@@ -17,7 +17,7 @@ zero points are.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -25,21 +25,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headstart.errors import DamagedModelError
+from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.weights.checkpoint import SafetensorsCheckpoint
 from headstart.weights.format import WeightKind
 from headstart.weights.grouped import GROUP, Form, Grid, GroupedValues, pack_groups
 from headstart.weights.int8 import Int8Values
-from headstart.weights.layout import NAMES, Module, check_pickle, find_described, find_modules
+from headstart.weights.layout import NAMES, Module, find_described, find_modules
 from headstart.weights.quantize import StoredValues
 from headstart.weights.scheme import Scheme
 
-__all__ = ["Grouped", "Parts", "PrequantizedCheckpoint", "read_grouped"]
+__all__ = ["Grouped", "PrequantizedCheckpoint", "read_grouped"]
 
-Parts = Callable[[str], Tensor | None]
-"""The tensor of a module with this suffix, None if it has none."""
-
+_log = logging.getLogger(__name__)
 _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word, in the order of the outputs
+_TINY = 1e-30
+# By bits: starts are at most 16 or 128 times 2**room, float16 ends at 2**16.
+_ROOM = {4: 11, 8: 8}
+_MIDDLE = 128
+_MOST = 512.0  # that a value's distance from its zero point may be, twice
 
 
 class Grouped(NamedTuple):
@@ -56,29 +59,26 @@ class Grouped(NamedTuple):
     bits: int
 
     def weight(self) -> Tensor:
-        """The weight in float32."""
+        """Return the weight in float32."""
         return (self.values - self.zeros[:, self.groups]).mul_(self.steps[:, self.groups])
 
     def split(self, outputs: Sequence[int]) -> list["Grouped"]:
-        """The weights of so many outputs each."""
-        sizes = list(outputs)
-        values, steps, zeros = (
-            torch.split(part, sizes) for part in (self.values, self.steps, self.zeros)
-        )
+        """Return the weights of so many outputs each."""
+        parts = (torch.split(part, list(outputs)) for part in self[:3])
         return [
-            self._replace(values=one, steps=step, zeros=zero)
-            for one, step, zero in zip(values, steps, zeros, strict=True)
+            self._replace(values=values, steps=steps, zeros=zeros)
+            for values, steps, zeros in zip(*parts, strict=True)
         ]
 
     def describe(self) -> str:
-        """Its bits and groups, whether it has zero points, and whether inputs are out of order."""
+        """Return its bits, groups, zero points and order of inputs, in words."""
         size = int(torch.bincount(self.groups).max())
         zeros = "" if (self.zeros == 1 << (self.bits - 1)).all() else " with zero points"
         order = "" if (self.groups.diff() >= 0).all() else ", and its inputs are out of order"
         return f"values have {self.bits} bits in groups of {size}{zeros}{order}"
 
     def in_groups(self) -> GroupedValues | None:
-        """The weight, value for value; None if its bits or its groups are other than ours.
+        """Return the weight, value for value; None if its bits or groups are other than ours.
 
         Steps are float16 in units of a power of two for each output, in which its largest is near
         2048, or 256 of 8 bits: so starts are within float16, to which they are rounded, and no step
@@ -99,7 +99,7 @@ class Grouped(NamedTuple):
         return pack_groups(grid, form, units.squeeze(1), inputs=inputs)
 
     def as_int8(self) -> Int8Values | None:
-        """The weight, value for value.
+        """Return the weight, value for value.
 
         None if it has other bits, several steps for an output, or a zero point.
         """
@@ -109,110 +109,67 @@ class Grouped(NamedTuple):
         return Int8Values(values, self.steps.squeeze(1))
 
 
-_TINY = 1e-30
-_ROOM = {4: 11, 8: 8}  # of bits: starts are at most 16 or 128 times 2**room, float16 ends at 2**16
-_MIDDLE = 128
-
-
-def read_grouped(scheme: Scheme, module: Module, parts: Parts) -> Grouped:
-    """The weight of a module."""
-    if scheme.method == "gptq":
-        return _read_gptq(module, parts, scheme.zeros_less)
-    read = {"awq": _read_awq, "compressed-tensors": _read_compressed, "torchao": _read_torchao}
-    return read[scheme.method](module, parts)
-
-
-def _read_awq(module: Module, parts: Parts) -> Grouped:
-    values, zeros = (_in_order(_fields(_need(parts, n), 4)) for n in ("qweight", "qzeros"))
-    steps = _need(parts, "scales").float()
-    return _grouped(module, values.T, steps.T, zeros.T.float())
-
-
-def _read_gptq(module: Module, parts: Parts, zeros_less: int) -> Grouped:
-    outputs, bits = module.shape[0], module.bits
-    values = _fields(_need(parts, "qweight").T, bits)
-    zeros = _fields(_add_to_fields(_need(parts, "qzeros"), zeros_less, bits), bits)[:, :outputs]
-    steps = _need(parts, "scales").float()
-    return _grouped(module, values, steps.T, zeros.T.float(), parts("g_idx"))
-
-
-def _read_compressed(module: Module, parts: Parts) -> Grouped:
-    outputs, inputs = module.shape
-    steps = _need(parts, "weight_scale").float()
-    words, zeros = parts("weight_packed"), parts("weight_zero_point")
-    if words is None:
-        values = _need(parts, "weight").view(torch.uint8) ^ _MIDDLE
+def read_grouped(scheme: Scheme, module: Module, parts: Mapping[str, Tensor]) -> Grouped:
+    """Return the weight of a module from its tensors by suffix."""
+    (outputs, inputs), bits = module.shape, module.bits
+    steps = parts[NAMES[scheme.method].scales].float()
+    zeros = parts.get(NAMES[scheme.method].zeros)
+    groups = parts.get(NAMES[scheme.method].order or "")
+    middle = 1 << (bits - 1)
+    if scheme.method == "awq":
+        assert zeros is not None
+        order = torch.tensor(_AWQ_FIELDS)
+        values, zeros = (
+            _fields(words, 4).view(len(words), -1, 8).index_select(2, order).flatten(1).T
+            for words in (parts["qweight"], zeros)
+        )
+        steps = steps.T
+    elif scheme.method == "gptq":
+        assert zeros is not None
+        values = _fields(parts["qweight"].T, bits)
+        zeros = _fields(_add_to_fields(zeros, scheme.zeros_less, bits), bits)[:, :outputs].T
+        steps = steps.T
+    elif scheme.method == "compressed-tensors":
+        if "weight_packed" in parts:
+            values = _fields(parts["weight_packed"], bits)[:, :inputs]
+            if zeros is not None:
+                zeros = _fields(zeros.T, bits)[:, :outputs].T
+        else:
+            values = parts["weight"].view(torch.uint8) ^ _MIDDLE
+            if zeros is not None:
+                zeros = zeros.float() + middle
+        if groups is not None and (groups == -1).all():  # of older versions: groups in order
+            groups = None
     else:
-        values = _fields(words, module.bits)[:, :inputs]
-    middle = 1 << (module.bits - 1)
+        values = parts["_weight_qdata"].view(torch.uint8) + middle  # in bytes -128 is 128
+        rows = outputs // len(steps)
+        steps = steps.repeat_interleave(rows, dim=0)
+        if zeros is not None:
+            zeros = zeros.float().repeat_interleave(rows, dim=0) + middle
     if zeros is None:
         zeros = torch.full_like(steps, middle)
-    elif words is None:
-        zeros = zeros.float() + middle
-    else:
-        zeros = _fields(zeros.T, module.bits)[:, :outputs].T.float()
-    groups = parts("weight_g_idx")
-    if groups is not None and (groups == -1).all():  # what older versions wrote for groups in order
-        groups = None
-    return _grouped(module, values, steps, zeros, groups)
-
-
-def _read_torchao(module: Module, parts: Parts) -> Grouped:
-    middle, values = 1 << (module.bits - 1), _need(parts, "_weight_qdata")
-    steps, zeros = _need(parts, "_weight_scale").float(), parts("_weight_zero_point")
-    zeros = torch.zeros_like(steps) if zeros is None else zeros.float()
-    rows = len(values) // len(steps)
-    return _grouped(
-        module,
-        # In bytes -128 is 128: the sum needs no more of them.
-        values.view(torch.uint8) + middle,
-        steps.repeat_interleave(rows, dim=0),
-        zeros.repeat_interleave(rows, dim=0) + middle,
-    )
-
-
-def _grouped(
-    module: Module, values: Tensor, steps: Tensor, zeros: Tensor, groups: Tensor | None = None
-) -> Grouped:
     if groups is None:
-        groups = torch.arange(values.shape[1]) // module.group
+        groups = torch.arange(inputs) // module.group
     assert values.shape == module.shape and steps.shape == zeros.shape
-    return Grouped(
-        values.contiguous(), steps.contiguous(), zeros.contiguous(), groups.long(), module.bits
-    )
+    values, steps, zeros = values.contiguous(), steps.contiguous(), zeros.float().contiguous()
+    return Grouped(values, steps, zeros, groups.long(), bits)
 
 
 def _add_to_fields(words: Tensor, added: int, bits: int) -> Tensor:
-    """Words of fields to each of which so much was added, with carry, as GPTQ's own code does it.
+    """Return words with `added` in each field, with carry, as GPTQ's own code does it.
 
     It took 1 from whole words: a zero point of 0 borrowed from the next.
     """
-    ones = sum(1 << at for at in range(0, 32, bits))
+    ones = sum(1 << shift for shift in range(0, 32, bits))
     sums = (words.long() + added * ones).contiguous()
     return sums.view(torch.int32)[..., ::2]  # the lower halves
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
-    """The values in int32 words, the lowest bits of a word first: uint8 `[..., values]`."""
+    """Return the values in int32 words, the lowest bits of a word first: uint8 `[..., values]`."""
     # `contiguous` leaves a side of one element with any stride, which no view takes.
     data = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return data if bits == 8 else torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
-
-
-def _in_order(fields: Tensor) -> Tensor:
-    """The fields of AWQ's words in the order of the outputs."""
-    eights = fields.view(len(fields), -1, 8)
-    return eights.index_select(2, torch.tensor(_AWQ_FIELDS)).flatten(1)
-
-
-def _need(parts: Parts, name: str) -> Tensor:
-    found = parts(name)
-    assert found is not None, "a checkpoint is checked before it is read"
-    return found
-
-
-_log = logging.getLogger(__name__)
-_MOST = 512.0  # that a value's distance from its zero point may be, twice
 
 
 class PrequantizedCheckpoint(SafetensorsCheckpoint):
@@ -223,13 +180,17 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
     """
 
     def __init__(self, files: Sequence[Path], scheme: Scheme) -> None:
-        described = scheme.method == "torchao"
-        if described:
-            check_pickle(files)
+        is_torchao = scheme.method == "torchao"
+        if is_torchao and (pickles := [file for file in files if file.suffix != ".safetensors"]):
+            raise UnsupportedModelError(
+                f"{pickles[0]} is a pickle of torchao's tensors, which is not read: load the model "
+                "with the torchao that wrote it, or quantise it again, and let save_pretrained of "
+                "transformers 5 or later write it as safetensors"
+            )
         super().__init__(files)
         self._folder = folder = files[0].parent
         self._scheme = scheme
-        if described:
+        if is_torchao:
             self._modules = find_described(folder, scheme, self.entries, self.metadata)
         else:
             self._modules = find_modules(folder, scheme, self.entries, super().tensor)
@@ -245,7 +206,7 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         return plain | {name: module.shape for name, module in self._modules.items()}
 
     def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
-        """The dtypes of these tensors, of a quantized weight that of its scales."""
+        """Return the dtypes of these tensors, of a quantized weight that of its scales."""
         scales = NAMES[self._scheme.method].scales
         return super().dtypes(
             f"{name.removesuffix('weight')}{scales}" if name in self._modules else name
@@ -253,7 +214,7 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         )
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor; a quantized weight in float32, in memory of its own."""
+        """Return the tensor; a quantized weight in float32, in separate memory."""
         return self._read(name).weight() if name in self._modules else super().tensor(name)
 
     def kind(self, name: str) -> WeightKind | None:
@@ -261,7 +222,7 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         return "int8" if name in self._modules else None
 
     def packed(self, name: str) -> StoredValues | None:
-        """The weight in its own bits; None if no kind of ours holds it."""
+        """Return the weight in its own bits; None if no kind of ours holds it."""
         read = self._read(name)
         packed = read.as_int8() or read.in_groups()
         if packed is None:
@@ -279,27 +240,31 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         )
 
     def _read(self, name: str) -> Grouped:
+        """Return a weight; raises `DamagedModelError` for values beyond their range."""
         module, prefix = self._modules[name], name.removesuffix("weight")
-        held = {part: super(PrequantizedCheckpoint, self).tensor(part) for part in module.parts}
-        read = read_grouped(self._scheme, module, lambda part: held.get(f"{prefix}{part}"))
+        parts = {
+            part.removeprefix(prefix): super(PrequantizedCheckpoint, self).tensor(part)
+            for part in module.parts
+        }
+        read = read_grouped(self._scheme, module, parts)
+        wrong = None
+        middle, most = 1 << (read.bits - 1), int(read.values.max())
+        first_zero, last_zero = (int(end) for end in torch.aminmax(read.zeros))
+        first_group, last_group = (int(end) for end in torch.aminmax(read.groups))
         if not torch.isfinite(read.steps * _MOST).all():
-            raise DamagedModelError(f"{name} in {self._folder} has scales that are not finite")
-        if (most := int(read.values.max())) >> read.bits:
-            raise DamagedModelError(
-                f"{name} in {self._folder} has a value that is {most} above its smallest possible, "
-                f"and {read.bits} bits"
+            wrong = "scales that are not finite"
+        elif most >> read.bits:
+            wrong = f"a value that is {most} above its smallest possible, and {read.bits} bits"
+        elif first_zero < 0 or last_zero >> read.bits:
+            wrong = (
+                f"zero points from {first_zero - middle} to {last_zero - middle}; those of "
+                f"{read.bits} bits are {-middle} to {middle - 1}"
             )
-        low, high = (int(end) for end in torch.aminmax(read.zeros))
-        if low < 0 or high >> read.bits:
-            middle = 1 << (read.bits - 1)
-            raise DamagedModelError(
-                f"{name} in {self._folder} has zero points from {low - middle} to {high - middle}; "
-                f"those of {read.bits} bits are {-middle} to {middle - 1}"
+        elif first_group < 0 or last_group >= read.steps.shape[1]:
+            wrong = (
+                f"inputs of the groups {first_group} to {last_group}, of {read.steps.shape[1]} "
+                "groups"
             )
-        low, high = (int(end) for end in torch.aminmax(read.groups))
-        if low < 0 or high >= read.steps.shape[1]:
-            raise DamagedModelError(
-                f"{name} in {self._folder} has inputs of the groups {low} to {high}, of "
-                f"{read.steps.shape[1]} groups"
-            )
+        if wrong is not None:
+            raise DamagedModelError(f"{name} in {self._folder} has {wrong}")
         return read

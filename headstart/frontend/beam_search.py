@@ -1,6 +1,6 @@
 """Beam search over an engine with a prefix cache: a beam is a prompt of token ids.
 
-Each step extends every live beam by one token and keeps the likeliest. The beams of a step go to
+Each step extends every live beam by one token and retains the likeliest. The beams of a step go to
 the engine as prompts that differ in their last tokens, so all but the last block of each is found
 in the cache: a step of k beams computes about k tokens instead of k prompts.
 """
@@ -52,17 +52,13 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         check_fields(self, RequestError)
-        check_absent(
-            {
-                "structured_outputs": self.structured_outputs,
-                "allowed_token_ids": self.allowed_token_ids,
-            }
-        )
+        absent = ("structured_outputs", "allowed_token_ids")
+        check_absent({name: getattr(self, name) for name in absent})
 
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One beam. tokens: those of the prompt, then its own; text: of all of them."""
+    """One beam. tokens: the prompt's, then the answer's; text: of all of them."""
 
     tokens: list[int]
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -94,13 +90,6 @@ class _Search:
     live: list[BeamSearchSequence]
     ended: list[BeamSearchSequence] = field(default_factory=list)
 
-    def prompt_of(self, beam: BeamSearchSequence, salt: str | None) -> Any:
-        """Return the engine's prompt for a beam."""
-        if not beam.logprobs:
-            return self.prompt
-        own = self.prompt.get("cache_salt") if isinstance(self.prompt, dict) else None
-        return {"prompt_token_ids": beam.tokens, "cache_salt": own if own is not None else salt}
-
 
 def search_beams(
     generate: Generate,
@@ -118,41 +107,45 @@ def search_beams(
         raise RequestError(f"params are {describe(params)}; allowed: a BeamSearchParams")
     for prompt in prompts:
         media = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
-        if not (media is None or (isinstance(media, dict) and not media)):
+        if media is not None and media != {}:
             raise RequestError("beam search takes texts and token ids, and a prompt has images")
     searches = [
         _Search(prompt, adapter, priority, [BeamSearchSequence([])])
         for prompt, (_, adapter, priority) in zip(prompts, options, strict=True)
     ]
     eos = frozenset() if params.ignore_eos else frontend.facts.eos_token_ids
+    next_token = SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        logprobs=2 * params.beam_width,
+        detokenize=False,
+        ignore_eos=True,
+    )
     for _ in range(params.max_tokens):
-        going = [(search, beam) for search in searches for beam in search.live]
-        if not going:
+        beams = [(search, beam) for search in searches for beam in search.live]
+        if not beams:
             break
-        outputs = iter(_step(generate, going, params.beam_width, salt))
+        outputs = iter(
+            generate(
+                [_prompt_of(search, beam, salt) for search, beam in beams],
+                next_token,
+                use_tqdm=False,
+                cache_salt=salt,
+                lora_request=[search.adapter for search, _ in beams],
+                priority=[search.priority for search, _ in beams],
+            )
+        )
         for search in searches:
             _extend(search, [next(outputs) for _ in search.live], params, eos)
     return [_best(frontend, search, params) for search in searches]
 
 
-def _step(
-    generate: Generate,
-    going: Sequence[tuple[_Search, BeamSearchSequence]],
-    width: int,
-    salt: str | None,
-) -> list[RequestOutput]:
-    """Compute one token of every beam, with the likeliest ones in its place."""
-    one = SamplingParams(
-        temperature=0, max_tokens=1, logprobs=2 * width, detokenize=False, ignore_eos=True
-    )
-    return generate(
-        [search.prompt_of(beam, salt) for search, beam in going],
-        one,
-        use_tqdm=False,
-        cache_salt=salt,
-        lora_request=[search.adapter for search, _ in going],
-        priority=[search.priority for search, _ in going],
-    )
+def _prompt_of(search: _Search, beam: BeamSearchSequence, salt: str | None) -> Any:
+    """Return the engine's prompt for a beam."""
+    if not beam.logprobs:
+        return search.prompt
+    own = search.prompt.get("cache_salt") if isinstance(search.prompt, dict) else None
+    return {"prompt_token_ids": beam.tokens, "cache_salt": own if own is not None else salt}
 
 
 def _extend(
@@ -161,7 +154,7 @@ def _extend(
     params: BeamSearchParams,
     eos: frozenset[int],
 ) -> None:
-    """Keep the likeliest extensions of the live beams; those that end leave them."""
+    """Replace the live beams by their likeliest extensions, apart from those that end."""
     candidates = []
     for beam, output in zip(search.live, outputs, strict=True):
         [logprobs] = output.outputs[0].logprobs or [{}]
@@ -176,30 +169,21 @@ def _extend(
         # As in transformers: an end that is less likely than `beam_width` others does not count.
         if (rank if ends else len(search.live)) >= params.beam_width:
             continue
-        shown = not ends or params.include_stop_str_in_output
-        longer = BeamSearchSequence(
-            [*tokens, token_id] if shown else list(tokens), [*beam.logprobs, logprobs], total
-        )
+        shown = [token_id] if not ends or params.include_stop_str_in_output else []
+        longer = BeamSearchSequence([*tokens, *shown], [*beam.logprobs, logprobs], total)
         if ends:
             longer.finish_reason, longer.stop_reason = "stop", token_id
-            search.ended.append(longer)
-        else:
-            search.live.append(longer)
+        (search.ended if ends else search.live).append(longer)
 
 
 def _best(frontend: Frontend, search: _Search, params: BeamSearchParams) -> BeamSearchOutput:
     """Return the beams with the best scores, decoded."""
     for beam in search.live:
         beam.finish_reason = "length"
-    ranked = nlargest(
-        params.beam_width,
-        [*search.ended, *search.live],
-        key=lambda beam: beam.score(params.length_penalty),
-    )
-    tokenizer = frontend.tokenizer
-    if tokenizer is not None:
+    beams = [*search.ended, *search.live]
+    ranked = nlargest(params.beam_width, beams, key=lambda beam: beam.score(params.length_penalty))
+    if frontend.tokenizer is not None:
+        skip = params.skip_special_tokens
         for beam in ranked:
-            text = tokenizer.decode(beam.tokens, skip_special_tokens=params.skip_special_tokens)
-            assert isinstance(text, str)
-            beam.text = text
+            beam.text = str(frontend.tokenizer.decode(beam.tokens, skip_special_tokens=skip))
     return BeamSearchOutput(ranked)

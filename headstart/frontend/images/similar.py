@@ -81,10 +81,10 @@ def distance(one: Thumbnail, other: Thumbnail) -> int | None:
 
 
 @dataclass(eq=False)
-class _Known:
+class _Entry:
     """An image that may stand for others, with its pixels compressed without loss.
 
-    is_encoded: its embeddings were found in the encoder cache since a prompt showed it.
+    is_encoded: its embeddings were in the encoder cache at some time since a prompt showed it.
     """
 
     loaded: LoadedImage
@@ -96,13 +96,6 @@ class _Known:
     @property
     def num_bytes(self) -> int:
         return ENTRY_BYTES + len(self.pixels) + self.thumbnail.nbytes
-
-    def picture(self) -> Picture:
-        """Return the RGB picture."""
-        return Image.frombytes("RGB", self.size, zlib.decompress(self.pixels))
-
-
-_Images = OrderedDict[EncoderKey, _Known]  # the least recently used first
 
 
 class SimilarImages:
@@ -119,8 +112,9 @@ class SimilarImages:
         self._cache = cache
         self._capacity = capacity
         self._max_images = max_images
-        self._images: _Images = OrderedDict()  # of all tenants
-        self._tenants: dict[str | None, _Images] = {}  # the same ones by salt; none is empty
+        self._images: OrderedDict[EncoderKey, _Entry] = OrderedDict()  # least recently used first
+        # The same by salt, so that other tenants' images cost no time; none is empty.
+        self._tenants: dict[str | None, OrderedDict[EncoderKey, _Entry]] = {}
         self.num_bytes = 0
         self._lock = threading.Lock()
 
@@ -144,33 +138,35 @@ class SimilarImages:
         if picture is None or self._use(key):
             return loaded
         thumbnail = thumbnail_of(picture)
-        for other, known in self._proposed(thumbnail, picture.size, salt):
-            earlier = known.picture()
+        for other, entry in self._candidates(thumbnail, picture.size, salt):
+            earlier = Image.frombytes("RGB", entry.size, zlib.decompress(entry.pixels))
             if are_same(picture, earlier) and self._use(other):
-                image = replace(known.loaded.image, pixels=earlier)
-                return replace(known.loaded, image=image, is_similar=True)
-        self._remember(key, loaded, picture, thumbnail)
+                image = replace(entry.loaded.image, pixels=earlier)
+                return replace(entry.loaded, image=image, is_similar=True)
+        bare = replace(loaded, image=replace(loaded.image, inputs=None, pixels=None), picture=None)
+        pixels = zlib.compress(picture.tobytes(), LEVEL)
+        self._remember(key, _Entry(bare, thumbnail, picture.size, pixels))
         return loaded
 
-    def _proposed(
+    def _candidates(
         self, thumbnail: Thumbnail, size: tuple[int, int], salt: str | None
-    ) -> list[tuple[EncoderKey, _Known]]:
+    ) -> list[tuple[EncoderKey, _Entry]]:
         """Return the images that could be the same, with embeddings, the most likely first."""
-        encoded = []
+        near = []
         with self._lock:
-            for key, known in reversed(list(self._tenants.get(salt, {}).items())):
+            for key, entry in reversed(list(self._tenants.get(salt, {}).items())):
                 if key in self._cache:
-                    known.is_encoded = True
-                    if _sizes_agree(size, known.size):
-                        encoded.append((key, known))
-                elif known.is_encoded:
+                    entry.is_encoded = True
+                    if _sizes_agree(size, entry.size):
+                        near.append((key, entry))
+                elif entry.is_encoded:
                     self._forget(key)
-        near = [distance(thumbnail, known.thumbnail) for _, known in encoded]
-        order = sorted((steps, at) for at, steps in enumerate(near) if steps is not None)
-        return [encoded[at] for _, at in order[:MAX_COMPARED]]
+        steps = [distance(thumbnail, entry.thumbnail) for _, entry in near]
+        order = sorted((step, place) for place, step in enumerate(steps) if step is not None)
+        return [near[place] for _, place in order[:MAX_COMPARED]]
 
     def _use(self, key: EncoderKey) -> bool:
-        """Make this image the one used last. Return False if it is not known."""
+        """Make this image the most recently used. Return False if it is unknown."""
         with self._lock:
             if key not in self._images:
                 return False
@@ -179,26 +175,20 @@ class SimilarImages:
             self._tenants[key.salt].move_to_end(key)
             return True
 
-    def _remember(
-        self, key: EncoderKey, loaded: LoadedImage, picture: Picture, thumbnail: Thumbnail
-    ) -> None:
-        bare = replace(loaded, image=replace(loaded.image, inputs=None, pixels=None), picture=None)
-        pixels = zlib.compress(picture.tobytes(), LEVEL)
-        known = _Known(bare, thumbnail, picture.size, pixels)
+    def _remember(self, key: EncoderKey, entry: _Entry) -> None:
         with self._lock:
-            if key in self._images or known.num_bytes > self._capacity:
+            if key in self._images or entry.num_bytes > self._capacity:
                 return
-            self._images[key] = known
-            self._tenants.setdefault(key.salt, OrderedDict())[key] = known
-            self.num_bytes += known.num_bytes
+            self._images[key] = entry
+            self._tenants.setdefault(key.salt, OrderedDict())[key] = entry
+            self.num_bytes += entry.num_bytes
             while self.num_bytes > self._capacity or len(self._images) > self._max_images:
                 self._forget(next(iter(self._images)))
 
     def _forget(self, key: EncoderKey) -> None:
         self.num_bytes -= self._images.pop(key).num_bytes
-        tenant = self._tenants[key.salt]
-        del tenant[key]
-        if not tenant:
+        del self._tenants[key.salt][key]
+        if not self._tenants[key.salt]:
             del self._tenants[key.salt]
 
 
@@ -278,7 +268,7 @@ def _liveliest(image: Picture) -> Box:
     edges = image.filter(ImageFilter.FIND_EDGES).convert("L")
     cells = np.asarray(edges.crop((0, 0, width // 16 * 16, height // 16 * 16)).reduce(16))
     sums = np.lib.stride_tricks.sliding_window_view(cells, (WINDOW // 16, WINDOW // 16)).sum((2, 3))
-    y, x = (int(at) * 16 for at in np.unravel_index(sums.argmax(), sums.shape))
+    y, x = (int(cell) * 16 for cell in np.unravel_index(sums.argmax(), sums.shape))
     return x, y, x + WINDOW, y + WINDOW
 
 
@@ -313,10 +303,10 @@ def _loses_detail(source: Picture, copy: Picture, codec: Codec) -> bool:
     padded = np.pad(pixels, ((4, 4), (4, 4), (0, 0)), mode="edge")
     bands = range(0, len(pixels), BAND)
     painted = np.concatenate([_painted(padded[top : top + BAND + 8]) for top in bands])
-    sizes, kept = _steps(pixels, painted), _steps(np.asarray(copy), painted)
+    sizes, shown = _steps(pixels, painted), _steps(np.asarray(copy), painted)
     without = np.asarray(_saved(Image.fromarray(painted), codec))
     traces = _extreme(np.pad(_steps(without, np.asarray(copy)), 2), np.maximum)
-    untraced = int(((sizes >= DETAIL) & (kept <= sizes // KEPT) & (traces <= TRACE)).sum())
+    untraced = int(((sizes >= DETAIL) & (shown <= sizes // KEPT) & (traces <= TRACE)).sum())
     return 0 < untraced <= max(FEW, int(GRAIN * sizes.size))
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from headstart.engine.adapter_names import LoRARequest
     from headstart.frontend.frontend import Frontend
 
-__all__ = ["BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "search_beams"]
-
 MAX_BEAMS = 256
 
 Generate = Callable[..., list[RequestOutput]]

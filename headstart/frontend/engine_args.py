@@ -22,8 +22,6 @@ from headstart.frontend.vllm_compat import (
     read_options,
 )
 
-__all__ = ["LISTS", "SHORT", "AsyncEngineArgs", "EngineArgs", "add_flags", "read_value"]
-
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from headstart.frontend.chat.requests import ChatRequests
     from headstart.frontend.frontend import Frontend
 
-__all__ = ["Facade", "Started", "SyncFacade", "start_engine"]
-
 
 class Started(NamedTuple):
     """A frontend, its chats, and the driver of the engine.

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from headstart.engine.engine import EngineCore
 
-__all__ = ["Frontend", "ModelFacts", "ProcessorFactory", "make_frontend"]
-
 _BANNING = ("allowed_token_ids", "bad_words", "structured_outputs", "min_tokens")
 """Sampling parameters that ban tokens."""
 

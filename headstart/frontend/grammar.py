@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["GrammarCompiler", "GrammarMask", "check_form"]
-
 Result = TypeVar("Result")
 
 MAX_REMAINDERS = 2**16

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup
     from headstart.frontend.inputs import Prompt
 
-__all__ = ["LLMEngine"]
-
 
 class LLMEngine(SyncFacade):
     """Takes requests, and answers all of them step by step as `step` is called.

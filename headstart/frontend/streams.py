@@ -27,18 +27,6 @@ if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup
     from headstart.frontend.chat.requests import ChatRequests
 
-__all__ = [
-    "AsyncMailbox",
-    "AsyncOutputStream",
-    "AsyncRequestStream",
-    "Mailbox",
-    "OutputStream",
-    "PromptProgress",
-    "RequestStream",
-    "prompt_progress",
-    "run_all",
-]
-
 Answer = TypeVar("Answer")
 Output = TypeVar("Output", bound="AnyOutput")
 

@@ -29,17 +29,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "Detokenizer",
-    "OutputText",
-    "Spelling",
-    "TextLimit",
-    "TokenTexts",
-    "check_text_fits",
-    "encode_text",
-    "too_many_tokens",
-]
-
 REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no character, or not yet
 
 # Tokens of a prompt as context; more if they show nothing or begin in a character.

@@ -15,20 +15,6 @@ from headstart.errors import ConfigError, RequestError
 from headstart.models.files import find_folder, read_json
 from headstart.validation import NOT_AN_OPTION, describe
 
-__all__ = [
-    "ABSENT",
-    "IGNORED",
-    "SERVE_ABSENT",
-    "SERVE_IGNORED",
-    "SERVE_WORKS",
-    "SWITCHES",
-    "WORKS",
-    "EngineOptions",
-    "read_config",
-    "read_names",
-    "read_options",
-]
-
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())

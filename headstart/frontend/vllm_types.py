@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from headstart.engine.engine import EngineCore
 
-__all__ = ["PromptType", "TextPrompt", "TokensPrompt", "VllmView", "read_config"]
-
 
 class _PromptOptions(TypedDict):
     """multi_modal_data: `{"image": one or a list}`. multi_modal_uuids: names of those images.

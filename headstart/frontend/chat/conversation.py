@@ -26,8 +26,9 @@ from headstart.frontend.chat.messages import (
     Message,
     TemplateOptions,
     TemplateOrder,
-    check_text_content,
+    read_content,
     read_conversation,
+    refuse_image,
     render_arguments,
     text_parts,
 )
@@ -36,8 +37,6 @@ from headstart.validation import shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = ["ENTRY_BYTES", "ChatPrompt", "ConversationMemory", "TextIndex", "Turn"]
 
 MAX_TEXTS = 4096
 MAX_BYTES = 64 * 2**20
@@ -218,8 +217,9 @@ class ConversationMemory:
         """
         options = options or TemplateOptions()
         texts = read_conversation(messages)
-        for place, message in enumerate(texts):
-            message["content"] = check_text_content(place, message.get("content"))
+        for place, message in enumerate(texts):  # parts are on separate lines, as in vLLM
+            parts = read_content(place, message, refuse_image)
+            message["content"] = "\n".join(part["text"] for part in parts)
         if options.chat_template_content_format == "openai":
             for message in texts:
                 message["content"] = text_parts(message)

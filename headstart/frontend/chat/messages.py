@@ -31,18 +31,6 @@ from typing import Any
 from headstart.errors import RequestError
 from headstart.validation import OneOf, check_fields, check_utf8, describe, option
 
-__all__ = [
-    "Message",
-    "TemplateOptions",
-    "TemplateOrder",
-    "check_text_content",
-    "describe_content",
-    "kind_of_part",
-    "read_conversation",
-    "render_arguments",
-    "text_parts",
-]
-
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`; content is a text or a list of OpenAI's parts."""
 
@@ -225,31 +213,40 @@ def render_arguments(messages: Sequence[Message], render: Render) -> str:
     return prompt
 
 
-def check_text_content(place: int, content: object) -> str:
-    """Return the text of a message for a model without images; parts stand on separate lines.
+TakeImage = Callable[[int, Mapping[str, Any]], dict[str, Any]]
+"""Takes the image out of a part of the message at a place, and returns the part that remains."""
 
-    As in vLLM. Raises RequestError.
+
+def read_content(place: int, message: Message, take_image: TakeImage) -> list[dict[str, Any]]:
+    """Return the parts of a message, which are texts or results of `take_image`.
+
+    Raises RequestError.
     """
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, (list, tuple)):
+    content = message.get("content")
+    if not isinstance(content, (str, list, tuple)):
         raise RequestError(
-            f"message {place} has {describe_content(content)}; it must be a text "
-            "or a list of text parts"
+            f"message {place} has {describe_content(content)}; it must be a text or a list of parts"
         )
-    texts = []
-    for part in parts:
+    read = []
+    for part in text_parts(message) if isinstance(content, str) else content:
         kind = kind_of_part(part)
         text = part.get("text") if isinstance(part, Mapping) else None
-        if kind in ("image", "image_pil", "image_url"):
-            raise RequestError(f"message {place} has an image, and the model takes text alone")
-        if kind != "text" or not isinstance(text, str):
+        if kind == "text" and isinstance(text, str):
+            check_utf8(f"message {place}", text)
+            read.append({"type": "text", "text": text})
+        elif kind in ("image", "image_pil", "image_url") and isinstance(part, Mapping):
+            read.append(take_image(place, part))
+        else:
             raise RequestError(
                 f"message {place} has a part of type {describe(kind)}; allowed: "
-                '{"type": "text", "text": "..."}'
+                '{"type": "text", "text": "..."}, and image_url or image if the model sees'
             )
-        check_utf8(f"message {place}", text)
-        texts.append(text)
-    return "\n".join(texts)
+    return read
+
+
+def refuse_image(place: int, part: Mapping[str, Any]) -> dict[str, Any]:
+    """Raise RequestError, for a model without vision."""
+    raise RequestError(f"message {place} has an image, and the model takes text alone")
 
 
 def text_parts(message: Message) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ may have; a text that has them is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headstart.cache import Namespace
@@ -22,20 +22,16 @@ from headstart.errors import RequestError
 from headstart.frontend.chat.conversation import ChatPrompt, ConversationMemory
 from headstart.frontend.chat.messages import (
     TemplateOptions,
-    describe_content,
-    kind_of_part,
+    read_content,
     read_conversation,
-    text_parts,
 )
 from headstart.frontend.images.decoding import ImageSource, is_data_url
 from headstart.frontend.images.prompt import IMAGE_MARK, ImagePrompts, LoadedImage, Tenant
 from headstart.frontend.text import Spelling
-from headstart.validation import check_utf8, describe, shorten
+from headstart.validation import shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = ["ImageChat", "ImageSpelling"]
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _QUOTED = _OPEN + _CLOSE
@@ -97,48 +93,6 @@ class ImageSpelling(Spelling):
         return self._images.marked_expansion(tuple(map(int, shape)))
 
 
-class _ImageParts:
-    """Images taken out of messages, in order, with the users' ids for them."""
-
-    def __init__(self, quote: Callable[[str], str]) -> None:
-        self.sources: list[ImageSource] = []
-        self.ids: list[str | None] = []
-        self._quote = quote
-
-    def take(self, place: int, part: Any) -> dict[str, Any]:
-        """Return a part as the template takes it, and take out its image. Raises RequestError.
-
-        A part is `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url":
-        ...}}` with a data: URL, or `{"type": "image", "image": ...}` with a Pillow image, bytes, a
-        `pathlib.Path` or a data: URL ("image_pil" is vLLM's name of it). Both kinds of image may
-        have a `"uuid"`. A text is never taken for a path, since it may come from outside.
-        """
-        kind = kind_of_part(part)
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if kind == "text" and isinstance(text, str):
-            check_utf8(f"message {place}", text)
-            if _OPEN in text or _CLOSE in text:
-                raise RequestError(f"message {place} has U+FDD0 or U+FDD1, which are no characters")
-            return {"type": "text", "text": self._quote(text)}
-        if kind not in ("image_url", "image", "image_pil") or not isinstance(part, Mapping):
-            raise RequestError(
-                f"message {place} has a part of type {describe(kind)}; allowed: text, image_url, "
-                "image"
-            )
-        source = part.get(kind)
-        if kind == "image_url" and isinstance(source, Mapping):
-            source = source.get("url")
-        if source is None or (isinstance(source, str) and not is_data_url(source)):
-            value = "None" if source is None else shorten(repr(source))
-            raise RequestError(
-                f"message {place} has an image that is {value}; allowed: a data: URL (nothing is "
-                "fetched), in Python also a Pillow image, bytes or a pathlib.Path"
-            )
-        self.sources.append(source)
-        self.ids.append(part.get("uuid"))
-        return {"type": "image"}
-
-
 class ImageChat:
     """Renders conversations with images for one model."""
 
@@ -157,26 +111,32 @@ class ImageChat:
 
         Raises RequestError.
         """
-        images = _ImageParts(self._spelling.quote)
+        sources: list[ImageSource] = []
+        ids: list[str | None] = []
+
+        def take_image(place: int, part: Mapping[str, Any]) -> dict[str, Any]:
+            sources.append(_find_image(place, part))
+            ids.append(part.get("uuid"))
+            return {"type": "image"}
+
         read = read_conversation(messages)
         for place, message in enumerate(read):
-            content = message.get("content")
-            if not isinstance(content, str) and not (
-                isinstance(content, (list, tuple)) and content
-            ):
-                raise RequestError(
-                    f"message {place} has {describe_content(content)}; it must be a text or a list "
-                    "of text and image parts"
-                )
-            parts = text_parts(message) if isinstance(content, str) else content
-            message["content"] = [images.take(place, part) for part in parts]
+            parts = read_content(place, message, take_image)
+            for part in parts:
+                if part["type"] == "text":
+                    if _OPEN in part["text"] or _CLOSE in part["text"]:
+                        raise RequestError(
+                            f"message {place} has U+FDD0 or U+FDD1, which are no characters"
+                        )
+                    part["text"] = self._spelling.quote(part["text"])
+            message["content"] = parts
         if not self._wants_parts(options):
             for message in read:  # a text, with each part on a separate line
                 message["content"] = "\n".join(
                     part.get("text", self._images.placeholder) for part in message["content"]
                 )
         text = self._memory.apply_template(read, options)
-        return text, self._images.read(images.sources, images.ids, tenant)
+        return text, self._images.read(sources, ids, tenant)
 
     def prompt(
         self, rendered: str, loaded: Sequence[LoadedImage], namespace: Namespace
@@ -204,3 +164,23 @@ class ImageChat:
         except RequestError:
             return False
         return shown.count(self._images.placeholder) == 1 and "'type'" not in shown
+
+
+def _find_image(place: int, part: Mapping[str, Any]) -> ImageSource:
+    """Return the image of a part. Raises RequestError.
+
+    A part is `{"type": "image_url", "image_url": {"url": ...}}` with a data: URL, or `{"type":
+    "image", "image": ...}` with a Pillow image, bytes, a `pathlib.Path` or a data: URL ("image_pil"
+    is vLLM's name of it). Both may have a `"uuid"`. A text is never taken for a path, since it may
+    come from outside.
+    """
+    source = part.get(part["type"])
+    if part["type"] == "image_url" and isinstance(source, Mapping):
+        source = source.get("url")
+    if source is None or (isinstance(source, str) and not is_data_url(source)):
+        value = "None" if source is None else shorten(repr(source))
+        raise RequestError(
+            f"message {place} has an image that is {value}; allowed: a data: URL (nothing is "
+            "fetched), in Python also a Pillow image, bytes or a pathlib.Path"
+        )
+    return source

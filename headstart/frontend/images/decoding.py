@@ -19,18 +19,6 @@ from headstart.validation import describe, shorten
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = [
-    "FORMATS",
-    "ImageSource",
-    "decode_base64",
-    "decode_image",
-    "file_limit",
-    "is_data_url",
-    "read_data_url",
-    "read_source",
-    "to_rgb",
-]
-
 ImageSource = Any
 """A Pillow image, a path, the bytes of an image file, or a `data:` URL."""
 

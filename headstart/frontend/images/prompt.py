@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["IMAGE_MARK", "NOBODY", "ImagePrompts", "ImageReader", "LoadedImage", "Tenant"]
-
 IMAGE_MARK = MAX_TOKEN_ID
 """Stands for a token whose embedding is an image's, in ids that are not yet settled."""
 

@@ -30,8 +30,6 @@ from PIL import Image, ImageChops, ImageFilter
 from headstart.engine.image_cache import EncoderKey
 from headstart.frontend.images.prompt import LoadedImage
 
-__all__ = ["SimilarImages", "are_same", "distance", "thumbnail_of"]
-
 CAPACITY = 1 << 28  # bytes: hundreds of screenshots, or 12 photographs of 4K
 MAX_IMAGES = 4096  # of all tenants: a new one walks through them in about a millisecond
 ENTRY_BYTES = 2048  # Python's objects of an entry: 1.7 to 2.0 kB, besides pixels and thumbnail

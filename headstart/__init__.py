@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     )
     from headstart.frontend.async_llm import AsyncLLM, AsyncLLMEngine
     from headstart.frontend.engine_args import AsyncEngineArgs, EngineArgs
-    from headstart.frontend.llm import LLM
-    from headstart.frontend.llm_engine import LLMEngine
+    from headstart.frontend.llm import LLM, LLMEngine
     from headstart.frontend.vllm_types import PromptType, TextPrompt, TokensPrompt
     from headstart.omni.omni import AsyncOmni, Omni
     from headstart.omni.params import OmniOutput, OmniParams
@@ -89,7 +88,7 @@ _HOMES = {
     "LLM": "headstart.frontend.llm",
     "AsyncLLM": "headstart.frontend.async_llm",
     "AsyncLLMEngine": "headstart.frontend.async_llm",
-    "LLMEngine": "headstart.frontend.llm_engine",
+    "LLMEngine": "headstart.frontend.llm",
     "SamplingParams": "headstart.engine.params",
     "StructuredOutputsParams": "headstart.engine.structured_outputs",
     "LoRARequest": "headstart.engine.adapter_names",

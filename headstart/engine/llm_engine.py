@@ -1,5 +1,5 @@
 """The names of `vllm.engine.llm_engine`."""
 
-from headstart.frontend.llm_engine import LLMEngine
+from headstart.frontend.llm import LLMEngine
 
 __all__ = ["LLMEngine"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from headstart.engine.adapter_names import LoRARequest, choose_adapters
 from headstart.engine.config import make_config
-from headstart.engine.metrics import Metric, read_metrics
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, RequestError
 from headstart.frontend.engine_args import EngineArgs
@@ -24,7 +23,7 @@ from headstart.frontend.vllm_types import (
 )
 from headstart.imports import load_module
 from headstart.models.prefetch import read_ahead
-from headstart.validation import check_absent, check_flag
+from headstart.validation import check_absent
 
 # These import torch, which waits until the model's name is checked: see `start_engine`.
 if TYPE_CHECKING:
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
     from headstart.cache import KVCacheManager
     from headstart.engine.adapter_names import Adapter
     from headstart.engine.config import EngineConfig
-    from headstart.engine.driver import Driver, LocalDriver
+    from headstart.engine.driver import Driver
     from headstart.engine.engine import EngineCore
-    from headstart.engine.request import Request, RequestGroup
+    from headstart.engine.request import Request
     from headstart.engine.tiering.tiers import Tiers
     from headstart.frontend.chat.requests import ChatRequests
     from headstart.frontend.frontend import Frontend
@@ -309,68 +308,3 @@ class Facade:
             raise RequestError(f"{len(priorities)} priorities for {count} prompts")
         adapters = choose_adapters(adapter, lora_request, count)
         return list(zip(several, adapters, priorities, strict=True))
-
-
-class SyncFacade(Facade):
-    """A facade whose methods wait for the engine."""
-
-    _driver: LocalDriver
-
-    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Return the model's tokenizer, None if it came without one."""
-        return self.tokenizer
-
-    def get_metrics(self) -> list[Metric]:
-        """Return counts of the cache and of requests, in vLLM's names."""
-        return self._driver.call(lambda: read_metrics(self.engine))
-
-    def has_unfinished_requests(self) -> bool:
-        """Return True if a request runs or waits."""
-        return self.engine.has_unfinished
-
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter before its first request."""
-        self._require_adapter(lora_request)
-        return True
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        """Forget everything cached; return False, and do nothing, while a request runs.
-
-        reset_running_requests: compute running requests anew instead. reset_connector: also forget
-        what the model has on disk or another machine.
-        """
-        again = check_flag("reset_running_requests", reset_running_requests)
-        tiers = check_flag("reset_connector", reset_connector)
-        return self._driver.call(
-            lambda: self.engine.reset_prefix_cache(reset_running_requests=again, reset_tiers=tiers)
-        )
-
-    def _require_adapter(self, choice: str | LoRARequest | None) -> str | None:
-        """Return the name of an adapter, which is loaded if need be."""
-        self.frontend.require_open()
-        return self.frontend.adapters.require(choice, self._driver.call)
-
-    def _prepare(
-        self,
-        prompts: Sequence[Any],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        adapter: str | Sequence[str | None] | None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
-        priority: int | Sequence[int] | None,
-        cache_salt: str | None,
-        make: Callable[..., RequestGroup] | None = None,
-    ) -> list[RequestGroup]:
-        """Check and tokenize the requests of a call; `make` prepares each, as the frontend does.
-
-        Raises RequestError.
-        """
-        self.frontend.require_open()
-        make = make or self.frontend.prepare
-        options = self._spread(len(prompts), sampling_params, adapter, lora_request, priority)
-        names = [self._require_adapter(choice) for _, choice, _ in options]
-        return [
-            make(prompt, params, salt=cache_salt, adapter=name, priority=rank)
-            for prompt, (params, _, rank), name in zip(prompts, options, names, strict=True)
-        ]

@@ -1,7 +1,11 @@
-"""`LLM`: a model with automatic prefix caching, to be called from ordinary Python."""
+"""`LLM` and `LLMEngine`: a model with automatic prefix caching for ordinary Python.
+
+An `LLMEngine` computes as the program calls `step`; an `LLM` as it is called.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -9,19 +13,92 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, cast
 
 from headstart.engine.adapter_names import LoRARequest
+from headstart.engine.metrics import Metric, read_metrics
+from headstart.engine.outputs import ShownOutputs
 from headstart.engine.params import SamplingParams
+from headstart.errors import EngineError, RequestError
 from headstart.frontend.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from headstart.frontend.chat.messages import TemplateOptions
-from headstart.frontend.facade import SyncFacade, check_call
+from headstart.frontend.facade import Facade, Started, check_call
 from headstart.frontend.streams import RequestStream, run_all
 from headstart.imports import load_module
+from headstart.validation import check_flag
 
 # These import torch, which waits until the model's name is checked: see `start_engine`.
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from headstart.engine.adapter_names import Adapter
+    from headstart.engine.driver import LocalDriver
     from headstart.engine.outputs import RequestOutput
+    from headstart.engine.request import RequestGroup
     from headstart.frontend.chat.requests import Conversation
     from headstart.frontend.inputs import Prompt
+
+
+class SyncFacade(Facade):
+    """A facade whose methods wait for the engine."""
+
+    _driver: LocalDriver
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Return the model's tokenizer, None if it came without one."""
+        return self.tokenizer
+
+    def get_metrics(self) -> list[Metric]:
+        """Return counts of the cache and of requests, in vLLM's names."""
+        return self._driver.call(lambda: read_metrics(self.engine))
+
+    def has_unfinished_requests(self) -> bool:
+        """Return True if a request runs or waits."""
+        return self.engine.has_unfinished
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter before its first request."""
+        self._require_adapter(lora_request)
+        return True
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget everything cached; return False, and do nothing, while a request runs.
+
+        reset_running_requests: compute running requests anew instead. reset_connector: also forget
+        what the model has on disk or another machine.
+        """
+        again = check_flag("reset_running_requests", reset_running_requests)
+        tiers = check_flag("reset_connector", reset_connector)
+        return self._driver.call(
+            lambda: self.engine.reset_prefix_cache(reset_running_requests=again, reset_tiers=tiers)
+        )
+
+    def _require_adapter(self, choice: str | LoRARequest | None) -> str | None:
+        """Return the name of an adapter, which is loaded if need be."""
+        self.frontend.require_open()
+        return self.frontend.adapters.require(choice, self._driver.call)
+
+    def _prepare(
+        self,
+        prompts: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: str | Sequence[str | None] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+        priority: int | Sequence[int] | None,
+        cache_salt: str | None,
+        make: Callable[..., RequestGroup] | None = None,
+    ) -> list[RequestGroup]:
+        """Check and tokenize the requests of a call; `make` prepares each, as the frontend does.
+
+        Raises RequestError.
+        """
+        self.frontend.require_open()
+        make = make or self.frontend.prepare
+        options = self._spread(len(prompts), sampling_params, adapter, lora_request, priority)
+        names = [self._require_adapter(choice) for _, choice, _ in options]
+        return [
+            make(prompt, params, salt=cache_salt, adapter=name, priority=rank)
+            for prompt, (params, _, rank), name in zip(prompts, options, names, strict=True)
+        ]
 
 
 class LLM(SyncFacade):
@@ -260,3 +337,140 @@ def _progress(prompts: int) -> Iterator[Callable[[RequestOutput], None] | None]:
             progress.update(task, advance=1, tokens=tokens)
 
         yield report
+
+
+class LLMEngine(SyncFacade):
+    """Takes requests, and answers all of them step by step as `step` is called.
+
+    The engine's thread runs each step while `step` waits, so Ctrl-C interrupts the wait alone. To
+    be called from one thread.
+
+    >>> from headstart.models.demo import demo_model_path
+    >>> engine = LLMEngine(demo_model_path(), num_blocks=64)
+    >>> engine.add_request("a", [5, 6], SamplingParams(max_tokens=3))
+    'a'
+    >>> steps = 0
+    >>> while engine.has_unfinished_requests():
+    ...     steps += len(engine.step())
+    >>> engine.close()
+    >>> steps
+    3
+    """
+
+    def _take(self, started: Started) -> None:
+        super()._take(started)
+        # Changed in the engine's thread alone, but that `step` takes the first of `_pending`.
+        self._shown: dict[str, ShownOutputs] = {}  # of unfinished requests
+        # For the next steps: outputs by request, or the error of one request.
+        self._pending: deque[dict[str, RequestOutput | EngineError]] = deque()
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        adapter: str | None = None,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        session_id: str | None = None,
+        prompt_text: str | None = None,
+        kv_hints: object = None,
+    ) -> str:
+        """Queue a request; returns its id. Raises RequestError, and nothing is queued then.
+
+        arrival_time, trace_headers and session_id have no effect; tokenization_kwargs, prompt_text
+        and kv_hints must ask for nothing.
+        """
+        check_call(locals())
+        make = partial(self.frontend.prepare, request_id=request_id)
+        [group] = self._prepare([prompt], params, adapter, lora_request, priority, cache_salt, make)
+        self._driver.call(lambda: self._submit(group))
+        return group.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; the outputs of the requests that it moved, as `output_kind` says.
+
+        Raises the EngineError of a request that failed; the others' outputs come before it. If it
+        is interrupted, such as by Ctrl-C, its outputs come with the next step.
+        """
+        self.engine.require_open()
+        if not self._pending:
+            self._driver.call(self._advance)
+        outputs: list[RequestOutput] = []
+        for output in self._pending.popleft().values():
+            if isinstance(output, EngineError):
+                raise output
+            outputs.append(output)
+        return outputs
+
+    def abort_request(self, request_ids: str | Sequence[str]) -> None:
+        """Forget requests; an id that is not known changes nothing."""
+        names = [request_ids] if isinstance(request_ids, str) else request_ids
+        self._driver.call(lambda: self._forget(names))
+
+    # In the engine's thread
+
+    def _submit(self, group: RequestGroup) -> None:
+        name = group.request_id
+        if any(name in moved for moved in self._pending):
+            raise RequestError(f"request {name!r} has an output that the next step returns")
+        self.engine.submit(group)
+        self._shown[name] = ShownOutputs(group.params.output_kind)
+
+    def _advance(self) -> None:
+        """Run a step and make the outputs of the requests that moved."""
+        outputs: dict[str, RequestOutput | EngineError] = {}
+        failures: list[dict[str, RequestOutput | EngineError]] = []
+        ended: list[str] = []
+        for group, error in self.engine.step():
+            name = group.request_id
+            try:
+                output = group.output() if error is None else None
+            except Exception as cause:  # it ends this request alone
+                self.engine.abort(name)
+                error = EngineError(f"an output cannot be made: {type(cause).__name__}: {cause}")
+                error.__cause__ = cause
+            if error is not None:
+                failures.append({name: error})
+                ended.append(name)
+                continue
+            assert output is not None
+            if output.finished:
+                ended.append(name)
+            if (new := self._shown[name].next(output)) is not None:
+                outputs[name] = new
+        if outputs or not failures:
+            self._pending.append(outputs)
+        self._pending += failures
+        for name in ended:  # last, so that `has_unfinished_requests` misses nothing
+            del self._shown[name]
+
+    def _forget(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.engine.abort(name)
+            self._shown.pop(name, None)
+            for moved in self._pending:
+                moved.pop(name, None)
+        self._pending = deque(filter(None, self._pending))
+
+    def has_unfinished_requests(self) -> bool:
+        """Return True if a step would return an output."""
+        return bool(self._shown or self._pending)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return the number of requests whose answers have not ended."""
+        return len(self._shown)
+
+    def close(self) -> None:
+        """Forget all requests and free the K/V memory. Idempotent."""
+        self._driver.close()
+        self._shown.clear()
+        self._pending.clear()
+
+
+# These import torch, which waits until the model's name is checked: see `start_engine`.

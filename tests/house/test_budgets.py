@@ -17,7 +17,6 @@ PUBLIC_API = {
     "headstart.frontend.async_llm",
     "headstart.frontend.facade",
     "headstart.frontend.llm",
-    "headstart.frontend.llm_engine",
     "headstart.engine.params",
     "headstart.omni.omni",
 }

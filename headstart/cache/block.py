@@ -5,23 +5,17 @@
     cached   0         set   yes                 yes
     held     1 or more either no                 once it is full
 
-A block points at the node of its content, and the node at its block, so both types stand here.
-
 Source: "Automatic Prefix Caching" (vLLM v1 design), data structure.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from headstart.cache.identity import BlockHash, BlockKey, Namespace, cut_salt
 from headstart.mypyc_hints import mypyc_attr
 
 
 class KVCacheBlock:
-    """`block_size` slots of KV memory.
-
-    All blocks are made with the pool and live as long as it does, so that no step pays for
-    making them. `block_id` never changes.
-    """
+    """`block_size` slots of KV memory, created with the pool. `block_id` never changes."""
 
     __slots__ = ("_block_id", "next_free_block", "node", "prev_free_block", "ref_cnt")
 
@@ -34,7 +28,7 @@ class KVCacheBlock:
 
     @property
     def block_id(self) -> int:
-        """Its place in the pool."""
+        """Index of the block in the pool."""
         return self._block_id
 
     def __repr__(self) -> str:
@@ -45,8 +39,8 @@ class KVCacheBlock:
 class PrefixNode:
     """One prefix identity: its parent's prefix and one more block. `block` holds its K/V, or None.
 
-    `parent` and `key` never change. `child` is the only child, or the `Branches` that stand in
-    for several: most nodes have one child, which needs no dictionary.
+    `parent` and `key` never change. `child` is the only child, or the `Branches` that replace
+    several: most nodes have one child, which needs no dictionary.
     """
 
     __slots__ = ("block", "block_hash", "child", "key", "parent")
@@ -64,7 +58,7 @@ class PrefixNode:
         self.block = self.child = self.block_hash = None
 
     def salt(self) -> str | None:
-        """Whose it is: the salt that entered the chain last, or the root's."""
+        """Return the owner's salt: the one that entered the chain last, or the root's."""
         node = self
         while node.parent is not None:
             salt = cut_salt(node.key)[0]
@@ -74,7 +68,7 @@ class PrefixNode:
         return node.namespace.salt if isinstance(node, RootNode) else None
 
     def path(self) -> tuple[Namespace, list[BlockKey]]:
-        """The namespace, and every key from the root to this node."""
+        """Return the namespace, and every key from the root to this node."""
         keys: list[BlockKey] = []
         node = self
         while node.parent is not None:
@@ -84,7 +78,7 @@ class PrefixNode:
         return node.namespace, keys[::-1]
 
     def children(self) -> list["PrefixNode"]:
-        """All children, with a block or without."""
+        """Return all children, with a block or without."""
         child = self.child
         if isinstance(child, Branches):
             return list(child.nodes.values())
@@ -92,11 +86,11 @@ class PrefixNode:
 
 
 class Branches(PrefixNode):
-    """Stands in for the children of a node that has several; its key is no child's.
+    """The children of a node that has several; its key is no child's.
 
     `nodes` has all children by key. `order` has the keys of those whose K/V are written, in
-    byte order: the child with the longest common head is beside the place where a key would
-    stand. Keeping the order costs one `memmove` of 8 bytes a child.
+    byte order: the child with the longest common head is next to the position where a key would
+    be inserted. An insertion costs one `memmove` of 8 bytes a child.
     """
 
     __slots__ = ("nodes", "order")
@@ -108,37 +102,21 @@ class Branches(PrefixNode):
 
 
 def block_ids(blocks: Iterable[KVCacheBlock]) -> list[int]:
-    """The block ids; reads the field itself, which costs a third of the property."""
+    """Return the block ids; reads the field itself, which costs a third of the property."""
     return [block._block_id for block in blocks]
 
 
-def count_free(blocks: Sequence[KVCacheBlock]) -> int:
-    """How many of these blocks nobody holds."""
+def count_free(blocks: Iterable[KVCacheBlock]) -> int:
+    """Return the number of these blocks that no sequence holds."""
     return [block.ref_cnt for block in blocks].count(0)
 
 
 def make_node(
     parent: PrefixNode | None, key: BlockKey, kind: type[PrefixNode] = PrefixNode
 ) -> PrefixNode:
-    """A new node of this kind, without a block or a child."""
+    """Return a new node of this kind, without a block or a child."""
     node = kind()
     node.place(parent, key)
-    return node
-
-
-def make_chain(
-    parent: PrefixNode, keys: Sequence[BlockKey], blocks: Sequence[KVCacheBlock]
-) -> PrefixNode:
-    """New nodes, one a key and block, each the only child of the one before; returns the last."""
-    node = parent
-    for key, block in zip(keys, blocks, strict=True):
-        child = PrefixNode()
-        child.parent = node
-        child.key = key
-        child.block = block
-        child.child = child.block_hash = None
-        node.child = child
-        block.node = node = child
     return node
 
 

@@ -2,11 +2,14 @@
 
 A step of the engine, as the manager sees it:
 
-    get_computed_blocks   what is cached of a new sequence's prefix; changes nothing
-    allocate_slots        hold the hits, take new blocks, name those that the step fills
+    get_computed_blocks   look up the cached prefix of a new sequence; changes nothing
+    allocate_slots        hold the hits, take new blocks, index those that the step fills
     append_slots          the same for a sequence that runs already
     commit_step           the step's K/V are written; or fail_step, and nothing of it is cached
-    free                  give the blocks back; what they cache stays until it is evicted
+    free                  give the blocks back; their content stays until it is evicted
+
+A full block is indexed before the step that fills it has run, so that other sequences of that
+step can hit it already; a partial block when its request ends.
 
 Source: "Automatic Prefix Caching" (vLLM v1 design), operations.
 """
@@ -16,15 +19,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from headstart.cache.block import KVCacheBlock, PrefixNode, block_ids, count_free
+from headstart.cache.block import KVCacheBlock, PartialNode, PrefixNode, block_ids, count_free
 from headstart.cache.config import CacheConfig
 from headstart.cache.events import CacheEvent
 from headstart.cache.hasher import BlockHasher
-from headstart.cache.identity import BlockHash
+from headstart.cache.identity import BlockHash, BlockKey, Namespace
 from headstart.cache.index import PathSegment, PrefixIndex
-from headstart.cache.indexer import BlockIndexer, BlocksInProgress
 from headstart.cache.invariants import check_everything
-from headstart.cache.lookup import ComputedBlocks, explain_end, find_partial, is_in_other_salt
+from headstart.cache.lookup import (
+    ComputedBlocks,
+    explain_end,
+    find_partial,
+    is_in_other_salt,
+    longest_head,
+)
 from headstart.cache.policies import Clock
 from headstart.cache.pool import BlockPicture, BlockPool
 from headstart.cache.sequence import TokenSequence
@@ -52,9 +60,8 @@ class Allocation(NamedTuple):
 class KVCacheManager:
     """Allocates KV blocks to sequences, and finds cached ones again by prefix identity.
 
-    Not thread-safe: one engine calls it. Every method either does the whole of what it says or
-    raises CacheError and leaves everything as it was. After any other exception, such as Ctrl-C in
-    the middle of a method, call `reset`.
+    Not thread-safe: one engine calls it. Every method completes, or raises CacheError and changes
+    nothing. After any other exception, such as Ctrl-C in the middle of a method, call `reset`.
     """
 
     def __init__(
@@ -80,25 +87,27 @@ class KVCacheManager:
         self.hasher = hasher or BlockHasher(config.block_size)
         self._has_hasher = hasher is not None
         self.pool = BlockPool(config.num_blocks, config.eviction, PrefixIndex(ghosts), clock)
-        self.pool.hasher = self.hasher if config.events else None
+        self.pool.hasher = hasher if config.events else None
         self.stats = PrefixCacheStats(eviction_ages=self.pool.ages)
         self.shares = self.pool.shares
-        self._indexer = BlockIndexer(config, self.pool)
         self._caching = config.enable_prefix_caching
         self._sequences: dict[str, TokenSequence] = {}
         self._mark = object()  # of these sequences
-        self._in_progress = BlocksInProgress()
+        # The next full block, by (parent, key), of each running sequence whose tokens are known.
+        # One entry a sequence: a second prompt that begins alike hits the blocks that the first
+        # has computed and then comes to just this block.
+        self._in_progress: dict[tuple[PrefixNode | Namespace, BlockKey], TokenSequence] = {}
         self._step = 0
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, cached ones included."""
+        """Blocks that no sequence holds, cached ones included."""
         return len(self.pool.free)
 
     def count_kept(self, taker: str | None, to_come: Mapping[str, int]) -> int:
-        """Free blocks that owners other than the taker cached within their shares.
+        """Return the free blocks that owners other than the taker cached within their shares.
 
-        to_come: by owner, as if no others shared the pool, how many blocks it is yet to get.
+        to_come: by owner, as if no others shared the pool, the number of blocks it is yet to get.
         """
         return self.pool.free.count_kept(taker, to_come)
 
@@ -113,7 +122,7 @@ class KVCacheManager:
         return tuple(self._sequences.values())
 
     def is_known(self, sequence: TokenSequence) -> bool:
-        """True if this very sequence holds blocks."""
+        """Return True if this very sequence holds blocks."""
         return sequence.holder is self._mark
 
     def get_computed_blocks(self, sequence: TokenSequence) -> ComputedBlocks:
@@ -134,7 +143,7 @@ class KVCacheManager:
         writer = None
         if depth < len(keys):
             parent = node if node is not None and depth else sequence.root
-            writing = self._in_progress.writer(parent, keys[depth])
+            writing = self._in_progress.get((parent, keys[depth]))
             writer = writing.request_id if writing is not None else None
         partial = None
         if node is not None and self.config.partial_hits:
@@ -143,16 +152,19 @@ class KVCacheManager:
         return ComputedBlocks(sequence, blocks, num_tokens, partial, writer, node, version, index)
 
     def explain(self, sequence: TokenSequence, *, across_salts: bool = False) -> MissExplanation:
-        """Why the sequence would not hit more if it were looked up now.
+        """Return the reason why the sequence would not hit more if it were looked up now.
 
-        across_salts: ask what other tenants have cached too; for the operator's eyes alone.
+        across_salts: also search what other tenants have cached; for the operator's eyes alone.
         """
-        found = self.get_computed_blocks(sequence)
-        explanation = explain_end(self.pool.index, found, self.block_size, is_caching=self._caching)
+        computed = self.get_computed_blocks(sequence)
+        explanation = self._explain(computed)
         is_evicted = explanation.reason is MissReason.EVICTED
-        if across_salts and not is_evicted and is_in_other_salt(self.pool.index, found):
+        if across_salts and not is_evicted and is_in_other_salt(self.pool.index, computed):
             return MissExplanation(MissReason.SALT, explanation.position)
         return explanation
+
+    def _explain(self, computed: ComputedBlocks | None) -> MissExplanation:
+        return explain_end(self.pool.index, computed, self.block_size, is_caching=self._caching)
 
     def block_hashes(self, sequence: TokenSequence) -> list[BlockHash]:
         """Return the portable hashes of the sequence's full blocks, cached or not.
@@ -165,11 +177,11 @@ class KVCacheManager:
         return self.hasher.of_keys(sequence.root, keys)
 
     def picture(self) -> list[BlockPicture]:
-        """Every block of the pool as it is now, by block id; for those who draw it."""
+        """Return every block of the pool as it is now, by block id, for drawing."""
         return self.pool.picture()
 
     def held_blocks(self) -> list[int]:
-        """The ids of the blocks that some request holds; asks every block."""
+        """Return the ids of the blocks that requests hold; reads every block."""
         return block_ids([block for block in self.pool.blocks if block.ref_cnt])
 
     def path_segments(self) -> list[PathSegment]:
@@ -183,11 +195,11 @@ class KVCacheManager:
         return len(sequence.token_ids) <= self.config.num_blocks * self.block_size
 
     def can_admit(self, computed: ComputedBlocks) -> bool:
-        """True if the free blocks suffice for all tokens of the sequence that was looked up.
+        """Return True if the free blocks suffice for all tokens of the sequence of a lookup.
 
         Raises CacheError for a lookup of another manager.
         """
-        check_source(computed, self.pool)
+        self._check_source(computed)
         blocks = -(-len(computed.sequence.token_ids) // self.block_size)
         needed = blocks - len(computed.blocks) + count_free(computed.blocks)
         return needed <= len(self.pool.free)
@@ -200,7 +212,7 @@ class KVCacheManager:
     ) -> Allocation | None:
         """Admit a sequence: hold what it hits and give it slots for `num_new_tokens` more.
 
-        Without `computed` the sequence reuses nothing. Returns None, and moves nothing, when
+        Without `computed` the sequence reuses nothing. Returns None, and changes nothing, when
         there are not enough free blocks; see `fits`. Raises CacheError when the sequence holds
         blocks already, `computed` is of another sequence or manager or older than an eviction, or
         there are not `num_new_tokens` tokens left.
@@ -211,7 +223,7 @@ class KVCacheManager:
         num_new = -(-end // self.block_size) - len(hits)
         if num_new + count_free(hits) > len(self.pool.free):
             return None
-        missed = explain_end(self.pool.index, computed, self.block_size, is_caching=self._caching)
+        missed = self._explain(computed)
         if sequence.is_counted:
             self.stats.admit(sequence, hit_tokens, missed.reason)
         self._sequences[sequence.request_id] = sequence
@@ -224,7 +236,7 @@ class KVCacheManager:
         sequence.num_indexed = sequence.num_reused = len(hits)
         sequence.node = computed.node if computed is not None and hits else None
         self._extend_to(sequence, end)
-        self._in_progress.announce(sequence)
+        self._announce(sequence)
         if copies and sequence.blocks[len(hits)] is not new[0]:  # cached since the lookup
             copies = ()
         return Allocation(copies, missed)
@@ -232,20 +244,34 @@ class KVCacheManager:
     def _check_admission(
         self, sequence: TokenSequence, num_new_tokens: int, computed: ComputedBlocks | None
     ) -> None:
-        if sequence.request_id in self._sequences:
-            raise CacheError(f"sequence {sequence.request_id!r} holds blocks already")
-        check_admission(sequence, num_new_tokens, computed, self.pool)
+        name = sequence.request_id
+        if name in self._sequences:
+            raise CacheError(f"sequence {name!r} holds blocks already")
+        if sequence.blocks:
+            raise CacheError(f"sequence {name!r} holds blocks of another manager")
+        if computed is not None:
+            if computed.sequence is not sequence:
+                raise CacheError(f"the lookup given for {name!r} is another sequence's")
+            self._check_source(computed)
+            if computed.version != self.pool.version:
+                raise CacheError(f"the lookup of {name!r} is older than an eviction: look again")
+        check_count(sequence, num_new_tokens, computed.num_tokens if computed is not None else 0)
         if self._caching:
-            sequence.cut(self.block_size)  # for naming; it may raise, so before anything moves
+            sequence.cut(self.block_size)  # for the index; it may raise, so before any change
+
+    def _check_source(self, computed: ComputedBlocks) -> None:
+        if computed.source is not self.pool.index:
+            name = computed.sequence.request_id
+            raise CacheError(f"the lookup of {name!r} is another manager's: look again")
 
     def _take(
         self, sequence: TokenSequence, count: int, computed: ComputedBlocks | None
     ) -> tuple[list[KVCacheBlock], tuple[RowCopy, ...]]:
-        """New blocks, and the copy that fills the head of the first from a partial hit.
+        """Take new blocks, and the copy that fills the head of the first from a partial hit.
 
         The source is held while blocks are taken, so that it counts as used now and is not
-        taken itself. If it is the last free block it is taken: copies read before anybody
-        writes, so its rows are still good.
+        taken itself. If it is the last free block it is taken: copies read before any write, so
+        its rows are still good.
         """
         if computed is None or computed.partial is None:
             return self.pool.take(count, sequence.namespace.salt), ()
@@ -260,9 +286,9 @@ class KVCacheManager:
         return new, (RowCopy(source.block_id, new[0].block_id, num_rows),)
 
     def append_slots(self, sequence: TokenSequence, num_new_tokens: int = 1) -> bool:
-        """Give a running sequence slots for its next tokens; False, and nothing moved, if short.
+        """Give a running sequence slots for its next tokens; False, and no change, if short.
 
-        Costs next to nothing while the last block has room. Raises CacheError when the
+        Costs next to nothing while the last block has free slots. Raises CacheError when the
         sequence holds no blocks or has not so many tokens.
         """
         end = sequence.num_computed_tokens + num_new_tokens
@@ -275,7 +301,7 @@ class KVCacheManager:
         if sequence.holder is not self._mark:
             raise CacheError(f"{sequence.request_id!r} holds no blocks: allocate_slots comes first")
         if self._caching:
-            sequence.cut(self.block_size)  # for naming; it may raise, so before anything moves
+            sequence.cut(self.block_size)  # for the index; it may raise, so before any change
         if end > sequence.capacity:
             num_new = -(-(end - sequence.capacity) // self.block_size)
             if num_new > len(self.pool.free):
@@ -286,26 +312,90 @@ class KVCacheManager:
             sequence.capacity += num_new * self.block_size
         self._extend_to(sequence, end)
         if sequence.in_progress is not None or sequence.num_indexed < len(sequence.keys):
-            self._in_progress.announce(sequence)
+            self._announce(sequence)
         return True
 
+    # The index
+
     def _extend_to(self, sequence: TokenSequence, end: int) -> None:
+        """This step computes the sequence's tokens up to `end`: index its new full blocks."""
         sequence.step = self._step
         sequence.num_computed_tokens = end
         full = end // self.block_size
-        if full > sequence.num_indexed and self._caching and sequence.is_stored:
-            self._indexer.index_full_blocks(sequence, full)
+        if full <= sequence.num_indexed or not self._caching or not sequence.is_stored:
+            return
+        keys, i = sequence.keys, sequence.num_indexed
+        node = sequence.node or self.pool.index.make_root(sequence.root)
+        while i < full and node.child is not None:
+            node = self.pool.index.child(node, keys[i])
+            self._index_block(sequence, i, node)
+            i += 1
+        if i + 1 == full:  # as when a sequence decodes
+            node = self.pool.store_child(node, keys[i], sequence.blocks[i])
+        elif i < full:
+            node = self.pool.store_chain(node, keys[i:full], sequence.blocks[i:full])
+        sequence.node, sequence.num_indexed = node, full
+
+    def _index_block(self, sequence: TokenSequence, i: int, node: PrefixNode) -> None:
+        """Store the sequence's full block in its node, or switch to the block that is there."""
+        block, cached = sequence.blocks[i], node.block
+        if cached is None or not self.config.deduplicate:
+            self.pool.store(node, block)
+            self._drop_covered(node)
+        else:
+            self.pool.touch([cached])
+            sequence.switched.add(i)
+            sequence.blocks[i] = cached
+            sequence.block_ids[i] = cached.block_id
+            self.pool.release([block])
+
+    def _index_partial(self, sequence: TokenSequence) -> None:
+        """Index the rows of the last block, unless a cached block has them already."""
+        rows = sequence.num_computed_tokens % self.block_size
+        if rows == 0:
+            return
+        index = self.pool.index
+        key = sequence.cut_partial(sequence.num_computed_tokens, self.block_size)
+        node = sequence.node or index.make_root(sequence.namespace)
+        cached = longest_head(index, node, key)
+        if cached is None or cached.num_rows < rows:
+            partial = index.child(node, key, PartialNode)
+            index.attach(partial, sequence.blocks[sequence.num_indexed])
+            self._drop_covered(partial)
+
+    def _drop_covered(self, node: PrefixNode) -> None:
+        """Empty a partial block whose rows this node's block has too."""
+        covered = self.pool.index.covered_partial(node)
+        if isinstance(covered, PartialNode) and covered.block and not covered.block.ref_cnt:
+            self.pool.drop([covered.block])
+
+    def _announce(self, sequence: TokenSequence) -> None:
+        """Announce the block after the sequence's last indexed one, if its tokens are known.
+
+        No sequence waits for one that is not stored.
+        """
+        self._withdraw(sequence)
+        if sequence.num_indexed < len(sequence.keys) and sequence.is_stored:
+            block = (sequence.node or sequence.root, sequence.keys[sequence.num_indexed])
+            if block not in self._in_progress:
+                self._in_progress[block] = sequence
+                sequence.in_progress = block
+
+    def _withdraw(self, sequence: TokenSequence) -> None:
+        if sequence.in_progress is not None:
+            del self._in_progress[sequence.in_progress]
+            sequence.in_progress = None
 
     # The end of a step, and of a sequence
 
     def commit_step(self) -> None:
-        """The K/V of every slot given since the last step are written."""
+        """Mark the K/V of every slot given since the last step as written."""
         self.pool.index.commit()
         self.stats.commit()
         self._step += 1
 
     def fail_step(self) -> list[TokenSequence]:
-        """The step's K/V were not written: end its sequences and keep nothing it computed.
+        """End the sequences of a step whose K/V were not written, and cache nothing of it.
 
         Returns the sequences that had slots in the step and hold no blocks any more.
         """
@@ -325,37 +415,40 @@ class KVCacheManager:
         for sequence in self._sequences.values():
             sequence.give_up()
         self._sequences = {}
-        self._in_progress = BlocksInProgress()
+        self._in_progress = {}
         self.pool.clear()
         self.stats.take_back()
         self._step += 1
 
     def free(self, sequence: TokenSequence) -> None:
-        """The sequence holds its blocks no longer; full ones stay cached, last in line first.
+        """Give a sequence's blocks back; full ones stay cached, the last is evicted first.
 
-        The rows in its last block stay too, to be copied by a prompt that goes on from there.
-        Raises CacheError for a sequence that holds none, or one whose step is under way.
+        The rows in its last block stay too, to be copied by a prompt that continues from there.
+        Raises CacheError for a sequence that holds no blocks, or one whose step is under way.
         """
-        self._check_out_of_step(sequence)
+        self._check_known(sequence)
+        if sequence.step == self._step:
+            name = sequence.request_id
+            raise CacheError(f"{name!r} is in a step: commit_step or fail_step comes first")
         if self._caching and self.config.partial_hits and sequence.is_stored:
-            self._indexer.keep_partial(sequence)
+            self._index_partial(sequence)
         self._give_back(sequence)
 
     def discard(self, sequences: Sequence[TokenSequence]) -> None:
-        """The sequences hold their blocks no longer, and nothing that they computed is kept.
+        """Give the sequences' blocks back, and cache nothing that they computed.
 
-        What they hit when they were admitted stays cached, and so does a block that somebody
-        else holds. May be called within a step, which goes on for the others. Raises CacheError
-        for a sequence that holds no blocks.
+        What they hit when they were admitted stays cached, and so does a block that another
+        sequence holds. May be called within a step, which continues for the others. Raises
+        CacheError for a sequence that holds no blocks.
         """
         for sequence in sequences:
             self._check_known(sequence)
         unwritten = self.pool.index.unwritten
         held = Counter(block for sequence in sequences for block in sequence.blocks)
         computed: dict[KVCacheBlock, None] = {}  # in this step, or since the admission
-        for one in sequences:
-            computed.update(dict.fromkeys(b for b in one.blocks if b in unwritten))
-            computed.update(dict.fromkeys(one.blocks[one.num_reused :]))
+        for sequence in sequences:
+            computed.update(dict.fromkeys(b for b in sequence.blocks if b in unwritten))
+            computed.update(dict.fromkeys(sequence.blocks[sequence.num_reused :]))
         # First of all, since a block that is freed would leave its identity to a copy of these.
         self.pool.forget([b for b in computed if b.node is not None and b.ref_cnt == held[b]])
         for sequence in sequences:
@@ -366,21 +459,15 @@ class KVCacheManager:
         if not self.is_known(sequence):
             raise CacheError(f"sequence {sequence.request_id!r} holds no blocks; freed twice?")
 
-    def _check_out_of_step(self, sequence: TokenSequence) -> None:
-        self._check_known(sequence)
-        if sequence.step == self._step:
-            name = sequence.request_id
-            raise CacheError(f"{name!r} is in a step: commit_step or fail_step comes first")
-
     def _give_back(self, sequence: TokenSequence) -> None:
-        self._in_progress.withdraw(sequence)
+        self._withdraw(sequence)
         for mark in sequence.marks:
             self.pool.free.retain(sequence.marked(mark, self.block_size), mark.seconds)
         self.pool.release(sequence.give_up()[::-1])
         del self._sequences[sequence.request_id]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget everything cached; False, and nothing done, while a sequence holds blocks."""
+        """Forget everything cached; False, and no change, while a sequence holds blocks."""
         if self._sequences:
             return False
         self.pool.clear()
@@ -389,38 +476,17 @@ class KVCacheManager:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         check_everything(self.config, self.pool, self.sequences)
-        assert all(self.is_known(sequence) for sequence in self.sequences), "one has no mark"
-        self._in_progress.check(self.sequences)
+        assert all(self.is_known(s) for s in self.sequences), "a sequence has no mark"
+        for block, sequence in self._in_progress.items():
+            name = sequence.request_id
+            following = (sequence.node or sequence.root, sequence.keys[sequence.num_indexed])
+            assert sequence.in_progress == block == following, f"{name} announces another block"
+            assert self._sequences.get(name) is sequence, f"{name} announces, and is gone"
 
     def take_events(self) -> list[CacheEvent]:
-        """Events of cached blocks since the last call, oldest first."""
+        """Return the events of cached blocks since the last call, oldest first."""
         events, self.pool.events = self.pool.events, []
         return events
-
-
-def check_admission(
-    sequence: TokenSequence, num_new_tokens: int, computed: ComputedBlocks | None, pool: BlockPool
-) -> None:
-    """Raise CacheError if the sequence cannot be admitted to the pool with this lookup."""
-    name = sequence.request_id
-    if sequence.blocks:
-        raise CacheError(f"sequence {name!r} holds blocks of another manager")
-    start = 0
-    if computed is not None:
-        if computed.sequence is not sequence:
-            raise CacheError(f"the lookup given for {name!r} is another sequence's")
-        check_source(computed, pool)
-        if computed.version != pool.version:
-            raise CacheError(f"the lookup of {name!r} is older than an eviction: look again")
-        start = computed.num_tokens
-    check_count(sequence, num_new_tokens, start)
-
-
-def check_source(computed: ComputedBlocks, pool: BlockPool) -> None:
-    """Raise CacheError if the lookup is another pool's."""
-    if computed.source is not pool.index:
-        name = computed.sequence.request_id
-        raise CacheError(f"the lookup of {name!r} is another manager's: look again")
 
 
 def check_count(sequence: TokenSequence, num_new_tokens: int, start: int) -> None:

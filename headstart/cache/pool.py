@@ -1,14 +1,14 @@
-"""The block pool: which blocks exist, who holds them, and which is reused next.
+"""The block pool: which blocks exist, which sequences hold them, and which is reused next.
 
-The pool knows no tensor, request or model. It moves blocks between three places: held by
+The pool knows no tensor, request or model. It moves blocks between three states: held by
 sequences (`ref_cnt` > 0), free with content that a lookup may still find, free and empty.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from headstart.cache.block import KVCacheBlock, PartialNode, PrefixNode, make_chain
+from headstart.cache.block import KVCacheBlock, PartialNode, PrefixNode
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
 from headstart.cache.eviction import make_policy
 from headstart.cache.hasher import BlockHasher
@@ -20,7 +20,7 @@ from headstart.cache.stats import EvictionAges
 from headstart.mypyc_hints import mypyc_attr
 
 AGE_SAMPLE = 64
-"""Of so many blocks, one's time is kept: a time for each would take too much memory."""
+"""One block of so many has its time recorded: a time for each would take too much memory."""
 
 
 class BlockState(Enum):
@@ -32,7 +32,7 @@ class BlockState(Enum):
 
 
 class BlockPicture(NamedTuple):
-    """A block as those who draw the pool see it: its state, and its content.
+    """The state and the content of a block, for drawing the pool.
 
     `content` is the same object for as long as the block keeps it; None without an identity.
     """
@@ -45,9 +45,9 @@ class BlockPicture(NamedTuple):
 class BlockPool:
     """All blocks, the free ones in the order of the eviction policy, and the prefix index.
 
-    `version` changes whenever a block loses its identity, so that the result of an earlier
-    lookup can be told to be stale. `copies` holds further blocks of an identity, oldest first,
-    which come to be where block tables are append-only.
+    `version` changes whenever a block loses its identity, so that a stale lookup is recognized.
+    `copies` holds further blocks of an identity, oldest first, which exist where block tables are
+    append-only.
     """
 
     def __init__(self, num_blocks: int, eviction: str, index: PrefixIndex, clock: Clock) -> None:
@@ -68,19 +68,17 @@ class BlockPool:
         self.events: list[CacheEvent] = []
 
     def picture(self) -> list[BlockPicture]:
-        """Every block as it is now, by block id."""
-        states = {True: BlockState.EMPTY, False: BlockState.CACHED}
+        """Return every block as it is now, by block id."""
+        free = {True: BlockState.EMPTY, False: BlockState.CACHED}
         return [
-            BlockPicture(BlockState.HELD if one.ref_cnt else states[one.node is None], one.node)
-            for one in self.blocks
+            BlockPicture(BlockState.HELD if b.ref_cnt else free[b.node is None], b.node)
+            for b in self.blocks
         ]
 
     def take(self, count: int, salt: str | None) -> list[KVCacheBlock]:
-        """`count` blocks for a request of this salt to write to, each held once.
+        """Return `count` blocks for a request of this salt to write to, each held once.
 
-        What they cached is evicted.
-
-        The caller has seen that as many are free.
+        Their content is evicted. As many blocks must be free.
         """
         taken = self.free.take(count, salt)
         evicted = [block for block in taken if block.node is not None]
@@ -103,50 +101,45 @@ class BlockPool:
             block.ref_cnt += 1
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Hold these blocks, of which the last of a request comes first, once less.
+        """Hold these blocks once less; the last block of a request comes first.
 
-        A copy of a block that is cached elsewhere is of no use to anyone once it is free: it
-        becomes empty.
+        A copy of a block that is cached elsewhere becomes empty once it is free.
         """
         for block in blocks:
             block.ref_cnt -= 1
         freed = [block for block in blocks if not block.ref_cnt]
-        self.note_freed(freed)
+        sample = self._sample.intersection(freed)
+        if sample:
+            self._freed.update(dict.fromkeys(sample, self.clock()))
         if self.copies:
             freed = self._lend_recency(freed)
         self.free.release(freed)
 
-    def note_freed(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Nobody holds these blocks any more, as of now."""
-        sample = self._sample.intersection(blocks)
-        if sample:
-            self._freed.update(dict.fromkeys(sample, self.clock()))
-
     def _lend_recency(self, freed: list[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Make freed copies empty; each puts a free block of its identity in line beside it.
+        """Empty freed copies, and put the free block of each one's identity in line before it.
 
-        Who held the copy used the identity, so the block that keeps it counts as used now.
+        The request that held the copy used the identity, so the other block counts as used now.
         """
         in_line = []
         for block in freed:
             node = block.node
             if node is not None and node in self.copies:
                 self.forget([block])
-                kept = node.block
-                if kept is not None and not kept.ref_cnt:
-                    self.free.withdraw([kept])
-                    in_line.append(kept)
+                original = node.block
+                if original is not None and not original.ref_cnt:
+                    self.free.withdraw([original])
+                    in_line.append(original)
             in_line.append(block)
         return in_line
 
     def drop(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Free cached blocks become empty."""
+        """Empty free cached blocks."""
         self.free.withdraw(blocks)
         self.forget(blocks)
         self.free.release(blocks)
 
     def store(self, node: PrefixNode, block: KVCacheBlock) -> None:
-        """The block gets the node's content in this step, as a copy if it is not the first."""
+        """Store the node's content, which this step writes, in a block, or in a further copy."""
         self.index.unwritten.add(block)
         if node.block is not None:
             block.node = node
@@ -172,17 +165,25 @@ class BlockPool:
     def store_chain(
         self, parent: PrefixNode, keys: Sequence[BlockKey], blocks: Sequence[KVCacheBlock]
     ) -> PrefixNode:
-        """Store blocks one after another under a node without children; the last one's node."""
+        """Store blocks one after another under a node without children; return the last node."""
         self.index.unwritten.update(blocks)
-        end = make_chain(parent, keys, blocks)
+        node = parent
+        for key, block in zip(keys, blocks, strict=True):
+            child = PrefixNode()
+            child.parent = node
+            child.key = key
+            child.block = block
+            child.child = child.block_hash = None
+            node.child = child
+            block.node = node = child
         if self.hasher is not None:
             for block in blocks:
                 assert block.node is not None
                 self.events.append(BlockStored(block.block_id, block.node, self.hasher))
-        return end
+        return node
 
     def forget(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """The blocks have no identity any more; a copy takes a forgotten block's place."""
+        """Remove the identity of blocks; a copy takes a forgotten block's place."""
         if not blocks:
             return
         self.version += 1
@@ -211,7 +212,7 @@ class BlockPool:
         return True
 
     def clear(self) -> None:
-        """Free and empty every block, and forget what the policy has learnt from them."""
+        """Free and empty every block, and forget what the policy has learned from them."""
         self.copies.clear()
         for block in self.blocks:
             block.ref_cnt = 0

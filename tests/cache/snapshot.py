@@ -38,7 +38,7 @@ def snapshot(manager: KVCacheManager, *others: TokenSequence) -> tuple[object, .
         tuple(_of_node(root) for root in pool.index.roots()),
         (tuple(pool.index._ghosts), tuple(pool.index._tops)),
         tuple(_of_sequence(sequence) for sequence in (*manager.sequences, *others)),
-        dict(manager._in_progress._by_block),
+        dict(manager._in_progress),
         (frozenset(pool.index.unwritten), tuple(pool.index._unlisted)),
         (counts(manager), tuple(manager.stats._admitted)),
     )

@@ -205,7 +205,8 @@ def announce_something_else(manager: KVCacheManager) -> None:
 def announce_and_be_gone(manager: KVCacheManager) -> None:
     sequence = TokenSequence("gone", [1, 2, 3, 4])
     sequence.cut(4)
-    manager._in_progress.announce(sequence)
+    manager._in_progress[(sequence.root, sequence.keys[0])] = sequence
+    sequence.in_progress = (sequence.root, sequence.keys[0])
 
 
 BROKEN: list[tuple[Callable[[KVCacheManager], None], str]] = [

@@ -13,9 +13,10 @@ class CacheOptions:
     """Options that an engine shares with its cache.
 
     block_size: tokens in a block, at least 1.
-    enable_prefix_caching: off, nothing is named, found or kept.
-    deduplicate: a block that fills with what is cached already is given back, and the sequence
-        goes on with the cached one; off, block tables are append-only, as in the reference.
+    enable_prefix_caching: off, nothing is indexed, hit or cached.
+    deduplicate: a block that fills with content that is cached already is given back, and the
+        sequence continues with the cached block; off, block tables are append-only, as in the
+        reference.
     partial_hits: reuse the head of a block that matches in part, by copying its rows.
     eviction: which free block is reused next, see `headstart.cache.eviction`.
     """
@@ -29,17 +30,17 @@ class CacheOptions:
     )
 
     def shared(self) -> dict[str, Any]:
-        """These options by name."""
+        """Return these options by name."""
         return {field.name: getattr(self, field.name) for field in fields(CacheOptions)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig(CacheOptions):
-    """How many blocks there are, and what is done with them.
+    """The size of the pool, and its options.
 
     num_blocks: blocks in the pool, at least 1.
-    ghost_entries: the last evicted identities, remembered to distinguish "evicted" from "never
-        seen"; by default one for every ten blocks. See `headstart.cache.index`.
+    ghost_entries: the number of evicted identities that are remembered, to distinguish "evicted"
+        from "never seen"; by default one for every ten blocks. See `headstart.cache.index`.
     events: collect `BlockStored`, `BlockEvicted` and `AllBlocksCleared`.
 
     Raises ConfigError.

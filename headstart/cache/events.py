@@ -1,7 +1,7 @@
 """Events of cached blocks, for routers and tiers that mirror the index.
 
 A prefix is stored once, when its first block holds it, and evicted once, when its last does
-not: further copies of a block in the same pool raise no events. Names are computed when read.
+not: further copies of a block in the same pool raise no events. Hashes are computed when read.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from headstart.cache.identity import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class PrefixEvent:
-    """Something happened to the full block that ends a prefix."""
+    """A change of the full block that ends a prefix."""
 
     block_id: int
     node: PrefixNode = field(repr=False)
@@ -21,24 +21,24 @@ class PrefixEvent:
 
     @property
     def block_hash(self) -> BlockHash:
-        """The portable name of the prefix that the block ends."""
+        """Portable hash of the prefix that the block ends."""
         return self.hasher.of_node(self.node)
 
     @property
     def parent_hash(self) -> BlockHash:
-        """The portable name of the prefix before the block."""
+        """Portable hash of the prefix before the block."""
         assert self.node.parent is not None
         return self.hasher.of_node(self.node.parent)
 
 
 class BlockStored(PrefixEvent):
-    """A block of this prefix is in the cache; it is written by the end of the step."""
+    """The first block of this prefix is in the cache; it is written by the end of the step."""
 
     __slots__ = ()
 
 
 class BlockEvicted(PrefixEvent):
-    """No block holds this prefix any more."""
+    """The last block of this prefix was evicted."""
 
     __slots__ = ()
 

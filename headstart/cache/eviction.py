@@ -26,44 +26,43 @@ Owner = str | None
 
 
 class FairLru:
-    """As `AdaptiveLru` among the free blocks of one owner, and max-min fair between owners.
+    """`AdaptiveLru` among the free blocks of each owner, and max-min fair between owners.
 
     Empty blocks are taken first. Then each block is taken from the owner that has most for its
     weight, held and cached blocks together, and the blocks that are taken count as the taker's. So
-    an owner with less than its share loses nothing to one with more, however much that one asks
-    for, and what nobody else wants anybody may have. A block costs O(log owners), and O(1) while
-    one owner alone has free cached blocks. An owner retains half of its share of the pool at the
-    most, and against its own blocks alone.
+    an owner with less than its share loses nothing to one with more, and an owner may use all
+    that no other uses. A block costs O(log owners), and O(1) while a single owner has free cached
+    blocks. An owner retains at most half of its share of the pool, and only against its own blocks.
 
     Blocks with an identity that are released together are of one prefix. Public blocks at its head
-    have an owner of their own. Who is made an owner while his blocks are here, as nobody's, has
-    them from the next change on, in the order in which they stand.
+    have a separate owner. When a salt becomes an owner, its existing blocks move to it at the next
+    change, in queue order.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock], shares: Shares, marks: Marks) -> None:
         self._shares = shares
-        self._owners = shares.names()  # as the fields below know them
+        self._owners = shares.names()  # to which the fields below refer
         self._marks = marks
         self._num_blocks = len(blocks)
         self._num_cached = 0
         self._empty = FreeBlockQueue(blocks)
         self._cached: dict[Owner, AdaptiveLru] = {}
         self._salts: dict[KVCacheBlock, str | None] = {}  # of each block that is held or cached
-        self._used: Counter[Owner] = Counter()  # how many of those
+        self._used: Counter[Owner] = Counter()  # number of those
 
     def _owner(self, salt: str | None) -> Owner:
         return owner_among(self._owners, salt)
 
     def _follow_shares(self) -> None:
-        """Give owners that are new the blocks that were nobody's."""
+        """Move blocks without an owner to new owners."""
         if self._shares.count == len(self._owners):
             return
         self._owners = self._shares.names()
         self._used = Counter(map(self._owner, self._salts.values()))
         if None in self._cached:
-            nobodys = self._cached[None]
-            moved = [block for block in nobodys if self._owner(self._salts[block]) is not None]
-            nobodys.withdraw(moved)
+            unowned = self._cached[None]
+            moved = [block for block in unowned if self._owner(self._salts[block]) is not None]
+            unowned.withdraw(moved)
             salts = [self._salts[block] for block in moved]
             queues = {salt: self._queue(self._owner(salt)) for salt in set(salts)}
             for block, salt in zip(moved, salts, strict=True):
@@ -86,30 +85,26 @@ class FairLru:
     def _queue(self, owner: Owner) -> AdaptiveLru:
         if owner not in self._cached:
             self._cached[owner] = AdaptiveLru([], self._marks, self._num_blocks)
-        if self._marks:
-            self._cached[owner].most_retained = self._count_retainable(owner)
+        if self._marks:  # half of the owner's share while all others want theirs
+            share = self._shares.weight(owner) / sum(map(self._shares.weight, self._cached))
+            self._cached[owner].most_retained = int(self._num_blocks * share / 2)
         return self._cached[owner]
-
-    def _count_retainable(self, owner: Owner) -> int:
-        """Half of what the owner may have while every other one wants all that it can get."""
-        weight = self._shares.weight(owner)
-        return int(self._num_blocks * weight / sum(map(self._shares.weight, self._cached)) / 2)
 
     def retain(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
         self._marks.add(blocks, seconds)
 
     def _by_salt(self, cached: list[KVCacheBlock]) -> list[tuple[str | None, list[KVCacheBlock]]]:
-        """Blocks of one prefix, last block first, by whose they are."""
+        """Return blocks of one prefix, last block first, by salt."""
         if not cached:
             return []
         salt = _salt_of(cached[-1])  # the nearest to the root
         if salt != PUBLIC:
             return [(salt, cached)]
-        for at in range(len(cached) - 1, -1, -1):
-            node = cached[at].node
+        for i in range(len(cached) - 1, -1, -1):
+            node = cached[i].node
             salt = cut_salt(node.key)[0] if node is not None else None
             if salt is not None:
-                return [(salt, cached[: at + 1]), (PUBLIC, cached[at + 1 :])]
+                return [(salt, cached[: i + 1]), (PUBLIC, cached[i + 1 :])]
         return [(PUBLIC, cached)]
 
     def _note(self, blocks: Sequence[KVCacheBlock], salt: str | None) -> None:
@@ -133,7 +128,7 @@ class FairLru:
         self._forget(blocks)
 
     def _split(self, blocks: Sequence[KVCacheBlock]) -> dict[Owner, list[KVCacheBlock]]:
-        """The cached ones of these free blocks by owner; the empty ones have left the queue."""
+        """Return the cached ones of free blocks by owner; remove the empty ones from the queue."""
         of_salt: dict[str | None, list[KVCacheBlock]] = defaultdict(list)
         for block in blocks:
             if block in self._salts:
@@ -162,22 +157,22 @@ class FairLru:
         return taken
 
     def _pick(self, count: int, taker: Owner, num_taken: int) -> list[Owner]:
-        """Of whom the next `count` cached blocks are taken, one by one."""
+        """Return the owners of the next `count` cached blocks to take, one by one."""
         left = {owner: len(cached) for owner, cached in self._cached.items() if len(cached)}
         if len(left) == 1:
             return [*left] * count
         weights = {owner: self._shares.weight(owner) for owner in left}
         used = {owner: self._used[owner] + num_taken * (owner == taker) for owner in left}
-        most = [(-used[owner] / weights[owner], at, owner) for at, owner in enumerate(left)]
+        most = [(-used[owner] / weights[owner], i, owner) for i, owner in enumerate(left)]
         heapify(most)
         picks = []
         for _ in range(count):
-            _, at, owner = heappop(most)
+            _, i, owner = heappop(most)
             picks.append(owner)
             left[owner] -= 1
             used[owner] -= 1
             if left[owner]:
-                heappush(most, (-used[owner] / weights[owner], at, owner))
+                heappush(most, (-used[owner] / weights[owner], i, owner))
         return picks
 
     def count_kept(self, taker: Owner, to_come: Mapping[str, int]) -> int:
@@ -195,14 +190,14 @@ class FairLru:
         return len(self._empty) + self._num_cached
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
-        """The order for a taker that is no owner."""
+        """Yield the blocks in order for a taker that is no owner."""
         yield from self._empty
         cached = {owner: iter(blocks) for owner, blocks in self._cached.items()}
         for owner in self._pick(self._num_cached, None, 0):
             yield next(cached[owner])
 
     def check(self) -> None:
-        """Raise AssertionError if a block counts for another owner than its identity says."""
+        """Raise AssertionError if a block counts for another owner than its identity's."""
         assert self._num_cached == sum(map(len, self._cached.values())), (
             "cached blocks are miscounted"
         )
@@ -212,8 +207,8 @@ class FairLru:
             cached.check()
             for block in cached:
                 assert self._owner(self._salts[block]) == owner, f"{block} counts for another owner"
-                found = self._owner(_salt_of(block))
-                assert found == owner, f"{block} is in another owner's queue"
+                actual = self._owner(_salt_of(block))
+                assert actual == owner, f"{block} is in another owner's queue"
         assert not any(block in self._salts for block in self._empty), "an empty block counts"
 
 
@@ -239,9 +234,9 @@ def make_policy(
     shares: Shares | None = None,
     marks: Marks | None = None,
 ) -> EvictionPolicy:
-    """The policy of this name over these blocks, all free. Raises ConfigError.
+    """Return the policy of this name over these blocks, all free. Raises ConfigError.
 
-    marks: of blocks that are worth keeping for a time; without any there are none at first.
+    marks: of blocks to retain; by default none.
     """
     if name not in POLICIES:
         raise ConfigError(f"eviction {name!r} is not one of {', '.join(POLICIES)}")

@@ -1,26 +1,26 @@
-"""Prefix identity: what makes two prefixes the same, and its encoding as bytes.
+"""Prefix identity, and its encoding as bytes.
 
-A block's own part of its prefix's identity is its `BlockKey`: its tokens in reading order, four
-bytes each, with a frame in front of the first placeholder of every image or audio item that
-begins in the block (or runs on from the block before). Keys are content, not digests, so equal
-keys are equal content. A frame starts with a word that no token id can have, and says its own
-length, so no two different contents share a key:
+A block's part of its prefix's identity is its `BlockKey`: its tokens in reading order, four bytes
+each, with a frame in front of the first placeholder of every image or audio item that begins in
+the block (or continues from the block before). Keys are content, not digests, so equal keys are
+equal content. A frame starts with a word that no token id can have, and contains its length, so no
+two different contents share a key:
 
     tokens 1 3 <p> <p>, an item of 41 placeholders at position 2:
     01000000 03000000 | ffffffff offset=0 length=41 len(digest) digest | <p> <p>
 
-Adapter and salt shape every block of a prompt; they name the root that a prompt's blocks hang
-under (`Namespace`), so they need not be repeated in each key.
+Adapter and salt shape every block of a prompt; they identify the root of a prompt's blocks
+(`Namespace`), so they need not be repeated in each key.
 
-Blocks that lie wholly in a public prefix hang under the root of the salt `PUBLIC`, which no request
+Blocks that lie wholly in a public prefix are below the root of the salt `PUBLIC`, which no request
 has; the key of the first block after them begins with a frame of the request's salt, which no item
 has either:
 
     the salt "tenant 7" enters the chain, then the tokens 1 3:
     ffffffff 0 0 len(salt) salt | 01000000 03000000
 
-A `BlockHash` is the portable name of a whole prefix: SHA-256 over (parent's hash, key), the
-same in every process and on every machine. Nothing inside one process is found by it.
+A `BlockHash` is the portable identity of a whole prefix: SHA-256 over (parent's hash, key), the
+same in every process and on every machine. No lookup inside a process uses it.
 
 Source: "Automatic Prefix Caching" (vLLM v1 design), block hash components.
 """
@@ -57,9 +57,9 @@ _SALT_HEAD = _FRAME_HEAD.pack(_FRAME_MARK, 0, 0, 0)[:12]  # an item has a length
 @mypyc_attr(native_class=False)  # or it could be neither copied nor pickled
 @dataclass(frozen=True, slots=True)
 class MultiModalItem:
-    """An image or audio item of a prompt: where its placeholders stand and what it is.
+    """An image or audio item of a prompt, and the position of its placeholders.
 
-    `digest` names the content and everything that shapes its embedding; `offset` is the
+    `digest` identifies the content and everything that shapes its embedding; `offset` is the
     position of its first placeholder in the prompt, `length` their number, both in tokens.
     """
 
@@ -88,7 +88,7 @@ class Namespace(NamedTuple):
 
 
 class PublicBlocks(dict[BlockKey, "PublicBlocks"]):
-    """Blocks that any tenant may share, by key, each with those that may follow it.
+    """Blocks that any tenant may share, by key, each with the blocks that may follow it.
 
     >>> public = PublicBlocks()
     >>> public.publish(range(40), block_size=16)
@@ -96,37 +96,37 @@ class PublicBlocks(dict[BlockKey, "PublicBlocks"]):
     """
 
     def publish(self, token_ids: Sequence[int], block_size: int) -> int:
-        """Add the full blocks of a public prefix; how many there are.
+        """Add the full blocks of a public prefix; return their number.
 
-        Requests that are made later share them. Raises CacheError for what is no token.
+        Requests that are made later share them. Raises CacheError for an invalid token.
         """
         count = len(token_ids) // block_size
-        at = self
+        following = self
         if count:
             for key in slice_keys(encode_tokens(token_ids[: count * block_size]), block_size):
-                at = at.setdefault(key, PublicBlocks())
+                following = following.setdefault(key, PublicBlocks())
         return count
 
 
 class ExtraKey(NamedTuple):
-    """Why a block is not its tokens alone: an item, and where in it the block's part begins."""
+    """An item that a block overlaps, and where in it the block's part begins."""
 
     digest: bytes
     offset: int
 
 
 def sha256(data: bytes) -> bytes:
-    """The digest behind portable names, 32 bytes."""
+    """Return the digest behind portable hashes, 32 bytes."""
     return hashlib.sha256(data).digest()
 
 
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
-    """Four bytes a token, least significant first. Raises CacheError for what is no token.
+    """Return four bytes a token, least significant first. Raises CacheError for an invalid token.
 
     Costs one pass over the tokens, in C: about 5 ns a token of a list.
     """
     words = array("I")
-    try:  # a third faster than `array("I", token_ids)`, which asks a list as any sequence
+    try:  # a third faster than `array("I", token_ids)`, which reads a list as any sequence
         words.fromlist(token_ids if isinstance(token_ids, list) else list(token_ids))
     except (TypeError, OverflowError):
         words.fromlist(list(map(check_token, token_ids)))
@@ -139,7 +139,7 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def check_token(token_id: SupportsIndex) -> int:
-    """The token id as an int of Python's own. Raises CacheError when it is no token."""
+    """Return the token id as a Python int. Raises CacheError for an invalid token."""
     try:
         value = index(token_id)
     except TypeError:
@@ -152,10 +152,10 @@ def check_token(token_id: SupportsIndex) -> int:
 def cut_keys(
     data: bytes, span: range, block_size: int, items: Sequence[MultiModalItem]
 ) -> list[BlockKey]:
-    """Keys of the blocks that `span` (token positions, from a block border) is cut into.
+    """Return the keys of the blocks of `span` (token positions, from a block border).
 
-    `data` is the span's tokens, encoded. The last key may stand for less than a block. `items`
-    are in order and do not overlap.
+    `data` is the span's tokens, encoded. The last block may be partial. `items` are in order and
+    do not overlap.
     """
     keys = slice_keys(data, block_size)
     for item in items:
@@ -164,7 +164,7 @@ def cut_keys(
 
 
 def slice_keys(data: bytes, block_size: int) -> list[BlockKey]:
-    """Keys of encoded tokens without items; the last may stand for less than a block.
+    """Return the keys of encoded tokens without items; the last block may be partial.
 
     `struct` cuts them four times as fast as slicing.
     """
@@ -179,8 +179,8 @@ def slice_keys(data: bytes, block_size: int) -> list[BlockKey]:
 def _frame_item(keys: list[BlockKey], item: MultiModalItem, span: range, block_size: int) -> None:
     """Put the item's frame into each key it overlaps.
 
-    The items of one block are framed front to back, so a later frame's place is counted from
-    the key's end, where no frame stands yet.
+    The items of one block are framed front to back, so a later frame's position is counted from
+    the key's end, where no frame is yet.
     """
     first = max(item.offset, span.start)
     last = min(item.offset + item.length, span.stop)
@@ -196,13 +196,13 @@ def _frame_item(keys: list[BlockKey], item: MultiModalItem, span: range, block_s
 
 
 def add_salt(key: BlockKey, salt: str) -> BlockKey:
-    """The key of a block with which a salt enters the chain."""
+    """Return the key of a block with which a salt enters the chain."""
     data = salt.encode()
     return BlockKey(_SALT_HEAD + struct.pack("<I", len(data)) + data + key)
 
 
 def cut_salt(key: BlockKey) -> tuple[str | None, BlockKey]:
-    """The salt that enters the chain with a key, None for none; and the key without it."""
+    """Return the salt that enters the chain with a key, None for none; and the key without it."""
     if not key.startswith(_SALT_HEAD):
         return None, key
     end = _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key)[3]
@@ -210,42 +210,42 @@ def cut_salt(key: BlockKey) -> tuple[str | None, BlockKey]:
 
 
 def count_tokens(key: bytes) -> int:
-    """Number of whole tokens that a key, or the beginning of one, stands for."""
-    tokens = at = 0
+    """Return the number of whole tokens of a key, or of the beginning of one."""
+    tokens = start = 0
     while True:
-        mark = key.find(_FRAME_MARK, at)
-        while mark >= 0 and (mark - at) % TOKEN_BYTES:
+        mark = key.find(_FRAME_MARK, start)
+        while mark >= 0 and (mark - start) % TOKEN_BYTES:
             mark = key.find(_FRAME_MARK, mark + 1)
         if mark < 0:
-            return tokens + (len(key) - at) // TOKEN_BYTES
-        tokens += (mark - at) // TOKEN_BYTES
+            return tokens + (len(key) - start) // TOKEN_BYTES
+        tokens += (mark - start) // TOKEN_BYTES
         if len(key) < mark + _FRAME_HEAD.size:
             return tokens
-        at = mark + _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key, mark)[3]
-        if len(key) < at:
+        start = mark + _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key, mark)[3]
+        if len(key) < start:
             return tokens
 
 
 def read_tokens(key: BlockKey) -> list[int]:
-    """The token ids of a key; what its items are is not told."""
+    """Return the token ids of a key, without its items."""
     tokens: list[int] = []
-    at = 0
-    while at < len(key):
-        if key.startswith(_FRAME_MARK, at):
-            at += _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key, at)[3]
+    start = 0
+    while start < len(key):
+        if key.startswith(_FRAME_MARK, start):
+            start += _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key, start)[3]
         else:
-            tokens.append(int.from_bytes(key[at : at + TOKEN_BYTES], "little"))
-            at += TOKEN_BYTES
+            tokens.append(int.from_bytes(key[start : start + TOKEN_BYTES], "little"))
+            start += TOKEN_BYTES
     return tokens
 
 
 def common_tokens(left: BlockKey, right: BlockKey) -> int:
-    """Number of tokens at the head of two keys whose K/V are the same."""
+    """Return the number of tokens at the head of two keys whose K/V are the same."""
     return count_tokens(left[: _common_bytes(left, right)])
 
 
 def _common_bytes(left: bytes, right: bytes) -> int:
-    """Number of bytes before the first difference, by the lowest bit in which they differ."""
+    """Return the number of equal bytes at the head, by the lowest bit that differs."""
     shorter = min(len(left), len(right))
     difference = _to_integer(left[:shorter], "little") ^ _to_integer(right[:shorter], "little")
     if not difference:
@@ -255,31 +255,31 @@ def _common_bytes(left: bytes, right: bytes) -> int:
 
 
 def differs_in_item(left: BlockKey, right: BlockKey) -> bool:
-    """True if the first difference of two keys is an image or audio item, not a token."""
+    """Return True if the first difference of two keys is an image or audio item, not a token."""
     tokens = common_tokens(left, right)
     return _frame_at(left, tokens) != _frame_at(right, tokens)
 
 
 def _frame_at(key: BlockKey, token: int) -> bytes:
-    """The frames in front of the key's token of this index."""
-    at = index = 0
+    """Return the frames in front of the key's token of this index."""
+    start = index = 0
     frames = b""
-    while at < len(key) and index <= token:
-        if key.startswith(_FRAME_MARK, at):
-            end = at + _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key, at)[3]
+    while start < len(key) and index <= token:
+        if key.startswith(_FRAME_MARK, start):
+            end = start + _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key, start)[3]
             if index == token:
-                frames += key[at:end]
-            at = end
+                frames += key[start:end]
+            start = end
         else:
             index += 1
-            at += TOKEN_BYTES
+            start += TOKEN_BYTES
     return frames
 
 
 def extra_keys(
     block_index: int, block_size: int, items: Sequence[MultiModalItem]
 ) -> tuple[ExtraKey, ...]:
-    """The items a block overlaps, each with the offset of the block's first token in it.
+    """Return the items a block overlaps, each with the offset of the block's first token in it.
 
     A negative offset means that the item begins inside the block.
     """
@@ -291,30 +291,24 @@ def extra_keys(
     )
 
 
-def _framed(*fields: str | None) -> bytes:
-    parts = []
-    for field in fields:
-        data = b"" if field is None else field.encode()
-        parts.append(struct.pack("<?I", field is not None, len(data)) + data)
-    return b"".join(parts)
-
-
 def root_hash(
     namespace: Namespace, block_size: int, model: str, digest: Digest = sha256
 ) -> BlockHash:
-    """The portable name of the empty prefix of a model, adapter, salt and block size."""
-    head = struct.pack("<I", block_size)
-    return BlockHash(digest(b"headstart/1" + head + _framed(model, *namespace)))
+    """Return the portable hash of the empty prefix of a model, adapter, salt and block size."""
+    parts = [b"headstart/1", struct.pack("<I", block_size)]
+    for field in (model, namespace.adapter, namespace.salt):
+        data = b"" if field is None else field.encode()
+        parts.append(struct.pack("<?I", field is not None, len(data)) + data)
+    return BlockHash(digest(b"".join(parts)))
 
 
 def chain_hashes(
     parent: BlockHash, keys: Sequence[BlockKey], digest: Digest = sha256
 ) -> list[BlockHash]:
-    """The portable names of prefixes that each go on from the one before by a block.
+    """Return the portable hashes of prefixes that each extend the one before by a block.
 
-    All digests have one length, so its frame is made once: a router names every prompt.
+    All digests have one length, so its frame is made once: a router hashes every prompt.
     """
     frame = struct.pack("<I", len(parent))
     name: bytes = parent
-    names = [name := digest(frame + name + key) for key in keys]
-    return cast("list[BlockHash]", names)
+    return cast("list[BlockHash]", [name := digest(frame + name + key) for key in keys])

@@ -1,12 +1,12 @@
-"""The prefix index: the tree of the identities that are cached, or were until lately.
+"""The prefix index: the tree of identities that are cached, or were until recently.
 
-A node whose block was evicted stays as a ghost entry for a while, so that a miss can be told from
-an eviction: the last `max_ghosts` of them. Then it is removed, unless it is the first evicted block
-of its prefix, where a later lookup of the prefix ends: of these, `TOPS` times as many stay. A node
-with a descendant that is cached or a ghost stays too, and is removed with the last of them.
+A node whose block was evicted stays as a ghost entry for a while, to distinguish an eviction from a
+miss: the last `max_ghosts` of them. Then it is removed, unless it is the first evicted block of its
+prefix, where a later lookup of the prefix ends: of these, `TOPS` times as many stay. A node with a
+descendant that is cached or a ghost stays too, and is removed with the last of them.
 
-A node may also stand for a partial block: the rows that a finished request left in its last
-block. It has no children and no name; its rows can only be copied.
+A node may also represent a partial block: the rows that a finished request left in its last
+block. It has no children and no hash; its rows can only be copied.
 """
 
 from bisect import bisect_left
@@ -48,18 +48,18 @@ class PathSegment(NamedTuple):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PrefixTree:
-    """Nodes under the root of their namespace. The caller that makes a node also removes it."""
+    """Nodes under the root of their namespace. The caller that creates a node also removes it."""
 
     def __init__(self) -> None:
         self._roots: dict[str | None, dict[str | None, RootNode]] = {}  # by salt, by adapter
 
     def root(self, namespace: Namespace) -> RootNode | None:
-        """The namespace's root, if anything of it is known."""
+        """Return the namespace's root, if any."""
         roots = self._roots.get(namespace.salt)
         return roots.get(namespace.adapter) if roots is not None else None
 
     def make_root(self, namespace: Namespace) -> RootNode:
-        """The namespace's root, made when there is none."""
+        """Return the namespace's root; create it if there is none."""
         root = self.root(namespace)
         if root is None:
             root = RootNode(namespace)
@@ -68,17 +68,17 @@ class PrefixTree:
                 self._roots[namespace.salt] = {namespace.adapter: root}
             elif isinstance(roots, OrderedDict):
                 roots[namespace.adapter] = root
-            else:  # for `recent_roots`: a dict walks over all that were deleted after its last
+            else:  # for `recent_roots`: a dict iterates over all entries deleted after its last
                 both = [*roots.items(), (namespace.adapter, root)]
                 self._roots[namespace.salt] = OrderedDict(both)
         return root
 
     def roots(self) -> list[RootNode]:
-        """All namespaces' roots."""
+        """Return the roots of all namespaces."""
         return [root for roots in self._roots.values() for root in roots.values()]
 
     def recent_roots(self, salt: str | None, count: int) -> list[RootNode]:
-        """At most `count` roots of a salt: without an adapter, then the adapters known last."""
+        """Return at most `count` roots of a salt: without an adapter, then the latest adapters."""
         roots = self._roots.get(salt, {})
         plain = roots.get(None)
         recent = [] if plain is None else [plain]
@@ -100,7 +100,9 @@ class PrefixTree:
             if salt is not None:
                 namespace = Namespace(namespace.adapter, salt)
             depth, nodes = start + 1, [node] if node.block is not None else []
-            while (only := node.child) is not None and not _is_fork(only):
+            while (only := node.child) is not None:
+                if isinstance(only, Branches) or cut_salt(only.key)[0] is not None:
+                    break
                 node, depth = only, depth + 1
                 if node.block is not None:
                     nodes.append(node)
@@ -119,7 +121,7 @@ class PrefixTree:
         return segments
 
     def find(self, parent: PrefixNode, key: BlockKey) -> PrefixNode | None:
-        """The child of this key."""
+        """Return the child of this key, if any."""
         child = parent.child
         if isinstance(child, Branches):
             return child.nodes.get(key)
@@ -128,7 +130,7 @@ class PrefixTree:
     def child(
         self, parent: PrefixNode, key: BlockKey, kind: type[PrefixNode] = PrefixNode
     ) -> PrefixNode:
-        """The child of this key, which is not empty; made when there is none."""
+        """Return the child of this key, which is not empty; create it if there is none."""
         only = parent.child
         if only is None:
             parent.child = node = make_node(parent, key, kind)
@@ -136,10 +138,10 @@ class PrefixTree:
         if only.key == key:
             return only
         branches = only if isinstance(only, Branches) else self.branch(parent, only)
-        found = branches.nodes.get(key)
-        if found is None:
-            found = branches.nodes[key] = make_node(parent, key, kind)
-        return found
+        child = branches.nodes.get(key)
+        if child is None:
+            child = branches.nodes[key] = make_node(parent, key, kind)
+        return child
 
     def branch(self, parent: PrefixNode, only: PrefixNode) -> Branches:
         """Replace an only child by `Branches` that hold it."""
@@ -149,14 +151,17 @@ class PrefixTree:
         return branches
 
     def cut_off(self, node: PrefixNode) -> PrefixNode | None:
-        """Take a node without children out; its parent, if that has no child any more.
+        """Remove a node without children; return its parent if that has no child any more.
 
-        None, and nothing done, for a node that is cut off already.
+        None, and no change, for a node that is cut off already.
         """
         parent = node.parent
         if parent is None:
             assert isinstance(node, RootNode)
-            self._drop_root(node.namespace)
+            roots = self._roots[node.namespace.salt]
+            del roots[node.namespace.adapter]
+            if not roots:
+                del self._roots[node.namespace.salt]
             return None
         branches = parent.child
         if branches is not node:
@@ -168,28 +173,16 @@ class PrefixTree:
         parent.child = None
         return parent
 
-    def _drop_root(self, namespace: Namespace) -> None:
-        roots = self._roots[namespace.salt]
-        if len(roots) > 1:
-            del roots[namespace.adapter]
-        else:
-            del self._roots[namespace.salt]
-
-
-def _is_fork(child: PrefixNode) -> bool:
-    """Return True if another segment begins with this child."""
-    return isinstance(child, Branches) or cut_salt(child.key)[0] is not None
-
 
 TOPS = 5
 """First evicted blocks of prefixes that are remembered, for each ghost entry."""
 
 
 class PrefixIndex(PrefixTree):
-    """All prefix identities that are cached, or were until lately.
+    """All prefix identities that are cached, or were until recently.
 
-    `unwritten` has the blocks that the step under way fills: they have a name and can be hit,
-    but nothing may be copied from them, and the name goes if the step fails.
+    `unwritten` has the blocks that the step under way fills: they have an identity and can be hit,
+    but nothing may be copied from them, and they lose the identity if the step fails.
     """
 
     def __init__(self, max_ghosts: int) -> None:
@@ -202,7 +195,7 @@ class PrefixIndex(PrefixTree):
         self._ancestors: set[PrefixNode] = set()  # no ghosts any more; a descendant needs them
 
     def clear(self) -> None:
-        """Know nothing any more."""
+        """Remove all nodes."""
         self._roots.clear()
         self.unwritten.clear()
         self._unlisted.clear()
@@ -211,7 +204,7 @@ class PrefixIndex(PrefixTree):
         self._ancestors.clear()
 
     def check(self, nodes: set[PrefixNode]) -> None:
-        """Raise AssertionError if one of these, all nodes there are, is kept for nothing."""
+        """Raise AssertionError if one of these, the nodes of the tree, is of no use."""
         ghosts = {node for node in (*self._ghosts, *self._tops) if node.block is None}
         assert len(self._ghosts) <= self.max_ghosts, "there are too many ghosts"
         assert len(self._tops) <= TOPS * self.max_ghosts, "there are too many ghosts"
@@ -219,12 +212,12 @@ class PrefixIndex(PrefixTree):
         for node in nodes - ghosts:
             assert node.block is not None or node.child is not None, "a node is kept for nothing"
             if node.parent is not None:
-                known = (node.block is None) == (node in self._ancestors)
-                assert known, "an evicted node is neither a ghost nor an ancestor"
+                is_ancestor = (node.block is None) == (node in self._ancestors)
+                assert is_ancestor, "an evicted node is neither a ghost nor an ancestor"
         assert self._ancestors <= nodes, "a node that was cut off is kept"
 
     def walk(self, root: PrefixNode, keys: list[BlockKey]) -> tuple[PrefixNode, list[KVCacheBlock]]:
-        """The deepest cached node along the keys, and the blocks on the way. Changes nothing."""
+        """Return the deepest cached node along the keys, and the blocks on the path to it."""
         node = root
         blocks = []
         for key in keys:
@@ -243,7 +236,7 @@ class PrefixIndex(PrefixTree):
         return node, blocks
 
     def branch(self, parent: PrefixNode, only: PrefixNode) -> Branches:
-        """Replace an only child by `Branches`; in their order if its rows are written."""
+        """Replace an only child by `Branches`, with its key in their order if it is written."""
         branches = super().branch(parent, only)
         if only.block is not None:
             if only.block in self.unwritten:
@@ -253,7 +246,7 @@ class PrefixIndex(PrefixTree):
         return branches
 
     def covered_partial(self, node: PrefixNode) -> PrefixNode | None:
-        """A sibling that is a partial block whose rows this node's block has too."""
+        """Return a sibling that is a partial block whose rows this node's block has too."""
         assert node.parent is not None
         branches = node.parent.child
         if not isinstance(branches, Branches):
@@ -264,7 +257,7 @@ class PrefixIndex(PrefixTree):
         return None
 
     def attach(self, node: PrefixNode, block: KVCacheBlock) -> None:
-        """The block holds the node's content from now on."""
+        """Store the node's content in the block."""
         node.block = block
         block.node = node
         self._ancestors.discard(node)
@@ -276,7 +269,7 @@ class PrefixIndex(PrefixTree):
                 _list(node, parent.child.order)
 
     def replace(self, node: PrefixNode, block: KVCacheBlock) -> None:
-        """Another block that holds the same content stands for the node from now on."""
+        """Replace the node's block by another one with the same content."""
         node.block = block
         assert node.parent is not None
         branches = node.parent.child
@@ -285,7 +278,7 @@ class PrefixIndex(PrefixTree):
             self._unlisted.append(node)
 
     def commit(self) -> None:
-        """The rows of all blocks are written: they may be copied from."""
+        """Mark the rows of all blocks as written: they may be copied from."""
         for node in self._unlisted:
             if node.block is not None and node.parent is not None:
                 branches = node.parent.child
@@ -295,7 +288,7 @@ class PrefixIndex(PrefixTree):
         self.unwritten.clear()
 
     def detach(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """The blocks hold their identity no longer; those of full blocks stay as ghosts."""
+        """Remove the identity of blocks; nodes of full blocks stay as ghosts."""
         ghosts = self._ghosts
         for block in blocks:
             node = block.node
@@ -337,7 +330,7 @@ class PrefixIndex(PrefixTree):
                     self._prune(node)
 
     def _prune(self, node: PrefixNode) -> None:
-        """Cut off a node without block or child, and the ancestors that were kept for it."""
+        """Cut off a node without block or child, and the ancestors that only it needed."""
         while (parent := self.cut_off(node)) is not None:
             if parent.parent is not None:  # a root stays for its children alone
                 if parent not in self._ancestors:
@@ -347,12 +340,12 @@ class PrefixIndex(PrefixTree):
 
 
 def _list(node: PrefixNode, order: list[BlockKey]) -> None:
-    at = bisect_left(order, node.key)
-    if at == len(order) or order[at] != node.key:
-        order.insert(at, node.key)
+    i = bisect_left(order, node.key)
+    if i == len(order) or order[i] != node.key:
+        order.insert(i, node.key)
 
 
 def _unlist(node: PrefixNode, order: list[BlockKey]) -> None:
-    at = bisect_left(order, node.key)
-    if at < len(order) and order[at] == node.key:
-        del order[at]
+    i = bisect_left(order, node.key)
+    if i < len(order) and order[i] == node.key:
+        del order[i]

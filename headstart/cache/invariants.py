@@ -1,4 +1,4 @@
-"""Every invariant of the manager in one place; tests check them after every step."""
+"""Every invariant of the manager; tests check them after every step."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -22,29 +22,29 @@ def check_everything(config: CacheConfig, pool: BlockPool, sequences: Sequences)
 
 
 def _descend(root: PrefixNode) -> Iterator[PrefixNode]:
-    todo = [root]
-    while todo:
-        node = todo.pop()
+    pending = [root]
+    while pending:
+        node = pending.pop()
         yield node
-        todo += node.children()
+        pending += node.children()
 
 
 def _check_blocks(pool: BlockPool, sequences: Sequences) -> None:
-    """Reference counts are those of the tables; the free queue has just the unheld blocks."""
+    """Check that reference counts match the tables, and that other blocks are free."""
     held = Counter(block.block_id for s in sequences for block in s.blocks)
     pool.free.check()
     free = [block.block_id for block in pool.free]
     assert len(free) == len(set(free)) == len(pool.free), "the free queue has a block twice"
     assert set(free).isdisjoint(held), "a held block is on the free queue"
     assert len(free) + len(held) == len(pool.blocks), "a block is neither free nor held"
-    for at, block in enumerate(pool.blocks):
-        assert block.block_id == at, f"block {at} has another id"
-        assert block.ref_cnt == held[at], f"{block} is in {held[at]} block tables"
+    for i, block in enumerate(pool.blocks):
+        assert block.block_id == i, f"block {i} has another id"
+        assert block.ref_cnt == held[i], f"{block} is in {held[i]} block tables"
         assert block.next_free_block.prev_free_block is block, f"{block}: broken link"
 
 
 def _check_index(config: CacheConfig, pool: BlockPool, nodes: set[PrefixNode]) -> None:
-    """Blocks and identities point at one another; nothing useless or misplaced is kept."""
+    """Check that blocks and identities refer to one another, and none is misplaced."""
     for block in pool.index.unwritten:
         assert block.node is not None, f"{block} is to be filled, and has no identity"
         assert block.ref_cnt, f"{block} is to be filled, and nobody holds it"
@@ -85,7 +85,7 @@ def _check_place(config: CacheConfig, pool: BlockPool, node: PrefixNode) -> None
 
 
 def _check_sequence(config: CacheConfig, sequence: TokenSequence) -> None:
-    """The block table covers the computed tokens, and its full blocks are what they should be."""
+    """Check that the block table covers the computed tokens, with the right full blocks."""
     name, size = sequence.request_id, config.block_size
     used = -(-sequence.num_computed_tokens // size)
     assert len(sequence.blocks) == used, f"{name} holds {len(sequence.blocks)} blocks, uses {used}"
@@ -96,15 +96,15 @@ def _check_sequence(config: CacheConfig, sequence: TokenSequence) -> None:
     count = sequence.num_indexed
     assert count == full, f"{name} has {full} full blocks, {count} named"
     node = sequence.node
-    for at in range(full - 1, -1, -1):
-        assert node is not None and node.key == sequence.keys[at], f"{name}: wrong identity"
-        assert sequence.blocks[at].node is node, f"{name}: block {at} has another identity"
+    for i in range(full - 1, -1, -1):
+        assert node is not None and node.key == sequence.keys[i], f"{name}: wrong identity"
+        assert sequence.blocks[i].node is node, f"{name}: block {i} has another identity"
         node = node.parent
     assert node is None or node.parent is None, f"{name}: the path ends before the root"
     for block in sequence.blocks[full:]:
         assert block.node is None, f"{name}: a block that is not full has a name"
         assert block.ref_cnt == 1, f"{name}: its last block is held by another"
     assert sequence.num_reused <= sequence.num_indexed, f"{name} reuses blocks without a name"
-    assert all(at < sequence.num_indexed for at in sequence.switched), f"{name} switched too far"
+    assert all(i < sequence.num_indexed for i in sequence.switched), f"{name} switched too far"
     table = [block.block_id for block in sequence.blocks]
     assert sequence.block_ids == table, f"{name} has a block table that is not its blocks'"

@@ -1,7 +1,7 @@
-"""Finding what a sequence can reuse, and saying why it is not more. Nothing here changes anything.
+"""The cached prefix of a sequence, and the reason why it is not longer. Nothing here changes state.
 
 A lookup walks the sequence's keys from its namespace's root as far as blocks are cached, then
-looks at the children of the last node for the one with the longest common head.
+searches the children of the last node for the longest common head.
 """
 
 from bisect import bisect_left
@@ -22,8 +22,8 @@ from headstart.cache.index import PrefixIndex
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.stats import MissExplanation, MissReason
 
-MAX_ASKED = 4  # adapters that a miss is compared with: the model without any, and the latest
-MAX_DEPTH = 16  # blocks of a hit after which no other adapter is asked
+MAX_ADAPTERS = 4  # that a miss is compared with: the model without any, and the latest
+MAX_DEPTH = 16  # blocks of a hit after which no other adapter is searched
 
 
 class PartialHit(NamedTuple):
@@ -36,10 +36,10 @@ class PartialHit(NamedTuple):
 class ComputedBlocks(NamedTuple):
     """The result of a lookup for one sequence.
 
-    blocks: the cached blocks its prefix fills, in order. num_tokens: tokens that need no
-    computing, rows of `partial` included; always less than the sequence has. writer: the
-    request that is computing the sequence's next block, if there is one: wait for it, or the
-    block is computed twice. node, version and source: for the manager.
+    blocks: the cached blocks of its prefix, in order. num_tokens: tokens that need no computing,
+    rows of `partial` included; always less than the sequence has. writer: the request that is
+    computing the sequence's next block, if any: wait for it, or the block is computed twice.
+    node, version and source: for the manager.
     """
 
     sequence: TokenSequence
@@ -52,11 +52,11 @@ class ComputedBlocks(NamedTuple):
     source: PrefixIndex
 
     def is_written(self, at: int) -> bool:
-        """True if the rows of `blocks[at]` are written; otherwise this step computes them."""
+        """Return True if the rows of `blocks[at]` are written, not computed by this step."""
         return self.blocks[at] not in self.source.unwritten
 
     def cut(self, count: int, block_size: int) -> "ComputedBlocks":
-        """This result truncated to its first `count` blocks."""
+        """Return this result truncated to its first `count` blocks."""
         node = self.node
         if count < len(self.blocks):
             node = self.blocks[count].node
@@ -71,20 +71,20 @@ class ComputedBlocks(NamedTuple):
 
 
 def _nearest_children(index: PrefixIndex, parent: PrefixNode, key: BlockKey) -> list[PrefixNode]:
-    """The written children on either side of the place where the key would stand."""
+    """Return the written children next to the position where the key would be inserted."""
     child = parent.child
     if isinstance(child, Branches):
-        at = bisect_left(child.order, key)
-        return [child.nodes[near] for near in child.order[max(0, at - 1) : at + 1]]
+        i = bisect_left(child.order, key)
+        return [child.nodes[near] for near in child.order[max(0, i - 1) : i + 1]]
     if child is None or child.block is None or child.block in index.unwritten:
         return []
     return [child]
 
 
 def longest_head(index: PrefixIndex, parent: PrefixNode, key: BlockKey) -> PartialHit | None:
-    """The written child block that shares most rows with the key.
+    """Return the written child block that shares most rows with the key.
 
-    Common heads only get shorter on the way outwards, so on either side the nearest is the best.
+    Common heads only get shorter with distance, so on either side the nearest child is the best.
     """
     best: PartialHit | None = None
     for node in _nearest_children(index, parent, key):
@@ -97,7 +97,7 @@ def longest_head(index: PrefixIndex, parent: PrefixNode, key: BlockKey) -> Parti
 def find_partial(
     index: PrefixIndex, sequence: TokenSequence, node: PrefixNode, depth: int, block_size: int
 ) -> PartialHit | None:
-    """The partial hit in a written child of the last hit; it leaves the last token to compute."""
+    """Return the partial hit in a child of the last hit; it leaves the last token to compute."""
     start = depth * block_size
     limit = len(sequence.token_ids) - 1 - start
     if limit <= 0 or node.child is None:
@@ -113,68 +113,72 @@ def find_partial(
 
 
 def explain_end(
-    index: PrefixIndex, found: ComputedBlocks | None, block_size: int, *, is_caching: bool = True
+    index: PrefixIndex, computed: ComputedBlocks | None, block_size: int, *, is_caching: bool = True
 ) -> MissExplanation:
-    """Why a lookup ended where it did, as far as the sequence's own salt may see.
+    """Return the reason why a lookup ended, or why there was none.
 
-    Or why there was none.
+    It reveals nothing of other salts than the sequence's own.
     """
     if not is_caching:
         return MissExplanation(MissReason.DISABLED, 0)
-    if found is None:
+    if computed is None:
         return MissExplanation(MissReason.NOT_READ, 0)
-    sequence, depth, position = found.sequence, len(found.blocks), found.num_tokens
+    sequence, depth, position = computed.sequence, len(computed.blocks), computed.num_tokens
     if position == len(sequence.token_ids) - 1:
         return MissExplanation(MissReason.NONE, position)
     if depth == len(sequence.keys):
         return MissExplanation(MissReason.SHORT, position)
-    if found.writer is not None:
+    if computed.writer is not None:
         return MissExplanation(MissReason.IN_PROGRESS, position)
-    known = index.find(found.node, sequence.keys[depth]) if found.node is not None else None
-    if known is not None:
-        reason = MissReason.EVICTED if known.block is None else MissReason.OUTPUTS
+    node = index.find(computed.node, sequence.keys[depth]) if computed.node is not None else None
+    if node is not None:
+        reason = MissReason.EVICTED if node.block is None else MissReason.OUTPUTS
         return MissExplanation(reason, position)
-    if (root := _find_other_adapter(index, found)) is not None:
+    if (root := _find_other_adapter(index, computed)) is not None:
         return MissExplanation(MissReason.ADAPTER, position, root.namespace.adapter)
-    return _explain_child(index, found, block_size)
+    return _explain_child(index, computed, block_size)
 
 
-def _find_other_adapter(index: PrefixIndex, found: ComputedBlocks) -> RootNode | None:
-    """Another adapter's root under the same salt that has more of the sequence.
+def _find_other_adapter(index: PrefixIndex, computed: ComputedBlocks) -> RootNode | None:
+    """Return another adapter's root under the same salt that has more of the sequence.
 
-    A few are asked, and only where the hit ended early, so that an admission costs the same
-    however many adapters there are: see `MAX_ASKED` and `MAX_DEPTH`.
+    `MAX_ADAPTERS` and `MAX_DEPTH` bound the cost of an admission.
     """
-    adapter, salt = found.sequence.root
-    if len(found.blocks) > MAX_DEPTH or salt == PUBLIC:  # other tenants' adapters have roots there
+    depth, (adapter, salt) = len(computed.blocks), computed.sequence.root
+    if depth > MAX_DEPTH or salt == PUBLIC:  # other tenants' adapters have roots there
         return None
-    for root in index.recent_roots(salt, MAX_ASKED):
-        if root.namespace.adapter != adapter and _has_more(index, root, found.sequence.keys, found):
+    for root in index.recent_roots(salt, MAX_ADAPTERS):
+        keys = computed.sequence.keys
+        if root.namespace.adapter != adapter and _has_more(index, root, keys, depth):
             return root
     return None
 
 
-def is_in_other_salt(index: PrefixIndex, found: ComputedBlocks) -> bool:
-    """True if more of the sequence is cached under another salt. One tenant must not learn this.
+def is_in_other_salt(index: PrefixIndex, computed: ComputedBlocks) -> bool:
+    """Return True if more of the sequence is cached under another salt; searches every salt.
 
-    Asks every salt.
+    A tenant must not learn this.
     """
-    adapter = found.sequence.namespace.adapter
+    adapter = computed.sequence.namespace.adapter
     return any(
-        _has_more(index, root, keys, found)
+        _has_more(index, root, keys, len(computed.blocks))
         for root in index.roots()
         if root.namespace.adapter == adapter
-        for keys in _keys_of_others(index, root, found)
+        for keys in _keys_of_others(index, root, computed)
     )
 
 
+def _has_more(index: PrefixIndex, root: RootNode, keys: list[BlockKey], depth: int) -> bool:
+    return len(index.walk(root, keys[: depth + 1])[1]) > depth
+
+
 def _keys_of_others(
-    index: PrefixIndex, root: RootNode, found: ComputedBlocks
+    index: PrefixIndex, root: RootNode, computed: ComputedBlocks
 ) -> Iterator[list[BlockKey]]:
-    """The keys up to the next block as they would be under this root, for every other salt."""
-    sequence, public = found.sequence, found.sequence.num_public
+    """Yield the keys up to the next block as they would be under this root, for other salts."""
+    sequence, public = computed.sequence, computed.sequence.num_public
     own = sequence.namespace.salt
-    keys = [cut_salt(key)[1] for key in sequence.keys[: len(found.blocks) + 1]]
+    keys = [cut_salt(key)[1] for key in sequence.keys[: len(computed.blocks) + 1]]
     if root.namespace.salt not in (PUBLIC, own):
         yield keys
     elif root.namespace.salt == PUBLIC and 0 < public < len(keys):
@@ -185,20 +189,15 @@ def _keys_of_others(
             yield [*keys[:public], add_salt(keys[public], salt), *keys[public + 1 :]]
 
 
-def _has_more(
-    index: PrefixIndex, root: RootNode, keys: list[BlockKey], found: ComputedBlocks
-) -> bool:
-    depth = len(found.blocks)
-    return len(index.walk(root, keys[: depth + 1])[1]) > depth
-
-
-def _explain_child(index: PrefixIndex, found: ComputedBlocks, block_size: int) -> MissExplanation:
+def _explain_child(
+    index: PrefixIndex, computed: ComputedBlocks, block_size: int
+) -> MissExplanation:
     """Return the explanation by the cached siblings of the sequence's next block."""
-    parent, depth, position = found.node, len(found.blocks), found.num_tokens
+    parent, depth, position = computed.node, len(computed.blocks), computed.num_tokens
     if parent is None or parent.child is None:
         return MissExplanation(MissReason.UNSEEN, position)
-    key = found.sequence.keys[depth]
-    own = cut_salt(key)[0]  # what others have behind a public prefix is not told
+    key = computed.sequence.keys[depth]
+    own = cut_salt(key)[0]  # blocks of others behind a public prefix are not revealed
     closest = max(
         (n.key for n in _nearest_children(index, parent, key) if cut_salt(n.key)[0] == own),
         key=lambda other: common_tokens(key, other),

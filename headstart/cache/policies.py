@@ -1,10 +1,9 @@
 """Eviction policies: which free block is reused next, behind five verbs.
 
-A policy keeps the free blocks. `release` is called with blocks that no request holds any more,
+A policy holds the free blocks. `release` is called with blocks that no request holds any more,
 `claim` with free blocks that a request hit, and `withdraw` with free blocks that leave the queue
-without a hit. `retain` marks held blocks that are worth keeping for a time. `take` chooses what is
-reused: by then the block's content is lost. A policy never looks into the index and never changes a
-block's identity.
+without a hit. `retain` marks held blocks to retain for a time. `take` chooses the blocks to reuse,
+which lose their content. A policy never reads the index and never changes a block's identity.
 
 Retained blocks are free blocks that are reused after all others, for a time and in bounded number:
 
@@ -12,8 +11,8 @@ Retained blocks are free blocks that are reused after all others, for a time and
                              │                      │
                              └──its minute is over──┴─or too many──▶ unmarked, released anew
 
-A mark stays on a block, held or free, until its minute is over, the block is reused, or it stands
-among too many. It is a preference between free blocks: a pool short of blocks gives them all.
+A mark stays on a block, held or free, until its minute is over, the block is reused, or too many
+are retained. It is a preference between free blocks: a pool short of blocks gives them all.
 """
 
 from bisect import insort
@@ -31,9 +30,9 @@ from headstart.mypyc_hints import mypyc_attr
 class FreeBlockQueue:
     """Free blocks in the order they will be reused; append, popleft and remove are O(1).
 
-    The list runs through the blocks themselves, so a hit in the middle needs no search and no
-    wrapper object as a deque would. A block that is not on the list links to itself, so a
-    double free is loud:
+    The list links the blocks themselves, so a hit in the middle needs no search and no wrapper
+    object as a deque would. A block that is not on the list links to itself, so a double free is
+    an error:
 
     >>> a, b, c = blocks = [KVCacheBlock(i) for i in range(3)]
     >>> queue = FreeBlockQueue(blocks)
@@ -41,7 +40,7 @@ class FreeBlockQueue:
     >>> [block.block_id for block in queue]
     [0, 2]
 
-    `length` is for reading, where a call of `len` would take longer than all else.
+    `length` is for reading, where a call of `len` would take longer than the rest.
     """
 
     __slots__ = ("_ends", "length")
@@ -62,14 +61,20 @@ class FreeBlockQueue:
 
     def append(self, block: KVCacheBlock) -> None:
         """Put a block at the tail: it will be reused last."""
-        self._insert(block, self._ends)
+        self.extend((block,))
 
     def appendleft(self, block: KVCacheBlock) -> None:
         """Put a block at the head: it will be reused first."""
-        self._insert(block, self._ends.next_free_block)
+        if block.next_free_block is not block:
+            raise CacheError(f"block {block.block_id} is on the free queue already")
+        ends = self._ends
+        after = ends.next_free_block
+        block.prev_free_block, block.next_free_block = ends, after
+        ends.next_free_block = after.prev_free_block = block
+        self.length += 1
 
     def extend(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Append blocks one by one; one loop without a call a block, since free is hot."""
+        """Append blocks; one loop without a call per block, since `free` is hot."""
         ends = self._ends
         last = ends.prev_free_block
         twice = None
@@ -109,7 +114,7 @@ class FreeBlockQueue:
         self.remove_all((block,))
 
     def remove_all(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Take blocks out of the middle, wherever they are."""
+        """Take blocks out of the middle. Raises CacheError when one is not on the queue."""
         count = 0
         for block in blocks:
             before, after = block.prev_free_block, block.next_free_block
@@ -122,23 +127,15 @@ class FreeBlockQueue:
             count += 1
         self.length -= count
 
-    def _insert(self, block: KVCacheBlock, after: KVCacheBlock) -> None:
-        if block.next_free_block is not block:
-            raise CacheError(f"block {block.block_id} is on the free queue already")
-        before = after.prev_free_block
-        block.prev_free_block, block.next_free_block = before, after
-        before.next_free_block = after.prev_free_block = block
-        self.length += 1
-
 
 Clock = Callable[[], float]
-"""Seconds that never go back."""
+"""Monotonic seconds."""
 
 MINUTE = 60.0
 
 
 class Marks:
-    """The minute up to which each marked block is worth keeping."""
+    """The minute up to which each marked block is retained."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -151,9 +148,9 @@ class Marks:
         return block in self._minutes
 
     def add(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
-        """These held blocks are worth keeping for so long from now; an earlier mark may be longer.
+        """Retain held blocks for so many seconds from now; an earlier mark may be longer.
 
-        Times end with a whole minute, so that few different ones are kept.
+        Times end with a whole minute, so that few are different.
         """
         minute = ceil((self._clock() + seconds) / MINUTE)
         minutes = self._minutes
@@ -161,7 +158,7 @@ class Marks:
             minutes[block] = max(minute, minutes.get(block, minute))
 
     def minute(self, block: KVCacheBlock) -> int | None:
-        """The last minute of a block's mark."""
+        """Return the last minute of a block's mark, if any."""
         return self._minutes.get(block)
 
     def is_over(self, minute: int) -> bool:
@@ -169,16 +166,15 @@ class Marks:
         return minute * MINUTE <= self._clock()
 
     def drop(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """These blocks have no mark any more."""
+        """Remove the marks of blocks."""
         for block in blocks:
             self._minutes.pop(block, None)
 
 
 class RetainedBlocks:
-    """Free marked blocks: those whose minute is over first come first, then by their release.
+    """Free marked blocks, by the end of their minute, then by their release.
 
-    O(1) a block, and O(minutes) for a minute that is new. Nothing is done for a block that has
-    no mark but to look for one, while there are any. `count` is how many there are.
+    O(1) a block, and O(minutes) for a new minute. `count` is the number of blocks.
     """
 
     def __init__(self, marks: Marks) -> None:
@@ -192,7 +188,7 @@ class RetainedBlocks:
             yield from self._by_minute[minute]
 
     def add(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Take in those of these free blocks whose mark holds; returns the others."""
+        """Add the free blocks whose mark holds; return the others."""
         others = []
         for block in blocks:
             minute = self._marks.minute(block)
@@ -202,18 +198,15 @@ class RetainedBlocks:
                 self._marks.drop((block,))
                 others.append(block)
             else:
-                self._queue(minute).append(block)
+                if minute not in self._by_minute:
+                    self._by_minute[minute] = FreeBlockQueue()
+                    insort(self._minutes, minute)
+                self._by_minute[minute].append(block)
                 self.count += 1
         return others
 
-    def _queue(self, minute: int) -> FreeBlockQueue:
-        if minute not in self._by_minute:
-            self._by_minute[minute] = FreeBlockQueue()
-            insort(self._minutes, minute)
-        return self._by_minute[minute]
-
     def remove(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Let go of those of these free blocks that are here; returns the others. Marks stay."""
+        """Remove the retained ones of free blocks; return the others. Marks stay."""
         others = []
         for block in blocks:
             minute = self._marks.minute(block)
@@ -225,7 +218,7 @@ class RetainedBlocks:
         return others
 
     def popleft(self, count: int) -> list[KVCacheBlock]:
-        """Remove the first `count` blocks, of which there are as many, and their marks."""
+        """Remove and return the first `count` blocks, and remove their marks."""
         taken: list[KVCacheBlock] = []
         while len(taken) < count:
             taken += self._pop_minute(count - len(taken))
@@ -242,7 +235,7 @@ class RetainedBlocks:
         return taken
 
     def fall_due(self, most: int) -> list[KVCacheBlock]:
-        """Remove blocks whose time is over, and the first of more than `most`; and their marks."""
+        """Remove blocks whose time is over, the first ones beyond `most`, and their marks."""
         due: list[KVCacheBlock] = []
         while self._minutes and self._marks.is_over(self._minutes[0]):
             due += self._pop_minute(self.count)
@@ -264,16 +257,16 @@ class EvictionPolicy(Protocol):
     """The five verbs, and the free blocks in the order of their reuse."""
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Blocks became free; of one request, its last block comes first."""
+        """Add blocks that became free; of one request, its last block comes first."""
 
     def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """A request hit these free blocks: they are held again and keep their content."""
+        """Remove free blocks that a request hit: they are held again and keep their content."""
 
     def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """These free blocks leave the queue, and no request hit them."""
+        """Remove free blocks that no request hit."""
 
     def retain(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
-        """These held blocks, of one namespace, are worth keeping for so long from now."""
+        """Retain held blocks, of one namespace, for so many seconds from now."""
 
     def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
         """Remove and return the `count` blocks to reuse, for a request of this salt.
@@ -282,9 +275,9 @@ class EvictionPolicy(Protocol):
         """
 
     def count_kept(self, taker: str | None, to_come: Mapping[str, int]) -> int:
-        """Blocks that others than the taker cached within their shares: see the manager's.
+        """Return the blocks that owners other than the taker cached within their shares.
 
-        0 if the policy knows no owners.
+        0 if the policy has no owners.
         """
 
     def check(self) -> None:
@@ -299,8 +292,8 @@ class EvictionPolicy(Protocol):
 class Lru:
     """Least recently used first; of one request, the last block first. O(1) a block.
 
-    The order of the reference: an empty block waits its turn among the cached ones, and no block
-    is retained.
+    The order of the reference: empty blocks are in line with the cached ones, and no block is
+    retained.
     Source: "Automatic Prefix Caching" (vLLM v1 design), free and eviction.
     """
 
@@ -340,32 +333,31 @@ class EmptyFirstLru(Lru):
     """Lru in which a block without reusable content is always taken before a cached one.
 
     The queue is empty blocks, then cached ones by recency; O(1) a block. A request's empty
-    blocks go to the head in prefix order, so that the next request's blocks lie side by side
-    in memory whenever they can.
+    blocks are put at the head in prefix order, so that the next request's blocks are contiguous
+    in memory if possible.
     """
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         cached = [block for block in blocks if block.node is not None]
         self._queue.extend(cached)
-        if len(cached) == len(blocks):
-            return
-        for block in blocks:
-            if block.node is None:
-                self._queue.appendleft(block)
+        if len(cached) < len(blocks):
+            for block in blocks:
+                if block.node is None:
+                    self._queue.appendleft(block)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class AdaptiveLru(EmptyFirstLru):
-    """As `EmptyFirstLru`, but partial blocks have only as many places as their hits have earned.
+    """`EmptyFirstLru` with a limit on partial blocks, which they earn by hits.
 
-    A partial block holds fewer rows than a full one. After a one-shot request nobody asks for it;
-    after a turn of a chat the next turn does. So the policy learns: a partial block that is
-    claimed earns room for `EARNED` of them, and one that is taken gives back the room of one. One
-    that is withdrawn does neither. Partial blocks within the room wait their turn by recency. If
-    there are more, the oldest are taken before any full block. O(1) a block.
+    A partial block holds fewer rows than a full one. After a one-shot request it is never hit;
+    after a turn of a chat the next turn hits it. So the policy learns: a partial block that is
+    claimed raises the limit by `EARNED`, and one that is taken lowers it by one. One that is
+    withdrawn does neither. Partial blocks within the limit are in line by recency. If there are
+    more, the oldest are taken before any full block. O(1) a block.
 
     Retained blocks are taken after all others. When their time is over, or when they are more than
-    `most_retained`, they stand in line like blocks that were released just now.
+    `most_retained`, they are put in line like blocks that were released just now.
     """
 
     EARNED: ClassVar[int] = 4
@@ -373,12 +365,12 @@ class AdaptiveLru(EmptyFirstLru):
     def __init__(
         self, blocks: Sequence[KVCacheBlock], marks: Marks, most: int | None = None
     ) -> None:
-        """`most` is how many blocks there may ever be; None for those that there are."""
+        """`most` is the number of blocks that there may ever be; None for those that there are."""
         super().__init__(blocks)
         self._num_blocks = len(blocks) if most is None else most
-        # Oldest first. A dict walks over all that were deleted before it finds its first.
+        # Oldest first. A dict iterates over all deleted entries before it finds its first.
         self._partial: OrderedDict[KVCacheBlock, None] = OrderedDict()
-        self._room = 0
+        self._limit = 0
         self._marks = marks
         self._retained = RetainedBlocks(marks)
         self.most_retained = self._num_blocks // 2
@@ -400,32 +392,31 @@ class AdaptiveLru(EmptyFirstLru):
     def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
         super().claim(self._retained.remove(blocks) if self._retained.count else blocks)
         if self._partial and not self._partial.keys().isdisjoint(blocks):
-            self._room = min(self._num_blocks, self._room + self.EARNED * self._leave(blocks))
+            self._limit = min(self._num_blocks, self._limit + self.EARNED * self._leave(blocks))
 
     def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
         super().withdraw(self._retained.remove(blocks) if self._retained.count else blocks)
         self._leave(blocks)
 
     def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
-        late = count - self._queue.length
-        if late <= 0 and not self._partial:
+        rest = count - self._queue.length
+        if rest <= 0 and not self._partial:
             return self._queue.popleft(count)
-        if 0 < late <= self._retained.count:
-            return [*self._take(count - late), *self._retained.popleft(late)]
+        if 0 < rest <= self._retained.count:
+            return [*self._take(count - rest), *self._retained.popleft(rest)]
         return self._take(count)
 
     def _take(self, count: int) -> list[KVCacheBlock]:
-        excess = len(self._partial) - self._room
+        excess = len(self._partial) - self._limit
         if excess <= 0 or count > self._queue.length:
             taken = self._queue.popleft(count)
         else:
-            empty = islice(takewhile(lambda block: block.node is None, self._queue), count)
-            taken = list(empty)
+            taken = list(islice(takewhile(lambda b: b.node is None, self._queue), count))
             taken += islice(self._partial, min(excess, count - len(taken)))
             self._queue.remove_all(taken)
             taken += self._queue.popleft(count - len(taken))
         if self._partial and not self._partial.keys().isdisjoint(taken):
-            self._room = max(0, self._room - self._leave(taken))
+            self._limit = max(0, self._limit - self._leave(taken))
         return taken
 
     def check(self) -> None:
@@ -436,7 +427,7 @@ class AdaptiveLru(EmptyFirstLru):
         return self._queue.length + self._retained.count
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
-        excess = dict.fromkeys(islice(self._partial, max(0, len(self._partial) - self._room)))
+        excess = dict.fromkeys(islice(self._partial, max(0, len(self._partial) - self._limit)))
         blocks = iter(self._queue)
         for block in blocks:
             if block.node is not None:
@@ -448,7 +439,7 @@ class AdaptiveLru(EmptyFirstLru):
         yield from self._retained
 
     def _leave(self, blocks: Sequence[KVCacheBlock]) -> int:
-        """Forget the partial blocks among these; how many there were."""
+        """Remove the partial blocks among these; return their number."""
         partial = [block for block in blocks if block in self._partial]
         for block in partial:
             del self._partial[block]

@@ -1,4 +1,4 @@
-"""A request as the cache sees it: its tokens, their identity, and the blocks they lie in."""
+"""The tokens of a request, their identity, and the blocks that hold their K/V."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ from headstart.validation import Name, check_name
 
 
 class Mark(NamedTuple):
-    """The full blocks of the first `num_tokens` are worth keeping for so long after their use."""
+    """Retain the full blocks of the first `num_tokens` for so many seconds after their use."""
 
     num_tokens: int
     seconds: float
@@ -37,16 +37,16 @@ class TokenSequence:
     """The tokens of one request, prompt and output, and its block table.
 
     `token_ids` grows by `append` alone. `num_computed_tokens` counts the tokens whose K/V are
-    in the blocks, or will be when the step that is under way ends. Until it is admitted one may
-    set `marks`, which say what is worth keeping of it, `is_stored`: without it nothing that it
-    computes is kept, and `is_counted`: without it statistics leave it out. The other fields belong
-    to the manager. Keys are cut once per token, ever: when a block's last token is known.
+    in the blocks, or will be when the step that is under way ends. Before it is admitted, a caller
+    may set `marks` (blocks to retain), `is_stored` (False: nothing that it computes is cached), and
+    `is_counted` (False: statistics leave it out). The other fields belong to the manager. Each key
+    is cut once, when a block's last token is known.
 
-    `namespace` says whose it is, `root` what its blocks hang under: the same, unless its first
-    blocks are public. `public` has the blocks that are; None for a sequence without a salt.
+    `namespace` is its owner's, `root` the namespace of its first block: the same, unless that is
+    public. `public` has the public blocks; None for a sequence without a salt.
 
     Raises CacheError for no tokens, a token id out of range, an adapter or salt that is empty or
-    not in UTF-8, or items that overlap or stand outside the tokens.
+    not in UTF-8, or items that overlap or extend beyond the tokens.
     """
 
     __slots__ = (
@@ -93,9 +93,15 @@ class TokenSequence:
         check_name("salt", salt, CacheError)
         self.namespace = self.root = Namespace(adapter, salt)
         self.public = public if salt is not None else None
-        self._following = self.public  # what may follow its last block and be public
+        self._following = self.public  # public blocks that may follow its last block
         self.num_public = 0  # blocks at its head that lie wholly in a public prefix
-        self.items = _checked(items, len(self.token_ids))  # in order
+        self.items = sorted(items, key=_offset)
+        for left, right in pairwise(self.items):
+            if _end(left) > right.offset:
+                raise CacheError(f"items overlap: {left} and {right}")
+        if self.items and _end(self.items[-1]) > len(self.token_ids):
+            last, count = self.items[-1], len(self.token_ids)
+            raise CacheError(f"{last} stands outside the {count} tokens")
         if not self.token_ids:
             raise CacheError(f"sequence {request_id!r} has no tokens")
         self._prompt = encode_tokens(self.token_ids)
@@ -122,11 +128,11 @@ class TokenSequence:
         self.token_ids.append(token_id)
 
     def add_item(self, item: MultiModalItem, block_size: int) -> None:
-        """Say what shapes tokens that are known or yet to come, as an image shapes its own.
+        """Add an item at tokens that are known or yet to come.
 
-        Raises CacheError where an item stands already, or in a block whose key is cut.
+        Raises CacheError where another item is, or in a block whose key is cut.
         """
-        end = self.items[-1].offset + self.items[-1].length if self.items else 0
+        end = _end(self.items[-1]) if self.items else 0
         if item.offset < max(end, len(self.keys) * block_size):
             raise CacheError(f"{item} comes too late: tokens up to there have their identity")
         self.items.append(item)
@@ -137,7 +143,12 @@ class TokenSequence:
         Raises CacheError if the sequence was cut before into blocks of another size.
         """
         if block_size != self.block_size:
-            self._set_block_size(block_size)
+            if self.block_size:
+                raise CacheError(
+                    f"sequence {self.request_id!r} is cut into blocks of {self.block_size} tokens; "
+                    f"it cannot be used with blocks of {block_size}"
+                )
+            self.block_size = block_size
         keys = self.keys
         full = len(self.token_ids) // block_size
         if len(keys) < full:
@@ -145,35 +156,27 @@ class TokenSequence:
             keys += new if self._following is None else self._name_owner(new, self._following)
         return keys
 
-    def _set_block_size(self, block_size: int) -> None:
-        if self.block_size:
-            raise CacheError(
-                f"sequence {self.request_id!r} is cut into blocks of {self.block_size} tokens; "
-                f"it cannot be used with blocks of {block_size}"
-            )
-        self.block_size = block_size
-
     def _name_owner(self, keys: list[BlockKey], public: PublicBlocks) -> list[BlockKey]:
-        """These keys, all before which are public, with the salt in the first that is not."""
-        for at, key in enumerate(keys):
+        """Return keys, all before which are public, with the salt in the first that is not."""
+        for i, key in enumerate(keys):
             following = public.get(key)
             if following is None:
                 self._following = None
-                return [*keys[:at], self._own(key, self.num_public), *keys[at + 1 :]]
+                return [*keys[:i], self._own(key, self.num_public), *keys[i + 1 :]]
             self._following = public = following
             self.num_public += 1
             self.root = Namespace(self.namespace.adapter, PUBLIC)
         return keys
 
     def _own(self, key: BlockKey, index: int) -> BlockKey:
-        """The key of a block that is not public; its salt is in it if it follows one that is."""
+        """Return the key of a private block; its salt is in it if it follows a public block."""
         salt = self.namespace.salt
         return add_salt(key, salt) if salt and 0 < index <= self.num_public else key
 
     def cut_partial(self, stop: int, block_size: int) -> BlockKey:
-        """Key of the tokens from the last block border before `stop` up to it: never public.
+        """Return the key of the tokens from the last block border before `stop` up to it.
 
-        That of the first block hangs under `namespace`, whatever `root` is.
+        It is never public: the first block's parent is the root of `namespace`, not of `root`.
         """
         index = (stop - 1) // block_size
         return self._own(self._cut(index * block_size, stop, block_size)[0], index)
@@ -185,16 +188,12 @@ class TokenSequence:
             data = self._prompt[start * TOKEN_BYTES : stop * TOKEN_BYTES]
         if not self.items:
             return slice_keys(data, block_size)
-        return cut_keys(data, range(start, stop), block_size, self._items_between(start, stop))
-
-    def _items_between(self, start: int, stop: int) -> Sequence[MultiModalItem]:
-        """The items that stand, in part or as a whole, in these tokens."""
-        items = self.items
-        first = bisect_right(items, start, key=_end)
-        return items[first : bisect_left(items, stop, lo=first, key=_offset)]
+        first = bisect_right(self.items, start, key=_end)
+        items = self.items[first : bisect_left(self.items, stop, lo=first, key=_offset)]
+        return cut_keys(data, range(start, stop), block_size, items)
 
     def give_up(self) -> list[KVCacheBlock]:
-        """Hold no blocks any more; returns those that it held."""
+        """Return the blocks that it held, and hold none."""
         blocks, self.blocks, self.block_ids = self.blocks, [], []
         self.capacity = self.num_computed_tokens = self.num_indexed = self.num_reused = 0
         self.node = self.in_progress = self.holder = None
@@ -202,18 +201,18 @@ class TokenSequence:
         return blocks
 
     def marked(self, mark: Mark, block_size: int) -> list[KVCacheBlock]:
-        """The named blocks that a mark covers."""
+        """Return the indexed blocks that a mark covers."""
         return self.blocks[: min(self.num_indexed, mark.num_tokens // block_size)]
 
     def block_table(self) -> Sequence[int]:
-        """Its blocks' ids in prefix order. They change with the sequence: copy what is to stay."""
+        """Return its block ids in prefix order, as a list that changes with the sequence."""
         return self.block_ids
 
     def slots(self, start: int, stop: int, block_size: int, scratch: int) -> list[int]:
-        """Where the K/V of tokens `start` to `stop` go, in a step that computes them.
+        """Return the slots of tokens `start` to `stop`, in a step that computes them.
 
-        Rows in a block that is shared are computed for their outputs alone: the block has them
-        already, or gets them from another sequence in this step. They go to slot `scratch`.
+        Rows in a shared block are computed for their outputs alone: the block has them already, or
+        gets them from another sequence in this step. Their slot is `scratch`.
         """
         if stop - start == 1:  # a sequence that decodes
             index, offset = divmod(start, block_size)
@@ -221,16 +220,15 @@ class TokenSequence:
                 return [scratch]
             return [self.block_ids[index] * block_size + offset]
         slots: list[int] = []
-        at = start
-        while at < stop:
-            index, offset = divmod(at, block_size)
-            count = min(stop - at, block_size - offset)
+        while start < stop:
+            index, offset = divmod(start, block_size)
+            count = min(stop - start, block_size - offset)
             if index < self.num_reused or index in self.switched:
                 slots += [scratch] * count
             else:
                 first = self.block_ids[index] * block_size + offset
                 slots += range(first, first + count)
-            at += count
+            start += count
         return slots
 
 
@@ -240,13 +238,3 @@ def _offset(item: MultiModalItem) -> int:
 
 def _end(item: MultiModalItem) -> int:
     return item.offset + item.length
-
-
-def _checked(items: Sequence[MultiModalItem], num_tokens: int) -> list[MultiModalItem]:
-    ordered = sorted(items, key=_offset)
-    for left, right in pairwise(ordered):
-        if left.offset + left.length > right.offset:
-            raise CacheError(f"items overlap: {left} and {right}")
-    if ordered and ordered[-1].offset + ordered[-1].length > num_tokens:
-        raise CacheError(f"{ordered[-1]} stands outside the {num_tokens} tokens")
-    return ordered

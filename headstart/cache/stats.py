@@ -13,7 +13,7 @@ AGE_BOUNDS = (0.1, 1, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 1440
 
 
 class MissReason(Enum):
-    """Why a request did not hit more than it did."""
+    """Reason why a request did not hit more."""
 
     NONE = "every token that could be reused was"
     DISABLED = "prefix caching is off"
@@ -33,10 +33,9 @@ class MissReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MissExplanation:
-    """Why a request did not hit more: the reason, and the first token that it holds for.
+    """The reason why a request did not hit more, and the first token that it applies to.
 
-    `adapter` is the other one that has more of the prefix, for the reason ADAPTER; None when
-    that is the model without any.
+    `adapter` has more of the prefix, for the reason ADAPTER; None for the model without any.
     """
 
     reason: MissReason
@@ -46,29 +45,28 @@ class MissExplanation:
     def __str__(self) -> str:
         if self.reason is MissReason.NONE:
             return str(self.reason.value)
-        told = f"from token {self.position} on: "
-        if self.reason is not MissReason.ADAPTER:
-            return f"{told}{self.reason.value}"
-        if self.adapter is None:
-            return told + "cached without an adapter"
-        return told + f"{self.reason.value}, {self.adapter}"
+        text = str(self.reason.value)
+        if self.reason is MissReason.ADAPTER:
+            plain = self.adapter is None
+            text = "cached without an adapter" if plain else f"{text}, {self.adapter}"
+        return f"from token {self.position} on: {text}"
 
 
 class EvictionAges:
-    """How long evicted blocks had been free: how many up to each of `AGE_BOUNDS`, and beyond."""
+    """A histogram of the time that evicted blocks had been free, by `AGE_BOUNDS`."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(AGE_BOUNDS) + 1)
         self.seconds = 0.0
 
     def note(self, age: float) -> None:
-        """A block that had been free for so many seconds is used for other content."""
+        """Count a block that had been free for so many seconds."""
         self.counts[bisect_left(AGE_BOUNDS, age)] += 1
         self.seconds += age
 
 
 class Admission(NamedTuple):
-    """An admission as it is counted; `resumed`: the sequence was admitted before."""
+    """An admission to count; `resumed`: the sequence was admitted before."""
 
     sequence: TokenSequence
     queried_tokens: int
@@ -81,8 +79,8 @@ class Admission(NamedTuple):
 class PrefixCacheStats:
     """Counts since the start; each request once, at admission, resumed ones apart.
 
-    `queried_tokens` are tokens asked for, `hit_tokens` those found; `missed` counts requests
-    by the reason that ended their hit. An admission counts when its step is committed.
+    `queried_tokens` are tokens looked up, `hit_tokens` those hit; `missed` counts requests by the
+    reason that ended their hit. An admission counts when its step is committed.
     """
 
     requests: int = 0
@@ -97,11 +95,11 @@ class PrefixCacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """Hit tokens per queried token of first admissions; 0 when nothing was asked."""
+        """Hit tokens per queried token of first admissions; 0 without any."""
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
     def admit(self, sequence: TokenSequence, hit_tokens: int, missed: MissReason) -> None:
-        """The step under way admits a sequence, which has no slots in it yet."""
+        """Note that the step under way admits a sequence, which has no slots in it yet."""
         resumed = sequence.step >= 0
         self._admitted.append(
             Admission(sequence, len(sequence.token_ids), hit_tokens, missed, resumed)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from headstart.models.decoder import DecoderModel
-from headstart.models.lora.files import CONFIG_NAME, WEIGHTS_NAME
+from headstart.models.lora_files import CONFIG_NAME, WEIGHTS_NAME
 
 __all__ = ["write_adapter"]
 

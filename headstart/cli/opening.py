@@ -129,7 +129,7 @@ def read_adapters(options: dict[str, Any]) -> dict[str, Path]:
 def _adapter_folder(name: str, options: Mapping[str, Any]) -> Path:
     folder = Path(as_typed(name)).expanduser().absolute()
     # It imports torch, which `headstart --help` does without.
-    lora = load_module("headstart.models.lora.files")
+    lora = load_module("headstart.models.lora_files")
     lora.read_settings(folder, options["max_lora_rank"] or EngineConfig.max_lora_rank)
     return folder
 

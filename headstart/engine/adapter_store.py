@@ -34,8 +34,8 @@ from headstart.errors import (
     DamagedAdapterError,
 )
 from headstart.models.decoder import DecoderModel
-from headstart.models.lora.files import read_weights
-from headstart.models.lora.modules import AdapterRun, LoraLayers, ResidentAdapter
+from headstart.models.lora_files import read_weights
+from headstart.models.lora_layers import AdapterRun, LoraLayers, ResidentAdapter
 from headstart.validation import check_name
 
 

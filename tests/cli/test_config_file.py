@@ -177,7 +177,7 @@ def test_what_is_typed_goes_before_a_file_by_whichever_name(
 def test_adapters_that_are_typed_go_before_others(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.models.lora.files.read_settings", lambda folder, rank: None)
+    monkeypatch.setattr("headstart.models.lora_files.read_settings", lambda folder, rank: None)
     monkeypatch.setenv("HEADSTART_ADAPTER", "e=/e")
     for typed in ("--adapter a=/a", "--lora-modules a=/a"):
         for text in ("adapter: [b=/b, c=/c]", "lora-modules: [{name: b, path: /b}]"):

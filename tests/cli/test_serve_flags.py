@@ -141,7 +141,7 @@ def test_the_front_end_s_flags(served: Served, line: str, changed: dict[str, obj
 
 
 def test_adapters_as_vllm_writes_them(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.models.lora.files.read_settings", lambda folder, rank: None)
+    monkeypatch.setattr("headstart.models.lora_files.read_settings", lambda folder, rank: None)
     served.read('--lora-modules a=/x \'{"name": "b", "path": "/y=z", "base_model_name": "c"}\'')
     assert served.adapters == {"a": Path("/x"), "b": Path("/y=z")}
     assert served.read("--lora-modules a=/x --adapter b=/y --enable-lora").adapters.keys() == {

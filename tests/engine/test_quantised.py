@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from headstart import LLM, LoRARequest, SamplingParams
 from headstart.errors import UnsupportedAdapterError
 from headstart.models.loader import load_model
-from headstart.models.lora.files import read_weights
+from headstart.models.lora_files import read_weights
 from headstart.weights.format import WeightKind
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.rounded_rows import round_inputs

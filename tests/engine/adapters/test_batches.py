@@ -12,7 +12,7 @@ from headstart import LLM, LoRARequest, SamplingParams
 from headstart.cache import MissReason
 from headstart.engine.engine import EngineCore
 from headstart.errors import ConfigError, DamagedAdapterError, EngineError, RequestError
-from headstart.models.lora.modules import ResidentAdapter
+from headstart.models.lora_layers import ResidentAdapter
 from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import save_tiny
 

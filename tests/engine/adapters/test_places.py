@@ -11,7 +11,7 @@ from headstart import LLM, SamplingParams
 from headstart.engine import adapter_store
 from headstart.engine.request import RequestGroup
 from headstart.errors import AdapterError, EngineError
-from headstart.models.lora.files import LoraWeights
+from headstart.models.lora_files import LoraWeights
 from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import save_tiny
 

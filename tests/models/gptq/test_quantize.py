@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from headstart import LLM, SamplingParams
 from headstart.cli.main import main
 from headstart.errors import ConfigError, ModelError, ModelNotFoundError, UnsupportedModelError
-from headstart.models.gptq import folder as folders
+from headstart.models import gptq
 from headstart.models.gptq import plan_quantizing, quantize
 from headstart.models.loader import load_model
 from headstart.weights import reader
@@ -87,7 +87,7 @@ def test_transformers_and_headstart_read_the_same_model(
 def test_an_llm_answers_from_files_of_several_shards(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folders, "_SHARD", 60_000)
+    monkeypatch.setattr(gptq, "_SHARD", 60_000)
     save_small(tmp_path / "float")
     told: list[int] = []
     quantize(plan_quantizing(tmp_path / "float", tmp_path / "small", text), told.append)
@@ -137,7 +137,7 @@ def test_nothing_stays_of_what_a_signal_ends(
         assert signal.getsignal(number) is not signal.SIG_DFL  # which ends these tests
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(folders.CheckpointFolder, "add", end)
+    monkeypatch.setattr(gptq, "save_file", end)
     called = [str(tmp_path / "float"), str(tmp_path / "small"), "--text", str(text)]
     handler = signal.signal(number, signal.SIG_DFL)
     try:

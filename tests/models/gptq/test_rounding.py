@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from headstart.models.gptq.folder import SCHEME, pack
-from headstart.models.gptq.rounding import Rows, round_weight
+from headstart.models.gptq import SCHEME, pack
+from headstart.models.gptq_rounding import Rows, round_weight
 from headstart.weights.prequantized import Grouped
 
 compressors = pytest.importorskip("compressed_tensors.compressors")

@@ -4,7 +4,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from headstart.models.gptq.quantize import cut_windows
+from headstart.models.gptq import cut_windows
 from tests.models.gptq.small import TEXT
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 

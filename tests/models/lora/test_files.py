@@ -21,7 +21,7 @@ from headstart.errors import (
 )
 from headstart.models.decoder import DecoderModel
 from headstart.models.loader import load_model
-from headstart.models.lora.files import read_weights
+from headstart.models.lora_files import read_weights
 from tests.tiny_adapters import make_adapter
 from tests.tiny_models import save_tiny
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from headstart.errors import UnsupportedAdapterError
-from headstart.models.lora.files import LoraPair, LoraWeights, read_weights
-from headstart.models.lora.modules import AdapterRun, LoraLayers, ResidentAdapter
+from headstart.models.lora_files import LoraPair, LoraWeights, read_weights
+from headstart.models.lora_layers import AdapterRun, LoraLayers, ResidentAdapter
 from headstart.models.transformers_backend.decoder import TransformersDecoder
 from tests.models.paged import Paged, Sequence
 from tests.tiny_adapters import Oracle, make_adapter

@@ -1,4 +1,4 @@
-"""From a checkpoint of floats to one of 4 bits, layer after layer.
+"""Quantization of a checkpoint of floats to 4 bits, layer after layer.
 
 Each layer is read in float32, is given units by what it sees of a text, and then rounded by GPTQ in
 four stages, each of which sees what the rounded layers and stages before it give. The floats of one
@@ -19,18 +19,26 @@ in the file, by what makes the input:
     down               the outputs of up
 
 OLMo 2 has no norms before its projections: there only the units of o and down are used.
+
+The result is a checkpoint of compressed-tensors. Weights `[outputs, inputs]` are "pack-quantized":
+`weight_packed` int32 `[outputs, inputs / 8]`, `weight_scale` `[outputs, groups]`,
+`weight_zero_point` int32 `[outputs / 8, groups]`, of a word the lowest 4 bits first.
 """
 
+import json
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -41,35 +49,56 @@ from headstart.models.dense.loader import check_tensors, describe_decoder
 from headstart.models.dense.modules import AngleTable, DecoderLayer, LayerStep
 from headstart.models.families import DecoderShape, NormKind
 from headstart.models.files import check_files, find_folder, is_gguf, read_json, weight_files
-from headstart.models.gptq.folder import CheckpointFolder, pack
-from headstart.models.gptq.rounding import Rows, round_weight
+from headstart.models.gptq_rounding import Rows, round_weight
 from headstart.models.tokenizer import load_tokenizer
 from headstart.models.transformers_tools import silence_transformers
 from headstart.validation import describe
 from headstart.weights.checkpoint import SafetensorsCheckpoint
 from headstart.weights.grouped import GROUP
+from headstart.weights.prequantized import Grouped
 from headstart.weights.reader import Outline, TorchReader
 from headstart.weights.scheme import UnsupportedLayerError
 
 __all__ = [
     "Plan",
-    "Seen",
+    "SCHEME",
     "Written",
     "apply_units",
     "check_target",
     "cut_windows",
-    "describe_text",
-    "linear_of",
     "make_step",
+    "pack",
     "plan_quantizing",
     "quantize",
-    "read_text",
-    "see_input",
     "see_inputs",
     "stages",
 ]
 
+SCHEME: Mapping[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": False,
+                "strategy": "group",
+                "group_size": GROUP,
+                "dynamic": False,
+            },
+        }
+    },
+}
+"""The `quantization_config` of the checkpoint."""
 
+_COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
+_SHARD = 4_000_000_000  # bytes
+_FIELDS = 8  # of a word
+_LAYERS = "model.layers."
 _BY_INPUT = 0.4  # the power of an input's mean size
 _BY_COLUMN = 0.75  # of the size of its column of the weight
 _LARGEST_UNIT = 16.0
@@ -93,8 +122,8 @@ def apply_units(
         norms = [layer.input_layernorm, layer.pre_feedforward_layernorm]
     else:
         norms = []
-    linears = {name: linear_of(layer, name) for names in order for name in names}
-    divided = {name: torch.ones_like(one) for name, one in sizes.items()}
+    linears = {name: _linear_of(layer, name) for names in order for name in names}
+    divided = {name: torch.ones_like(size) for name, size in sizes.items()}
     for norm, names in zip(norms, order[::2], strict=False):
         wanted = _units(sizes[names[0]], [linears[name] for name in names])
         units = divided[names[0]] = _divide_norm(norm.weight, shape.norm, wanted, kept)
@@ -119,16 +148,15 @@ def _units(sizes: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     Their range is limited: what is divided by them must stay a number of float16.
     """
     weights = [
-        one.weight / one.weight.abs().amax(dim=1, keepdim=True).clamp_min(_NONE) for one in layers
+        layer.weight / layer.weight.abs().amax(dim=1, keepdim=True).clamp_min(_NONE)
+        for layer in layers
     ]
     columns = torch.cat(weights).square_().mean(dim=0).sqrt_()
-    units = _some(sizes).log_() * _BY_INPUT - _some(columns).log_() * _BY_COLUMN
+    sizes, columns = (
+        part.clamp_min(max(_TINY * float(part.max()), _NONE)) for part in (sizes, columns)
+    )
+    units = sizes.log_() * _BY_INPUT - columns.log_() * _BY_COLUMN
     return (units - units.mean()).exp_().clamp_(1 / _LARGEST_UNIT, _LARGEST_UNIT)
-
-
-def _some(sizes: Tensor) -> Tensor:
-    """Sizes, none of which is zero."""
-    return sizes.clamp_min(max(_TINY * float(sizes.max()), _NONE))
 
 
 def _divide_norm(weight: Tensor, kind: NormKind, units: Tensor, kept: torch.dtype) -> Tensor:
@@ -154,13 +182,8 @@ _LEAST = 4
 _CHARACTERS = 4_000_000
 
 
-def describe_text(file: Path | None) -> str:
-    """Return the name of a text."""
-    return "Python's help topics" if file is None else str(file)
-
-
-def read_text(file: Path | None) -> str:
-    """The text of a file, its first 4 million characters, or of the topics of Python's `help()`.
+def _read_text(file: Path | None) -> str:
+    """Return the first 4 million characters of a file, or the topics of Python's `help()`.
 
     Raises `ConfigError` for a file that cannot be read, or is not UTF-8.
     """
@@ -180,11 +203,12 @@ def read_text(file: Path | None) -> str:
         raise ConfigError(f"text {file} cannot be read: {why}; allowed: a file in UTF-8") from error
 
 
-def cut_windows(text: str, told: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> Tensor:
-    """Windows int64 `[windows, tokens]` from all over the text, at most 32 of 512 tokens.
+def cut_windows(text: str, name: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> Tensor:
+    """Return windows int64 `[windows, tokens]` from all over the text, at most 32 of 512 tokens.
 
-    Each begins with the token that the tokenizer puts before a text, if any. longest: tokens of the
-    model's context. Raises `ConfigError` for a text of fewer than 2,048 tokens.
+    Each begins with the token that the tokenizer puts before a text, if any. name: of the text.
+    longest: tokens of the model's context. Raises `ConfigError` for a text of fewer than 2,048
+    tokens.
     """
     with silence_transformers():  # it warns of texts that are longer than the context
         lead = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
@@ -192,16 +216,16 @@ def cut_windows(text: str, told: str, tokenizer: PreTrainedTokenizerBase, longes
     length = max(1, min(LENGTH, longest) - len(lead))
     least = _LEAST * LENGTH
     if len(tokens) < least:
-        raise ConfigError(f"{told} has {len(tokens):,} tokens; allowed: {least:,} and more")
+        raise ConfigError(f"{name} has {len(tokens):,} tokens; allowed: {least:,} and more")
     whole = len(tokens) // length
     count = min(whole, _WINDOWS * LENGTH // length)
-    starts = [at * whole // count * length for at in range(count)]
-    cut = torch.stack([tokens[at : at + length] for at in starts])
+    starts = [number * whole // count * length for number in range(count)]
+    cut = torch.stack([tokens[start : start + length] for start in starts])
     return torch.cat((torch.tensor(lead, dtype=torch.int64).expand(count, -1), cut), dim=1)
 
 
 def stages(shape: DecoderShape) -> list[list[str]]:
-    """The linear layers of a decoder layer in their order; those of a list have one input."""
+    """Return the linear layers of a decoder layer in order; those of a list share their input."""
     qkv = ["qkv"] if shape.fused else ["q", "k", "v"]
     gate_up = ["gate_up"] if shape.fused else ["gate", "up"]
     return [
@@ -212,11 +236,10 @@ def stages(shape: DecoderShape) -> list[list[str]]:
     ]
 
 
-def linear_of(layer: DecoderLayer, name: str) -> nn.Linear:
-    """The linear layer of this name in a decoder layer of floats."""
-    found = layer.get_submodule(name)
-    assert isinstance(found, nn.Linear)
-    return found
+def _linear_of(layer: DecoderLayer, name: str) -> nn.Linear:
+    linear = layer.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    return linear
 
 
 def make_step(about: Description, windows: int, length: int) -> LayerStep:
@@ -227,46 +250,30 @@ def make_step(about: Description, windows: int, length: int) -> LayerStep:
     return LayerStep(_Windows(length), angles)  # type: ignore[arg-type]
 
 
-class _Seen(Exception):
+class _Stop(Exception):
     """Ends a layer when the wanted input was seen."""
 
 
-def see_input(layer: DecoderLayer, name: str, rows: Tensor, step: LayerStep) -> Tensor:
-    """The input `[rows, inputs]` of a linear layer; what comes behind it is not computed."""
-    seen: list[Tensor] = []
+def see_inputs(
+    layer: DecoderLayer, names: Sequence[str], rows: Tensor, step: LayerStep, stop: bool = False
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """Return a layer's output `[rows, hidden]`, and the inputs `[rows, inputs]` of linear layers.
 
-    def hook(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-        seen.append(given[0])
-        raise _Seen
-
-    made = linear_of(layer, name).register_forward_pre_hook(hook)
-    try:
-        with suppress(_Seen):
-            layer(rows, step)
-    finally:
-        made.remove()
-    return seen[0]
-
-
-class Seen(NamedTuple):
-    """The output of a layer `[rows, hidden]`, and the inputs of its linear layers by name."""
-
-    out: Tensor
-    inputs: dict[str, Tensor]
-
-
-def see_inputs(layer: DecoderLayer, names: Sequence[str], rows: Tensor, step: LayerStep) -> Seen:
-    """Run a whole layer."""
+    stop: nothing is computed after the input of the first of `names`; there is no output.
+    """
     inputs: dict[str, Tensor] = {}
-    with ExitStack() as hooks:
+    with ExitStack() as stack:
         for name in names:
 
-            def hook(_: nn.Module, given: tuple[Tensor, ...], name: str = name) -> None:
-                inputs[name] = given[0]
+            def hook(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
+                inputs[name] = args[0]
+                if stop:
+                    raise _Stop
 
-            made = linear_of(layer, name).register_forward_pre_hook(hook)
-            hooks.callback(made.remove)
-        return Seen(layer(rows, step), inputs)
+            stack.callback(_linear_of(layer, name).register_forward_pre_hook(hook).remove)
+        with suppress(_Stop):
+            return layer(rows, step), inputs
+    return None, inputs
 
 
 class _Windows:
@@ -281,28 +288,24 @@ class _Windows:
         """Attend like `AttentionBackend.attend`, without storing K/V."""
         queries, keys, values = (torch.split(part, self._length) for part in (query, key, value))
         windows = zip(queries, keys, values, strict=True)
-        return torch.cat([self._attend(*window, options) for window in windows])
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
-    ) -> Tensor:
-        """Attend within one window: `[tokens, heads, head_dim]`."""
-        tokens, heads, width = query.shape
-        by_head = query.reshape(tokens, key.shape[1], -1, width).permute(1, 2, 0, 3)
-        keys, values = key.permute(1, 2, 0).unsqueeze(1), value.transpose(0, 1).unsqueeze(1)
-        scores = by_head @ keys * options.scaling
-        if options.softcap is not None:
-            scores = (scores / options.softcap).tanh_() * options.softcap
-        places = torch.arange(tokens)
-        behind = places.unsqueeze(1) - places
-        hidden = behind < 0
-        if options.sliding_window is not None:
-            hidden |= behind >= options.sliding_window
-        mixed = scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ values
-        return mixed.permute(2, 0, 1, 3).reshape(tokens, heads, width)
+        return torch.cat([_attend(*window, options) for window in windows])
 
 
-_LAYERS = "model.layers."
+def _attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Attend within one window: `[tokens, heads, head_dim]`."""
+    tokens, heads, width = query.shape
+    by_head = query.reshape(tokens, key.shape[1], -1, width).permute(1, 2, 0, 3)
+    keys, values = key.permute(1, 2, 0).unsqueeze(1), value.transpose(0, 1).unsqueeze(1)
+    scores = by_head @ keys * options.scaling
+    if options.softcap is not None:
+        scores = (scores / options.softcap).tanh_() * options.softcap
+    places = torch.arange(tokens)
+    behind = places.unsqueeze(1) - places
+    hidden = behind < 0
+    if options.sliding_window is not None:
+        hidden |= behind >= options.sliding_window
+    mixed = scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ values
+    return mixed.permute(2, 0, 1, 3).reshape(tokens, heads, width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +326,7 @@ class Plan:
 
 
 class Written(NamedTuple):
-    """Bytes of the weights' files before and after, and seconds that it took."""
+    """Bytes of the weights' files before and after, and the seconds taken."""
 
     before: int
     after: int
@@ -331,34 +334,34 @@ class Written(NamedTuple):
 
 
 def plan_quantizing(model: str | Path, target: Path, text: Path | None = None) -> Plan:
-    """Check everything that can be known before the work.
+    """Check everything that can be checked before the work.
 
     Raises `ModelError`, also for a model that is quantised already or of no family of
-    `headstart.models.families`, and `ConfigError` for a target that is there, or a text that cannot
+    `headstart.models.families`, and `ConfigError` for a target that exists, or a text that cannot
     be read or is too short.
     """
     target = check_target(target)
-    given = Path(model).expanduser()
-    if given.suffix == ".gguf" and given.is_file():  # to find its folder takes minutes
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():  # to find its folder takes minutes
         raise UnsupportedModelError(
             f"{model} is a GGUF file; allowed: a checkpoint of safetensors, in float"
         )
     source = find_folder(model)
     check_files(source)
     about, names = _check_model(source)
-    read = read_text(text)
+    content = _read_text(text)
     tokenizer = load_tokenizer(source)
     if tokenizer is None:
         raise ModelError(f"{source} has no tokenizer, and none can read a text for it")
-    told = describe_text(text)
-    tokens = cut_windows(read, told, tokenizer, about.max_model_len)
+    name = "Python's help topics" if text is None else str(text)
+    tokens = cut_windows(content, name, tokenizer, about.max_model_len)
     if int(tokens.max()) >= about.shape.vocab_size:
         raise UnsupportedModelError(f"{source} has a tokenizer with more tokens than embeddings")
-    return Plan(source=source, target=target, about=about, names=names, tokens=tokens, text=told)
+    return Plan(source=source, target=target, about=about, names=names, tokens=tokens, text=name)
 
 
 def check_target(target: Path) -> Path:
-    """The whole path of a folder that can be made; raises `ConfigError` for any other."""
+    """Return the absolute path of a folder that can be made; raises `ConfigError` for any other."""
     target = target.expanduser().absolute()
     if target.exists() or target.is_symlink():
         raise ConfigError(f"the folder {target} is there already; allowed: a new one")
@@ -368,10 +371,10 @@ def check_target(target: Path) -> Path:
 
 
 def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
-    """The decoder in a folder, and the names of its tensors."""
-    given = read_json(source / "config.json").get("quantization_config")
-    if given is not None or is_gguf(source):
-        kind = given.get("quant_method") if isinstance(given, dict) else "GGUF"
+    """Return the decoder in a folder, and the names of its tensors."""
+    config = read_json(source / "config.json").get("quantization_config")
+    if config is not None or is_gguf(source):
+        kind = config.get("quant_method") if isinstance(config, dict) else "GGUF"
         raise UnsupportedModelError(
             f"{source} is quantised already, as {describe(kind)}; allowed: weights in float"
         )
@@ -394,36 +397,37 @@ def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
 
 
 def quantize(plan: Plan, progress: Callable[[int], None] = lambda layers: None) -> Written:
-    """Write the checkpoint; `progress` is told how many layers are done.
+    """Write the checkpoint; `progress` is called with the number of finished layers.
 
-    Raises `ModelError`. Whatever is raised, Ctrl-C included, the target is then not there.
+    Raises `ModelError`. After any exception, Ctrl-C included, the target does not exist.
     """
     began = time.perf_counter()
     try:
         with (
             torch.no_grad(),
             SafetensorsCheckpoint(weight_files(plan.source)) as checkpoint,
-            CheckpointFolder(plan.target, plan.source) as folder,
+            TemporaryDirectory(prefix=f".{plan.target.name}.", dir=plan.target.parent) as place,
         ):
-            _write_layers(plan, checkpoint, folder, progress)
+            writer = _Writer(Path(place) / plan.target.name)
+            _write_layers(plan, checkpoint, writer, progress)
             for name in sorted(plan.names):
                 if not name.startswith(_LAYERS):
-                    folder.add(name, checkpoint.tensor(name))
-            folder.finish(read_json(plan.source / "config.json"))
+                    writer.add(name, checkpoint.tensor(name))
+            writer.finish(plan.source)
+            writer.folder.rename(plan.target)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{plan.target} cannot be written: {error}") from error
-    before, after = (_weigh(folder) for folder in (plan.source, plan.target))
+    before, after = (
+        sum(file.stat().st_size for file in weight_files(folder))
+        for folder in (plan.source, plan.target)
+    )
     return Written(before, after, time.perf_counter() - began)
-
-
-def _weigh(folder: Path) -> int:
-    return sum(file.stat().st_size for file in weight_files(folder))
 
 
 def _write_layers(
     plan: Plan,
     checkpoint: SafetensorsCheckpoint,
-    folder: CheckpointFolder,
+    writer: "_Writer",
     progress: Callable[[int], None],
 ) -> None:
     about = plan.about
@@ -439,11 +443,12 @@ def _write_layers(
         own = {
             name: checkpoint.dtypes([f"{prefix}.{name}"])[0] for name, _ in layer.named_parameters()
         }
-        seen = see_inputs(layer, [names[0] for names in stages(about.shape)], by_float, step)
-        by_float = seen.out
-        found = _round_layer(layer, about.shape, _Streams(rows, seen.inputs, step), own)
-        for name, tensor in found.items():
-            folder.add(f"{prefix}.{name}", tensor)
+        heads = [names[0] for names in stages(about.shape)]
+        out, inputs = see_inputs(layer, heads, by_float, step)
+        assert out is not None
+        by_float = out
+        for name, tensor in _round_layer(layer, about.shape, rows, inputs, step, own).items():
+            writer.add(f"{prefix}.{name}", tensor)
         rows = layer(rows, step)
         if not torch.isfinite(rows).all():
             raise UnsupportedModelError(f"{prefix} of {plan.source} gives what is not finite")
@@ -451,37 +456,31 @@ def _write_layers(
         progress(index + 1)
 
 
-class _Streams(NamedTuple):
-    """The rows that the quantised layers before one give, and what it is given by float ones.
-
-    by_float: the inputs `[rows, inputs]` of its linear layers.
-    """
-
-    rows: Tensor
-    by_float: dict[str, Tensor]
-    step: LayerStep
-
-
 def _round_layer(
-    layer: DecoderLayer, shape: DecoderShape, streams: _Streams, own: dict[str, torch.dtype]
+    layer: DecoderLayer,
+    shape: DecoderShape,
+    rows: Tensor,
+    by_float: dict[str, Tensor],
+    step: LayerStep,
+    own: dict[str, torch.dtype],
 ) -> dict[str, Tensor]:
     """Round a layer, in place; returns its tensors as the file has them, by name.
 
-    own: the dtypes that they have in the file of the model.
+    rows: what the quantized layers before it give. by_float: the inputs `[rows, inputs]` that its
+    linear layers get from float layers, which are removed. own: the dtypes in the model's file.
     """
-    sizes = {name: inputs.abs().mean(dim=0) for name, inputs in streams.by_float.items()}
+    sizes = {name: inputs.abs().mean(dim=0) for name, inputs in by_float.items()}
     units = apply_units(layer, shape, sizes, own["post_attention_layernorm.weight"])
     packed: dict[str, Tensor] = {}
     for names in stages(shape):
-        inputs = see_input(layer, names[0], streams.rows, streams.step)
-        rows = Rows.of(inputs, streams.by_float.pop(names[0]).div_(units[names[0]]))
-        del inputs
-        layers = [linear_of(layer, name) for name in names]
+        _, inputs = see_inputs(layer, names[:1], rows, step, stop=True)
+        statistics = Rows.of(inputs.pop(names[0]), by_float.pop(names[0]).div_(units[names[0]]))
+        layers = [_linear_of(layer, name) for name in names]
         kept = own[f"{names[0]}.weight"]
         # Steps in float32 would be a bit more for each weight.
         kept = torch.float16 if kept != torch.bfloat16 else kept
-        together = round_weight(torch.cat([one.weight for one in layers]), rows, kept)
-        rounded = together.split([one.out_features for one in layers])
+        together = round_weight(torch.cat([part.weight for part in layers]), statistics, kept)
+        rounded = together.split([part.out_features for part in layers])
         for name, linear, weight in zip(names, layers, rounded, strict=True):
             linear.weight.copy_(weight.weight())
             packed |= pack(name, weight, kept)
@@ -491,3 +490,71 @@ def _round_layer(
         if f"{name}_packed" not in packed
     }
     return packed | plain
+
+
+def pack(name: str, weight: Grouped, kept: torch.dtype) -> dict[str, Tensor]:
+    """Return the tensors that stand for the weight of the layer `name`."""
+    return {
+        f"{name}.weight_packed": _words(weight.values),
+        f"{name}.weight_scale": weight.steps.to(kept),
+        f"{name}.weight_zero_point": _words(weight.zeros.T).T.contiguous(),
+        f"{name}.weight_shape": torch.tensor(weight.values.shape),
+    }
+
+
+def _words(values: Tensor) -> Tensor:
+    """Return values below 16 `[rows, columns]` as int32 `[rows, columns / 8]`."""
+    padded = nn.functional.pad(values.to(torch.uint8), (0, -values.shape[1] % _FIELDS))
+    return (padded[:, ::2] | padded[:, 1::2] << 4).contiguous().view(torch.int32)
+
+
+class _Writer:
+    """Writes tensors into the files of a checkpoint, as transformers names them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self._tensors: dict[str, Tensor] = {}
+        self._held = self._size = 0  # bytes in memory, and of all
+        self._shards: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Store a tensor; written when there is enough for a file."""
+        if self._tensors and self._held + tensor.nbytes > _SHARD:
+            self._write()
+        self._tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
+        self._held += tensor.nbytes
+        self._size += tensor.nbytes
+
+    def finish(self, source: Path) -> None:
+        """Write the remaining tensors, the index, and the other files of the model in `source`."""
+        self._write()
+        count = len(self._shards)
+        names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+        for number, name in enumerate(names if count > 1 else ["model.safetensors"]):
+            (self.folder / f"{number}.safetensors").rename(self.folder / name)
+        if count > 1:
+            where = {
+                tensor: name
+                for name, tensors in zip(names, self._shards, strict=True)
+                for tensor in tensors
+            }
+            index = {"metadata": {"total_size": self._size}, "weight_map": where}
+            self._write_json("model.safetensors.index.json", index)
+        for file in sorted({file for pattern in _COPIED for file in source.glob(pattern)}):
+            if file.is_file() and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, self.folder / file.name)
+        config = read_json(source / "config.json")
+        self._write_json("config.json", {**config, "quantization_config": SCHEME})
+
+    def _write(self) -> None:
+        path = self.folder / f"{len(self._shards)}.safetensors"
+        save_file(self._tensors, path, {"format": "pt"})
+        path.chmod(self.folder.stat().st_mode & 0o666)  # safetensors lets only its owner read it
+        self._shards.append(list(self._tensors))
+        self._tensors.clear()
+        self._held = 0
+
+    def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        text = json.dumps(content, indent=2) + "\n"
+        (self.folder / name).write_text(text, encoding="utf-8")

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headstart.errors import UnsupportedAdapterError
 from headstart.models.decoder import DecoderModel
-from headstart.models.lora.files import LoraPair, LoraWeights
+from headstart.models.lora_files import LoraPair, LoraWeights
 from headstart.weights.bf16 import PackedWeight, can_pack
 from headstart.weights.products import choose_product
 

@@ -1,4 +1,4 @@
-"""GPTQ: rounds a weight input by input, and lets later inputs make up for what was lost.
+"""GPTQ: rounding of a weight input by input, in which later inputs make up for losses.
 
 Frantar et al. 2022, https://arxiv.org/abs/2210.17323. An output is a sum over inputs, so what one
 element loses others can partly undo, where their inputs are alike. How alike they are is told by
@@ -62,10 +62,12 @@ class Rows(NamedTuple):
 
 
 def round_weight(weight: Tensor, rows: Rows, kept: torch.dtype) -> Grouped:
-    """The weight float32 `[outputs, inputs]` in 4 bits; steps are numbers of the dtype `kept`."""
+    """Return the weight float32 `[outputs, inputs]` in 4 bits; steps have the precision of `kept`."""
     inputs = weight.shape[1]
     assert inputs % GROUP == 0
-    products = _damped(rows.products)
+    products = rows.products.clone()
+    mean = float(products.diagonal().mean())
+    products.diagonal().add_(_DAMPING * mean if mean > 0 else 1.0)
     root = torch.linalg.cholesky(products)
     wanted = weight.T.clone(memory_format=torch.contiguous_format)  # [inputs, outputs]
     if rows.shifts is not None:
@@ -73,7 +75,7 @@ def round_weight(weight: Tensor, rows: Rows, kept: torch.dtype) -> Grouped:
     factor = torch.linalg.cholesky(torch.cholesky_inverse(root), upper=True)
     values, grids = _spread_errors(wanted.clone(), factor, rows.products.diagonal(), kept)
     steps, zeros = (torch.stack(parts) for parts in zip(*grids, strict=True))  # [groups, outputs]
-    parts = (torch.split(one, _OUTPUTS, dim=1) for one in (wanted, values, steps, zeros))
+    parts = (torch.split(part, _OUTPUTS, dim=1) for part in (wanted, values, steps, zeros))
     fitted = [_fit_steps(products, *part) for part in zip(*parts, strict=True)]
     steps = torch.cat(fitted, dim=1).clamp_(*_limits(kept)).to(kept).float()
     return Grouped(
@@ -83,14 +85,6 @@ def round_weight(weight: Tensor, rows: Rows, kept: torch.dtype) -> Grouped:
         groups=torch.arange(inputs) // GROUP,
         bits=BITS,
     )
-
-
-def _damped(products: Tensor) -> Tensor:
-    damped = products.clone()
-    sizes = damped.diagonal()
-    mean = float(sizes.mean())
-    sizes.add_(_DAMPING * mean if mean > 0 else 1.0)
-    return damped
 
 
 def _spread_errors(
@@ -112,9 +106,8 @@ def _spread_errors(
             if at % GROUP == 0:
                 group = slice(at - first, at - first + GROUP)
                 grids.append(_choose_grid(block[group], sizes[at : at + GROUP], kept))
-            found = grids[-1].values(row)
-            values[at] = found
-            error = row.sub_(grids[-1].elements(found)).div_(factor[at, at])
+            values[at] = rounded = grids[-1].values(row)
+            error = row.sub_(grids[-1].elements(rounded)).div_(factor[at, at])
             errors[at - first] = error
             block[at - first + 1 :].addr_(factor[at, at + 1 : last], error, alpha=-1)
         rest[last:].addmm_(factor[first:last, last:].T, errors, alpha=-1)
@@ -139,14 +132,14 @@ def _fit_steps(
     sizes = system.diagonal(dim1=1, dim2=2)
     sizes += 1e-6 * sizes.mean(dim=1, keepdim=True) + _NONE
     sides = (products @ wanted).view_as(units).mul_(units).sum(dim=1).T
-    found = torch.linalg.solve(system, sides).T
-    return torch.where((found > steps / 2) & (found < steps * 2), found, steps)
+    fitted = torch.linalg.solve(system, sides).T
+    return torch.where((fitted > steps / 2) & (fitted < steps * 2), fitted, steps)
 
 
 def _limits(kept: torch.dtype) -> tuple[float, float]:
     """The least and the largest step."""
-    about = torch.finfo(kept)
-    return about.smallest_normal, about.max
+    limits = torch.finfo(kept)
+    return limits.smallest_normal, limits.max
 
 
 def _choose_grid(elements: Tensor, sizes: Tensor, kept: torch.dtype) -> _Grid:

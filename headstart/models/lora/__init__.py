@@ -1,1 +1,0 @@
-"""LoRA adapters: reading PEFT's files, and adding their matrices row by row."""

@@ -62,7 +62,7 @@ class Rows(NamedTuple):
 
 
 def round_weight(weight: Tensor, rows: Rows, kept: torch.dtype) -> Grouped:
-    """Return the weight float32 `[outputs, inputs]` in 4 bits; steps have the precision of `kept`."""
+    """Return a weight float32 `[outputs, inputs]` in 4 bits; steps have the precision of `kept`."""
     inputs = weight.shape[1]
     assert inputs % GROUP == 0
     products = rows.products.clone()

@@ -1,6 +1,6 @@
-"""The engine's counts and values of now, under the names that vLLM gives them; the only table.
+"""The engine's counts and current values, under vLLM's names.
 
-`LLM.get_metrics` hands them out as they are, the server's `/metrics` in the format of Prometheus.
+`LLM.get_metrics` returns them, the server's `/metrics` formats them for Prometheus.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from headstart.cache import AGE_BOUNDS, EvictionAges, MissReason
+from headstart.cache import AGE_BOUNDS, MissReason
 
 if TYPE_CHECKING:
     from headstart.engine.engine import EngineCore
 
 
-_REASONS = [reason for reason in MissReason if reason is not MissReason.NONE]
 _MISSES = "headstart:prefix_cache_misses"
 _LOADED = "headstart:loaded_tokens"
 _UNSAVED = "headstart:unsaved_blocks"
@@ -35,7 +34,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "headstart:blocks_evicted": "Cached blocks reused for other content",
         _IDLE: "How long cached blocks had been free when they were reused",
         _LOADED: "Tokens of prompts loaded from disk or another machine",
-        "headstart:declined_tokens": "Tokens that were stored, and sooner computed than loaded",
+        "headstart:declined_tokens": "Tokens that were stored, and faster to compute than to load",
         "headstart:stored_blocks": "Blocks written to disk or another machine",
         "headstart:dropped_blocks": "Blocks reused before they could be stored",
         "headstart:late_answers": "Times that a tier was silent or slower than computing",
@@ -44,7 +43,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         _MISSES: "Requests by the reason why they hit no more of the cache",
     }
 )
-"""What each name means."""
+"""The meaning of each name."""
 
 
 @dataclass(slots=True)
@@ -64,14 +63,14 @@ class Counter(Metric):
 
 @dataclass(slots=True)
 class Gauge(Metric):
-    """A value of now."""
+    """A current value."""
 
     value: float
 
 
 @dataclass(slots=True)
 class Vector(Metric):
-    """A list of counts. No metric is one here: programs ask `isinstance` of each."""
+    """A list of counts. No metric here is one; programs check `isinstance` of each."""
 
     values: list[int]
 
@@ -86,48 +85,37 @@ class Histogram(Metric):
 
 
 def read_metrics(engine: EngineCore) -> list[Metric]:
-    """Counts since the start, and values of now. For the engine's thread."""
+    """Return the counts since the start, and current values. For the engine's thread."""
     manager = engine.manager
     stats, num_blocks = manager.stats, manager.config.num_blocks
     running, waiting = map(len, engine.requests)
-    counters = {
-        "vllm:prefix_cache_queries": stats.queried_tokens,
-        "vllm:prefix_cache_hits": stats.hit_tokens,
-        "vllm:num_preemptions": engine.num_preemptions,
-        "headstart:blocks_evicted": manager.num_evictions,
-    }
-    gauges = {
-        "vllm:num_requests_running": running,
-        "vllm:num_requests_waiting": waiting,
-        "vllm:kv_cache_usage_perc": 1 - manager.num_free_blocks / num_blocks,
-    }
-    return [
-        *(Counter(name, {}, value) for name, value in counters.items()),
-        *(Gauge(name, {}, value) for name, value in gauges.items()),
-        _read_ages(stats.eviction_ages),
-        *_read_tiers(engine),
-        *(Counter(_MISSES, {"reason": r.name.lower()}, stats.missed[r]) for r in _REASONS),
-    ]
-
-
-def _read_ages(ages: EvictionAges) -> Histogram:
+    ages = stats.eviction_ages
     bounds = [*(str(float(bound)) for bound in AGE_BOUNDS), "+Inf"]
     buckets = dict(zip(bounds, accumulate(ages.counts), strict=True))
-    return Histogram(_IDLE, {}, sum(ages.counts), ages.seconds, buckets)
-
-
-def _read_tiers(engine: EngineCore) -> list[Metric]:
-    """What came from tiers and went there; nothing where there are none."""
-    if engine.tiers is None:
-        return []
-    stats = engine.tiers.stats
-    faults = stats.faults.items()
-    return [
-        *(Counter(_LOADED, {"tier": tier}, n) for tier, n in stats.loaded_tokens.items()),
-        Counter("headstart:declined_tokens", {}, stats.declined_tokens),
-        Counter("headstart:stored_blocks", {}, stats.saved_blocks),
-        Counter("headstart:dropped_blocks", {}, stats.dropped_blocks),
-        Counter("headstart:late_answers", {}, stats.late_answers),
-        *(Counter(_UNSAVED, {"tier": tier}, n) for tier, n in stats.unsaved_blocks.items()),
-        *(Counter(_FAULTS, {"tier": t, "fault": kind}, n) for (t, kind), n in faults),
+    metrics: list[Metric] = [
+        Counter("vllm:prefix_cache_queries", {}, stats.queried_tokens),
+        Counter("vllm:prefix_cache_hits", {}, stats.hit_tokens),
+        Counter("vllm:num_preemptions", {}, engine.num_preemptions),
+        Counter("headstart:blocks_evicted", {}, manager.num_evictions),
+        Gauge("vllm:num_requests_running", {}, running),
+        Gauge("vllm:num_requests_waiting", {}, waiting),
+        Gauge("vllm:kv_cache_usage_perc", {}, 1 - manager.num_free_blocks / num_blocks),
+        Histogram(_IDLE, {}, sum(ages.counts), ages.seconds, buckets),
+    ]
+    if engine.tiers is not None:
+        tiers = engine.tiers.stats
+        faults = tiers.faults.items()
+        metrics += [
+            *(Counter(_LOADED, {"tier": tier}, n) for tier, n in tiers.loaded_tokens.items()),
+            Counter("headstart:declined_tokens", {}, tiers.declined_tokens),
+            Counter("headstart:stored_blocks", {}, tiers.saved_blocks),
+            Counter("headstart:dropped_blocks", {}, tiers.dropped_blocks),
+            Counter("headstart:late_answers", {}, tiers.late_answers),
+            *(Counter(_UNSAVED, {"tier": tier}, n) for tier, n in tiers.unsaved_blocks.items()),
+            *(Counter(_FAULTS, {"tier": t, "fault": kind}, n) for (t, kind), n in faults),
+        ]
+    return metrics + [
+        Counter(_MISSES, {"reason": reason.name.lower()}, stats.missed[reason])
+        for reason in MissReason
+        if reason is not MissReason.NONE
     ]

@@ -25,8 +25,8 @@ class Logprob:
 _EPOCH = time.time() - time.perf_counter()
 
 
-def _wall_time(seconds: float | None) -> float | None:
-    return None if seconds is None else _EPOCH + seconds
+def _add(start: float | None, seconds: float | None) -> float | None:
+    return None if start is None or seconds is None else start + seconds
 
 
 Logprobs = dict[int, Logprob]
@@ -60,43 +60,36 @@ class RequestMetrics:
         """Seconds until the first token, also `time_to_first_token`."""
         return self.time_to_first_token
 
+    # Times of its first step, first token and last token: on the clock of `queued_ts`, then, with
+    # its arrival, on that of `time.time`.
+
     @property
     def scheduled_ts(self) -> float | None:
-        """Time at which its first step began, on the clock of `queued_ts`."""
-        return self._moment(self.queue)
+        return _add(self.queued_ts, self.queue)
 
     @property
     def first_token_ts(self) -> float | None:
-        """Time of its first token, on the clock of `queued_ts`."""
-        return self._moment(self.time_to_first_token)
+        return _add(self.queued_ts, self.time_to_first_token)
 
     @property
     def last_token_ts(self) -> float | None:
-        """Time of its last token so far, on the clock of `queued_ts`."""
-        return self._moment(self.total)
+        return _add(self.queued_ts, self.total)
 
     @property
     def arrival_time(self) -> float | None:
-        """Time of its arrival, on the clock of `time.time`."""
-        return _wall_time(self.queued_ts)
+        return _add(_EPOCH, self.queued_ts)
 
     @property
     def first_scheduled_time(self) -> float | None:
-        """`scheduled_ts` on the clock of `time.time`."""
-        return _wall_time(self.scheduled_ts)
+        return _add(_EPOCH, self.scheduled_ts)
 
     @property
     def first_token_time(self) -> float | None:
-        """`first_token_ts` on the clock of `time.time`."""
-        return _wall_time(self.first_token_ts)
+        return _add(_EPOCH, self.first_token_ts)
 
     @property
     def last_token_time(self) -> float | None:
-        """`last_token_ts` on the clock of `time.time`."""
-        return _wall_time(self.last_token_ts)
-
-    def _moment(self, seconds: float | None) -> float | None:
-        return None if seconds is None or self.queued_ts is None else self.queued_ts + seconds
+        return _add(_EPOCH, self.last_token_ts)
 
 
 @dataclass
@@ -130,11 +123,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class ImageUse:
-    """An image in a prompt: SHA-256 of what its embeddings are made from, in hex, the position of
-    its first placeholder, and how many it has.
+    """An image in a prompt.
 
-    is_similar: it is not the image that was handed over, but an earlier one that looks like it,
-    which the request allowed by `similar_images`.
+    digest: SHA-256 of its embeddings' source, in hex. position: of its first placeholder.
+    num_tokens: placeholders. is_similar: an earlier image that looks like the given one replaced
+    it, which the request allowed by `similar_images`.
     """
 
     digest: str
@@ -145,13 +138,12 @@ class ImageUse:
 
 @dataclass
 class RequestOutput:
-    """A request and its answers so far; of a stream with `output_kind=DELTA`, what is new.
+    """A request and its answers so far; in a stream with `output_kind=DELTA`, the new part.
 
-    num_cached_tokens: prompt tokens that needed no computing, of the first of the answers.
-    loaded_tokens: those of them that were loaded for this request, by the tier that had them:
-    "disk", "remote".
-    why_missed: why it did not hit more. prompt_logprobs: as asked for; None for the first token.
-    images: those of the prompt, in order.
+    num_cached_tokens: prompt tokens of the first answer that needed no computing. loaded_tokens:
+    those of them that were loaded for this request, by tier: "disk", "remote". why_missed: why it
+    did not hit more. prompt_logprobs: None for the first token. images: those of the prompt, in
+    order.
     """
 
     request_id: str
@@ -219,10 +211,10 @@ class ShownOutputs:
             return output
         if self._is_first and not output.finished and _lacks_logprobs(output):
             return None  # only the first output has them
-        new = [one for one in map(self._new_part, output.outputs) if one is not None]
+        new = [part for part in map(self._new_part, output.outputs) if part is not None]
         if not new and not output.finished:
             return None
-        self._shown = {one.index: one for one in output.outputs}
+        self._shown = {answer.index: answer for answer in output.outputs}
         first, self._is_first = self._is_first, False
         return _changed(
             output, outputs=new, prompt_logprobs=output.prompt_logprobs if first else None
@@ -231,14 +223,11 @@ class ShownOutputs:
     def _new_part(self, output: CompletionOutput) -> CompletionOutput | None:
         shown = self._shown.get(output.index)
         if shown is None:
-            return _changed(output)  # theirs to change
-        if shown.finished() or len(shown.token_ids) == len(output.token_ids):
-            return None if shown.finish_reason == output.finish_reason else self._cut(output, shown)
-        return self._cut(output, shown)
-
-    @staticmethod
-    def _cut(output: CompletionOutput, shown: CompletionOutput) -> CompletionOutput:
+            return _changed(output)  # a copy that the caller may change
         done = len(shown.token_ids)
+        is_same = shown.finished() or done == len(output.token_ids)
+        if is_same and shown.finish_reason == output.finish_reason:
+            return None
         return _changed(
             output,
             text=output.text[len(shown.text) :],

@@ -1,9 +1,10 @@
 """Sampling parameters of a request, in vLLM's names and defaults."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any, Self, TypeGuard
+from math import inf
+from typing import Any, NamedTuple, Self
 
 from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.errors import RequestError
@@ -11,114 +12,81 @@ from headstart.validation import Number, check_absent, check_fields, check_utf8,
 
 MAX_BIAS = 100
 MAX_BAD_WORDS = 1024
+MAX_LOGPROBS = 1000
+MAX_ANSWERS = 64
+MAX_STOPS = 1024
+MAX_STOP_CHARACTERS = 2**14  # of all stop strings: each is searched for at every token
+_LEAST_TEMPERATURE = 1e-5
+
+SEEDS = Number(int, -(2**63), 2**63 - 1)
+"""Integers that a request or an engine may have as its seed."""
 
 
-def check_bias(bias: object) -> None:
-    """A mapping of token ids to numbers from -100 to 100, or None."""
-    if bias is None:
+class _Kind(NamedTuple):
+    """Values that a function accepts, with their text for an error."""
+
+    accepts: Callable[[Any], bool]
+    text: str
+
+    def __contains__(self, value: object) -> bool:
+        return self.accepts(value)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+_TOKEN_IDS = Number(int, 0)
+_BIASES = Number(float, -MAX_BIAS, MAX_BIAS)
+_STOPS = _Kind(lambda s: isinstance(s, str) and s != "", "texts of at least one character")
+_WORDS = _Kind(
+    lambda word: isinstance(word, str) and word.strip() != "", "texts that are not blank"
+)
+_FUNCTIONS = _Kind(callable, "functions of token ids and logits")
+
+
+def _check_list(
+    name: str, values: Any, items: Number | _Kind, allowed: str, least: int = 0, most: float = inf
+) -> None:
+    """Raise RequestError unless `values` is None or a list of such items."""
+    if values is None:
         return
-    if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias is {describe(bias)}; allowed: a dict of token ids")
-    _check_entries("logit_bias", bias)
-    for value in bias.values():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not -MAX_BIAS <= value <= MAX_BIAS:
-            raise RequestError(
-                f"logit_bias has {describe(value)}; allowed: a number from -{MAX_BIAS} to "
-                f"{MAX_BIAS}"
-            )
+    is_list = isinstance(values, Sequence) and not isinstance(values, (str, bytes))
+    if not is_list or not least <= len(values) <= most:
+        raise RequestError(f"{name} is {describe(values)}; allowed: {allowed}")
+    _check_items(name, values, items)
 
 
-def read_bias(bias: object) -> object:
-    """A bias whose keys may be texts, as JSON has them, brought within its range.
+def _check_items(name: str, values: Iterable[Any], items: Number | _Kind) -> None:
+    for value in values:
+        if value not in items:
+            raise RequestError(f"{name} has {describe(value)}; allowed: {items}")
+        if isinstance(value, str):
+            check_utf8(name, value)
 
-    What is no such thing is left to `check_bias`.
+
+def _read_bias(bias: object) -> object:
+    """Return a bias whose keys may be texts, as in JSON, with values limited to the range.
+
+    Any other value is left to `check`.
     """
     if not isinstance(bias, Mapping):
         return bias
-    return {
-        int(token_id) if _is_digits(token_id) else token_id: _within_range(value)
-        for token_id, value in bias.items()
-    }
-
-
-def _is_digits(text: object) -> bool:
-    return isinstance(text, str) and text.isdecimal() and len(text) < 20
-
-
-def _within_range(value: Any) -> Any:
-    is_number = type(value) in (int, float) and value == value  # which NaN is not
-    return min(MAX_BIAS, max(-MAX_BIAS, value)) if is_number else value
-
-
-def check_ids(token_ids: object) -> None:
-    """A list of at least one token id, or None."""
-    if token_ids is None:
-        return
-    if not _is_list(token_ids) or not token_ids:
-        raise RequestError(
-            f"allowed_token_ids is {describe(token_ids)}; allowed: a list of at least one token id"
-        )
-    _check_entries("allowed_token_ids", token_ids)
-
-
-def check_words(words: object) -> None:
-    """A list of texts that are not blank, or None."""
-    if words is None:
-        return
-    if not _is_list(words) or len(words) > MAX_BAD_WORDS:
-        raise RequestError(
-            f"bad_words is {describe(words)}; allowed: a list of at most {MAX_BAD_WORDS} texts"
-        )
-    for word in words:
-        if not isinstance(word, str) or not word.strip():
-            raise RequestError(f"bad_words has {describe(word)}; allowed: texts that are not blank")
-        check_utf8("bad_words", word)
-
-
-def check_callbacks(functions: object) -> None:
-    """A list of functions, or None."""
-    if functions is None:
-        return
-    if not _is_list(functions) or not all(map(callable, functions)):
-        raise RequestError(
-            f"logits_processors is {describe(functions)}; allowed: a list of functions of token "
-            "ids and logits"
-        )
+    read: dict[Any, Any] = {}
+    for key, value in bias.items():
+        is_text = isinstance(key, str) and key.isdecimal() and len(key) < 20
+        is_number = type(value) in (int, float) and value == value  # not NaN
+        limited = min(MAX_BIAS, max(-MAX_BIAS, value)) if is_number else value
+        read[int(key) if is_text else key] = limited
+    return read
 
 
 def check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Refuse token ids that the model does not have. Raises RequestError."""
+    """Raise RequestError for token ids that the model does not have."""
     if token_ids and max(token_ids) >= vocab_size:
         raise RequestError(
             f"{name} has the token id {describe(max(token_ids))}; allowed: from 0 to "
             f"{vocab_size - 1}"
         )
-
-
-def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
-def _check_entries(name: str, token_ids: Any) -> None:
-    for token_id in token_ids:
-        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
-            raise RequestError(
-                f"{name} has {describe(token_id)}; allowed: a whole number of at least 0"
-            )
-
-
-MAX_LOGPROBS = 1000
-MAX_ANSWERS = 64
-MAX_STOPS = 1024
-MAX_STOP_CHARACTERS = 2**14  # of all stop strings: each is looked for at every token
-_LEAST_TEMPERATURE = 1e-5
-
-
-SEEDS = Number(int, -(2**63), 2**63 - 1)
-"""Integers that a request or an engine may have as its seed."""
-
-_TOKEN_IDS = Number(int, 0)
 
 
 class RequestOutputKind(Enum):
@@ -137,20 +105,26 @@ class SamplingType(IntEnum):
     RANDOM_SEED = 2
 
 
+_ABSENT = (
+    *("prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "stream_interval"),
+    *("thinking_token_budget", "repetition_detection", "trace_decode_token_ids"),
+)
+
+
 @dataclass(kw_only=True)
 class SamplingParams:
     """The sampling of one request. Raises RequestError for a value outside its range.
 
     Fields may be set and lists changed; a request uses the values that it was made with, which are
-    checked then. stop, stop_token_ids and bad_words are lists, empty where none were given.
+    checked then. stop, stop_token_ids and bad_words are lists, empty by default.
 
     stop and stop_token_ids end the answer; the text stops before a stop string unless
-    include_stop_str_in_output. logprobs=k gives the k likeliest tokens and the chosen one for
-    every token of the answer, prompt_logprobs=k the same for the prompt. Without a seed a
-    request takes the engine's next one. With skip_storing_prefix_cache a request reads the cache,
-    and no other request finds what is computed for it. With similar_images an image of an earlier
-    request that looks like one of this prompt, has the same cache salt and set this field too, is
-    used in its place; `images` of the output reports it.
+    include_stop_str_in_output. logprobs=k gives the k likeliest tokens and the chosen token for
+    every token of the answer, prompt_logprobs=k the same for the prompt. Without a seed a request
+    takes the engine's next one. With skip_storing_prefix_cache a request reads the cache, and no
+    other request finds its blocks. With similar_images an image of an earlier request that looks
+    like an image of this prompt, has the same cache salt and set this field too, replaces it;
+    `images` of the output reports it.
 
     These fields change logits: logit_bias adds a number from -100 to 100 to the logits of token
     ids; allowed_token_ids bans all others; bad_words bans the last token of each word after the
@@ -225,14 +199,14 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **given: Any) -> Self:
-        """Make parameters of those that are not None; the others have their defaults.
+        """Return parameters with these values; those that are None have their defaults.
 
         The keys of a logit_bias may be texts, and its values beyond -100 and 100 become these.
         """
         # For max_tokens None is a value: no limit but the model's.
         chosen = {n: v for n, v in given.items() if v is not None or n == "max_tokens"}
         if "logit_bias" in chosen:
-            chosen["logit_bias"] = read_bias(chosen["logit_bias"])
+            chosen["logit_bias"] = _read_bias(chosen["logit_bias"])
         return cls(**chosen)
 
     def clone(self) -> Self:
@@ -277,18 +251,18 @@ class SamplingParams:
         if self.prompt_logprobs is True:
             self.prompt_logprobs = 1
         check_fields(self, RequestError)
-        check_absent(
-            {
-                "prompt_logprob_token_ids": self.prompt_logprob_token_ids,
-                "prompt_logprob_start": self.prompt_logprob_start or None,
-                "logprob_token_ids": self.logprob_token_ids,
-                "stream_interval": None if self.stream_interval == 1 else self.stream_interval,
-                "thinking_token_budget": self.thinking_token_budget,
-                "repetition_detection": self.repetition_detection,
-                "trace_decode_token_ids": self.trace_decode_token_ids,
-            }
-        )
-        _check_stops(self.stop)
+        absent = {name: getattr(self, name) for name in _ABSENT}
+        absent["prompt_logprob_start"] = self.prompt_logprob_start or None
+        absent["stream_interval"] = None if self.stream_interval == 1 else self.stream_interval
+        check_absent(absent)
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        _check_list("stop", stops, _STOPS, f"a text, or a list of {_STOPS}")
+        length = sum(map(len, stops or ()))
+        if len(stops or ()) > MAX_STOPS or length > MAX_STOP_CHARACTERS:
+            raise RequestError(
+                f"stop has {len(stops or ()):,} texts of {length:,} characters; allowed: at most "
+                f"{MAX_STOPS:,} of {MAX_STOP_CHARACTERS:,} together"
+            )
         if self.stop_strings and not self.detokenize:
             raise RequestError(
                 f"stop is {describe(self.stop)} and detokenize False; allowed: stop strings with "
@@ -299,11 +273,19 @@ class SamplingParams:
                 f"min_tokens is {describe(self.min_tokens)}; allowed: from 0 to max_tokens, "
                 f"which is {describe(self.max_tokens)}"
             )
-        _check_stop_ids(self.stop_token_ids)
-        check_bias(self.logit_bias)
-        check_ids(self.allowed_token_ids)
-        check_words(self.bad_words)
-        check_callbacks(self.logits_processors)
+        _check_list("stop_token_ids", self.stop_token_ids, _TOKEN_IDS, "a list of token ids")
+        one_id = "a list of at least one token id"
+        _check_list("allowed_token_ids", self.allowed_token_ids, _TOKEN_IDS, one_id, 1)
+        words = f"a list of at most {MAX_BAD_WORDS} texts"
+        _check_list("bad_words", self.bad_words, _WORDS, words, most=MAX_BAD_WORDS)
+        _check_list("logits_processors", self.logits_processors, _FUNCTIONS, "a list of functions")
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise RequestError(
+                    f"logit_bias is {describe(self.logit_bias)}; allowed: a dict of token ids"
+                )
+            _check_items("logit_bias", self.logit_bias, _TOKEN_IDS)
+            _check_items("logit_bias", self.logit_bias.values(), _BIASES)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -335,28 +317,3 @@ class SamplingParams:
             or self.presence_penalty != 0
             or self.frequency_penalty != 0
         )
-
-
-def _check_stops(stop: object) -> None:
-    stops = (stop,) if isinstance(stop, str) or not isinstance(stop, Sequence) else stop
-    if stop is not None and not all(isinstance(text, str) and text for text in stops):
-        raise RequestError(f"stop is {describe(stop)}; allowed: texts of at least one character")
-    length = sum(len(text) for text in stops if isinstance(text, str))
-    if len(stops) > MAX_STOPS or length > MAX_STOP_CHARACTERS:
-        raise RequestError(
-            f"stop has {len(stops):,} texts of {length:,} characters; allowed: at most "
-            f"{MAX_STOPS:,} of {MAX_STOP_CHARACTERS:,} together"
-        )
-    for text in stops:
-        if isinstance(text, str):
-            check_utf8("stop", text)
-
-
-def _check_stop_ids(token_ids: object) -> None:
-    if token_ids is None:
-        return
-    if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
-        raise RequestError(f"stop_token_ids is {describe(token_ids)}; allowed: a list of token ids")
-    wrong = [entry for entry in token_ids if entry not in _TOKEN_IDS]
-    if wrong:
-        raise RequestError(f"stop_token_ids has {describe(wrong[0])}; allowed: {_TOKEN_IDS}")

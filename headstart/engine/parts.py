@@ -19,51 +19,45 @@ from headstart.errors import ConfigError, OutOfMemoryError
 from headstart.imports import load_module
 from headstart.machine import available_memory
 from headstart.models.decoder import DecoderModel, VisionModel
-from headstart.tiers import (
-    OBJECTS,
-    BlockStore,
-    DiskStore,
-    ModelRecord,
-    RemoteStore,
-    make_folder,
-)
+from headstart.tiers import OBJECTS, BlockStore, DiskStore, ModelRecord, RemoteStore, make_folder
 
-# Unless told otherwise: a million tokens in blocks of 16. More blocks than that cost seconds to
-# make, for models so small that nobody needs them.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# By default, a million tokens in blocks of 16. More blocks than that cost seconds to make, for
+# models so small that they need no more.
 DEFAULT_MAX_BLOCKS = 65_536
+_LOG = logging.getLogger("headstart.tiers")
+_MOST_PREPARED = 8192  # positions, in 3 ms of the start; more take little compared with their load
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return available_memory()
+    """Return the bytes that can still be allocated on the device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
 
 
 def kv_dtype(config: EngineConfig, decoder: DecoderModel) -> torch.dtype:
-    """The dtype in which K and V are kept."""
+    """Return the dtype in which K and V are stored."""
     return torch.int8 if config.kv_cache_dtype == "int8" else decoder.dtype
 
 
 def count_blocks(config: EngineConfig, decoder: DecoderModel, encoder_row: int) -> int:
-    """Blocks for the pool: as given, or what the K/V budget holds.
+    """Return the blocks for the pool: `num_blocks`, or as many as the K/V budget holds.
 
-    encoder_row: bytes of a row of the encoder cache, which fills later and for which room is
-    left; 0 for a model that sees nothing. Raises OutOfMemoryError when that is not even one
-    block, or more than is free.
+    encoder_row: bytes of a row of the encoder cache, which fills later and for which room is left;
+    0 for a model without vision. Raises OutOfMemoryError when that is less than one block, or more
+    than is free.
     """
-    dtype = kv_dtype(config, decoder)
-    size = PagedKVMemory.bytes_per_block(decoder.layouts, config.block_size, dtype)
+    size = PagedKVMemory.bytes_per_block(
+        decoder.layouts, config.block_size, kv_dtype(config, decoder)
+    )
     rows = config.encoder_cache_rows * encoder_row
     free = max(free_memory(decoder.device) - rows, 0)
-    if config.num_blocks is not None:
-        blocks = config.num_blocks
-    elif config.kv_cache_memory is not None:
-        blocks = config.kv_cache_memory // size
-    else:
-        blocks = min(int(free * config.kv_cache_fraction) // size, DEFAULT_MAX_BLOCKS)
+    budget = config.kv_cache_memory or int(free * config.kv_cache_fraction)
+    blocks = budget // size if config.num_blocks is None else config.num_blocks
+    if config.num_blocks is None and config.kv_cache_memory is None:
+        blocks = min(blocks, DEFAULT_MAX_BLOCKS)
     if blocks < 1:
-        budget = config.kv_cache_memory or int(free * config.kv_cache_fraction)
         raise OutOfMemoryError(f"K/V may take {budget:,} bytes, and one block takes {size:,}")
     if blocks * size > free:
         taken = f" beside {rows:,} for image embeddings (encoder_cache_rows)" if rows else ""
@@ -74,7 +68,7 @@ def count_blocks(config: EngineConfig, decoder: DecoderModel, encoder_row: int) 
 
 
 def longest_sequence(config: EngineConfig, model_limit: int, num_blocks: int) -> int:
-    """Tokens of the longest sequence: what the model, the pool and the options allow.
+    """Return the tokens of the longest sequence that the model, the pool and the options allow.
 
     Raises ConfigError when `max_model_len` is more than the model takes, and OutOfMemoryError
     when it does not fit the pool.
@@ -96,7 +90,7 @@ def longest_sequence(config: EngineConfig, model_limit: int, num_blocks: int) ->
 
 
 class ObservedManager(KVCacheManager):
-    """Tells its events once more, to whoever calls `take_observed`.
+    """A manager with a second copy of its events.
 
     A router follows the cache this way without taking events from the tiers, which need them all.
     """
@@ -106,23 +100,14 @@ class ObservedManager(KVCacheManager):
         self._observed: list[CacheEvent] = []
 
     def take_events(self) -> list[CacheEvent]:
-        """As the manager's; they are kept for `take_observed`, too."""
         events = super().take_events()
         self._observed += events
         return events
 
     def take_observed(self) -> list[CacheEvent]:
-        """Events that `take_events` handed out since the last call, oldest first."""
+        """Return the events that `take_events` returned since the last call, oldest first."""
         observed, self._observed = self._observed, []
         return observed
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-_LOG = logging.getLogger("headstart.tiers")
-_MOST_PREPARED = 8192  # positions, in 3 ms of the start; more take little beside their load
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +124,7 @@ class Parts:
 
 
 def open_stores(model: ModelRecord, config: EngineConfig) -> Sequence[BlockStore]:
-    """The tiers that the options ask for, at least one, nearest first. Raises ConfigError."""
+    """Return the tiers of the options, at least one, nearest first. Raises ConfigError."""
     stores: list[BlockStore] = []
     if config.kept_folder is not None:
         stores.append(DiskStore(config.kept_folder, model, config.cache_dir_bytes))
@@ -156,11 +141,14 @@ def make_parts(
     rows: BlockRows | None = None,
     is_observed: bool = False,
 ) -> Parts:
-    """Memory, cache and store for a model. Raises ConfigError or OutOfMemoryError.
+    """Return memory, cache and stores for a model. Raises ConfigError or OutOfMemoryError.
 
-    rows: what a store keeps beside K/V. is_observed: the manager is an `ObservedManager`.
+    rows: the rows that stores have with K/V. is_observed: the manager is an `ObservedManager`.
     """
-    vision = _load_vision(decoder, tokenizer)
+    vision: VisionModel | None = None
+    if decoder.takes_images:  # image processors take seconds to import
+        backend = load_module("headstart.models.transformers_backend.image_encoder")
+        vision = backend.load_vision(decoder, tokenizer)
     blocks = count_blocks(config, decoder, vision.bytes_per_row if vision is not None else 0)
     limit = longest_sequence(config, decoder.max_model_len, blocks)
     memory = PagedKVMemory(
@@ -178,7 +166,7 @@ def make_parts(
             memory.device.type == "cpu",
             block_text(tokenizer, config.cache_words),
         )
-        # What loading the longest prompt would write, and what the step after that reads.
+        # As much as loading the longest prompt writes, and the step after that reads.
         kept = max(store.num_kept for store in stores.kv)
         loaded = min(kept, -(-limit // config.block_size))
         memory.prefault(loaded)
@@ -191,14 +179,3 @@ def make_parts(
     names = BlockHasher(config.block_size, "" if model is None else model.fingerprint)
     manager = (ObservedManager if is_observed else KVCacheManager)(cache, names)
     return Parts(decoder, tokenizer, memory, manager, limit, vision, stores)
-
-
-def _load_vision(
-    decoder: DecoderModel, tokenizer: PreTrainedTokenizerBase | None
-) -> VisionModel | None:
-    """The model's vision part, if it has one; image processors take seconds to import."""
-    if not decoder.takes_images:
-        return None
-    zoo = load_module("headstart.models.transformers_backend.image_encoder")
-    found: VisionModel | None = zoo.load_vision(decoder, tokenizer)
-    return found

@@ -1,9 +1,9 @@
-"""A prompt as the engine takes it: token ids, and what some prompts are beyond them.
+"""A prompt as the engine takes it: token ids, and the other parts of some prompts.
 
-Most prompts are token ids alone. A prompt may also bring embeddings for some of its positions
-(an image's, in place of its placeholders') and position ids of its own (M-RoPE gives each token
-three). What they are made from must be part of the prompt's identity, or its K/V would be found
-by a prompt that differs: that is what `items` say.
+Most prompts are token ids alone. A prompt may also have embeddings for some of its positions (an
+image's, in place of its placeholders') and special position ids (M-RoPE gives each token three).
+Their sources must be part of the prompt's identity, or its K/V would be found by a different
+prompt: `items` has them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,19 +26,19 @@ class PlacedRows(NamedTuple):
 
 
 class EmbeddingSource(Protocol):
-    """Embeddings for some positions of a sequence; the others are those of its token ids."""
+    """Embeddings for some positions of a sequence; other positions have those of the token ids."""
 
     def between(self, start: int, stop: int) -> Iterable[PlacedRows]:
-        """The rows of positions `start` to `stop - 1` that are given, none outside of them.
+        """Return the rows within positions `start` to `stop - 1`.
 
-        Asked again for the same positions when a preempted sequence is computed anew, and, in
+        Called again for the same positions when a preempted sequence is computed again, and, in
         deterministic mode, for all positions of a block at each of its tokens.
         """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenRows:
-    """An `EmbeddingSource` of rows that are there from the beginning."""
+    """An `EmbeddingSource` of rows that are known from the beginning."""
 
     parts: Sequence[PlacedRows]
 
@@ -60,7 +60,7 @@ class RotaryPositions:
     delta: int
 
     def between(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Position ids int64 `[axes, stop - start]`."""
+        """Return position ids int64 `[axes, stop - start]`."""
         known = self.table[:, start:stop]
         after = np.arange(start + known.shape[1], stop) + self.delta
         return np.concatenate([known, np.tile(after, (len(self.table), 1))], axis=1)
@@ -70,9 +70,9 @@ class RotaryPositions:
 class PromptExtras:
     """The parts of a prompt beyond its token ids.
 
-    items: what stands where, for the prefix's identity; everything that shapes embeddings or
-    positions must be told by an item's digest, which must cover all the positions it shapes.
-    embeddings: replace those of the token ids. positions: replace 0, 1, 2, ...
+    items: for the prefix's identity; the digest of an item must cover everything that determines
+    embeddings or positions, and the item all positions that it affects. embeddings: replace those
+    of the token ids. positions: replace 0, 1, 2, ...
     """
 
     items: tuple[MultiModalItem, ...] = ()
@@ -82,9 +82,9 @@ class PromptExtras:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedPrompt:
-    """A prompt that needs no more processing; `text` is what it came as, if it was a text.
+    """A prompt that needs no more processing.
 
-    `images` is what its reply will say of the images in it.
+    text: its text, if it was one. images: the images in it, as its output reports them.
     """
 
     token_ids: Sequence[int]

@@ -25,10 +25,7 @@ TokenText = Callable[[int], str]
 
 
 class AnswerText(Protocol):
-    """The text of an answer, which the engine never reads; it only asks when the answer ends.
-
-    `push` and `end` are called in the engine's thread.
-    """
+    """The text of an answer, which the engine never reads; called in the engine's thread."""
 
     @property
     def text(self) -> str: ...
@@ -47,13 +44,12 @@ class AnswerText(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One answer in the making: what the scheduler schedules.
+    """The progress of one answer: the unit of scheduling.
 
-    `group` is what the user asked for; with `n` answers it has as many requests, which share
-    their prompt by ordinary prefix caching. turn: see `headstart.engine.fair_share`.
-    token_gaps: seconds from each token to the next. awaits_writer: when it was to be admitted last,
-    another request was computing the block that it needs next. num_read: tokens whose K/V a step
-    that is over has written.
+    group: the user's request; with `n` answers it has as many requests, which share their prompt by
+    ordinary prefix caching. turn: see `headstart.engine.fair_share`. token_gaps: seconds from each
+    token to the next. awaits_writer: at its last admission attempt, another request was computing
+    the block that it needs next. num_read: tokens whose K/V earlier steps have written.
     """
 
     group: "RequestGroup"
@@ -77,29 +73,29 @@ class Request:
 
     @property
     def priority(self) -> int:
-        """Requests of lower values go first."""
+        """The priority; requests of lower values go first."""
         return self.group.priority
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Requests of lower ranks go first: by priority, and then by their owners' turns."""
+        """The order of scheduling: by priority, and then by the owners' turns."""
         return self.group.priority, self.turn
 
     @property
     def reads_cache(self) -> bool:
-        """Whether cached blocks may stand for tokens of its prompt."""
+        """True if cached blocks may replace tokens of its prompt."""
         return not (self.needs_prompt_logits or self.group.params.skip_reading_prefix_cache)
 
     @property
     def needs_prompt_logits(self) -> bool:
-        """True while log-probabilities of prompt tokens are still to be delivered."""
+        """True while log-probabilities of prompt tokens are missing."""
         group = self.group
         if self.index or group.prompt_logprobs is None:
             return False
         return len(group.prompt_logprobs) < len(group.prompt_token_ids)
 
     def admitted(self, num_cached_tokens: int, missed: MissExplanation) -> None:
-        """The scheduler let it run; what counts is its first admission."""
+        """Record the first admission."""
         if self.missed is None:
             self.num_cached_tokens = num_cached_tokens
             self.missed = missed
@@ -107,15 +103,12 @@ class Request:
                 self.group.count_loaded(num_cached_tokens)
 
     def withdrawn(self, start: int) -> None:
-        """The step that was to compute from `start` on was called off.
-
-        If it was the first one, what it hit may not be there: the next admission counts.
-        """
+        """Forget the first admission if its step, from `start` on, failed: hits may be gone."""
         if start == self.num_cached_tokens and not self.num_preemptions:
             self.missed = None
 
     def append(self, token: SampledToken, now: float) -> None:
-        """Take its next token; `finish_reason` is set if that was the last. `now` in seconds."""
+        """Append a token; `finish_reason` is set if it was the last. `now` in seconds."""
         self.sequence.append(token.token_id)
         self.sampling.output_token_ids.append(token.token_id)
         if self.last_token_time is None:
@@ -133,7 +126,7 @@ class Request:
         self.finish_reason = reason
 
     def completion(self) -> CompletionOutput:
-        """The answer so far."""
+        """Return the answer so far."""
         return CompletionOutput(
             index=self.index,
             text=self.text.text,
@@ -146,19 +139,17 @@ class Request:
         )
 
     def metrics(self) -> RequestMetrics:
-        """Times since arrival, in seconds."""
-        arrival = self.group.arrival_time
+        """Return the times since arrival, in seconds."""
+        arrival, started = self.group.arrival_time, self.group.start_time
         first, last = self.first_token_time, self.last_token_time
-        started = self.group.start_time
         tokens = len(self.sampling.output_token_ids)
+        mean = None
+        if first is not None and last is not None and tokens > 1:
+            mean = (last - first) / (tokens - 1)
         return RequestMetrics(
             queue=None if started is None else started - arrival,
             time_to_first_token=None if first is None else first - arrival,
-            time_per_token=(
-                None
-                if first is None or last is None or tokens < 2
-                else (last - first) / (tokens - 1)
-            ),
+            time_per_token=mean,
             total=None if last is None else last - arrival,
             queued_ts=arrival,
             num_generation_tokens=tokens,
@@ -169,11 +160,10 @@ class Request:
 class RequestGroup:
     """A user's request: a prompt and how to answer it, `n` times.
 
-    `extras` is what the prompt is beyond its token ids, None for most; `adapter` what its name
-    stood for when the request was made; `chat` is the frontend's, for the next turn.
-    loaded: the tokens of its prompt that a load has put into the pool, which may be more than it
-    hits, and the tier that each stretch came from. loaded_tokens: those it hits, by tier.
-    token_text: the texts of single tokens, None if none is wanted.
+    extras: the parts of the prompt beyond its token ids, None for most. adapter: that of its name
+    when the request was made. chat: the frontend's, for the next turn. loaded: the tokens of its
+    prompt that a load has put into the pool, possibly more than it hits, by tier. loaded_tokens:
+    those it hits, by tier. token_text: the texts of single tokens, None if not needed.
     """
 
     request_id: str
@@ -195,24 +185,24 @@ class RequestGroup:
 
     @property
     def output_kind(self) -> RequestOutputKind:
-        """The kind of outputs that its stream gives."""
+        """The kind of outputs in its stream."""
         return self.params.output_kind
 
     @property
     def namespace(self) -> Namespace:
-        """Whose K/V, and whose earlier turns, the request may use."""
+        """The namespace of the K/V and earlier turns that it may use."""
         return self.requests[0].sequence.namespace
 
     def retain(self, num_tokens: int, seconds: float) -> None:
-        """Its first tokens are worth keeping for so long after its end; before it is submitted.
+        """Mark its first tokens to stay so long after its end; call before it is submitted.
 
-        Not those of a request that is not stored: what it hits is others'.
+        A request that is not stored marks nothing: its hits belong to others.
         """
         for request in self.requests if self.params.is_stored else ():
             request.sequence.marks = [*request.sequence.marks, Mark(num_tokens, seconds)]
 
     def count_loaded(self, num_cached_tokens: int) -> None:
-        """It hits so many tokens, of which some were loaded for it."""
+        """Count the hits that were loaded for it, by tier."""
         counts: Counter[str] = Counter()
         for tier, tokens in self.loaded:
             counts[tier] += max(0, min(tokens.stop, num_cached_tokens) - tokens.start)
@@ -223,14 +213,14 @@ class RequestGroup:
         return None not in [request.finish_reason for request in self.requests]
 
     def add_prompt_logprobs(self, start: int, rows: list[tuple[TokenLogprob, ...]]) -> None:
-        """Log-probabilities of the prompt tokens from position `start` on; known ones stay."""
+        """Add log-probabilities of prompt tokens from position `start` on; known ones stay."""
         assert self.prompt_logprobs is not None
         for position, entries in enumerate(rows, start):
             if position == len(self.prompt_logprobs):
                 self.prompt_logprobs.append(self.show_logprobs(entries))
 
     def show_logprobs(self, entries: Iterable[TokenLogprob]) -> Logprobs:
-        """Log-probabilities as an output has them."""
+        """Return log-probabilities in the form of an output."""
         text = self.token_text
         return {
             token_id: Logprob(logprob, rank, None if text is None else text(token_id))
@@ -239,11 +229,11 @@ class RequestGroup:
 
     @property
     def lora_request(self) -> LoRARequest | None:
-        """The adapter in vLLM's spelling; adapters have no numbers here."""
+        """The adapter in vLLM's form; adapters have no numbers here."""
         return LoRARequest(self.adapter.name, 1, self.adapter.path) if self.adapter else None
 
     def output(self) -> RequestOutput:
-        """Everything so far."""
+        """Return everything so far."""
         first = self.requests[0]
         return RequestOutput(
             request_id=self.request_id,

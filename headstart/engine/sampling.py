@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.engine.logits import ALL_BANNED, TokenMask, change_logits
-from headstart.engine.logits import LogitsProcessor as RowProcessor
+from headstart.engine.logits import ALL_BANNED, LogitsProcessor, TokenMask, change_logits
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, NoTokenError
 from headstart.weights.greedy_head import greedy_tokens
@@ -54,18 +53,14 @@ def keep_top_p(scores: Tensor, top_p: float) -> Tensor:
     best = scores.softmax(-1).topk(min(LIKELIEST, scores.shape[-1]))
     before = best.values.cumsum(-1) - best.values
     if not bool((before[:, -1] >= top_p).all()):
-        return _sort_top_p(scores, top_p)
+        ordered, places = scores.sort(descending=False)
+        out = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
+        out[..., -1:] = False
+        return scores.masked_fill(out.scatter(1, places, out), _OUT)
     chosen = best.indices.masked_fill(before >= top_p, -1)
     chosen = torch.where(chosen < 0, best.indices[:, :1], chosen)
     kept = torch.full_like(scores, _OUT)
     return kept.scatter(-1, chosen, scores.gather(-1, chosen))
-
-
-def _sort_top_p(scores: Tensor, top_p: float) -> Tensor:
-    ordered, places = scores.sort(descending=False)
-    out = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
-    out[..., -1:] = False
-    return scores.masked_fill(out.scatter(1, places, out), _OUT)
 
 
 class TokenLogprob(NamedTuple):
@@ -79,9 +74,9 @@ class TokenLogprob(NamedTuple):
 def token_logprobs(
     logits: Tensor, token_ids: Sequence[int], top: int
 ) -> list[tuple[TokenLogprob, ...]]:
-    """For each row of `logits` `[rows, vocab]` its token's entry, then the `top` likeliest ones'.
+    """Return for each row of `logits` `[rows, vocab]` its token's entry, then the `top` likeliest.
 
-    The token's own entry stands first and is not repeated. A `top` of -1 stands for all tokens.
+    The token's entry is not repeated. A `top` of -1 stands for all tokens.
     """
     logprobs = logits.log_softmax(-1, dtype=torch.float32)
     width = logprobs.shape[-1]
@@ -89,29 +84,18 @@ def token_logprobs(
     own = logprobs.gather(1, chosen)
     ranks = (logprobs > own).sum(1) + 1
     best = logprobs.topk(min(top, width) if top >= 0 else width, -1)
-    rows = zip(
-        token_ids,
-        own.squeeze(1).tolist(),
-        ranks.tolist(),
-        best.indices.tolist(),
-        best.values.tolist(),
-        strict=True,
-    )
-    return [
-        (
-            TokenLogprob(token_id, logprob, rank),
-            *(
-                TokenLogprob(other, value, place)
-                for place, (other, value) in enumerate(zip(ids, values, strict=True), 1)
-                if other != token_id
-            ),
-        )
-        for token_id, logprob, rank, ids, values in rows
-    ]
+    entries = []
+    columns = (own.squeeze(1), ranks, best.indices, best.values)
+    rows = zip(token_ids, *(column.tolist() for column in columns), strict=True)
+    for token_id, logprob, rank, ids, values in rows:
+        others = map(TokenLogprob, ids, values, range(1, len(ids) + 1))
+        likeliest = (entry for entry in others if entry.token_id != token_id)
+        entries.append((TokenLogprob(token_id, logprob, rank), *likeliest))
+    return entries
 
 
 class SampledToken(NamedTuple):
-    """A token, and its log-probabilities if asked for: its own entry first in `top`."""
+    """A token, and its log-probabilities if requested, with its entry first in `top`."""
 
     token_id: int
     logprob: float | None
@@ -127,26 +111,14 @@ class SamplingState:
     output_token_ids: list[int]
     generator: torch.Generator | None
     eos_token_ids: frozenset[int]
-    processors: tuple[RowProcessor, ...] = ()
-    _is_greedy: bool = field(init=False)
-    _is_raw: bool = field(init=False)
+    processors: tuple[LogitsProcessor, ...] = ()
     masks: tuple[TokenMask, ...] = field(init=False)
+    _is_greedy: bool = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
         self._is_greedy = params.is_greedy and params.logprobs is None and not params.has_penalties
-        self._is_raw = self._is_greedy and not self.processors
-        self.masks = tuple(one for one in self.processors if isinstance(one, TokenMask))
-
-    @property
-    def is_plain(self) -> bool:
-        """True if the argmax of the raw logits is all that is wanted."""
-        return self._is_raw and len(self.output_token_ids) >= self.params.min_tokens
-
-    @property
-    def is_masked_argmax(self) -> bool:
-        """True if the argmax of the raw logits of allowed tokens is all that is wanted."""
-        return self.takes_argmax and len(self.masks) == len(self.processors)
+        self.masks = tuple(p for p in self.processors if isinstance(p, TokenMask))
 
     @property
     def takes_argmax(self) -> bool:
@@ -154,12 +126,17 @@ class SamplingState:
         return self._is_greedy and len(self.output_token_ids) >= self.params.min_tokens
 
     @property
+    def is_masked_argmax(self) -> bool:
+        """True if only the argmax of the raw logits of allowed tokens is needed."""
+        return self.takes_argmax and len(self.masks) == len(self.processors)
+
+    @property
     def is_complete(self) -> bool:
-        """Whether a processor lets nothing follow but the end."""
+        """True if a processor allows only the end."""
         return any(processor.complete for processor in self.processors)
 
     def accept(self, token_id: int) -> bool:
-        """Tell the processors of a token that the answer took; whether it is complete with it."""
+        """Pass a token of the answer to the processors; return True if it completes the answer."""
         for processor in self.processors:
             processor.accept(token_id)
         return self.is_complete
@@ -182,46 +159,36 @@ class Sampler:
     def sample(
         self, logits: Tensor, states: Sequence[SamplingState]
     ) -> list[SampledToken | EngineError]:
-        """The next token of each row of `logits` float32 `[rows, vocab]`, or why there is none.
+        """Return the next token of each row of `logits` float32 `[rows, vocab]`, or its error.
 
-        Requests that only want the likeliest token cost one argmax together. A row that cannot be
-        sampled changes no other row, nor what another is drawn with. Rows of requests with
-        processors are changed in place.
+        Requests that only need the likeliest token cost one argmax together. A row that cannot be
+        sampled changes no other row, nor its random numbers. Rows of requests with processors are
+        changed in place; their log-probabilities are of the raw logits.
         """
+        raw: dict[int, Tensor] = {}
+        failed: dict[int, EngineError] = {}
         if any(state.processors for state in states):
-            return self._sample_changed(logits, states)
-        return [
-            self.accept(token_id)
-            if state.is_plain or token_id < 0
-            else self._choose_safely(logits[row : row + 1], state)
-            for row, (token_id, state) in enumerate(zip(greedy_tokens(logits), states, strict=True))
-        ]
-
-    def _sample_changed(
-        self, logits: Tensor, states: Sequence[SamplingState]
-    ) -> list[SampledToken | EngineError]:
-        """As `sample`, for rows of which some have processors. Log-probabilities are raw."""
-        raw = {
-            row: logits[row : row + 1].clone()
-            for row, state in enumerate(states)
-            if state.processors and state.params.logprobs is not None
-        }
-        failed = change_logits(logits, [state.processors for state in states])
+            raw = {
+                row: logits[row : row + 1].clone()
+                for row, state in enumerate(states)
+                if state.processors and state.params.logprobs is not None
+            }
+            failed = change_logits(logits, [state.processors for state in states])
         chosen: list[SampledToken | EngineError] = []
         for row, (token_id, state) in enumerate(zip(greedy_tokens(logits), states, strict=True)):
-            one = logits[row : row + 1]
             if row in failed:
                 chosen.append(failed[row])
-            elif token_id < 0 and state.processors and bool((one == float("-inf")).all()):
+            elif token_id < 0 and state.processors and bool((logits[row] == _OUT).all()):
                 chosen.append(NoTokenError(ALL_BANNED))
             elif state.takes_argmax or token_id < 0:
                 chosen.append(self.accept(token_id))
             else:
-                chosen.append(self._choose_safely(one, state, raw.get(row)))
+                scores = logits[row : row + 1]
+                chosen.append(self._choose(scores, state, raw.get(row, scores)))
         return chosen
 
     def accept(self, token_id: int) -> SampledToken | EngineError:
-        """The choice from a greedy token; -1 stands for logits that are not finite."""
+        """Return the choice of a greedy token; -1 stands for logits that are not finite."""
         if token_id < 0:
             return EngineError(
                 "the request's logits are not finite: the model's weights are damaged, or "
@@ -229,47 +196,41 @@ class Sampler:
             )
         return SampledToken(token_id, None, ())
 
-    def _choose_safely(
-        self, logits: Tensor, state: SamplingState, raw: Tensor | None = None
+    def _choose(
+        self, logits: Tensor, state: SamplingState, raw: Tensor
     ) -> SampledToken | EngineError:
-        try:
-            return self._choose(logits, state, logits if raw is None else raw)
-        except EngineError as error:
-            return error
-        except Exception as error:  # whatever torch says of such numbers
-            failed = EngineError(f"sampling failed: {type(error).__name__}: {error}")
-            failed.__cause__ = error
-            return failed
-
-    def _choose(self, logits: Tensor, state: SamplingState, raw: Tensor) -> SampledToken:
-        """One row `[1, vocab]` that wants more than its largest logit.
+        """Choose from a row `[1, vocab]` that needs more than its largest logit.
 
         raw: the logits of its log-probabilities.
         """
         params = state.params
-        scores = self.process(logits, state)
-        if params.is_greedy:
-            [token_id] = greedy_tokens(scores)
-            if token_id < 0:
-                raise NoTokenError(ALL_BANNED)
-        else:
-            if state.banned_token_ids and bool((scores == float("-inf")).all()):
-                raise NoTokenError(ALL_BANNED)
-            weights = scores.softmax(-1).cpu()
-            token_id = int(torch.multinomial(weights, 1, generator=state.generator))
-        if params.logprobs is None:
-            return SampledToken(token_id, None, ())
-        [entries] = token_logprobs(raw, [token_id], params.logprobs)
-        return SampledToken(token_id, entries[0].logprob, entries)
+        try:
+            scores = self.process(logits, state)
+            if params.is_greedy:
+                [token_id] = greedy_tokens(scores)
+                if token_id < 0:
+                    return NoTokenError(ALL_BANNED)
+            else:
+                if state.banned_token_ids and bool((scores == _OUT).all()):
+                    return NoTokenError(ALL_BANNED)
+                weights = scores.softmax(-1).cpu()
+                token_id = int(torch.multinomial(weights, 1, generator=state.generator))
+            if params.logprobs is None:
+                return SampledToken(token_id, None, ())
+            [entries] = token_logprobs(raw, [token_id], params.logprobs)
+            return SampledToken(token_id, entries[0].logprob, entries)
+        except Exception as error:  # from torch, for such numbers
+            failed = EngineError(f"sampling failed: {type(error).__name__}: {error}")
+            failed.__cause__ = error
+            return failed
 
     def process(self, logits: Tensor, state: SamplingState) -> Tensor:
-        """The scores `[1, vocab]` whose softmax is drawn from, or whose largest is taken."""
-        params = state.params
-        scores = logits
+        """Return the scores `[1, vocab]` of which a token is drawn, or the largest is taken."""
+        params, scores = state.params, logits
         banned = [token_id for token_id in state.banned_token_ids if token_id < self._vocab_size]
         if banned:
             scores = scores.clone()
-            scores[:, banned] = float("-inf")
+            scores[:, banned] = _OUT
         if params.has_penalties:
             scores = self._penalise(scores, state)
         if params.is_greedy:

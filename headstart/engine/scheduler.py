@@ -4,26 +4,26 @@
        ▲                  │
        └────preempt───────┘   its blocks are freed; it resumes by hitting them
 
-Running requests come first, in the order of their admission, each with all tokens it knows and
-has not computed, under the step's token budget: a decoding request has one, a long prompt is
-cut into chunks. When blocks run out, the request admitted last gives up its own.
+Running requests come first, in the order of their admission, each with all its tokens that are not
+computed, under the step's token budget: a decoding request has one, a long prompt is cut into
+chunks. When blocks run out, the request admitted last gives up its blocks.
 
-Waiting requests are admitted first come first served, but among the first 16 one that hits more
-of the cache goes first. A request that was bypassed `max_bypassed` times is not bypassed any
-more. One whose next block another request is computing is left waiting, so that no block is
-computed twice; it is let in as soon as that is done, or the other is gone.
+Waiting requests are admitted first come first served, but among the first 16 a better cache hit
+goes first. A request that was bypassed `max_bypassed` times is not bypassed any more. A request
+whose next block another request is computing is left waiting, so that no block is computed twice;
+it is admitted as soon as that is done, or the other is gone.
 
-All of this holds among requests of one priority, and mostly all have 0. One of a lower value is
-before all others: it is admitted and computed earlier, and gives up its blocks later. Where owners
-share the engine, requests of one priority are in the order of their turns (`limits/fair_share.py`).
+This holds among requests of one priority, usually 0. A request of a lower value is before all
+others: it is admitted and computed earlier, and gives up its blocks later. Where owners share the
+engine, requests of one priority are in the order of their turns (`fair_share.py`).
 
-A limit (`engine/limits/`) may say that fewer tokens of a request can be computed now than there
-are, or none. A running request then waits where it is; if nothing can run because of limits, the
-request admitted last gives way. A waiting request is bypassed, as above. If only limits keep the
-running ones from going on, so is one that lacks blocks: they may wait for one behind it.
+A limit (`hooks.py`) may allow fewer tokens of a request now, or none. A running request then waits
+in its place; if nothing can run because of limits, the request admitted last is preempted. A
+waiting request is bypassed, as above. If only limits stop the running requests, so is a request
+that lacks blocks: they may wait for a request behind it.
 
-While several owners ask, a step has fewer tokens of prompts, so that the next request of any of
-them finds a short step under way. Decoding requests have their token in each step regardless.
+While several owners are active, a step has fewer tokens of prompts, so that the next request of any
+of them finds a short step running. Decoding requests have their token in each step regardless.
 """
 
 from bisect import bisect_left, bisect_right
@@ -40,10 +40,10 @@ LOOKAHEAD = 16  # waiting requests that are looked up to find the best hit
 
 
 class Scheduler:
-    """Keeps the waiting and the running requests; every step's batch comes from `schedule`.
+    """The waiting and the running requests; every step's batch comes from `schedule`.
 
-    `waits_for_inputs`: whether in the last step a request waited for inputs of its own, and may
-    hold what another needs.
+    waits_for_inputs: in the last step a request waited for its own inputs. max_prompt_tokens:
+    returns how many tokens of prompts the next step may have.
     """
 
     def __init__(
@@ -57,12 +57,11 @@ class Scheduler:
         max_prompt_tokens: Callable[[], int] | None = None,
         hooks: EngineHooks | None = None,
     ) -> None:
-        """`max_prompt_tokens` returns how many tokens of prompts the next step may have."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.waits_for_inputs = False
-        self._admitted: list[tuple[Request, int]] = []  # in the last step, and from which token on
+        self._admitted: list[tuple[Request, int]] = []  # in the last step, with their first tokens
         self._manager = manager
         self._max_tokens = max_tokens
         self._max_running = max_running
@@ -70,7 +69,7 @@ class Scheduler:
         self._limits = tuple(limits)
         self._max_prompt_tokens = max_prompt_tokens or (lambda: max_tokens)
         self._limited: dict[Request, tuple[Limit, ...]] = {}  # requests that a limit applies to
-        self._is_held_up = False  # in this step a limit held a running request up
+        self._is_held_up = False  # in this step a limit stopped a running request
         self._hooks = hooks
 
     def add(self, request: Request) -> None:
@@ -79,24 +78,24 @@ class Scheduler:
         self.waiting.insert(_place_after(self.waiting, request), request)
 
     def reorder(self) -> None:
-        """Put waiting requests in the order of their ranks, for after their turns moved."""
+        """Put waiting requests in the order of their ranks, after their turns moved."""
         self.waiting = deque(sorted(self.waiting, key=_rank))
 
     def remove(self, request: Request) -> None:
-        """The request is finished or aborted: its blocks are free. Not during its step."""
+        """Remove a finished or aborted request, and free its blocks. Not during its step."""
         if request in self.running:
             self._free(request)
             self._leave_limits(request)
             self.running.remove(request)
         elif request in self.waiting:
-            self._leave_limits(request)  # what it waits for may hold blocks
+            self._leave_limits(request)  # it may wait for a load, which holds blocks
             self.waiting.remove(request)
         self._limited.pop(request, None)
 
     def restart(self) -> None:
-        """Queue the requests of a failed step again, once the manager has taken their blocks back.
+        """Queue the requests of a failed step again, once the manager has their blocks back.
 
-        Those that the step was to let in did not run, so they did not give way either.
+        Requests that the step was to admit did not run, so they were not preempted either.
         """
         admitted = dict(self._admitted)
         lost = [r for r in self.running if not self._manager.is_known(r.sequence)]
@@ -112,7 +111,7 @@ class Scheduler:
         self._admitted.clear()
 
     def reset(self) -> None:
-        """Forget all requests, whatever state an exception left."""
+        """Forget all requests, in any state after an exception."""
         for request in self._limited:
             self._leave_limits(request)
         self._limited.clear()
@@ -121,7 +120,7 @@ class Scheduler:
         self.waiting.clear()
 
     def committed(self) -> None:
-        """The step that `schedule` gave came about: whom it let in stays in."""
+        """Note that the scheduled step succeeded: admitted requests stay."""
         self._admitted.clear()
 
     def _find_limits(self, request: Request) -> None:
@@ -130,7 +129,7 @@ class Scheduler:
             self._limited[request] = limits
 
     def schedule(self) -> Batch:
-        """The next step, with slots for each of its tokens; empty when nothing can run."""
+        """Return the next step, with slots for each of its tokens; empty if nothing can run."""
         self._admitted.clear()
         self.waits_for_inputs = False
         preempted = self.num_preemptions
@@ -138,7 +137,7 @@ class Scheduler:
         while not batch.scheduled and self._is_held_up:
             if self.num_preemptions == preempted:
                 self._preempt(self.running.pop())
-            # Else the request that held another up has given way itself.
+            # Else the request that stopped another was preempted itself.
             preempted = self.num_preemptions
             batch = self._schedule()
         return batch
@@ -153,28 +152,28 @@ class Scheduler:
         return Batch(tuple(scheduled), tuple(copies))
 
     def _schedule_running(self) -> tuple[list[ScheduledTokens], int]:
-        """Schedule running requests; returns their tokens and the rest of the prompt budget."""
+        """Schedule running requests; return their tokens and the rest of the prompt budget."""
         budget = self._max_tokens
         prompt_budget = self._max_prompt_tokens()
         append_slots, limited = self._manager.append_slots, self._limited
         scheduled: list[ScheduledTokens] = []
-        at = 0
-        while at < len(self.running) and budget:
-            request = self.running[at]
+        index = 0
+        while index < len(self.running) and budget:
+            request = self.running[index]
             sequence = request.sequence
             start = sequence.num_computed_tokens
             known = len(sequence.token_ids)
             decodes = known - start == 1
             count = 1 if decodes else min(known - start, budget, prompt_budget)
             if not count:
-                at += 1
+                index += 1
                 continue
             stop = start + count
             if request in limited:
                 reached = self._reach(request, start, stop)
                 if reached is None or reached == start:
                     self._is_held_up |= reached is not None
-                    at += 1
+                    index += 1
                     continue
                 stop = reached
             if append_slots(sequence, stop - start):
@@ -183,13 +182,13 @@ class Scheduler:
                 scheduled.append(ScheduledTokens(request, start, stop, stop == known))
                 budget -= stop - start
                 prompt_budget -= 0 if decodes else stop - start
-                at += 1
+                index += 1
             else:
                 self._preempt(self.running.pop())
         return scheduled, min(budget, prompt_budget)
 
     def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it goes before the waiting ones of its rank."""
+        """Take a running request's blocks; queue it before the waiting requests of its rank."""
         self._free(request)
         self._leave_limits(request)
         self._count_preemption(request)
@@ -197,7 +196,7 @@ class Scheduler:
         self.waiting.insert(bisect_left(self.waiting, request.rank, key=_rank), request)
 
     def preempt_all(self) -> None:
-        """Have all requests wait, with no block held for any. Not during a step."""
+        """Make all requests wait, without blocks. Not during a step."""
         while self.running:
             self._preempt(self.running.pop())
         for request in self.waiting:
@@ -213,7 +212,7 @@ class Scheduler:
 
     def _admit(self, scheduled: list[ScheduledTokens], copies: list[RowCopy], budget: int) -> None:
         waiting = 0
-        while self._has_room(budget) and len(self.waiting) != waiting:  # a round let nobody in
+        while self._has_room(budget) and len(self.waiting) != waiting:  # a round admitted none
             waiting = len(self.waiting)
             for request in self._admission_order():
                 if not self._has_room(budget):
@@ -227,10 +226,14 @@ class Scheduler:
                 if stop is None:
                     continue
                 allocation = self._allocate(request, computed, stop - start)
-                if allocation is None:
-                    if self._ends_admission(
-                        request, is_limited=stop == start, is_first=not scheduled
-                    ):
+                if allocation is None and stop == start:
+                    # A limit excludes it. If it was bypassed forever, running requests could
+                    # exclude it forever.
+                    if request.times_bypassed >= self._max_bypassed:
+                        return
+                    continue
+                if allocation is None:  # for lack of blocks: requests behind it do not pass it
+                    if scheduled or not self._is_held_up:
                         return
                     continue
                 self._enter(request, start, stop)
@@ -243,19 +246,10 @@ class Scheduler:
                 copies += allocation.copies
                 budget -= stop - start
                 if is_due:
-                    break  # its turn is before all others that are left
-
-    def _ends_admission(self, request: Request, *, is_limited: bool, is_first: bool) -> bool:
-        """Return True if a request that is not admitted keeps those behind it out.
-
-        is_limited: a limit keeps it out, not a lack of blocks. is_first: nothing is scheduled yet.
-        """
-        if is_limited:  # if bypassed for ever, it would be kept out by those that run on
-            return request.times_bypassed >= self._max_bypassed
-        return not (is_first and self._is_held_up)
+                    break  # the bypassed request is before all others that are left
 
     def _reach(self, request: Request, start: int, stop: int) -> int | None:
-        """How far all limits let the request go: see `Limit.reach`."""
+        """Return how far all limits allow the request; see `Limit.reach`."""
         for limit in self._limited.get(request, ()):
             reached = limit.reach(request, start, stop)
             if reached is None:
@@ -278,33 +272,33 @@ class Scheduler:
         return budget > 0 and len(self.running) < self._max_running
 
     def _admission_order(self) -> list[Request]:
-        """The first waiting requests, best hit first, nobody before one that is due."""
+        """Return the first waiting requests, best hit first, none before one that is due."""
         ranked = []
         era = 0
-        for at, request in enumerate(islice(self.waiting, LOOKAHEAD)):
+        for index, request in enumerate(islice(self.waiting, LOOKAHEAD)):
             due = request.times_bypassed >= self._max_bypassed
             era += due
             hit = 0 if due else self._look_up(request).num_tokens
-            ranked.append((request.priority, era, not due, -hit, at, request))
+            ranked.append((request.priority, era, not due, -hit, index, request))
         return [entry[-1] for entry in sorted(ranked, key=lambda entry: entry[:-1])]
 
     def _look_up(self, request: Request) -> ComputedBlocks:
         """Look up the request; no hit if it is to compute its whole prompt."""
-        found = self._manager.get_computed_blocks(request.sequence)
+        computed = self._manager.get_computed_blocks(request.sequence)
         if not request.reads_cache:
-            return found.cut(0, self._manager.block_size)
-        if self._hooks is not None and found.blocks:
-            usable = self._hooks.usable_blocks(request, found)
-            if usable < len(found.blocks):
-                return found.cut(usable, self._manager.block_size)
-        return found
+            return computed.cut(0, self._manager.block_size)
+        if self._hooks is not None and computed.blocks:
+            usable = self._hooks.usable_blocks(request, computed)
+            if usable < len(computed.blocks):
+                return computed.cut(usable, self._manager.block_size)
+        return computed
 
     def _allocate(
         self, request: Request, computed: ComputedBlocks, count: int
     ) -> Allocation | None:
-        """Slots for the first tokens, if the free blocks would do for all that is known.
+        """Allocate slots for the first tokens, if the free blocks suffice for all its tokens.
 
-        Otherwise two long prompts could be let in of which only one can be computed.
+        Otherwise two long prompts could be admitted of which only one can be computed.
         """
         if not count or not self._manager.can_admit(computed):
             return None
@@ -312,9 +306,9 @@ class Scheduler:
         return self._manager.allocate_slots(request.sequence, count, read)
 
     def _leave_queue(self, request: Request) -> bool:
-        """From waiting to running; everybody that it went past was bypassed.
+        """Move a request from waiting to running; count those before it as bypassed.
 
-        True if somebody was so for the last time.
+        Return True if one of these was bypassed for the last time.
         """
         is_due = False
         for other in self.waiting:
@@ -332,7 +326,7 @@ def _rank(request: Request) -> tuple[int, float]:
 
 
 def _place_after(queue: Sequence[Request], request: Request) -> int:
-    """Where a request stands in a queue: after those whose rank is at most its own."""
+    """Return a request's place in a queue: after those whose rank is at most its own."""
     if not queue or queue[-1].rank <= request.rank:
         return len(queue)
     return bisect_right(queue, request.rank, key=_rank)

@@ -15,8 +15,8 @@ MAX_CHOICE_BYTES = 2**20  # one terminal, whose masks cost no more for more text
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _ANY_OBJECT = '{"type": "object"}'
 WHITESPACE = r"[ \t]|\r?\n[ \t]{0,20}"
-"""White space between JSON's tokens unless told otherwise: a space, or a line's end and some
-indentation. Small models like to write nothing else, and would go on with it for ever."""
+"""Default white space between JSON's tokens: a space, or a line's end and some indentation.
+Without a limit, small models may write white space forever."""
 
 
 class Form(NamedTuple):
@@ -29,6 +29,32 @@ class Form(NamedTuple):
     kind: str
     text: str
     whitespace: str = ""
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and "\0" not in value
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_choice(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    return is_list and len(value) > 0 and all(isinstance(text, str) for text in value)
+
+
+_TEXT = "a text without the character U+0000"
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "json_object": (lambda value: value is True, "True"),
+    "disable_any_whitespace": (_is_flag, "True or False"),
+    "disable_additional_properties": (_is_flag, "True or False"),
+    "regex": (_is_text, _TEXT),
+    "whitespace_pattern": (_is_text, _TEXT),
+    "grammar": (lambda value: _is_text(value) and value.strip() != "", f"{_TEXT}, not blank"),
+    "choice": (_is_choice, "a list of at least one text"),
+}
+"""The check of each field that is not None, and its text for an error."""
 
 
 @dataclass(frozen=True)
@@ -59,31 +85,23 @@ class StructuredOutputsParams:
     structural_tag: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name) is not None]
-        if len(given) != 1:
+        kinds = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(kinds) != 1:
             raise RequestError(
-                f"structured_outputs has {' and '.join(given) or 'no form'}; allowed: exactly one "
+                f"structured_outputs has {' and '.join(kinds) or 'no form'}; allowed: exactly one "
                 f"of {', '.join(_KINDS)}"
             )
-        if self.json_object is not None and self.json_object is not True:
-            raise RequestError(
-                f"structured_outputs.json_object is {describe(self.json_object)}; allowed: True"
-            )
-        for name in ("disable_any_whitespace", "disable_additional_properties"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(
-                    f"structured_outputs.{name} is {describe(getattr(self, name))}; allowed: True "
-                    "or False"
-                )
         for field in fields(self):
-            if field.name in ("regex", "grammar", "whitespace_pattern"):
-                _check_pattern(field.name, getattr(self, field.name))
-        _check_choice(self.choice)
-        size = check_utf8(f"structured_outputs.{given[0]}", self.form.text)
+            value = getattr(self, field.name)
+            is_valid, allowed = _CHECKS.get(field.name, (lambda value: True, ""))
+            if value is not None and not is_valid(value):
+                name = f"structured_outputs.{field.name}"
+                raise RequestError(f"{name} is {describe(value)}; allowed: {allowed}")
+        size = check_utf8(f"structured_outputs.{kinds[0]}", self.form.text)
         most = MAX_BYTES if self.choice is None else MAX_CHOICE_BYTES
         if size > most:
             raise RequestError(
-                f"structured_outputs.{given[0]} has {size:,} bytes; allowed: {most:,} at most"
+                f"structured_outputs.{kinds[0]} has {size:,} bytes; allowed: {most:,} at most"
             )
 
     @property
@@ -93,13 +111,11 @@ class StructuredOutputsParams:
         whitespace = "" if self.disable_any_whitespace else pattern
         if self.json_object is not None:
             return Form("json", _ANY_OBJECT, whitespace)
+        schema_text = partial(_schema_text, closed=self.disable_additional_properties)
         if self.json is not None:
-            closed = self.disable_additional_properties
-            return Form("json", _schema_text(self.json, closed=closed), whitespace)
+            return Form("json", schema_text(self.json), whitespace)
         if self.structural_tag is not None:
-            closed = self.disable_additional_properties
-            tags = read_tags(self.structural_tag, lambda one: _schema_text(one, closed=closed))
-            return Form("structural_tag", tags, whitespace)
+            return Form("structural_tag", read_tags(self.structural_tag, schema_text), whitespace)
         if self.regex is not None:
             return Form("regex", self.regex)
         if self.choice is not None:
@@ -109,7 +125,7 @@ class StructuredOutputsParams:
 
 
 def _schema_text(schema: Any, *, closed: bool) -> str:
-    """A JSON schema as text. Raises RequestError for what is none by its type.
+    """Return a JSON schema as text. Raises RequestError for a value of another type.
 
     closed: its objects have the properties that it names, and no others.
     """
@@ -150,46 +166,24 @@ _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependen
 
 
 def adapt_schema(schema: Any, *, closed: bool = False) -> Any:
-    """Return the schema without formats that are annotations only: llguidance refuses them.
+    """Return the schema without formats that are annotations only, which llguidance refuses.
 
     closed: with `additionalProperties: false` where it names properties and does not say.
     """
     adapt = partial(adapt_schema, closed=closed)
     if isinstance(schema, (list, tuple)):
-        return [adapt(one) for one in schema]
+        return [adapt(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     adapted: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _BY_NAME and isinstance(value, Mapping):
-            adapted[key] = {name: adapt(one) for name, one in value.items()}
+            adapted[key] = {name: adapt(item) for name, item in value.items()}
         elif key != "format" or not isinstance(value, str) or value in FORMATS:
             adapted[key] = value if key in _DATA else adapt(value)
     if closed and {"properties", "patternProperties"} & adapted.keys():
         adapted.setdefault("additionalProperties", False)
     return adapted
-
-
-def _check_pattern(name: str, pattern: object) -> None:
-    """An empty regular expression is one; a grammar has at least one rule."""
-    if pattern is None:
-        return
-    is_blank = name == "grammar" and isinstance(pattern, str) and not pattern.strip()
-    if not isinstance(pattern, str) or is_blank or "\0" in pattern:
-        raise RequestError(
-            f"structured_outputs.{name} is {describe(pattern)}; allowed: a text without the "
-            "character U+0000, and for a grammar not a blank one"
-        )
-
-
-def _check_choice(choice: object) -> None:
-    if choice is None:
-        return
-    is_list = isinstance(choice, Sequence) and not isinstance(choice, (str, bytes))
-    if not is_list or not choice or not all(isinstance(text, str) for text in choice):  # type: ignore[attr-defined]
-        raise RequestError(
-            f"structured_outputs.choice is {describe(choice)}; allowed: a list of at least one text"
-        )
 
 
 _ALLOWED = (
@@ -220,31 +214,24 @@ def read_tags(given: Any, read_schema: Callable[[Any], str]) -> str:
     try:
         parsed = json_text.loads(given) if isinstance(given, str) else given
         structures, triggers = parsed["structures"], parsed["triggers"]
-        texts = [*triggers, *(one[name] for one in structures for name in ("begin", "end"))]
+        texts = [*triggers, *(part[name] for part in structures for name in ("begin", "end"))]
         if not structures or not all(isinstance(text, str) for text in texts):
             raise ValueError("there must be a structure, and texts")
-        found = [
-            _Tag(
-                _trigger_of(one["begin"], triggers),
-                one["begin"],
-                json_text.loads(read_schema(one["schema"])),
-                one["end"],
+        tags = []
+        for part in structures:
+            begin = part["begin"]
+            trigger = next((t for t in triggers if t and begin.startswith(t)), None)
+            if trigger is None:
+                raise ValueError(f"{begin!r} begins with none of the triggers")
+            tags.append(
+                _Tag(trigger, begin, json_text.loads(read_schema(part["schema"])), part["end"])
             )
-            for one in structures
-        ]
-    except Exception as error:  # whatever it is in the place of dicts and lists
+    except Exception as error:  # any kind, from a value of another form
         raise RequestError(
             f"structured_outputs.structural_tag is {describe(given)}; {_ALLOWED} "
             f"({type(error).__name__}: {shorten(str(error))})"
         ) from error
-    return json_text.dumps(found, ensure_ascii=False)
-
-
-def _trigger_of(begin: str, triggers: list[str]) -> str:
-    for trigger in triggers:
-        if trigger and begin.startswith(trigger):
-            return trigger
-    raise ValueError(f"{begin!r} begins with none of the triggers")
+    return json_text.dumps(tags, ensure_ascii=False)
 
 
 def write_tags(text: str, whitespace: str, special: Mapping[str, int]) -> str:
@@ -256,7 +243,7 @@ def write_tags(text: str, whitespace: str, special: Mapping[str, int]) -> str:
     spacing: dict[str, Any] = {"whitespace_flexible": whitespace != ""}
     if whitespace:
         spacing["whitespace_pattern"] = whitespace
-    tags = [_Tag(*one) for one in json_text.loads(text)]
+    tags = [_Tag(*tag) for tag in json_text.loads(text)]
     rules = [
         f"start: ({' | '.join(f'tag_{place}' for place in range(len(tags)))})* rest",
         "rest: TEXT",
@@ -264,10 +251,10 @@ def write_tags(text: str, whitespace: str, special: Mapping[str, int]) -> str:
     ]
     for place, tag in enumerate(tags):
         schema = json_text.dumps({**tag.schema, "x-guidance": spacing}, ensure_ascii=False)
-        token = next((one for one in special if tag.trigger.startswith(one)), None)
+        token = next((name for name in special if tag.trigger.startswith(name)), None)
         if token is not None:
             head = f"TEXT {spell_text(token, special)}"
-        elif any(one in tag.trigger for one in special):
+        elif any(name in tag.trigger for name in special):
             raise RequestError(
                 f"structured_outputs.structural_tag has the trigger {tag.trigger!r}; allowed: one "
                 "that begins with its special token, or has none"
@@ -281,7 +268,7 @@ def write_tags(text: str, whitespace: str, special: Mapping[str, int]) -> str:
 
 
 def spell_text(text: str, special: Mapping[str, int]) -> str:
-    """A text in a grammar; special tokens stand there by their ids."""
+    """Return a text in a grammar, with special tokens by their ids."""
     known = sorted((token for token in special if token in text), key=len, reverse=True)
     if not known:
         return json_text.dumps(text) if text else ""

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from headstart import LLM, SamplingParams
 from headstart.cache import MissReason
-from headstart.engine.sampling import SampledToken, SamplingState
+from headstart.engine.sampling import SamplingState
 from headstart.errors import RequestError
 from tests.tiny_models import save_tiny
 
@@ -165,14 +165,14 @@ def test_one_set_of_parameters_for_each_prompt(llm: LLM) -> None:
 def test_a_row_that_cannot_be_sampled_ends_alone(llm: LLM) -> None:
     """Logits that are no numbers cannot be drawn from; the other requests never notice."""
     engine = llm.engine
-    choose = engine._sampler._choose
+    process = engine._sampler.process
 
-    def failing(logits: Tensor, state: SamplingState, raw: Tensor) -> SampledToken:
+    def failing(logits: Tensor, state: SamplingState) -> Tensor:
         if state.params.seed == 13:
             raise RuntimeError("probability tensor contains nan")
-        return choose(logits, state, raw)
+        return process(logits, state)
 
-    engine._sampler._choose = failing  # type: ignore[method-assign]
+    engine._sampler.process = failing  # type: ignore[method-assign]
     bad = llm.frontend.prepare(PROMPT, SamplingParams(n=2, seed=13), request_id="bad")
     good = llm.frontend.prepare(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True))
     engine.submit(bad)

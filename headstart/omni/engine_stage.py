@@ -23,7 +23,6 @@ from headstart.engine.step import Batch, StepResult, engine_error
 from headstart.errors import ConfigError, EngineError, HeadstartError
 from headstart.frontend.frontend import make_frontend
 from headstart.omni.feeds import Feed, Feeder
-from headstart.omni.models.stage_decoder import HostCopy, StageDecoder
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.rows import Part, StageRows, TierRows, has_store, without_store
 from headstart.omni.stage import (
@@ -38,6 +37,7 @@ from headstart.omni.stage import (
     StageSpec,
     StageStarted,
 )
+from headstart.omni.stage_decoder import HostCopy, StageDecoder
 
 __all__ = ["EngineStage", "TokenEvent"]
 

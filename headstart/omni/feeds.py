@@ -7,20 +7,22 @@ blocks' identity: by the names of their upstream blocks, or else by a digest of 
 """
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from headstart.cache import MultiModalItem, TokenSequence
 from headstart.engine.params import SamplingParams
-from headstart.engine.prompt import PlacedRows, PreparedPrompt
-from headstart.omni.stage import OmniRequest, OutputEvent, StageStarted
+from headstart.engine.prompt import PlacedRows, PreparedPrompt, PromptExtras, RotaryPositions
+from headstart.errors import EngineError
+from headstart.omni.stage import Input, OmniRequest, OutputEvent, StageStarted
 
-__all__ = ["Conditions", "Feed", "Feeder", "PromptFeed", "StagePrompt"]
+__all__ = ["Conditions", "Feed", "Feeder", "PromptFeed", "StagePrompt", "TalkerFeed", "TalkerPlan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,54 +34,39 @@ class StagePrompt:
     salt: str | None
 
 
-class Feed(Protocol):
-    """One request's inputs to one stage."""
+class Feed:
+    """One request's inputs to one stage; by default all are there from the beginning."""
 
     def take(self, source: str, event: OutputEvent | StageStarted) -> None:
         """Take rows or block names from an earlier stage."""
-        ...
 
     def end(self, source: str) -> None:
         """Note that `source` has no more rows."""
-        ...
 
     def prompt(self) -> StagePrompt | None:
-        """The prompt once it is complete, None until then. Raises RequestError."""
-        ...
+        """Return the prompt, None until it is complete. Raises RequestError."""
+        raise NotImplementedError
 
     def begin(self, sequence: TokenSequence) -> None:
-        """Called with the sequence that the engine made from the prompt."""
-        ...
+        """Take the sequence that the engine made from the prompt."""
 
     def is_ready(self, num_tokens: int) -> bool:
-        """True if the inputs of the sequence's first `num_tokens` tokens have arrived."""
-        ...
+        """Return True if the inputs of the sequence's first `num_tokens` tokens have arrived."""
+        return True
 
 
 Feeder = Callable[[OmniRequest], Feed]
 """Begins a request's feed. Raises RequestError for a request that the stage cannot serve."""
 
 
-class PromptFeed:
-    """A first stage's feed: all inputs are there from the beginning."""
+class PromptFeed(Feed):
+    """A first stage's feed: a prompt."""
 
     def __init__(self, prompt: StagePrompt) -> None:
         self._prompt = prompt
 
-    def take(self, source: str, event: OutputEvent | StageStarted) -> None:
-        """Does nothing: no stage comes before a first stage."""
-
-    def end(self, source: str) -> None:
-        """Does nothing, as `take`."""
-
-    def prompt(self) -> StagePrompt | None:
+    def prompt(self) -> StagePrompt:
         return self._prompt
-
-    def begin(self, sequence: TokenSequence) -> None:
-        """Does nothing: all inputs are in the prompt."""
-
-    def is_ready(self, num_tokens: int) -> bool:
-        return True
 
 
 class Conditions:
@@ -104,17 +91,14 @@ class Conditions:
         self._buffer: Tensor | None = None  # doubled when full
         self._num_given = 0
         self._pad: Tensor | None = None
-        self._items: list[MultiModalItem] = []
+        self.items: list[MultiModalItem] = []
+        """The identities of all whole blocks so far."""
         self._names: Sequence[bytes] = ()
         self._sequence: TokenSequence | None = None
-        self._token_ids: Sequence[int] = ()
+        self.token_ids: Sequence[int] = ()
+        """The prompt's tokens, set before there is a sequence, then those of the sequence."""
         self.count = 0
         """Number of positions whose rows have arrived."""
-
-    @property
-    def items(self) -> tuple[MultiModalItem, ...]:
-        """The identities of all whole blocks so far."""
-        return tuple(self._items)
 
     def name(self, names: Sequence[bytes]) -> None:
         """Set the names of the first blocks, before any row is added."""
@@ -141,23 +125,19 @@ class Conditions:
         self.count = max(limit, self.count)
         self._identify(min(border, self.count))
         digest = self._private or b"rows" + _rows_digest(pad.expand(size, *pad.shape))
-        while (len(self._items) + 1) * size <= self.count:
+        while (len(self.items) + 1) * size <= self.count:
             self._append_item(digest)
-
-    def attach(self, token_ids: Sequence[int]) -> None:
-        """Set the prompt's token ids, before there is a sequence."""
-        self._token_ids = token_ids
 
     def begin(self, sequence: TokenSequence) -> None:
         """Take tokens from this sequence from now on, and add further block identities to it."""
         self._sequence = sequence
-        self._token_ids = sequence.token_ids
-        for item in self._items[len(sequence.items) :]:
+        self.token_ids = sequence.token_ids
+        for item in self.items[len(sequence.items) :]:
             sequence.add_item(item, self._block_size)
 
     def between(self, start: int, stop: int) -> Iterable[PlacedRows]:
         """Embeddings of positions `start` to `stop - 1`."""
-        ids = self._token_ids[start:stop]
+        ids = self.token_ids[start:stop]
         yield PlacedRows(start, self._combine(start, ids, self.rows(start, stop)))
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -172,25 +152,119 @@ class Conditions:
 
     def _identify(self, stop: int) -> None:
         """Add the identities of the blocks up to position `stop`."""
-        while (len(self._items) + 1) * self._block_size <= stop:
-            self._append_item(self._digest(len(self._items)))
+        size = self._block_size
+        while (block := len(self.items)) * size + size <= stop:
+            if self._private is not None:
+                digest = self._private
+            elif block < len(self._names):
+                digest = b"block" + self._names[block]
+            else:
+                digest = b"rows" + _rows_digest(self.rows(block * size, block * size + size))
+            self._append_item(digest)
 
     def _append_item(self, digest: bytes) -> None:
-        item = MultiModalItem(digest, len(self._items) * self._block_size, self._block_size)
-        self._items.append(item)
+        item = MultiModalItem(digest, len(self.items) * self._block_size, self._block_size)
+        self.items.append(item)
         if self._sequence is not None:
             self._sequence.add_item(item, self._block_size)
-
-    def _digest(self, block: int) -> bytes:
-        if self._private is not None:
-            return self._private
-        if block < len(self._names):
-            return b"block" + self._names[block]
-        size = self._block_size
-        return b"rows" + _rows_digest(self.rows(block * size, block * size + size))
 
 
 def _rows_digest(rows: Tensor) -> bytes:
     digest = hashlib.sha256(f"{rows.dtype}{list(rows.shape)}".encode())
     digest.update(rows.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.digest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TalkerPlan:
+    """The parts of one request's talker prompt.
+
+    rows: the thinker's output that feeds it. bos, eos, pad: rows `[width]`, the only rows besides
+    the thinker's. voice: part of the identity; talkers of different voices share no block.
+    positions: None for 0, 1, 2, ...
+    """
+
+    rows: Input
+    block_size: int
+    bos: Tensor
+    eos: Tensor
+    pad: Tensor
+    params: SamplingParams
+    voice: str
+    positions: RotaryPositions | None = None
+    anonymous: bool = False
+
+
+Plan = TypeVar("Plan", bound=TalkerPlan)
+
+
+class TalkerFeed(Feed, Generic[Plan]):
+    """A talker's feed: makes its prompt and its rows of the thinker's rows, as they arrive."""
+
+    def __init__(self, request: OmniRequest, plan: Plan) -> None:
+        self._request = request
+        self._plan = plan
+        self._prompt_tokens: int | None = None  # of the thinker
+        self._num_rows = 0
+        self._conditions = Conditions(plan.block_size, self._combine, anonymous=plan.anonymous)
+
+    def take(self, source: str, event: OutputEvent | StageStarted) -> None:
+        rows = self._plan.rows
+        if source != rows.stage:
+            return
+        if isinstance(event, StageStarted):
+            self._prompt_tokens = event.prompt_tokens
+            if event.block_size == self._plan.block_size:
+                self._name(event.names)
+        elif event.chunk.output == rows.output:
+            self._add(event.chunk.rows)
+
+    def end(self, source: str) -> None:
+        rows, count = self._plan.rows, self._prompt_tokens
+        if source != rows.stage:
+            return
+        if count is None or self._num_rows < count:
+            raise EngineError(
+                f"{source!r} ended with {self._num_rows} rows of {rows.output!r} "
+                f"for a prompt of {count} tokens"
+            )
+        self._end_rows()
+
+    def prompt(self) -> StagePrompt | None:
+        token_ids = self._token_ids()
+        if token_ids is None:
+            return None
+        plan, conditions = self._plan, self._conditions
+        conditions.token_ids = token_ids
+        items = tuple(conditions.items[: len(token_ids) // plan.block_size])
+        extras = PromptExtras(items, conditions, plan.positions)
+        salt = json.dumps([self._request.salt, plan.voice])
+        return StagePrompt(PreparedPrompt(token_ids, extras=extras), plan.params, salt)
+
+    def begin(self, sequence: TokenSequence) -> None:
+        self._conditions.begin(sequence)
+
+    def is_ready(self, num_tokens: int) -> bool:
+        return num_tokens <= self._conditions.count
+
+    # For each family
+
+    def _name(self, names: Sequence[bytes]) -> None:
+        """Take the names of the thinker's blocks, which have the size of the talker's."""
+        self._conditions.name(names)
+
+    def _add(self, rows: Tensor) -> None:
+        """Take the thinker's next rows."""
+        raise NotImplementedError
+
+    def _end_rows(self) -> None:
+        """Note that the thinker has no more rows."""
+        raise NotImplementedError
+
+    def _token_ids(self) -> list[int] | None:
+        """Return the prompt's token ids, None until its rows have arrived."""
+        raise NotImplementedError
+
+    def _combine(self, position: int, token_ids: Sequence[int], rows: Tensor) -> Tensor:
+        """Return the embeddings of tokens from `position` on, with these rows."""
+        raise NotImplementedError

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,21 +18,20 @@ from headstart.engine.driver import LocalDriver
 from headstart.engine.engine import EngineCore
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
-from headstart.engine.prompt import PreparedPrompt
 from headstart.errors import ConfigError, EngineError, RequestError, UnsupportedModelError
 from headstart.frontend.inputs import InputProcessor
 from headstart.frontend.streams import AsyncOutputStream, OutputStream, run_all
 from headstart.frontend.text import TextLimit
 from headstart.models.files import OMNI_TYPES, find_folder, read_json
 from headstart.omni.engine_stage import EngineStage
-from headstart.omni.graph import Factory, check_graph, check_options, read_graph
-from headstart.omni.models.qwen2_5 import Qwen25Omni
-from headstart.omni.models.qwen3 import Qwen3Omni
+from headstart.omni.family import OmniStages
+from headstart.omni.graph import check_graph, check_options, read_graph
 from headstart.omni.output_cache import OutputCache
-from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt, SpokenPrompt
+from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt
 from headstart.omni.pipeline import Progress
-from headstart.omni.qwen2_5 import Qwen25Stages
+from headstart.omni.qwen2_5 import Qwen25Omni, Qwen25Stages
 from headstart.omni.qwen3 import Qwen3Stages
+from headstart.omni.qwen3_model import Qwen3Omni
 from headstart.omni.stage import TOKENS, Input, OmniRequest
 from headstart.validation import check_fields, describe
 
@@ -46,29 +45,6 @@ DEFAULT_CACHE_BYTES = 1 << 30
 
 _MEDIA = ("audio", "images", "features")
 _TEXT = ("prompt", "prompt_token_ids")
-
-
-class _Stages(Protocol):
-    """The differences between models: their stages, their prompts, their audio."""
-
-    graph: str
-    audio: Input
-    codes: Input
-    text_params: SamplingParams
-    speech_params: SamplingParams
-    spelling: Mapping[str, str]
-    sample_rate: int
-    voices: tuple[str, ...]
-    tokenizer: PreTrainedTokenizerBase | None
-    vocab_size: int
-    factories: Mapping[str, Factory]
-
-    @property
-    def sound_rate(self) -> int: ...
-
-    def prepare(
-        self, text: PreparedPrompt, media: Mapping[str, Any], salt: str | None
-    ) -> SpokenPrompt: ...
 
 
 class Omni:
@@ -114,7 +90,7 @@ class Omni:
         self._thinker = self.pipeline.stages["thinker"]
         self._inputs = InputProcessor(
             self._stages.tokenizer,
-            self._stages.vocab_size,
+            self._stages.model.vocab_size,
             TextLimit(self._stages.tokenizer, self.max_model_len),
         )
         self._names = itertools.count()
@@ -144,7 +120,7 @@ class Omni:
     @property
     def sound_rate(self) -> int:
         """Samples a second of what the model hears. Raises ModelError if it hears nothing."""
-        return self._stages.sound_rate
+        return self._stages.model.media.sound_rate
 
     @property
     def max_model_len(self) -> int:
@@ -261,7 +237,7 @@ class Omni:
             token_ids=_joined(chunks.get(Input("thinker", TOKENS), [])).tolist(),
             codes=_joined(chunks.get(self._stages.codes, [])),
             audio_chunks=tuple(chunk.rows for chunk in chunks.get(self._stages.audio, [])),
-            sample_rate=self._stages.sample_rate,
+            sample_rate=self._stages.model.sample_rate,
             finished=progress.finish_reason is not None,
             finish_reason=reason,
             metrics=dict(progress.metrics),
@@ -354,7 +330,7 @@ def _as_list(prompts: OmniPrompt | Sequence[OmniPrompt]) -> list[OmniPrompt]:
     return list(cast("Sequence[OmniPrompt]", prompts))
 
 
-def _load(model: str | Path, dtype: str, device: str, cache: OutputCache) -> _Stages:
+def _load(model: str | Path, dtype: str, device: str, cache: OutputCache) -> OmniStages:
     folder = find_folder(model)
     kind = read_json(folder / "config.json").get("model_type")
     if kind == "qwen2_5_omni":

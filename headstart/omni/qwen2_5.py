@@ -1,4 +1,8 @@
-"""A talker's inputs: a constant codec prompt, and the thinker's rows, which carry the content.
+"""Qwen2.5-Omni: thinker, talker and token2wav.
+
+The thinker takes text, audio and images and generates text. The talker generates codes from the
+thinker's rows. token2wav makes a waveform from codes and a voice. A talker's prompt is a constant
+codec prompt, and the thinker's rows carry the content:
 
     position   0 ......... T-1   T         T+1       T+2       T+3  ...
     token      mask ..... mask   lead[0]   lead[1]   code 0    code 1
@@ -10,82 +14,185 @@ with the thinker's first reply row; from there on, the talker runs one row behin
 Source: `Qwen2_5OmniForConditionalGeneration.generate` in transformers.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import Qwen2_5OmniForConditionalGeneration
 
-from headstart.cache import TokenSequence
 from headstart.engine.params import SamplingParams
-from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
-from headstart.errors import EngineError, RequestError
-from headstart.models.tokenizer import load_tokenizer
+from headstart.engine.prompt import RotaryPositions
+from headstart.errors import DamagedModelError
+from headstart.models.files import find_folder
 from headstart.omni.engine_stage import EngineStage
-from headstart.omni.feeds import Conditions, Feed, StagePrompt
+from headstart.omni.family import OmniStages
+from headstart.omni.feeds import Feed, TalkerFeed, TalkerPlan
 from headstart.omni.function_stage import Job, WholeStage
-from headstart.omni.graph import Factory, StageNode, no_options, stage_config
-from headstart.omni.inputs import TEXT, SpokenPrompts
-from headstart.omni.models.qwen2_5 import Qwen25Omni, Voice
+from headstart.omni.graph import StageNode, no_options, stage_config
+from headstart.omni.media import Media, Placed
 from headstart.omni.output_cache import ContentCache, OutputCache, content_digest
 from headstart.omni.params import SpokenPrompt
-from headstart.omni.stage import TOKENS, Input, OmniRequest, OutputEvent, Stage, StageStarted
+from headstart.omni.stage import TOKENS, Input, OmniRequest, Stage
+from headstart.omni.stage_decoder import OmniModel, PassTensors, StageDecoder, StageParts
 
-__all__ = ["Qwen25Stages", "TalkerFeed", "TalkerPlan"]
+__all__ = ["CodecTalkerFeed", "CodecTalkerPlan", "Qwen25Omni", "Qwen25Stages", "Voice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """A speaker: the text token that begins its speech, and the vocoder's inputs for its voice."""
+
+    bos_token: int
+    conditioning: Tensor
+    reference_mel: Tensor
+
+
+Recall = Callable[[Tensor, Callable[[], Tensor]], Tensor]
+"""Returns the cached result for a tensor, or computes it now."""
+
+
+class _Remembered(nn.Module):
+    """A module that runs once per distinct input."""
+
+    def __init__(self, inner: nn.Module, recall: Recall) -> None:
+        super().__init__()
+        self._inner = inner
+        self._recall = recall
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        return self._recall(tensor, lambda: self._inner(tensor)).to(tensor.device)
+
+
+class Qwen25Omni(OmniModel):
+    """A loaded model. Raises ConfigError or ModelError."""
+
+    voices: dict[str, Voice]
+
+    def __init__(self, model: str | Path, dtype: str = "auto", device: str = "cpu") -> None:
+        folder = find_folder(model)
+        self.voices = _load_voices(folder / "spk_dict.pt")
+        super().__init__(folder, dtype, device, Qwen2_5OmniForConditionalGeneration)
+        self._token2wav = self._whole.token2wav.float()
+        config = self._config.thinker_config
+        tower = self._thinker.model.audio_tower
+        self.media = Media(
+            folder,
+            {"audio": config.audio_token_id, "image": config.image_token_id},
+            lambda counts: tower._get_feat_extract_output_lengths(counts)[1],
+            self._thinker.model.spatial_merge_size,
+            padding="max_length",
+        )
+        self.ids: Any = self._talker.config
+        """The configuration that names special token ids of speech: `tts_..._token_id`."""
+        self.end_codes = (self.ids.tts_codec_end_token_id, self.ids.tts_codec_pad_token_id)
+
+    def thinker(self) -> StageDecoder:
+        """Return a decoder that generates text and gives `spoken` `[tokens, hidden]`.
+
+        Rows are the last hidden rows plus text embeddings; at placeholders of audio and images, the
+        hidden row alone.
+        """
+
+        def give(tensors: PassTensors) -> dict[str, Tensor]:
+            return {"spoken": tensors.hidden + tensors.embedded * tensors.is_own[:, None]}
+
+        eos = self._thinker.generation_config.eos_token_id
+        return StageDecoder(
+            StageParts(
+                text_model=self._thinker.model.language_model,
+                head=self._thinker.lm_head,
+                give=give,
+                eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+                checkpoint=self.checkpoint,
+            )
+        )
+
+    def talker(self) -> StageDecoder:
+        """Return a decoder that generates codes; its inputs are rows of the thinker's width."""
+        return StageDecoder(
+            StageParts(
+                text_model=self._talker.model,
+                head=self._talker.codec_head,
+                give=lambda tensors: {},
+                eos_token_ids=frozenset(self.end_codes),
+                project=self._talker.thinker_to_talker_proj,
+                hidden_ids=(self.ids.tts_codec_start_token_id,),
+                checkpoint=self.checkpoint,
+            )
+        )
+
+    def encode(self, placed: Placed) -> Tensor:
+        """Return the embeddings `[length, hidden]` that replace an item's placeholders."""
+        content = self._on_device(placed.content)
+        with torch.inference_mode():
+            if placed.kind == "audio":
+                heard: Tensor = self._thinker.get_audio_features(**content).last_hidden_state
+                return heard
+            return torch.cat(self._thinker.get_image_features(**content).pooler_output)
+
+    def _rope_model(self, *, of_talker: bool) -> Any:
+        return self._talker if of_talker else self._thinker.model
+
+    def remember_speakers(self, recall: Recall) -> None:
+        """Embed each speaker once, not at every step of every waveform."""
+        inputs = self._token2wav.code2wav_dit_model.input_embed
+        inputs.spk_encoder = _Remembered(inputs.spk_encoder, recall)
+
+    def make_wave(self, codes: Tensor, voice: Voice, seed: int) -> Tensor:
+        """Return the waveform float32 `[samples]` of codes int64 `[codes]`, with seeded noise."""
+        if not len(codes):
+            return torch.empty(0)
+        device = self._whole.device
+        mel = voice.reference_mel.to(device)
+        with torch.random.fork_rng(), torch.inference_mode():
+            torch.manual_seed(seed)
+            wave: Tensor = self._token2wav(
+                codes[None].to(device),
+                conditioning=voice.conditioning.to(device).view(1, -1),
+                reference_mel=mel[None] if mel.ndim == 2 else mel,
+            )
+        return wave.reshape(-1).float().cpu()
+
+
+def _load_voices(file: Path) -> dict[str, Voice]:
+    if not file.is_file():
+        raise DamagedModelError(f"{file.parent} has no {file.name}, which holds the voices")
+    try:
+        entries = torch.load(file, map_location="cpu", weights_only=True)
+        return {
+            str(name): Voice(int(e["bos_token"]), e["cond"].float(), e["ref_mel"].float())
+            for name, e in entries.items()
+        }
+    # torch raises RuntimeError, EOFError, UnpicklingError; a wrong entry KeyError, TypeError, ...
+    except Exception as error:
+        raise DamagedModelError(
+            f"{file} holds no voices: {type(error).__name__}: {error}"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
-class TalkerPlan:
+class CodecTalkerPlan(TalkerPlan):
     """The parts of one request's talker prompt.
 
-    rows: the thinker's output that feeds it. mask_id, lead_ids: its token ids. bos, eos, pad: rows
-    `[width]`, the only rows besides the thinker's. embed: token ids int64 `[n]` to embeddings
-    `[n, width]`. voice: part of the identity; talkers of different voices share no block.
-    positions: of the thinker's prompt and the lead, None for 0, 1, 2, ... limit: maximum number of
-    tokens.
+    mask_id, lead_ids: its token ids. embed: token ids int64 `[n]` to embeddings `[n, width]`.
+    positions: of the thinker's prompt and the lead. limit: maximum number of tokens.
     """
 
-    rows: Input
-    block_size: int
     mask_id: int
     lead_ids: tuple[int, int]
-    bos: Tensor
-    eos: Tensor
-    pad: Tensor
     embed: Callable[[Tensor], Tensor]
-    params: SamplingParams
-    voice: str
     limit: int
-    positions: RotaryPositions | None = None
-    anonymous: bool = False
 
 
-class TalkerFeed:
+class CodecTalkerFeed(TalkerFeed[CodecTalkerPlan]):
     """One request's feed; it is ready when the thinker is one row ahead."""
 
-    def __init__(self, request: OmniRequest, plan: TalkerPlan) -> None:
-        self._request = request
-        self._plan = plan
-        self._prompt_tokens: int | None = None
-        self._num_rows = 0
-        self._conditions = Conditions(plan.block_size, self._combine, anonymous=plan.anonymous)
-
-    def take(self, source: str, event: OutputEvent | StageStarted) -> None:
-        if source != self._plan.rows.stage:
-            return
-        if isinstance(event, StageStarted):
-            self._prompt_tokens = event.prompt_tokens
-            if event.block_size == self._plan.block_size:
-                self._conditions.name(event.names)
-        elif event.chunk.output == self._plan.rows.output:
-            self._add(event.chunk.rows)
-
     def _add(self, rows: Tensor) -> None:
-        """Take the thinker's next rows; the bos row goes between its prompt's and its reply's."""
+        """Add rows; the bos row goes between the thinker's prompt and its reply."""
         assert self._prompt_tokens is not None
         left = self._prompt_tokens - self._num_rows
         self._num_rows += len(rows)
@@ -97,35 +204,17 @@ class TalkerFeed:
         if len(rows):
             self._conditions.add(rows)
 
-    def end(self, source: str) -> None:
-        if source == self._plan.rows.stage:
-            if self._prompt_tokens is None or self._num_rows < self._prompt_tokens:
-                raise EngineError(
-                    f"{source!r} ended with {self._num_rows} rows of {self._plan.rows.output!r} "
-                    f"for a prompt of {self._prompt_tokens} tokens"
-                )
-            self._conditions.close(self._plan.eos[None], self._plan.pad, self._plan.limit)
+    def _end_rows(self) -> None:
+        self._conditions.close(self._plan.eos[None], self._plan.pad, self._plan.limit)
 
-    def prompt(self) -> StagePrompt | None:
-        length = self._prompt_tokens
-        if length is None or self._conditions.count < length + len(self._plan.lead_ids):
+    def _token_ids(self) -> list[int] | None:
+        length, lead = self._prompt_tokens, self._plan.lead_ids
+        if length is None or self._conditions.count < length + len(lead):
             return None
-        token_ids = [self._plan.mask_id] * length + list(self._plan.lead_ids)
-        self._conditions.attach(token_ids)
-        size = self._plan.block_size
-        items = self._conditions.items[: len(token_ids) // size]
-        extras = PromptExtras(items, self._conditions, self._plan.positions)
-        salt = json.dumps([self._request.salt, self._plan.voice])
-        return StagePrompt(PreparedPrompt(token_ids, extras=extras), self._plan.params, salt)
-
-    def begin(self, sequence: TokenSequence) -> None:
-        self._conditions.begin(sequence)
-
-    def is_ready(self, num_tokens: int) -> bool:
-        return num_tokens <= self._conditions.count
+        return [self._plan.mask_id] * length + list(lead)
 
     def _combine(self, position: int, token_ids: Sequence[int], rows: Tensor) -> Tensor:
-        """The rows, plus the embeddings of the token ids from the lead on."""
+        """Return the rows, plus the embeddings of the token ids from the lead on."""
         assert self._prompt_tokens is not None
         first = max(0, self._prompt_tokens - position)
         if first >= len(rows):
@@ -149,23 +238,18 @@ takes = ["talker.tokens"]
 gives = { audio = { alignment = "request", dtype = "float32" } }
 """
 
-_SPEECH = SamplingParams(
-    max_tokens=4096, temperature=0.9, top_k=40, top_p=0.8, repetition_penalty=1.05
-)
 
+class Qwen25Stages(OmniStages):
+    """Makes the stages of Qwen2.5-Omni. Another option of a request: `seed` for `token2wav`."""
 
-class Qwen25Stages:
-    """Makes the stages of one loaded model, and prompts for them.
-
-    A request's options: `voice` for `talker` and `token2wav`, `seed` for `token2wav`.
-    """
-
+    model: Qwen25Omni
     graph = _GRAPH
     audio = Input("token2wav", "audio")
     codes = Input("talker", TOKENS)
-    text_params = TEXT
-    speech_params = _SPEECH
-    spelling: Mapping[str, str] = MappingProxyType(
+    speech_params = SamplingParams(
+        max_tokens=4096, temperature=0.9, top_k=40, top_p=0.8, repetition_penalty=1.05
+    )
+    spelling = MappingProxyType(
         {
             "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
             "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
@@ -173,107 +257,69 @@ class Qwen25Stages:
     )
 
     def __init__(self, model: Qwen25Omni, folder: str | Path, cache: OutputCache) -> None:
-        self._model = model
-        self._cache = cache
-        self._prompts = SpokenPrompts(model, cache)
-        self.sample_rate = model.sample_rate
-        self.tokenizer = load_tokenizer(folder)
-        self.voices = tuple(model.voices)
-        self.vocab_size = model.vocab_size
-        self.factories: Mapping[str, Factory] = {
-            "thinker": self._make_thinker,
+        super().__init__(model, folder, cache)
+        self.factories = {
+            "thinker": self.make_thinker,
             "talker": self._make_talker,
             "token2wav": self._make_token2wav,
         }
 
-    @property
-    def sound_rate(self) -> int:
-        """Samples a second of what the model hears. Raises ModelError if it hears nothing."""
-        return self._model.media.sound_rate
-
-    def prepare(
-        self, text: PreparedPrompt, media: Mapping[str, Any], salt: str | None
-    ) -> SpokenPrompt:
-        """A prompt with its audio and images in place. Raises RequestError."""
-        return self._prompts.prepare(text, media, salt)
-
-    # Stages
-
-    def _make_thinker(self, node: StageNode) -> Stage:
-        return self._prompts.make_thinker(node, self._model.thinker(), self.tokenizer)
-
     def _make_talker(self, node: StageNode) -> Stage:
-        decoder = self._model.talker()
-        speech, model = self._model.speech, self._model
-        pad, eos = model.embed_text(speech.text_pad), model.embed_text(speech.text_end)
+        model, ids = self.model, self.model.ids
+        decoder, config = model.talker(), stage_config(node)
+        pad, eos = map(model.embed_text, (ids.tts_text_pad_token_id, ids.tts_text_end_token_id))
 
         def feed(request: OmniRequest) -> Feed:
-            plan = TalkerPlan(
+            voice = self.voice(request)
+            bos = model.voices[voice].bos_token
+            plan = CodecTalkerPlan(
                 rows=node.spec.takes[0],
                 block_size=config.block_size,
-                mask_id=speech.mask,
-                lead_ids=(speech.pad, speech.bos),
-                bos=model.embed_text(self._voice(request).bos_token),
+                mask_id=ids.tts_codec_mask_token_id,
+                lead_ids=(ids.tts_codec_pad_token_id, ids.tts_codec_start_token_id),
+                bos=model.embed_text(bos),
                 eos=eos,
                 pad=pad,
                 embed=decoder.embed,
-                params=request.params.get("talker", _SPEECH),
-                voice=self._voice_name(request),
+                params=request.params.get("talker", self.speech_params),
+                voice=voice,
                 limit=stage.engine.max_model_len,
-                positions=self._talker_positions(request),
+                positions=self._talker_positions(request.prompt, bos),
                 anonymous=not node.spec.enable_prefix_caching,
             )
-            return TalkerFeed(request, plan)
+            return CodecTalkerFeed(request, plan)
 
-        config = stage_config(node)
         stage = EngineStage(node.spec, decoder, feed, config, self._cache)
         return stage
 
+    def _talker_positions(self, prompt: SpokenPrompt, bos: int) -> RotaryPositions | None:
+        """Return the thinker's rotary positions, over its prompt and two tokens of text."""
+        if prompt.prepared.extras is None:
+            return None
+        ids = [*prompt.prepared.token_ids, bos, bos]
+        table, delta = self.model.positions(ids, prompt.features, of_talker=True)
+        return RotaryPositions(table.numpy(), delta)
+
     def _make_token2wav(self, node: StageNode) -> Stage:
         no_options(node)
-        end = (self._model.speech.end, self._model.speech.pad)
 
-        def codes_of(job: Job) -> Tensor:
-            codes = job.inputs[Input("talker", TOKENS)]
-            return codes[:-1] if len(codes) and int(codes[-1]) in end else codes
-
-        def seed_of(job: Job) -> int:
-            return int(job.request.options.get("token2wav", {}).get("seed", 0))
+        def arguments(job: Job) -> tuple[Tensor, Voice, int]:
+            codes = job.inputs[self.codes]
+            if len(codes) and int(codes[-1]) in self.model.end_codes:
+                codes = codes[:-1]
+            seed = int(job.request.options.get("token2wav", {}).get("seed", 0))
+            return codes, self.model.voices[self.voice(job.request)], seed
 
         def make(job: Job) -> dict[str, Tensor]:
-            voice = self._voice(job.request)
-            return {"audio": self._model.make_wave(codes_of(job), voice, seed_of(job))}
+            return {"audio": self.model.make_wave(*arguments(job))}
 
         def identity(job: Job) -> bytes:
-            voice = self._voice(job.request)
-            return content_digest(
-                codes_of(job), voice.conditioning, voice.reference_mel, seed_of(job)
-            )
+            codes, voice, seed = arguments(job)
+            return content_digest(codes, voice.conditioning, voice.reference_mel, seed)
 
         if node.spec.enable_prefix_caching:
             speakers = ContentCache(self._cache, "speakers")
-            self._model.remember_speakers(
+            self.model.remember_speakers(
                 lambda mel, make: speakers.recall(content_digest(mel), make)
             )
         return WholeStage(node.spec, make, identity, self._cache)
-
-    # Requests
-
-    def _voice_name(self, request: OmniRequest) -> str:
-        name = request.options.get("talker", {}).get("voice") or self.voices[0]
-        if name not in self.voices:
-            raise RequestError(f"there is no voice {name!r}; there are {', '.join(self.voices)}")
-        return str(name)
-
-    def _voice(self, request: OmniRequest) -> Voice:
-        return self._model.voices[self._voice_name(request)]
-
-    def _talker_positions(self, request: OmniRequest) -> RotaryPositions | None:
-        """The thinker's rotary positions, over its prompt and two tokens of text."""
-        prompt: SpokenPrompt = request.prompt
-        if prompt.prepared.extras is None:
-            return None
-        bos = self._voice(request).bos_token
-        ids = [*prompt.prepared.token_ids, bos, bos]
-        table, delta = self._model.positions(ids, prompt.features, of_talker=True)
-        return RotaryPositions(table.numpy(), delta)

@@ -14,46 +14,39 @@ Source: `Qwen3OmniMoeForConditionalGeneration.generate` in transformers.
 """
 
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from headstart.cache import TokenSequence
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
-from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
+from headstart.engine.prompt import RotaryPositions
 from headstart.engine.sampling import SampledToken, Sampler, SamplingState
 from headstart.engine.step import Batch
-from headstart.errors import DamagedModelError, EngineError, RequestError
-from headstart.models.tokenizer import load_tokenizer
+from headstart.errors import EngineError, RequestError
 from headstart.omni.engine_stage import EngineStage, TokenEvent
-from headstart.omni.feeds import Conditions, StagePrompt
+from headstart.omni.family import OmniStages
+from headstart.omni.feeds import TalkerFeed, TalkerPlan
 from headstart.omni.function_stage import FramesPlan, FramesStage
-from headstart.omni.graph import Factory, StageNode, no_options, stage_config
-from headstart.omni.inputs import TEXT, SpokenPrompts
-from headstart.omni.models.qwen3 import CausalVocoder, Choose, Qwen3Omni
-from headstart.omni.models.stage_decoder import StageDecoder
+from headstart.omni.graph import StageNode, no_options, stage_config
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import SpokenPrompt
+from headstart.omni.qwen3_model import CausalVocoder, Qwen3Omni
 from headstart.omni.stage import (
     Chunk,
     Input,
     OmniRequest,
-    OutputEvent,
     Stage,
     StageSpec,
-    StageStarted,
 )
+from headstart.omni.stage_decoder import StageDecoder
 
 __all__ = [
     "CODES",
-    "FrameModel",
     "FrameTalker",
     "FrameTalkerFeed",
     "FrameTalkerPlan",
@@ -71,53 +64,22 @@ _OTHERS = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
 """transformers' sampling of the other codes, independent of the first code's sampling."""
 
 
-class FrameModel(Protocol):
-    """The part of a model's interface that a frame talker needs."""
-
-    num_others: int
-    """Number of codes of a frame after the first."""
-    num_codes: int
-    """Number of values of each of these codes."""
-
-    def project(self, rows: Tensor, is_media: Tensor) -> Tensor:
-        """The thinker's rows `[n, width]`, bool `[n]`, as the talker's `[n, hidden]`."""
-        ...
-
-    def embed_codes(self, ids: Tensor, others: Tensor | None = None) -> Tensor:
-        """Embeddings `[n, hidden]` of token ids, or of the frames that they begin."""
-        ...
-
-    def predict_others(self, hidden: Tensor, first: Tensor, choose: Choose) -> Tensor:
-        """The other codes int64 `[n, others]`, after the talker's rows and the first codes."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class FrameTalkerPlan:
+class FrameTalkerPlan(TalkerPlan):
     """The parts of one request's talker prompt.
 
-    rows: the thinker's output that feeds it. spoken_to: bool `[prompt]`, the user's turns in the
-    thinker's prompt; is_media: of these only, true for audio and images. answer_start: the position
-    where the answer's turn begins. lead_ids: the six ids before the first frame. bos, eos, pad:
-    rows `[width]`. positions: None for 0, 1, 2, ...
+    spoken_to: bool `[prompt]`, the user's turns in the thinker's prompt; is_media: of these only,
+    true for audio and images. answer_start: the position where the answer's turn begins. lead_ids:
+    the six ids before the first frame. generator: of the other codes.
     """
 
-    rows: Input
-    block_size: int
     spoken_to: Tensor
     is_media: Tensor
     answer_start: int
     blank_id: int
     lead_ids: tuple[int, ...]
-    bos: Tensor
-    eos: Tensor
-    pad: Tensor
-    model: FrameModel
-    params: SamplingParams
+    model: Qwen3Omni
     generator: torch.Generator
-    voice: str
-    positions: RotaryPositions | None = None
-    anonymous: bool = False
 
     @property
     def num_user(self) -> int:
@@ -125,60 +87,36 @@ class FrameTalkerPlan:
         return len(self.is_media)
 
 
-class FrameTalkerFeed:
+class FrameTalkerFeed(TalkerFeed[FrameTalkerPlan]):
     """One request's feed. A step needs the previous frame and the thinker's next row."""
 
     def __init__(self, request: OmniRequest, plan: FrameTalkerPlan) -> None:
-        self._request = request
-        self._plan = plan
-        self._prompt_tokens: int | None = None
-        self._num_rows = 0
+        super().__init__(request, plan)
         self._answer: list[Tensor] = []
         self._ended = False
         self._frames: list[Tensor] = []
-        self._conditions = Conditions(plan.block_size, self._combine, anonymous=plan.anonymous)
-        chosen = SamplingParams(temperature=0) if plan.params.is_greedy else _OTHERS
-        self.sampling = SamplingState(chosen, (), [], plan.generator, frozenset())
+        params = SamplingParams(temperature=0) if plan.params.is_greedy else _OTHERS
+        self.sampling = SamplingState(params, (), [], plan.generator, frozenset())
         """The sampling parameters of the other codes."""
+        self._num_prompt = plan.num_user + _NOW + len(plan.lead_ids)
 
-    @property
-    def _num_prompt(self) -> int:
-        return self._plan.num_user + _NOW + len(self._plan.lead_ids)
-
-    def take(self, source: str, event: OutputEvent | StageStarted) -> None:
-        if source != self._plan.rows.stage:
-            return
-        if isinstance(event, StageStarted):
-            self._begin_thinker(event)
-        elif event.chunk.output == self._plan.rows.output:
-            self._add(event.chunk.rows)
-
-    def _begin_thinker(self, event: StageStarted) -> None:
+    def _name(self, names: Sequence[bytes]) -> None:
         plan = self._plan
-        self._prompt_tokens = event.prompt_tokens
-        is_prefix = bool(plan.spoken_to[: plan.num_user].all())
-        if is_prefix and event.block_size == plan.block_size:  # its blocks lie as ours do
-            self._conditions.name(event.names[: plan.num_user // plan.block_size])
+        if bool(plan.spoken_to[: plan.num_user].all()):  # its blocks begin as ours do
+            super()._name(names[: plan.num_user // plan.block_size])
 
     def _add(self, rows: Tensor) -> None:
-        """Take the thinker's next rows."""
         plan, first = self._plan, self._num_rows
         self._num_rows += len(rows)
         chosen = rows[: max(0, len(plan.spoken_to) - first)][plan.spoken_to[first : self._num_rows]]
         if len(chosen):
-            self._conditions.add(self._beside(chosen))
+            self._conditions.add(self._with_others(chosen))
         self._answer += rows[max(0, plan.answer_start - first) :]
         self._advance()
 
-    def end(self, source: str) -> None:
-        if source == self._plan.rows.stage:
-            if self._prompt_tokens is None or self._num_rows < self._prompt_tokens:
-                raise EngineError(
-                    f"{source!r} ended with {self._num_rows} rows of {self._plan.rows.output!r} "
-                    f"for a prompt of {self._prompt_tokens} tokens"
-                )
-            self._ended = True
-            self._advance()
+    def _end_rows(self) -> None:
+        self._ended = True
+        self._advance()
 
     def add_frame(self, others: Tensor) -> int:
         """Add the other codes int64 `[others]` of the next frame; returns its number, from 0."""
@@ -193,10 +131,10 @@ class FrameTalkerFeed:
             pads = [plan.pad] * (len(plan.lead_ids) - 2)
             now = [self._row(at) for at in range(_NOW)]
             rows = [known for known in now if known is not None] + pads + [plan.bos, row]
-            conditions.add(self._beside(torch.stack([known.to(row) for known in rows])))
+            conditions.add(self._with_others(torch.stack([known.to(row) for known in rows])))
         at = conditions.count - self._num_prompt
         while 0 <= at < len(self._frames) and (row := self._row(_NOW + 1 + at)) is not None:
-            conditions.add(self._beside(row[None], self._frames[at][None]))
+            conditions.add(self._with_others(row[None], self._frames[at][None]))
             at += 1
 
     def _row(self, at: int) -> Tensor | None:
@@ -207,28 +145,16 @@ class FrameTalkerFeed:
             return None
         return self._plan.eos if at == len(self._answer) else self._plan.pad
 
-    def _beside(self, rows: Tensor, others: Tensor | None = None) -> Tensor:
+    def _with_others(self, rows: Tensor, others: Tensor | None = None) -> Tensor:
         """Rows with the frames' other codes appended, in float32, which holds both exactly."""
         if others is None:
             others = torch.zeros(len(rows), self._plan.model.num_others)
         return torch.cat([rows.float().cpu(), others.float()], dim=1)
 
-    def prompt(self) -> StagePrompt | None:
+    def _token_ids(self) -> list[int] | None:
         if self._conditions.count < self._num_prompt:
             return None
-        plan = self._plan
-        token_ids = [plan.blank_id] * (plan.num_user + _NOW) + list(plan.lead_ids)
-        self._conditions.attach(token_ids)
-        items = self._conditions.items[: len(token_ids) // plan.block_size]
-        extras = PromptExtras(items, self._conditions, plan.positions)
-        salt = json.dumps([self._request.salt, plan.voice])
-        return StagePrompt(PreparedPrompt(token_ids, extras=extras), plan.params, salt)
-
-    def begin(self, sequence: TokenSequence) -> None:
-        self._conditions.begin(sequence)
-
-    def is_ready(self, num_tokens: int) -> bool:
-        return num_tokens <= self._conditions.count
+        return [self._plan.blank_id] * (self._plan.num_user + _NOW) + list(self._plan.lead_ids)
 
     def _combine(self, position: int, token_ids: Sequence[int], rows: Tensor) -> Tensor:
         """Rows projected for the talker, plus the tokens' embeddings from U + 3 on."""
@@ -263,7 +189,7 @@ class FrameTalker(EngineStage):
         feeder: Callable[[OmniRequest], FrameTalkerFeed],
         config: EngineConfig,
         cache: OutputCache | None,
-        model: FrameModel,
+        model: Qwen3Omni,
     ) -> None:
         super().__init__(spec, decoder, feeder, config, cache)
         self._model = model
@@ -318,9 +244,6 @@ takes = ["talker.codes"]
 gives = {{ audio = {{ alignment = "frames({ratio})", dtype = "float32" }} }}
 """
 
-_SPEECH = SamplingParams(
-    max_tokens=4096, temperature=0.9, top_k=50, top_p=1.0, repetition_penalty=1.05
-)
 _BLOCK = 25
 """Codes per block of the vocoder."""
 _SEGMENT, _CONTEXT = 300, 25
@@ -332,17 +255,16 @@ def vocoder_plan(vocoder: CausalVocoder) -> FramesPlan:
     return FramesPlan(function=vocoder, block=_BLOCK, context=_CONTEXT, segment=_SEGMENT)
 
 
-class Qwen3Stages:
-    """Makes the stages of one loaded model, and prompts for them.
+class Qwen3Stages(OmniStages):
+    """Makes the stages of Qwen3-Omni."""
 
-    A request's options: `voice` for `talker`.
-    """
-
+    model: Qwen3Omni
     audio = Input("code2wav", "audio")
     codes = Input("talker", CODES)
-    text_params = TEXT
-    speech_params = _SPEECH
-    spelling: Mapping[str, str] = MappingProxyType(
+    speech_params = SamplingParams(
+        max_tokens=4096, temperature=0.9, top_k=50, top_p=1.0, repetition_penalty=1.05
+    )
+    spelling = MappingProxyType(
         {
             "audio": "<|audio_start|><|audio_pad|><|audio_end|>",
             "image": "<|vision_start|><|image_pad|><|vision_end|>",
@@ -350,50 +272,30 @@ class Qwen3Stages:
     )
 
     def __init__(self, model: Qwen3Omni, folder: str | Path, cache: OutputCache) -> None:
-        if not model.voices:
-            raise DamagedModelError(f"{folder} names no voices (speaker_id)")
-        self._model = model
-        self._cache = cache
-        self._prompts = SpokenPrompts(model, cache)
+        super().__init__(model, folder, cache)
         self._seeds = itertools.count()
         self.graph = _GRAPH.format(ratio=model.vocoder.ratio)
-        self.sample_rate = model.sample_rate
-        self.tokenizer = load_tokenizer(folder)
-        self.voices = tuple(model.voices)
-        self.vocab_size = model.vocab_size
-        self.factories: Mapping[str, Factory] = {
-            "thinker": self._make_thinker,
+        self.factories = {
+            "thinker": self.make_thinker,
             "talker": self._make_talker,
             "code2wav": self._make_code2wav,
         }
 
-    @property
-    def sound_rate(self) -> int:
-        """Samples a second of what the model hears. Raises ModelError if it hears nothing."""
-        return self._model.media.sound_rate
-
-    def prepare(
-        self, text: PreparedPrompt, media: Mapping[str, Any], salt: str | None
-    ) -> SpokenPrompt:
-        """A prompt with its audio and images in place. Raises RequestError."""
-        return self._prompts.prepare(text, media, salt)
-
-    def _make_thinker(self, node: StageNode) -> Stage:
-        return self._prompts.make_thinker(node, self._model.thinker(), self.tokenizer)
-
     def _make_talker(self, node: StageNode) -> Stage:
-        model, config = self._model, stage_config(node)
-        turns, codec = model.turns, model.codec
-        bos, eos, pad = map(model.embed_text, (turns.text_bos, turns.text_eos, turns.text_pad))
+        model, config = self.model, stage_config(node)
+        ids, codec = model.config, model.codec
+        bos, eos, pad = map(
+            model.embed_text, (ids.tts_bos_token_id, ids.tts_eos_token_id, ids.tts_pad_token_id)
+        )
 
         def feed(request: OmniRequest) -> FrameTalkerFeed:
-            params = request.params.get("talker", _SPEECH)
+            params = request.params.get("talker", self.speech_params)
             seed = config.seed + next(self._seeds) if params.seed is None else params.seed
-            voice = self._voice(request)
+            voice = self.voice(request)
             prompt: SpokenPrompt = request.prompt
-            ids = torch.tensor(prompt.prepared.token_ids)
-            spoken_to, start = self._turns(ids)
-            user = ids[spoken_to]
+            token_ids = torch.tensor(prompt.prepared.token_ids)
+            spoken_to, start = self._turns(token_ids)
+            user = token_ids[spoken_to]
             media = torch.tensor(list(model.placeholders.values()))
             plan = FrameTalkerPlan(
                 rows=node.spec.takes[0],
@@ -401,14 +303,14 @@ class Qwen3Stages:
                 spoken_to=spoken_to,
                 is_media=torch.isin(user, media),
                 answer_start=start,
-                blank_id=codec.pad,
+                blank_id=codec.codec_pad_id,
                 lead_ids=(
-                    codec.nothink,
-                    codec.think_bos,
-                    codec.think_eos,
+                    codec.codec_nothink_id,
+                    codec.codec_think_bos_id,
+                    codec.codec_think_eos_id,
                     model.voices[voice],
-                    codec.pad,
-                    codec.bos,
+                    codec.codec_pad_id,
+                    codec.codec_bos_id,
                 ),
                 bos=bos,
                 eos=eos,
@@ -426,33 +328,26 @@ class Qwen3Stages:
 
     def _make_code2wav(self, node: StageNode) -> Stage:
         no_options(node)
-        return FramesStage(node.spec, vocoder_plan(self._model.vocoder), self._cache)
-
-    def _voice(self, request: OmniRequest) -> str:
-        name = request.options.get("talker", {}).get("voice") or self.voices[0]
-        if name not in self.voices:
-            raise RequestError(f"there is no voice {name!r}; there are {', '.join(self.voices)}")
-        return str(name)
+        return FramesStage(node.spec, vocoder_plan(self.model.vocoder), self._cache)
 
     def _turns(self, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """A mask of the user's tokens in a prompt, and the start of the answer's turn.
+        """Return a mask of the user's tokens in a prompt, and the start of the answer's turn.
 
         Raises RequestError unless the last turn is the assistant's.
         """
-        turns = self._model.turns
-        starts = (ids == turns.start).nonzero().flatten()
-        if not len(starts) or ids[starts[-1] + 1 :][:1].tolist() != [turns.assistant]:
+        config = self.model.config
+        starts = (ids == config.im_start_token_id).nonzero().flatten()
+        if not len(starts) or ids[starts[-1] + 1 :][:1].tolist() != [config.assistant_token_id]:
             raise RequestError("a prompt that is to be spoken to ends with the assistant's turn")
         turn = torch.searchsorted(starts, torch.arange(len(ids)), right=True) - 1
         # Tokens before the first turn count as part of it, as in transformers.
         roles = ids[torch.where(turn < 0, 0, starts[turn]) + 1]
-        is_user = roles == turns.user
-        return is_user, int(starts[-1])
+        return roles == config.user_token_id, int(starts[-1])
 
     def _positions(self, user: list[int], prompt: SpokenPrompt) -> RotaryPositions | None:
-        """The thinker's rotary positions, over the user's turns and the next nine tokens."""
+        """Return the thinker's rotary positions, over the user's turns and the next nine tokens."""
         if "image_grid_thw" not in prompt.features:
             return None
-        ids = [*user, *[self._model.turns.text_pad] * 9]
-        table, delta = self._model.positions(ids, prompt.features)
+        ids = [*user, *[self.model.config.tts_pad_token_id] * 9]
+        table, delta = self.model.positions(ids, prompt.features)
         return RotaryPositions(table.numpy(), delta)

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from headstart.omni.models.stage_decoder import StreamCopies, host_copies
+from headstart.omni.stage_decoder import StreamCopies, host_copies
 from tests.omni.late_device import LateDevice
 from tests.omni.pipelines import Speech, oracle, request, said
 
@@ -51,7 +51,7 @@ def test_a_pipeline_on_such_a_device_says_the_same(
 ) -> None:
     device = LateDevice()
     monkeypatch.setattr(
-        "headstart.omni.models.stage_decoder.host_copies",
+        "headstart.omni.stage_decoder.host_copies",
         lambda _: StreamCopies(DEVICE, device, device.empty),
     )
     prompts = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 6, 7, 8, 9, 10, 11, 12, 20, 21]]

@@ -21,10 +21,10 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
-from headstart.omni.models.stage_decoder import StageDecoder, StageParts
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.pipeline import Pipeline, Progress
 from headstart.omni.stage import TOKENS, Input, OmniRequest, Output, StageSpec
+from headstart.omni.stage_decoder import StageDecoder, StageParts
 from tests.omni.pipelines import start
 
 WINDOW, WORDS, BLOCK = 8, 5, 4

@@ -10,9 +10,9 @@ from headstart.cache import MultiModalItem
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import GivenRows, PlacedRows, PreparedPrompt, PromptExtras
 from headstart.errors import ConfigError, EngineError, RequestError
+from headstart.omni.feeds import TalkerFeed
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.pipeline import Pipeline
-from headstart.omni.qwen2_5 import TalkerFeed
 from headstart.omni.stage import TOKENS, Chunk, Input, OutputEvent, StageStarted
 from tests.omni.pipelines import WIDTH, Speech, collected, oracle, request, said, start, vocode
 
@@ -306,7 +306,7 @@ def test_a_request_that_waits_for_its_rows_with_the_blocks_that_another_needs(
     is_ready = TalkerFeed.is_ready
     waits = iter(range(40))
 
-    def late(feed: TalkerFeed, num_tokens: int) -> bool:
+    def late(feed: TalkerFeed[Any], num_tokens: int) -> bool:
         held_up = num_tokens == 18 and feed._request.request_id == "first" and next(waits, None)
         return is_ready(feed, num_tokens) and not held_up
 

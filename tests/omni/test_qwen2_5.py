@@ -230,7 +230,7 @@ def test_a_voice_is_embedded_once_and_known_by_its_sound_alone(
     check(omni.generate(PROMPTS["text"], ADA)[0], oracle("text"))
     check(omni.generate(PROMPTS["image"], ADA)[0], oracle("image"))
     assert len(calls) == 1  # transformers: at each step of the diffusion
-    voices = omni._stages._model.voices
+    voices = omni._stages.model.voices
     ada = voices["Ada"]
     voices["Eve"] = dataclasses.replace(ada, reference_mel=ada.reference_mel.clone())
     voices["Bob"] = dataclasses.replace(ada, reference_mel=ada.reference_mel + 0.5)
@@ -313,7 +313,7 @@ def test_speech_that_cannot_be_made_ends_in_an_error_that_names_the_stage(
         raise ValueError("no sound")
 
     with monkeypatch.context() as patch:
-        patch.setattr("headstart.omni.models.qwen2_5.Qwen25Omni.make_wave", fail)
+        patch.setattr("headstart.omni.qwen2_5.Qwen25Omni.make_wave", fail)
         with pytest.raises(EngineError, match="stage 'token2wav': ValueError: no sound"):
             omni.generate(PROMPTS["text"], ADA)
     check(omni.generate(PROMPTS["text"], ADA)[0], oracle("text"))

@@ -8,9 +8,9 @@ import torch
 from examples.small_models.omni import OmniSizes, write_omni
 from examples.small_models.voice import NOTES, frequency
 from headstart.engine.params import SamplingParams
-from headstart.omni.models.qwen2_5 import Qwen25Omni
 from headstart.omni.omni import Omni
 from headstart.omni.params import OmniParams
+from headstart.omni.qwen2_5 import Qwen25Omni
 
 
 def test_what_the_demo_model_says_is_heard_as_the_notes_of_its_codes(tmp_path: Path) -> None:

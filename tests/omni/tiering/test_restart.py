@@ -16,11 +16,11 @@ from examples.small_models.omni import write_omni
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError
 from headstart.omni.engine_stage import EngineStage
-from headstart.omni.inputs import Placed
-from headstart.omni.models.qwen2_5 import Qwen25Omni
+from headstart.omni.media import Placed
 from headstart.omni.omni import Omni
 from headstart.omni.output_cache import ENTRY_BYTES
 from headstart.omni.params import OmniOutput, OmniParams
+from headstart.omni.qwen2_5 import Qwen25Omni
 from headstart.tiers.files import SlotFile
 from tests.omni.test_qwen2_5 import PROMPTS
 from tests.omni.test_qwen3_omni import ANSWER, turn

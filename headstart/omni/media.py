@@ -10,36 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedTokenizerBase
+from transformers import AutoFeatureExtractor, AutoImageProcessor
 
-from headstart.cache import MultiModalItem
-from headstart.engine.params import SamplingParams
-from headstart.engine.prompt import (
-    GivenRows,
-    PlacedRows,
-    PreparedPrompt,
-    PromptExtras,
-    RotaryPositions,
-)
 from headstart.errors import DamagedModelError, RequestError, UnsupportedModelError
 from headstart.frontend.images.decoding import decode_image
 from headstart.models.transformers_tools import silence_transformers
-from headstart.omni.engine_stage import EngineStage
-from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
-from headstart.omni.graph import StageNode, stage_config
-from headstart.omni.models.stage_decoder import StageDecoder
-from headstart.omni.output_cache import ContentCache, OutputCache, content_digest
-from headstart.omni.params import SpokenPrompt
-from headstart.omni.stage import OmniRequest
 from headstart.validation import describe
 
-__all__ = ["Media", "Placed", "SoundLengths", "SpokenPrompts", "as_items", "read_features"]
+__all__ = ["Media", "Placed", "as_items", "as_rgb", "read_features"]
 
 _AXES = {
     "input_features": ("sounds", "mels", "frames"),
@@ -84,16 +68,24 @@ class Media:
         merge_size: int,
         padding: str | bool,
     ) -> None:
-        self._processors = _Processors(folder)
+        self._folder = folder
         self._placeholders = placeholders
         self._sound_lengths = sound_lengths
         self._merge_size = merge_size
         self._padding = padding
 
+    @cached_property
+    def _extractor(self) -> Any:
+        return _load(AutoFeatureExtractor, self._folder)
+
+    @cached_property
+    def _image_processor(self) -> Any:
+        return _load(AutoImageProcessor, self._folder, backend="pil")
+
     @property
     def sound_rate(self) -> int:
-        """Samples a second of sounds. Raises ModelError without a feature extractor."""
-        return int(self._processors.extractor.sampling_rate)
+        """Samples per second of sounds. Raises ModelError without a feature extractor."""
+        return int(self._extractor.sampling_rate)
 
     def hear(self, sounds: Sequence[Any]) -> dict[str, Tensor]:
         """Features of sounds, arrays `[samples]` at the extractor's rate; empty without sounds.
@@ -103,7 +95,7 @@ class Media:
         waves = [_wave(sound) for sound in sounds]
         if not waves:
             return {}
-        extractor = self._processors.extractor
+        extractor = self._extractor
         try:
             found = extractor(
                 waves,
@@ -136,56 +128,47 @@ class Media:
                 )
         if not images:
             return {}
-        processor = self._processors.images
         try:
-            found = processor(images=list(images), return_tensors="pt")
+            found = self._image_processor(images=list(images), return_tensors="pt")
         # Pillow and numpy raise ValueError, TypeError, OSError and more for unreadable images.
         except Exception as error:
             raise RequestError(f"images cannot be read: {type(error).__name__}: {error}") from error
         return {name: found[name] for name in ("pixel_values", "image_grid_thw")}
 
-    def expand(self, token_ids: Sequence[int], features: Mapping[str, Tensor]) -> list[int]:
-        """Token ids with each item's single placeholder repeated once per embedding.
+    def place(
+        self, token_ids: Sequence[int], features: Mapping[str, Tensor]
+    ) -> tuple[list[int], list[Placed]]:
+        """Return the prompt with one placeholder per embedding, and its items in order.
 
-        A prompt that has all placeholders already is returned unchanged. Raises RequestError.
+        A prompt has one placeholder per item, or all of them. Raises RequestError if items and
+        placeholders do not fit.
         """
-        expanded = list(token_ids)
-        for kind, (lengths, _) in self._contents(features).items():
+        expanded, placed = list(token_ids), []
+        contents = {"audio": self._audios(features), "image": self._images(features)}
+        for kind, (lengths, _) in contents.items():
             placeholder = self._placeholders[kind]
-            if expanded.count(placeholder) != len(lengths):
-                continue
-            left = iter(lengths)
-            expanded = [
-                token
-                for known in expanded
-                for token in [known] * (next(left) if known == placeholder else 1)
-            ]
-        return expanded
-
-    def _contents(
-        self, features: Mapping[str, Tensor]
-    ) -> dict[str, tuple[list[int], list[dict[str, Tensor]]]]:
-        return {"audio": self._audios(features), "image": self._images(features)}
-
-    def locate(self, token_ids: Sequence[int], features: Mapping[str, Tensor]) -> list[Placed]:
-        """Match items to placeholders. Raises RequestError if items and tokens do not fit."""
-        found = []
-        for kind, (lengths, contents) in self._contents(features).items():
-            placeholder = self._placeholders[kind]
-            places = [at for at, token in enumerate(token_ids) if token == placeholder]
-            if len(places) != sum(lengths):
+            if expanded.count(placeholder) == len(lengths):
+                counts = iter(lengths)
+                expanded = [
+                    token
+                    for old in expanded
+                    for token in [old] * (next(counts) if old == placeholder else 1)
+                ]
+        for kind, (lengths, items) in contents.items():
+            positions = [i for i, token in enumerate(expanded) if token == self._placeholders[kind]]
+            if len(positions) != sum(lengths):
                 raise RequestError(
-                    f"the prompt has {len(places)} {kind} placeholders, and what comes with it "
+                    f"the prompt has {len(positions)} {kind} placeholders, and what comes with it "
                     f"needs {sum(lengths)}"
                 )
-            at = 0
-            for length, content in zip(lengths, contents, strict=True):
-                mine = places[at : at + length]
-                if mine and mine[-1] - mine[0] >= length:
-                    raise RequestError(f"{kind} placeholders from token {mine[0]} on have a gap")
-                found.append(Placed(kind, mine[0], length, content))
-                at += length
-        return sorted(found, key=lambda placed: placed.offset)
+            start = 0
+            for length, content in zip(lengths, items, strict=True):
+                run = positions[start : start + length]
+                if run and run[-1] - run[0] >= length:
+                    raise RequestError(f"{kind} placeholders from token {run[0]} on have a gap")
+                placed.append(Placed(kind, run[0], length, content))
+                start += length
+        return expanded, sorted(placed, key=lambda item: item.offset)
 
     def _audios(self, features: Mapping[str, Tensor]) -> tuple[list[int], list[dict[str, Tensor]]]:
         if "input_features" not in features:
@@ -302,26 +285,6 @@ def _wave(sound: Any) -> NDArray[np.float32]:
     return wave
 
 
-class _Processors:
-    """A checkpoint's processors, each read from disk at first use and then kept.
-
-    Each use raises ModelError if the checkpoint lacks the processor.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    @cached_property
-    def extractor(self) -> Any:
-        """The feature extractor for sounds."""
-        return _load(AutoFeatureExtractor, self._folder)
-
-    @cached_property
-    def images(self) -> Any:
-        """The image processor."""
-        return _load(AutoImageProcessor, self._folder, backend="pil")
-
-
 def _load(kind: Any, folder: Path, **options: Any) -> Any:
     """Load a feature extractor or an image processor."""
     try:
@@ -337,104 +300,10 @@ def _load(kind: Any, folder: Path, **options: Any) -> Any:
         ) from error
 
 
-TEXT = SamplingParams(max_tokens=1024, temperature=0.0)
-"""A thinker's default sampling parameters."""
-
-
-class HearingModel(Protocol):
-    """The part of a model's interface that its prompts need."""
-
-    media: Media
-
-    def encode(self, placed: Placed) -> Tensor:
-        """The rows that replace an item's placeholders, `[length, width]`."""
-        ...
-
-    def positions(
-        self, token_ids: Sequence[int], features: Mapping[str, Tensor]
-    ) -> tuple[Tensor, int]:
-        """Rotary positions int64 `[3, tokens]`, and the offset of later tokens' positions."""
-        ...
-
-
-class SpokenPrompts:
-    """Makes prompts for one model; keeps the embeddings of audio and images in `cache`.
-
-    They outlive the process where the blocks of the thinker do, which this makes.
-    """
-
-    def __init__(self, model: HearingModel, cache: OutputCache) -> None:
-        self._model = model
-        self._cache = cache
-        self._encoded = ContentCache(cache, "encoder")
-
-    def make_thinker(
-        self,
-        node: StageNode,
-        decoder: StageDecoder,
-        tokenizer: PreTrainedTokenizerBase | None,
-    ) -> EngineStage:
-        """The stage that generates the text answer to such prompts."""
-        stage = EngineStage(node.spec, decoder, _think, stage_config(node), self._cache, tokenizer)
-        tiers = stage.engine.tiers
-        if tiers is not None:
-            self._encoded.keep(tiers.image_rows, stage.engine.manager.hasher.model)
-        return stage
-
-    def prepare(
-        self, text: PreparedPrompt, given: Mapping[str, Any], salt: str | None
-    ) -> SpokenPrompt:
-        """A prompt with its audio and images in place. Raises RequestError.
-
-        given: `features` as transformers' processor makes them, or `audio` and `images`. An item
-        that was encoded before under the same salt is not encoded again.
-        """
-        media = self._model.media
-        features = read_features(given.get("features", {}))
-        images = [_as_rgb(image) for image in as_items(given.get("images", []))]
-        sounds = as_items(given.get("audio", []))
-        for name, made in (("audio", media.hear(sounds)), ("images", media.see(images))):
-            if made.keys() & features.keys():
-                raise RequestError(f"the prompt has {name}, and features of {name}; give one")
-            features |= made
-        token_ids = media.expand(text.token_ids, features)
-        placed = media.locate(token_ids, features)
-        items, rows = [], []
-        for thing in placed:
-            digest = content_digest(thing.kind, *(thing.content[k] for k in sorted(thing.content)))
-            items.append(MultiModalItem(digest, thing.offset, thing.length))
-            rows.append(PlacedRows(thing.offset, self._encode(thing, digest, salt)))
-        positions = None
-        if placed:
-            table, delta = self._model.positions(token_ids, features)
-            positions = RotaryPositions(table.numpy(), delta)
-        extras = PromptExtras(tuple(items), GivenRows(rows), positions) if placed else None
-        return SpokenPrompt(PreparedPrompt(token_ids, text.text, extras), features)
-
-    def _encode(self, placed: Placed, digest: bytes, salt: str | None) -> Tensor:
-        try:
-            rows = self._encoded.recall(digest, lambda: self._model.encode(placed), salt)
-        except (RuntimeError, ValueError, IndexError) as error:  # features of another model
-            raise RequestError(
-                f"an {placed.kind} cannot be encoded: {type(error).__name__}: {error}"
-            ) from error
-        if len(rows) != placed.length:
-            raise RequestError(
-                f"an {placed.kind} of {placed.length} placeholders became {len(rows)} embeddings"
-            )
-        return rows
-
-
-def _as_rgb(image: Any) -> Any:
+def as_rgb(image: Any) -> Any:
     """Return a Pillow image as models see it, and anything else unchanged. Raises RequestError."""
     try:
         from PIL import Image
     except ImportError:
         return image
     return decode_image(image, sys.maxsize) if isinstance(image, Image.Image) else image
-
-
-def _think(request: OmniRequest) -> Feed:
-    """A thinker's feed of the prepared prompt."""
-    params = request.params.get("thinker", TEXT)
-    return PromptFeed(StagePrompt(request.prompt.prepared, params, request.salt))

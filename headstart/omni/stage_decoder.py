@@ -1,4 +1,6 @@
-"""Asynchronous copies of rows from a device to host memory.
+"""Decoders of stages, whose passes also give rows for the next stage, and models made of them.
+
+Rows are copied to host memory asynchronously:
 
     compute stream    layers ......... | head ............ | next pass ...
     copy stream                        | rows -> pinned memory | event
@@ -12,7 +14,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +22,18 @@ from transformers import PreTrainedModel
 
 from headstart.attention.backend import LayerLayout
 from headstart.models.decoder import EmbeddingOverlay
-from headstart.models.files import FileStamp
+from headstart.models.dtypes import fast_dtype, find_device, find_dtype
+from headstart.models.files import FileStamp, check_files, find_folder, stamp_files
 from headstart.models.transformers_backend.decoder import TransformersDecoder, fingerprint_memory
+from headstart.models.transformers_backend.loader import check_speaker, load_config, load_weights
+from headstart.models.transformers_tools import silence_transformers
+from headstart.omni.media import Media, Placed
 
 __all__ = [
     "BeginCopy",
     "Checkpoint",
     "HostCopy",
+    "OmniModel",
     "PassTensors",
     "StageDecoder",
     "StageParts",
@@ -36,21 +43,13 @@ __all__ = [
 ]
 
 
-class Event(Protocol):
-    """A point in a stream's work."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has finished all work before this event."""
-        ...
-
-
 class HostCopy:
     """Named rows on their way to host memory; complete once `wait` has returned."""
 
     def __init__(
         self,
         host: Mapping[str, Tensor],
-        event: Event | None = None,
+        event: torch.cuda.Event | None = None,
         source: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._host = host
@@ -84,7 +83,9 @@ class StreamCopies:
     ) -> None:
         self._device = device
         self._cuda = cuda
-        self._empty = empty or _empty_pinned
+        self._empty = empty or (
+            lambda like: torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+        )
         self._stream = cuda.Stream(device)
 
     def __call__(self, rows: Mapping[str, Tensor]) -> HostCopy:
@@ -99,19 +100,10 @@ class StreamCopies:
 
 
 def host_copies(device: torch.device) -> BeginCopy:
-    """The function that copies rows from this device to the host."""
+    """Return the function that copies rows from this device to the host."""
     if device.type == "cuda":
         return StreamCopies(device)
-    return _copy_at_once
-
-
-def _copy_at_once(rows: Mapping[str, Tensor]) -> HostCopy:
-    """The rows themselves, which a CPU need not copy."""
-    return HostCopy({name: tensor.cpu() for name, tensor in rows.items()})
-
-
-def _empty_pinned(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+    return lambda rows: HostCopy({name: tensor.cpu() for name, tensor in rows.items()})
 
 
 class PassTensors(NamedTuple):
@@ -254,3 +246,79 @@ def text_layouts(model: PreTrainedModel) -> tuple[LayerLayout, ...]:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     layers = int(config.num_hidden_layers)
     return (LayerLayout(config.num_key_value_heads, width, width),) * layers
+
+
+class OmniModel:
+    """A checkpoint of an omni model in transformers' modules, split into the parts of its stages.
+
+    All computation is transformers' own. media: reads audio and images of prompts. voices: by
+    name. Raises ConfigError or ModelError.
+    """
+
+    sample_rate = 24_000
+    media: Media
+    voices: Mapping[str, Any]
+
+    def __init__(self, model: str | Path, dtype: str, device: str, kind: Any) -> None:
+        """`kind`: the class of the model in transformers."""
+        weights_dtype, wanted = find_dtype(dtype), find_device(device)
+        folder = find_folder(model)
+        check_files(folder)
+        self.checkpoint = Checkpoint(folder, stamp_files(folder))
+        options = {
+            "dtype": fast_dtype(weights_dtype, folder, wanted),
+            "attn_implementation": "eager",
+        }
+        with silence_transformers():
+            self._config: Any = load_config(folder)
+            check_speaker(folder, self._config)
+            # A class's own `from_pretrained` may read voices and give no loading report.
+            load = super(kind, kind).from_pretrained
+            loaded: Any = load_weights(load, folder, config=self._config, **options)
+        self._whole = loaded.to(wanted).eval()
+        self._thinker, self._talker = self._whole.thinker, self._whole.talker
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the text vocabulary."""
+        return int(self._thinker.get_input_embeddings().weight.shape[0])
+
+    def thinker(self) -> StageDecoder:
+        """Return a decoder that generates text."""
+        raise NotImplementedError
+
+    def talker(self) -> StageDecoder:
+        """Return a decoder that generates codes."""
+        raise NotImplementedError
+
+    def encode(self, placed: Placed) -> Tensor:
+        """Return the rows `[length, width]` that replace an item's placeholders."""
+        raise NotImplementedError
+
+    def embed_text(self, token_id: int) -> Tensor:
+        """Return the thinker's embedding `[hidden]` of a token."""
+        ids = torch.tensor([token_id], device=self._whole.device)
+        with torch.inference_mode():
+            row: Tensor = self._thinker.get_input_embeddings()(ids)[0]
+        return row
+
+    def positions(
+        self, token_ids: Sequence[int], features: Mapping[str, Tensor], *, of_talker: bool = False
+    ) -> tuple[Tensor, int]:
+        """Return rotary positions `[3, tokens]`, and the offset of later tokens' positions."""
+        ids = torch.tensor([list(token_ids)])
+        mask = features.get("feature_attention_mask")
+        table, deltas = self._rope_model(of_talker=of_talker).get_rope_index(
+            ids,
+            image_grid_thw=features.get("image_grid_thw"),
+            attention_mask=torch.ones_like(ids),
+            audio_seqlens=mask.sum(-1) if mask is not None else None,
+        )
+        return table[:, 0].long(), int(deltas.view(-1)[0])
+
+    def _rope_model(self, *, of_talker: bool) -> Any:
+        """Return the module that computes positions."""
+        raise NotImplementedError
+
+    def _on_device(self, content: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.to(self._whole.device) for name, value in content.items()}

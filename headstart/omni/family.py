@@ -1,0 +1,119 @@
+"""Stages and prompts that all families of omni models share."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from headstart.cache import MultiModalItem
+from headstart.engine.params import SamplingParams
+from headstart.engine.prompt import (
+    GivenRows,
+    PlacedRows,
+    PreparedPrompt,
+    PromptExtras,
+    RotaryPositions,
+)
+from headstart.errors import DamagedModelError, RequestError
+from headstart.models.tokenizer import load_tokenizer
+from headstart.omni.engine_stage import EngineStage
+from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
+from headstart.omni.graph import Factory, StageNode, stage_config
+from headstart.omni.media import Placed, as_items, as_rgb, read_features
+from headstart.omni.output_cache import ContentCache, OutputCache, content_digest
+from headstart.omni.params import SpokenPrompt
+from headstart.omni.stage import Input, OmniRequest, Stage
+from headstart.omni.stage_decoder import OmniModel
+
+__all__ = ["OmniStages"]
+
+
+class OmniStages:
+    """Makes the stages of one loaded model, and prompts for them.
+
+    audio, codes: the outputs that are the waveform and the codes. spelling: the text of an audio
+    and of an image in a prompt. A request's options: `voice` for `talker`. Embeddings of audio and
+    images are cached in `cache`; they outlive the process where the thinker's blocks do.
+    """
+
+    graph: str
+    audio: Input
+    codes: Input
+    text_params = SamplingParams(max_tokens=1024, temperature=0.0)
+    speech_params: SamplingParams
+    spelling: Mapping[str, str]
+    factories: Mapping[str, Factory]
+
+    def __init__(self, model: OmniModel, folder: str | Path, cache: OutputCache) -> None:
+        if not model.voices:
+            raise DamagedModelError(f"{folder} names no voices (speaker_id)")
+        self.model = model
+        self._cache = cache
+        self._encoded = ContentCache(cache, "encoder")
+        self.tokenizer = load_tokenizer(folder)
+        self.voices = tuple(model.voices)
+
+    def prepare(
+        self, text: PreparedPrompt, inputs: Mapping[str, Any], salt: str | None
+    ) -> SpokenPrompt:
+        """Return a prompt with its audio and images in place. Raises RequestError.
+
+        inputs: `features` as transformers' processor makes them, or `audio` and `images`. An item
+        that was encoded before under the same salt is not encoded again.
+        """
+        media = self.model.media
+        features = read_features(inputs.get("features", {}))
+        images = [as_rgb(image) for image in as_items(inputs.get("images", []))]
+        sounds = as_items(inputs.get("audio", []))
+        for name, made in (("audio", media.hear(sounds)), ("images", media.see(images))):
+            if made.keys() & features.keys():
+                raise RequestError(f"the prompt has {name}, and features of {name}; give one")
+            features |= made
+        token_ids, placed = media.place(text.token_ids, features)
+        items, rows = [], []
+        for item in placed:
+            content = (item.content[name] for name in sorted(item.content))
+            digest = content_digest(item.kind, *content)
+            items.append(MultiModalItem(digest, item.offset, item.length))
+            rows.append(PlacedRows(item.offset, self._encode(item, digest, salt)))
+        extras = None
+        if placed:
+            table, delta = self.model.positions(token_ids, features)
+            positions = RotaryPositions(table.numpy(), delta)
+            extras = PromptExtras(tuple(items), GivenRows(rows), positions)
+        return SpokenPrompt(PreparedPrompt(token_ids, text.text, extras), features)
+
+    def _encode(self, item: Placed, digest: bytes, salt: str | None) -> Tensor:
+        try:
+            rows = self._encoded.recall(digest, lambda: self.model.encode(item), salt)
+        except (RuntimeError, ValueError, IndexError) as error:  # features of another model
+            raise RequestError(
+                f"an {item.kind} cannot be encoded: {type(error).__name__}: {error}"
+            ) from error
+        if len(rows) != item.length:
+            raise RequestError(
+                f"an {item.kind} of {item.length} placeholders became {len(rows)} embeddings"
+            )
+        return rows
+
+    def make_thinker(self, node: StageNode) -> Stage:
+        """Return the stage that generates the text answer."""
+
+        def feed(request: OmniRequest) -> Feed:
+            params = request.params.get("thinker", self.text_params)
+            return PromptFeed(StagePrompt(request.prompt.prepared, params, request.salt))
+
+        decoder, config = self.model.thinker(), stage_config(node)
+        stage = EngineStage(node.spec, decoder, feed, config, self._cache, self.tokenizer)
+        tiers = stage.engine.tiers
+        if tiers is not None:
+            self._encoded.keep(tiers.image_rows, stage.engine.manager.hasher.model)
+        return stage
+
+    def voice(self, request: OmniRequest) -> str:
+        """Return the voice of a request, by default the first. Raises RequestError."""
+        name = request.options.get("talker", {}).get("voice") or self.voices[0]
+        if name not in self.voices:
+            raise RequestError(f"there is no voice {name!r}; there are {', '.join(self.voices)}")
+        return str(name)

@@ -273,7 +273,7 @@ class OmniModel:
             self._config: Any = load_config(folder)
             check_speaker(folder, self._config)
             # A class's own `from_pretrained` may read voices and give no loading report.
-            load = super(kind, kind).from_pretrained
+            load = super(kind, kind).from_pretrained  # type: ignore[misc]
             loaded: Any = load_weights(load, folder, config=self._config, **options)
         self._whole = loaded.to(wanted).eval()
         self._thinker, self._talker = self._whole.thinker, self._whole.talker

@@ -30,7 +30,7 @@ def lose(process: str) -> None:
         os.kill(found.process.pid, signal.SIGKILL)
         wait_until(lambda: not cluster.llm.is_running)
         with pytest.raises(EngineError) as told:
-            cluster.llm.engine.require_open()
+            cluster.llm.frontend.require_open()
     print(told.value, flush=True)
 
 

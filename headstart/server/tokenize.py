@@ -15,7 +15,6 @@ from headstart.frontend.text import encode_text
 from headstart.server.bodies import Body, Flag, Many, Whole
 from headstart.server.chats import ChatCall, prepare_chat
 from headstart.server.errors import ApiError, JsonResponse
-from headstart.server.openai.reading import as_tools, read_template
 from headstart.server.openai.schema import TemplateFields
 from headstart.server.service import Service, service_of
 from headstart.server.tools import ToolUse
@@ -132,8 +131,8 @@ async def _encode_chat(service: Service, body: TokenizeRequest, request: Request
         messages=body.messages or [],
         sampling={"max_tokens": None},
         salt=service.salt(request, None),
-        tools=ToolUse(as_tools(body.tools), "none"),
-        template=read_template(body),
+        tools=ToolUse(body.as_tools(), "none"),
+        template=body.read_template(),
     )
     prepared = await prepare_chat(service, call, service.new_id("text"), stream=False)
     return prepared.request.prompt_token_ids

@@ -16,11 +16,11 @@ from headstart.frontend.grammar import GrammarCompiler
 from headstart.server import chats, endpoints
 from headstart.server.answers import AnswerParser
 from headstart.server.anthropic import breakpoints
-from headstart.server.anthropic import messages as messages_api
+from headstart.server.anthropic.schema import CountTokensRequest
 from headstart.server.openai import chat as chat_api
 from headstart.server.openai import completions
 from headstart.server.responses import answer as response_answer
-from headstart.server.responses import api as responses_api
+from headstart.server.responses.schema import InputTokensRequest
 from headstart.server.stores import ResponseStore
 from tests.server.running import Running
 from tests.server.scripted import scripted
@@ -153,11 +153,11 @@ def test_chats_are_rendered_in_threads(server: Running, watched: Watched, path: 
 @pytest.mark.parametrize(
     ("where", "step", "path", "more"),
     [
-        (responses_api, "read_input", "/v1/responses", {}),
+        (InputTokensRequest, "read_messages", "/v1/responses", {}),
         (ResponseStore, "add", "/v1/responses", {}),
-        (messages_api, "read_messages", "/v1/messages", {"max_tokens": 1}),
+        (CountTokensRequest, "read_messages", "/v1/messages", {"max_tokens": 1}),
         (breakpoints, "read_breakpoints", "/v1/messages", {"max_tokens": 1}),
-        (messages_api, "read_messages", "/v1/messages/count_tokens", {}),
+        (CountTokensRequest, "read_messages", "/v1/messages/count_tokens", {}),
     ],
 )
 @pytest.mark.parametrize("count", [3, 5])
@@ -185,7 +185,7 @@ def test_many_parts_of_a_message_are_read_in_a_thread(
     server: Running, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chats, "_MANY", 3)
-    watched.watch(messages_api, "read_messages")
+    watched.watch(CountTokensRequest, "read_messages")
     content = [{"type": "text", "text": "a"}] * 3
     assert post(server, "/v1/messages", messages=chat(content)).status_code == 200
     assert watched.ran_outside()

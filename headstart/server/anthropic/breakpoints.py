@@ -14,7 +14,6 @@ from operator import ne
 from typing import NamedTuple
 
 from headstart.errors import RequestError
-from headstart.server.anthropic.conversation import count_blocks, read_messages
 from headstart.server.anthropic.schema import (
     Block,
     CountTokensRequest,
@@ -22,6 +21,7 @@ from headstart.server.anthropic.schema import (
     ToolDefinition,
     ToolResultBlock,
     Turn,
+    count_blocks,
 )
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat, read_many
 from headstart.server.errors import ApiError
@@ -135,7 +135,7 @@ async def apply_breakpoints(
         length = full
         if turns is not None:
             begin = body.model_copy(update={"messages": turns})
-            messages = await read_many(count_blocks(turns), partial(read_messages, begin))
+            messages = await read_many(count_blocks(turns), begin.read_messages)
             template = {"add_generation_prompt": False, "continue_final_message": False}
             template = {**call.template, **template}
             cut = replace(call, messages=messages, template=template)

@@ -25,14 +25,7 @@ from headstart.server.anthropic.breakpoints import (
     created_tokens,
     read_breakpoints,
 )
-from headstart.server.anthropic.conversation import (
-    count_blocks,
-    read_messages,
-    read_sampling,
-    read_template,
-    read_tools,
-)
-from headstart.server.anthropic.schema import CountTokensRequest, MessagesRequest
+from headstart.server.anthropic.schema import CountTokensRequest, MessagesRequest, count_blocks
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat, read_many
 from headstart.server.errors import ApiError, JsonResponse, body_of, telling_form_as
 from headstart.server.hosted import leave_out_hosted
@@ -53,7 +46,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
     with telling_form_as("output_config.format"):
-        call = await _read_call(service, body, request, read_sampling(body), body.priority)
+        call = await _read_call(service, body, request)
     form = "tools" if call.tools.is_forced else "output_config.format"
     with telling_form_as(form, {"stop": "stop_sequences"}):
         prepared = await prepare_chat(service, call, service.new_id("msg"), stream=body.stream)
@@ -69,32 +62,26 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     """Count the tokens of a prompt; nothing is computed."""
     service = service_of(request)
-    call = await _read_call(service, body, request, {"max_tokens": None})
+    call = await _read_call(service, body, request)
     prepared = await prepare_chat(service, call, service.new_id("count"), stream=False)
     return JsonResponse({"input_tokens": len(prepared.request.prompt_token_ids)})
 
 
-async def _read_call(
-    service: Service,
-    body: CountTokensRequest,
-    request: Request,
-    sampling: dict[str, Any],
-    priority: int = 0,
-) -> ChatCall:
+async def _read_call(service: Service, body: CountTokensRequest, request: Request) -> ChatCall:
     def read() -> list[dict[str, Any]]:
         leave_out_hosted(body.tools, request, "custom")
-        read_breakpoints(body)  # which are refused before any work
-        return read_messages(body)
+        read_breakpoints(body)  # refuses wrong ones before any work
+        return body.read_messages()
 
     return ChatCall(
         model=body.model,
         messages=await read_many(count_blocks(body.messages), read),
-        sampling=sampling,
+        sampling=body.read_sampling(),
         salt=service.salt(request, body.salt),
         retention=body.retention,
-        priority=priority,
-        tools=read_tools(body),
-        template=read_template(body),
+        priority=body.priority,
+        tools=body.read_tools(),
+        template=body.read_template(),
     )
 
 

@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's requests.
+"""The bodies of Anthropic's requests, and the chats that they are.
 
 A field that is not here is an error. Fields without effect, such as `metadata`, take only values
 that ask for nothing: docs/apis.md has a table.
@@ -6,10 +6,12 @@ that ask for nothing: docs/apis.md has a table.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.server.bodies import (
     Body,
     CacheFields,
@@ -21,7 +23,18 @@ from headstart.server.bodies import (
     Whole,
     refusals,
 )
+from headstart.server.errors import ApiError
 from headstart.server.hosted import HostedTool, tag_tool
+from headstart.server.messages import chat_content
+from headstart.server.tools import Tool, ToolUse, make_tools
+
+Parts = list[dict[str, Any]]
+"""Parts of a chat's message, in OpenAI's form."""
+
+
+def text_parts(text: str) -> Parts:
+    """Return a text as parts."""
+    return [{"type": "text", "text": text}]
 
 
 class CacheControl(Body):
@@ -45,6 +58,10 @@ class TextBlock(Marked):
     text: str
     citations: list[Any] | None = None
 
+    def as_parts(self) -> Parts:
+        """Return the text as parts of a chat's message."""
+        return text_parts(self.text)
+
 
 class ImageData(Body):
     """An image in base64; nothing is fetched."""
@@ -60,6 +77,11 @@ class ImageBlock(Marked):
 
     type: Literal["image"]
     source: ImageData
+
+    def as_parts(self) -> Parts:
+        """Return the image as parts of a chat's message."""
+        url = f"data:{self.source.media_type};base64,{self.source.data}"
+        return [{"type": "image_url", "image_url": {"url": url}}]
 
 
 class Citations(Body):
@@ -117,6 +139,22 @@ class DocumentBlock(Marked):
     context: str | None = None
     citations: Citations | None = None
 
+    def as_parts(self) -> Parts:
+        """Return the document as parts of a chat's message; a file is only named."""
+        head = f"Document: {self.title or 'untitled'}"
+        head = f"{head}\n{self.context}" if self.context else head
+        where = "a file"
+        match self.source:
+            case DocumentText(data=text) | DocumentContent(content=str(text)):
+                return text_parts(f"{head}\n{text}")
+            case DocumentContent(content=list(blocks)):
+                return [*text_parts(head), *all_parts(blocks)]
+            case DocumentUrl(url=url):
+                where = url
+            case DocumentFile(media_type=str(kind)):
+                where = kind
+        return text_parts(f"{head}\n[not shown: {where} cannot be read by this model]")
+
 
 class SearchResultBlock(Marked):
     """A result of the client's search."""
@@ -127,12 +165,21 @@ class SearchResultBlock(Marked):
     content: Many[TextBlock]
     citations: Citations | None = None
 
+    def as_parts(self) -> Parts:
+        """Return the result as parts of a chat's message."""
+        texts = "\n".join(block.text for block in self.content)
+        return text_parts(f"Search result: {self.title} ({self.source})\n{texts}")
+
 
 class ToolReferenceBlock(Marked):
     """A tool that the client's search of tools found; all tools are in the prompt already."""
 
     type: Literal["tool_reference"]
     tool_name: Label
+
+    def as_parts(self) -> Parts:
+        """Return the reference as parts of a chat's message."""
+        return text_parts(f"The tool {self.tool_name} is available.")
 
 
 class Caller(Body):
@@ -157,6 +204,11 @@ Shown = Annotated[
 ]
 
 
+def all_parts(blocks: Iterable[Shown]) -> Parts:
+    """Return the parts of all blocks."""
+    return [part for block in blocks for part in block.as_parts()]
+
+
 class ToolResultBlock(Marked):
     """The result of a call."""
 
@@ -164,6 +216,14 @@ class ToolResultBlock(Marked):
     tool_use_id: str
     content: str | Many[Shown] | None = None
     is_error: Flag | None = None
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the result as a message of a chat."""
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = chat_content(all_parts(content))
+        message = {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
+        return message | {"is_error": True} if self.is_error else message
 
 
 class ThinkingBlock(Body):
@@ -200,6 +260,57 @@ class Turn(Body):
     role: Literal["user", "assistant", "system"]
     content: str | Many[Block]
 
+    def as_messages(self) -> Iterator[dict[str, Any]]:
+        """Yield the message as OpenAI's; results of tools are separate messages, in their places.
+
+        Raises ApiError for a block of another role.
+        """
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        if self.role == "assistant":
+            yield self._as_answer(self.content)
+            return
+        parts: Parts = []
+        for block in self.content:
+            if isinstance(block, ToolResultBlock) and self.role == "user":
+                if parts:
+                    yield {"role": self.role, "content": chat_content(parts)}
+                    parts = []
+                yield block.as_message()
+            elif isinstance(block, TextBlock | ImageBlock | DocumentBlock | SearchResultBlock):
+                parts += block.as_parts()
+            else:
+                raise self._misplaced(block)
+        if parts:
+            yield {"role": self.role, "content": chat_content(parts)}
+
+    def _as_answer(self, blocks: Iterable[Block]) -> dict[str, Any]:
+        texts, thoughts, calls = [], [], []
+        for block in blocks:
+            if isinstance(block, TextBlock):
+                texts.append(block.text)
+            elif isinstance(block, ThinkingBlock):
+                thoughts.append(block.thinking)
+            elif isinstance(block, ToolUseBlock):
+                function = {"name": block.name, "arguments": block.input}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            elif not isinstance(block, RedactedThinkingBlock):
+                raise self._misplaced(block)
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+        if thoughts:
+            message["reasoning_content"] = "\n".join(thoughts)
+        return message | {"tool_calls": calls} if calls else message
+
+    def _misplaced(self, block: Block) -> ApiError:
+        return ApiError(400, f"a message of role {self.role!r} has a block of type {block.type!r}")
+
+
+def count_blocks(turns: Sequence[Turn]) -> int:
+    """Return the number of messages and their blocks."""
+    blocks = (len(turn.content) for turn in turns if isinstance(turn.content, list))
+    return len(turns) + sum(blocks)
+
 
 class ToolDefinition(Marked, ClientTool):
     """A tool of the client."""
@@ -214,6 +325,10 @@ class ToolDefinition(Marked, ClientTool):
     defer_loading: Flag | None = None
     eager_input_streaming: Flag | None = None
     input_examples: Many[dict[str, Any]] | None = None
+
+    def as_tool(self) -> Tool:
+        """Return the tool as one of any API."""
+        return Tool(self.name, self.description, self.input_schema)
 
 
 AnyTool = Annotated[
@@ -291,10 +406,49 @@ class CountTokensRequest(CacheFields):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
+    priority: Whole = 0
     context_management: ContextManagement | None = None
     speed: Literal["standard"] | None = None
     user_profile_id: Label | None = None
     workspace_id: Label | None = None
+
+    def read_messages(self) -> list[dict[str, Any]]:
+        """Return the conversation, its system text first. Raises ApiError."""
+        system = [self.system] if isinstance(self.system, str) else self.system or []
+        texts = [block if isinstance(block, str) else block.text for block in system]
+        shown = [part for text in texts if text for part in text_parts(text)]
+        messages = [{"role": "system", "content": chat_content(shown)}] if shown else []
+        return [*messages, *(message for turn in self.messages for message in turn.as_messages())]
+
+    def read_tools(self) -> ToolUse:
+        """Return the tools of a message. Raises RequestError or ApiError."""
+        own = [tool for tool in self.tools or () if isinstance(tool, ToolDefinition)]
+        tools = make_tools(own, ToolDefinition.as_tool)
+        choice = self.tool_choice
+        if choice is None:
+            return ToolUse(tools)
+        if (choice.type == "tool") != (choice.name is not None):
+            raise ApiError(400, 'tool_choice: type "tool", and no other, has a name')
+        parallel = not choice.disable_parallel_tool_use
+        if choice.type in ("any", "tool"):
+            return ToolUse(tools, "required", choice.name, parallel)
+        return ToolUse(tools, "none" if choice.type == "none" else "auto", None, parallel)
+
+    def read_template(self) -> dict[str, Any]:
+        """Return the template options; an answer that the conversation begins is continued."""
+        more: dict[str, Any] = {}
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            more["enable_thinking"] = self.thinking.type == "enabled"
+        if self.output_config is not None and self.output_config.effort is not None:
+            more["reasoning_effort"] = self.output_config.effort
+        options: dict[str, Any] = {"chat_template_kwargs": more} if more else {}
+        if self.messages and self.messages[-1].role == "assistant":
+            options |= {"continue_final_message": True, "add_generation_prompt": False}
+        return options
+
+    def read_sampling(self) -> dict[str, Any]:
+        """Return the fields of `SamplingParams`; a prompt that is only counted needs none."""
+        return {"max_tokens": None}
 
 
 class MessagesRequest(CountTokensRequest):
@@ -314,8 +468,21 @@ class MessagesRequest(CountTokensRequest):
     top_k: Whole | None = None
     stop_sequences: Many[str] | None = None
     stream: Flag = False
-    priority: Whole = 0
     metadata: RequestMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     inference_geo: Literal["global"] | None = None
     diagnostics: Diagnostics | None = None
+
+    def read_sampling(self) -> dict[str, Any]:
+        """Return the fields of `SamplingParams`. Raises RequestError."""
+        form = self.output_config.format if self.output_config is not None else None
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences or None,
+            "structured_outputs": form
+            and StructuredOutputsParams(json=form.schema_, disable_any_whitespace=True),
+            **self.cache_sampling,
+        }

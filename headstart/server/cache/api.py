@@ -21,7 +21,6 @@ from headstart.server.bodies import (
 )
 from headstart.server.chats import ChatCall, prepare_chat
 from headstart.server.errors import ApiError, JsonResponse
-from headstart.server.openai.reading import as_tools, read_template
 from headstart.server.openai.schema import ChatCompletionRequest, CompletionRequest, TemplateFields
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, frame
@@ -216,7 +215,7 @@ async def prepare(
         messages=body.messages or [],
         sampling=sampling,
         salt=salt,
-        tools=ToolUse(as_tools(body.tools), "none"),
-        template={"add_generation_prompt": begins_reply} | read_template(body),
+        tools=ToolUse(body.as_tools(), "none"),
+        template={"add_generation_prompt": begins_reply} | body.read_template(),
     )
     return (await prepare_chat(service, call, name, stream=False)).request

@@ -15,12 +15,6 @@ from headstart.server.answers import Part, join
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
 from headstart.server.errors import ApiError, telling_form_as
 from headstart.server.openai.answers import Chunks, chat_logprobs, prompt_logprobs
-from headstart.server.openai.reading import (
-    form_field,
-    read_chat_sampling,
-    read_template,
-    read_tools,
-)
 from headstart.server.openai.schema import ChatCompletionRequest
 from headstart.server.service import service_of, unless_gone
 from headstart.server.sse import EventStream, send_whole
@@ -44,18 +38,18 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
             400, 'the model answers in text alone; allowed: modalities ["text"]', param="modalities"
         )
     body = body.model_copy(update={"model": body.model or service.name})
-    tools = read_tools(body)
+    tools = body.read_tools()
     named = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-    with telling_form_as(form_field(body, tools), named):
+    with telling_form_as("tools" if tools.is_forced else body.form_field, named):
         call = ChatCall(
             model=body.model,
             messages=body.messages,
-            sampling=read_chat_sampling(body),
+            sampling=body.read_sampling(),
             salt=service.salt(request, body.salt),
             retention=body.retention,
             priority=body.priority,
             tools=tools,
-            template=read_template(body),
+            template=body.read_template(),
         )
         name = service.new_id("chatcmpl")
         prepared = await prepare_chat(service, call, name, stream=bool(body.stream))

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from headstart.errors import RequestError
 from headstart.server.errors import telling_form_as
 from headstart.server.openai.answers import Chunks, completion_logprobs, prompt_logprobs
-from headstart.server.openai.reading import form_field, read_completion_sampling
 from headstart.server.openai.schema import CompletionRequest
 from headstart.server.service import service_of, unless_gone
 from headstart.server.sse import EventStream, send_whole
@@ -39,8 +38,8 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     adapter = service.adapter(body.model)
     salt = service.salt(request, body.salt)
     name = service.new_id("cmpl")
-    with telling_form_as(form_field(body)):
-        params = service.params(read_completion_sampling(body), stream=bool(body.stream))
+    with telling_form_as(body.form_field):
+        params = service.params(body.read_sampling(), stream=bool(body.stream))
         requests = []
         for place, prompt in enumerate(_prompts(body.prompt)):
             if place:

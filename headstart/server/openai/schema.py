@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from headstart.engine.structured_outputs import StructuredOutputsParams
+from headstart.errors import RequestError
 from headstart.server.bodies import (
     Body,
     CacheFields,
@@ -19,7 +21,9 @@ from headstart.server.bodies import (
     at_most,
     refuse,
 )
+from headstart.server.errors import ApiError
 from headstart.server.openai.compat import ACCEPTED, CHAT_REFUSED, COMPLETION_REFUSED
+from headstart.server.tools import Tool, ToolUse, make_tools
 from headstart.validation import describe, shorten
 
 
@@ -47,6 +51,23 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
     structures: Many[dict[str, Any]] | None = None
     triggers: Many[str] | None = None
+
+    def read(self) -> StructuredOutputsParams | None:
+        """Return the form without white space between tokens: a model could write it for ever."""
+        given: dict[str, Any] = {"json_object": True}
+        needed: dict[str, Any] = {}
+        match self.type:
+            case "text":
+                return None
+            case "structural_tag":
+                needed = {"structures": self.structures, "triggers": self.triggers}
+                given = {"structural_tag": needed}
+            case "json_schema":
+                needed = {"json_schema": self.json_schema}
+                given = {"json": (self.json_schema and self.json_schema.schema_) or {}}
+        for name in (name for name, value in needed.items() if value is None):
+            raise ApiError(400, f"response_format.{name} is missing", param="response_format")
+        return StructuredOutputsParams(**given, disable_any_whitespace=True)
 
 
 class StructuredOutputs(Body):
@@ -79,6 +100,15 @@ def _read_bias(value: Any) -> Any:
 
 Logprobs = Annotated[int, Field(strict=True, ge=0, le=20)]
 """A number of likeliest tokens. A long prompt with more of them is an answer of megabytes."""
+
+
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop_token_ids", "min_tokens"),
+    *("ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("bad_words", "allowed_token_ids", "prompt_logprobs", "skip_special_tokens", "max_tokens"),
+    *("logprobs", "include_stop_str_in_output"),
+)
+"""Fields of `SamplingParams` that bodies have, too."""
 
 
 class SamplingFields(CacheFields):
@@ -131,6 +161,24 @@ class SamplingFields(CacheFields):
             raise refuse(f"{text}; allowed: one of them", "prompt_logprobs")
         return self
 
+    def read_sampling(self) -> dict[str, Any]:
+        """Return the fields of `SamplingParams`. Raises RequestError for unsupported ones."""
+        params = {name: getattr(self, name) for name in _SAME}
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        params["stop"] = [text for text in stop if text] or None  # an empty text stops nothing
+        form = None if self.response_format is None else self.response_format.read()
+        if self.structured_outputs is not None:
+            if form is not None:
+                text = "response_format and structured_outputs both give a form; allowed: one"
+                raise RequestError(text)
+            form = StructuredOutputsParams(**self.structured_outputs.model_dump(by_alias=True))
+        return params | {"structured_outputs": form} | self.cache_sampling
+
+    @property
+    def form_field(self) -> str | None:
+        """Return the field of an answer's form; None for `structured_outputs`, or none."""
+        return None if self.response_format is None else "response_format"
+
 
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`. prompt: a text, token ids, or a list of either."""
@@ -144,6 +192,21 @@ class CompletionRequest(SamplingFields):
     best_of: Whole | None = None
     suffix: str | None = None
 
+    def read_sampling(self) -> dict[str, Any]:
+        """Return the fields of `SamplingParams`. Raises RequestError for unsupported ones."""
+        if self.suffix:
+            raise RequestError("suffix is given; allowed: none, models here continue a text")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError(
+                f"best_of is {self.best_of}; allowed: none, or n, which is {self.n or 1}; give n"
+            )
+        params = super().read_sampling()
+        if self.max_tokens == 0 and self.echo:
+            params["max_tokens"] = 1  # which the answer does not show: see `completions`
+        if self.echo and self.logprobs is not None:
+            params["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return params
+
 
 class Function(Body):
     """A function that a model may ask for; `parameters` is a JSON schema."""
@@ -152,6 +215,10 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: Flag | None = None
+
+    def as_tool(self) -> Tool:
+        """Return the function as a tool of any API."""
+        return Tool(self.name, self.description, self.parameters)
 
 
 class FunctionTool(ClientTool):
@@ -182,6 +249,12 @@ class Speech(Body):
     format: Literal["wav", "pcm16", "flac", "mp3", "opus"] = "wav"
 
 
+_TEMPLATE = (
+    *("chat_template", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+
+
 class TemplateFields(Body):
     """Fields by which a conversation becomes a prompt."""
 
@@ -192,6 +265,21 @@ class TemplateFields(Body):
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag | None = None
     documents: Many[dict[str, Any]] | None = None
+
+    def as_tools(self) -> tuple[Tool, ...]:
+        """Return the tools. Raises RequestError."""
+        return make_tools([tool.function for tool in self.tools or ()], Function.as_tool)
+
+    def read_template(self) -> dict[str, Any]:
+        """Return the template options, without the tools."""
+        options = {key: value for key in _TEMPLATE if (value := getattr(self, key)) is not None}
+        if options.get("continue_final_message"):
+            options.setdefault("add_generation_prompt", False)
+        named = {"reasoning_effort": self.reasoning_effort, "documents": self.documents}
+        more = {key: value for key, value in named.items() if value is not None}
+        if more:
+            options["chat_template_kwargs"] = more | options.get("chat_template_kwargs", {})
+        return options
 
 
 class ChatCompletionRequest(SamplingFields, TemplateFields):
@@ -217,3 +305,29 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     verbosity: str | None = None
     modalities: Many[Literal["text", "audio"]] | None = None
     audio: Speech | None = None
+
+    def read_sampling(self) -> dict[str, Any]:
+        """Return the fields of `SamplingParams`; without a limit an answer may fill the context."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        params = super().read_sampling()
+        params["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
+        if self.max_completion_tokens is not None:
+            params["max_tokens"] = self.max_completion_tokens
+        return params
+
+    def read_tools(self) -> ToolUse:
+        """Return the tools, or the functions. Raises RequestError."""
+        choice: Literal["none", "auto", "required"] | ToolChoice | FunctionName | None
+        tools, choice = self.as_tools(), self.tool_choice
+        parallel = self.parallel_tool_calls is not False
+        if self.functions is not None or self.function_call is not None:
+            if self.tools is not None or self.tool_choice is not None:
+                raise RequestError("tools and functions are both given; allowed: one of them")
+            tools = make_tools(self.functions or (), Function.as_tool)
+            choice, parallel = self.function_call, False
+        if isinstance(choice, ToolChoice):
+            choice = choice.function
+        if isinstance(choice, FunctionName):
+            return ToolUse(tools, "required", choice.name, parallel)
+        return ToolUse(tools, choice or "auto", None, parallel)

@@ -17,16 +17,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import from_json
+
 from headstart.server.answers import CallFormat, Part
 from headstart.server.chats import PreparedChat
 from headstart.server.encoding import encode
 from headstart.server.errors import ApiError, JsonResponse
-from headstart.server.responses.conversation import (
-    CallKind,
-    call_kinds,
-    encode_reasoning,
-    read_partial,
-)
+from headstart.server.responses.items import CallKind, encode_reasoning
 from headstart.server.responses.schema import ResponsesRequest
 from headstart.server.service import Service
 from headstart.server.sse import AnswerEvents, frame
@@ -157,6 +154,19 @@ class OutputItems:
         return {"type": kind, **place, **data}
 
 
+def read_partial(arguments: str) -> Mapping[str, Any]:
+    """Return a call's arguments as far as they are written; empty if they are no JSON object.
+
+    >>> read_partial('{"input": "a')
+    {'input': 'a'}
+    """
+    try:
+        value = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def _action(arguments: str) -> dict[str, Any]:
     """Return the action of a shell call; arguments of a wrong type are left out."""
     read = read_partial(arguments)
@@ -197,7 +207,7 @@ class ResponseAnswer(AnswerEvents):
         the response is read. Raises ApiError for a request that cannot be repeated.
         """
         encodes = "reasoning.encrypted_content" in (body.include or ())
-        self._items = OutputItems(prepared.calls, call_kinds(body), encodes_reasoning=encodes)
+        self._items = OutputItems(prepared.calls, body.call_kinds(), encodes_reasoning=encodes)
         self._service = service
         self._request = prepared.request
         self._keep = keep

@@ -15,20 +15,8 @@ from headstart.server.chats import ChatCall, are_many, prepare_chat, read_many
 from headstart.server.errors import ApiError, JsonResponse, telling_form_as
 from headstart.server.hosted import leave_out_hosted
 from headstart.server.responses.answer import ResponseAnswer
-from headstart.server.responses.conversation import (
-    extend,
-    read_input,
-    read_sampling,
-    read_template,
-    read_tools,
-)
-from headstart.server.responses.schema import (
-    InputTokensRequest,
-    Item,
-    ItemReference,
-    ResponsesRequest,
-    as_items,
-)
+from headstart.server.responses.items import Item, ItemReference, as_items
+from headstart.server.responses.schema import InputTokensRequest, ResponsesRequest, extend
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, read_whole
 from headstart.server.stores import ResponseStore, StoredResponse
@@ -52,10 +40,9 @@ _Messages = tuple[list[dict[str, Any]], list[str]]  # and the field that each ca
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, which may continue an earlier response."""
     service = service_of(request)
-    with telling_form_as("text.format"):
-        sampling = read_sampling(body)
     messages, places = await _read_messages(body, request)
-    call = _make_call(service, body, request, (messages, places), sampling, body.priority)
+    with telling_form_as("text.format"):
+        call = _make_call(service, body, request, (messages, places))
     if body.prompt_cache_options is not None and body.prompt_cache_options.ttl is not None:
         call = replace(call, retention=max(call.retention, _HALF_AN_HOUR))
     name = service.new_id("resp")
@@ -88,7 +75,7 @@ async def _read_messages(body: InputTokensRequest, request: Request) -> _Message
     if any(isinstance(item, ItemReference) for item in items):
         items = await asyncio.to_thread(_resolve, items, _store(request), _tenant(request))
         body = body.model_copy(update={"input": items})
-    return await read_many(len(items), partial(read_input, body, before))
+    return await read_many(len(items), partial(body.read_messages, before))
 
 
 def _resolve(items: list[Item], store: ResponseStore, tenant: str | None) -> list[Item]:
@@ -113,8 +100,6 @@ def _make_call(
     body: InputTokensRequest,
     request: Request,
     conversation: _Messages,
-    sampling: dict[str, Any],
-    priority: int = 0,
 ) -> ChatCall:
     messages, places = conversation
     if body.instructions:
@@ -124,12 +109,12 @@ def _make_call(
         model=body.model,
         messages=messages,
         places=places,
-        sampling=sampling,
+        sampling=body.read_sampling(),
         salt=service.salt(request, body.salt),
         retention=body.retention,
-        priority=priority,
-        tools=read_tools(body),
-        template=read_template(body),
+        priority=body.priority,
+        tools=body.read_tools(),
+        template=body.read_template(),
     )
 
 
@@ -138,7 +123,7 @@ async def count_input_tokens(body: InputTokensRequest, request: Request) -> Resp
     """Count the tokens of a prompt; nothing is computed."""
     service = service_of(request)
     messages = await _read_messages(body, request)
-    call = _make_call(service, body, request, messages, {"max_tokens": None})
+    call = _make_call(service, body, request, messages)
     prepared = await prepare_chat(service, call, service.new_id("count"), stream=False)
     count = len(prepared.request.prompt_token_ids)
     return JsonResponse({"object": "response.input_tokens", "input_tokens": count})

@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's Responses.
+"""The bodies of OpenAI's Responses, and the chats that they are.
 
 A field that is not here is an error, and so is what OpenAI runs itself: its tools, prompts, stored
 conversations, background work. Fields that mean nothing to a server of one model are taken.
@@ -6,14 +6,16 @@ conversations, background work. Fields that mean nothing to a server of one mode
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
+from pydantic import Field
 
+from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.server.bodies import (
     Body,
     CacheFields,
-    ClientTool,
     Flag,
     Label,
     Many,
@@ -22,272 +24,17 @@ from headstart.server.bodies import (
     at_most,
     refusals,
 )
-from headstart.server.hosted import HostedTool, tag_tool
-
-
-class CacheBreakpoint(Body):
-    """A mark of the cache, which keeps every full block of every prompt anyway."""
-
-    mode: Literal["explicit"]
-
-
-class InputText(Body):
-    """A text, of whoever speaks; `parsed` is a copy of it that OpenAI's client makes."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    parsed: Any = None
-    prompt_cache_breakpoint: CacheBreakpoint | None = None
-
-
-class InputImage(Body):
-    """An image as a data: URL; nothing is fetched."""
-
-    refused = refusals({"send the image itself, as a data: URL": "file_id"})
-    type: Literal["input_image"]
-    image_url: str
-    detail: str | None = None
-    prompt_cache_breakpoint: CacheBreakpoint | None = None
-
-
-class InputFile(Body):
-    """A file, of which only the name is shown."""
-
-    type: Literal["input_file"]
-    filename: str | None = None
-    file_data: str | None = None
-    file_url: str | None = None
-    file_id: Label | None = None
-    detail: Label | None = None
-    prompt_cache_breakpoint: CacheBreakpoint | None = None
-
-    @property
-    def text(self) -> str:
-        """Return what a model reads of the file."""
-        name = self.filename or self.file_url or "a file"
-        return f"[not shown: {name} cannot be read by this model]"
-
-
-class Refusal(Body):
-    """Text by which an assistant refused to answer."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        """Return the refusal as any other text."""
-        return self.refusal
-
-
-Content = (
-    str | Many[Annotated[InputText | InputImage | InputFile | Refusal, Field(discriminator="type")]]
+from headstart.server.errors import ApiError
+from headstart.server.hosted import HostedTool
+from headstart.server.responses.items import (
+    AnyTool,
+    CallKind,
+    Item,
+    ItemReference,
+    NamespaceTool,
+    spell_name,
 )
-
-
-class ItemFields(Body):
-    """Fields that items of earlier answers have."""
-
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
-
-
-class Message(ItemFields):
-    """A message; one of the assistant may be an item of an earlier answer."""
-
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Content
-    phase: str | None = None
-
-
-class Caller(Body):
-    """The model itself called the tool."""
-
-    type: Literal["direct"]
-
-
-class Called(ItemFields):
-    """Fields that calls of tools and their outputs have in common."""
-
-    call_id: str
-    caller: Caller | None = None
-    namespace: Label | None = None
-
-
-class FunctionCall(Called):
-    """A call that the model made; `parsed_arguments` is a copy that OpenAI's client makes."""
-
-    type: Literal["function_call"]
-    name: str
-    arguments: str
-    parsed_arguments: Any = None
-
-
-class CustomCall(Called):
-    """A call of a custom tool."""
-
-    type: Literal["custom_tool_call"]
-    name: str
-    input: str
-
-
-class FunctionOutput(Called):
-    """The result of a call."""
-
-    type: Literal["function_call_output", "custom_tool_call_output"]
-    output: Content
-    name: Label | None = None
-
-
-class ShellAction(Body):
-    """A command for the client's shell."""
-
-    type: Literal["exec"]
-    command: Many[str]
-    env: dict[str, str] | None = None
-    timeout_ms: Whole | None = None
-    user: str | None = None
-    working_directory: str | None = None
-
-
-class ShellCall(ItemFields):
-    """A call of the client's shell."""
-
-    type: Literal["local_shell_call"]
-    call_id: str
-    action: ShellAction
-
-
-class ShellOutput(ItemFields):
-    """The result of a call of the client's shell; `id` is the call's."""
-
-    type: Literal["local_shell_call_output"]
-    id: str
-    output: str
-
-
-class ItemReference(Body):
-    """An item of an earlier answer that the server stores."""
-
-    type: Literal["item_reference"] = "item_reference"
-    id: str
-
-
-class ReasoningText(Body):
-    """A piece of reasoning."""
-
-    type: Literal["reasoning_text", "summary_text"]
-    text: str
-
-
-class ReasoningItem(ItemFields):
-    """Reasoning of an earlier answer; encrypted reasoning of another server is left out."""
-
-    type: Literal["reasoning"]
-    summary: Many[ReasoningText] = Field(default_factory=list)
-    content: Many[ReasoningText] | None = None
-    encrypted_content: str | None = None
-
-
-def _add_type(item: Any) -> Any:
-    """Return an item with a type; without one it is a message, or the reference to an item."""
-    if isinstance(item, dict) and not item.get("type"):
-        untyped = "message" if "role" in item or "id" not in item else "item_reference"
-        return {**item, "type": untyped}
-    return item
-
-
-Item = Annotated[
-    Message
-    | FunctionCall
-    | FunctionOutput
-    | CustomCall
-    | ShellCall
-    | ShellOutput
-    | ItemReference
-    | ReasoningItem,
-    Field(discriminator="type"),
-    BeforeValidator(_add_type),
-]
-
-
-_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
-
-
-def as_items(told: list[dict[str, Any]]) -> list[Item]:
-    """Items of an answer as those of an input, which they may become."""
-    return _ITEMS.validate_python(told)
-
-
-class ResponseFunctionTool(ClientTool):
-    """A function of the client."""
-
-    types = ("function",)
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: Flag | None = None
-    output_schema: dict[str, Any] | None = None
-    allowed_callers: Many[str] | None = None
-    defer_loading: Flag | None = None
-
-
-class CustomFormat(Body):
-    """The form of a custom tool's input; a grammar is shown to the model, and not enforced."""
-
-    type: Literal["text", "grammar"]
-    syntax: Literal["lark", "regex"] | None = None
-    definition: str | None = None
-
-
-class CustomTool(Body):
-    """A tool of the client that takes a text."""
-
-    type: Literal["custom"]
-    name: str
-    description: str | None = None
-    format: CustomFormat | None = None
-    allowed_callers: Many[str] | None = None
-    defer_loading: Flag | None = None
-
-
-class ShellTool(Body):
-    """The client's shell."""
-
-    type: Literal["local_shell"]
-
-
-class NamespaceTool(Body):
-    """Tools of the client under one name."""
-
-    type: Literal["namespace"]
-    name: str
-    description: str | None = None
-    tools: Many[Annotated[ResponseFunctionTool | CustomTool, Field(discriminator="type")]]
-
-
-def _tool_tag(given: Any) -> str:
-    tag = tag_tool(given)
-    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-    return _TAGS.get(kind, tag) if isinstance(kind, str) else tag
-
-
-_TAGS = {"custom": "CustomTool", "local_shell": "ShellTool", "namespace": "NamespaceTool"}
-
-
-ClientSide = ResponseFunctionTool | CustomTool | ShellTool
-_Tool = Annotated[
-    Annotated[ResponseFunctionTool, Tag("OwnTool")]
-    | Annotated[CustomTool, Tag("CustomTool")]
-    | Annotated[ShellTool, Tag("ShellTool")]
-    | Annotated[NamespaceTool, Tag("NamespaceTool")]
-    | Annotated[HostedTool, Tag("HostedTool")],
-    Discriminator(_tool_tag),
-]
+from headstart.server.tools import Tool, ToolUse, make_tools
 
 
 class NamedChoice(Body):
@@ -322,6 +69,12 @@ class PlainFormat(Body):
 
     type: Literal["text", "json_object"]
 
+    def read(self) -> StructuredOutputsParams | None:
+        """Return the form; None for any text."""
+        if self.type == "text":
+            return None
+        return StructuredOutputsParams(json_object=True, disable_any_whitespace=True)
+
 
 class JsonFormat(Body):
     """JSON by a schema."""
@@ -331,6 +84,10 @@ class JsonFormat(Body):
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     description: str | None = None
     strict: Flag | None = None
+
+    def read(self) -> StructuredOutputsParams:
+        """Return the form. Raises RequestError."""
+        return StructuredOutputsParams(json=self.schema_, disable_any_whitespace=True)
 
 
 class TextConfig(Body):
@@ -404,12 +161,62 @@ class InputTokensRequest(CacheFields):
     input: str | Many[Item]
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Many[_Tool] | None = None
+    tools: Many[AnyTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: Flag | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    priority: Whole = 0
+
+    def read_messages(
+        self, earlier: Sequence[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[str]]:
+        """Return the conversation after `earlier` messages, and the field that each came from.
+
+        Raises ApiError.
+        """
+        if isinstance(self.input, str):
+            messages = [*earlier, {"role": "user", "content": self.input}]
+            return messages, [*("previous_response_id" for _ in earlier), "input"]
+        if not self.input and not earlier:
+            text = "input is empty; allowed: a text, or a list of items"
+            raise ApiError(400, text, param="input")
+        return extend(earlier, self.input)
+
+    def read_tools(self) -> ToolUse:
+        """Return the tools of a request, but for hosted ones. Raises RequestError."""
+        tools = make_tools([*self._tool_readers()], lambda read: read()[1])
+        parallel = self.parallel_tool_calls is not False
+        choice = self.tool_choice
+        if isinstance(choice, NamedChoice):
+            name = spell_name(choice.name, choice.namespace)
+            return ToolUse(tools, "required", name, parallel)
+        if isinstance(choice, AllowedChoice):
+            names = {spell_name(tool.name or tool.type, tool.namespace) for tool in choice.tools}
+            return ToolUse(tools, choice.mode, None, parallel, frozenset(names))
+        return ToolUse(tools, choice or "auto", None, parallel)
+
+    def call_kinds(self) -> dict[str, CallKind]:
+        """Return the kind of calls of each tool, by its name for the model."""
+        return {tool.name: kind for kind, tool in (read() for read in self._tool_readers())}
+
+    def _tool_readers(self) -> Iterator[Callable[[], tuple[CallKind, Tool]]]:
+        for tool in self.tools or ():
+            if isinstance(tool, NamespaceTool):
+                yield from (partial(inner.read, tool.name) for inner in tool.tools)
+            elif not isinstance(tool, HostedTool):
+                yield tool.read
+
+    def read_template(self) -> dict[str, Any]:
+        """Return the template options."""
+        if self.reasoning is None or self.reasoning.effort is None:
+            return {}
+        return {"chat_template_kwargs": {"reasoning_effort": self.reasoning.effort}}
+
+    def read_sampling(self) -> dict[str, Any]:
+        """Return the fields of `SamplingParams`; a prompt that is only counted needs none."""
+        return {"max_tokens": None}
 
 
 class ResponsesRequest(InputTokensRequest):
@@ -423,7 +230,6 @@ class ResponsesRequest(InputTokensRequest):
     top_p: Real | None = None
     metadata: Metadata | None = None
     client_metadata: dict[str, Any] | None = None
-    priority: Whole = 0
     include: Many[Include] | None = None
     background: Literal[False] | None = None
     stream_options: ResponseStreamOptions | None = None
@@ -433,3 +239,44 @@ class ResponsesRequest(InputTokensRequest):
     safety_identifier: Label | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     user: Label | None = None
+
+    def read_sampling(self) -> dict[str, Any]:
+        """Return the fields of `SamplingParams`. Raises RequestError."""
+        form = self.text.format if self.text is not None else None
+        return {
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "structured_outputs": form and form.read(),
+            **self.cache_sampling,
+        }
+
+
+def extend(
+    earlier: Sequence[dict[str, Any]], items: Iterable[Item]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return messages with items after them, and the field that each came from.
+
+    Reasoning, text and calls of the assistant in a row are one message.
+    """
+    messages, places = list(earlier), ["previous_response_id"] * len(earlier)
+    for number, item in enumerate(items):
+        assert not isinstance(item, ItemReference), "replaced by the item that it names"
+        message = item.as_message()
+        last = messages[-1] if messages else {}
+        if message["role"] == "assistant" == last.get("role"):
+            messages[-1] = _join(last, message)
+        else:
+            messages.append(message)
+            places.append(f"input[{number}]")
+    return messages, places
+
+
+def _join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    joined = {"role": "assistant", "content": first["content"] + second["content"]}
+    name = "reasoning_content"
+    thoughts = [message[name] for message in (first, second) if name in message]
+    if thoughts:
+        joined[name] = "\n".join(thoughts)
+    calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
+    return joined | {"tool_calls": calls} if calls else joined

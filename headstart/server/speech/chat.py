@@ -19,7 +19,6 @@ from starlette.responses import Response
 from headstart.omni.params import OmniParams, pcm16
 from headstart.server.errors import ApiError, JsonResponse
 from headstart.server.openai.answers import Chunks
-from headstart.server.openai.reading import read_chat_sampling
 from headstart.server.openai.schema import ChatCompletionRequest
 from headstart.server.service import unless_gone
 from headstart.server.speech.conversation import read_prompt, write_sound
@@ -108,7 +107,7 @@ def _read_params(
     if voice and voice not in omni.voices:
         text = f"there is no voice {voice!r}; there are {', '.join(omni.voices)}"
         raise ApiError(400, text, param="audio.voice")
-    sampling = {name: v for name, v in read_chat_sampling(body).items() if v is not None}
+    sampling = {name: v for name, v in body.read_sampling().items() if v is not None}
     speech = omni.speech_params.clone()
     speech.seed = body.seed
     return OmniParams(

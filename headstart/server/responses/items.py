@@ -1,0 +1,412 @@
+"""Items and tools of OpenAI's Responses, and the messages and functions that chat templates know.
+
+tool         a model sees                        an answer has
+function     a function                          function_call
+custom       a function of one text, `input`     custom_tool_call
+local_shell  a function of a command's words     local_shell_call
+namespace    its tools, as `namespace.name`      the same, with the namespace
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
+
+from headstart.server.bodies import Body, ClientTool, Flag, Label, Many, Whole, refusals
+from headstart.server.errors import ApiError
+from headstart.server.hosted import HostedTool, tag_tool
+from headstart.server.messages import chat_content
+from headstart.server.tools import Tool
+
+_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+_COMMAND = {
+    "type": "object",
+    "properties": {
+        "command": {"type": "array", "items": {"type": "string"}},
+        "working_directory": {"type": "string"},
+        "timeout_ms": {"type": "integer"},
+    },
+    "required": ["command"],
+}
+
+
+class CacheBreakpoint(Body):
+    """A mark of the cache, which keeps every full block of every prompt anyway."""
+
+    mode: Literal["explicit"]
+
+
+class InputText(Body):
+    """A text, of whoever speaks; `parsed` is a copy of it that OpenAI's client makes."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    parsed: Any = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+
+
+class InputImage(Body):
+    """An image as a data: URL; nothing is fetched."""
+
+    refused = refusals({"send the image itself, as a data: URL": "file_id"})
+    type: Literal["input_image"]
+    image_url: str
+    detail: str | None = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+
+
+class InputFile(Body):
+    """A file, of which only the name is shown."""
+
+    type: Literal["input_file"]
+    filename: str | None = None
+    file_data: str | None = None
+    file_url: str | None = None
+    file_id: Label | None = None
+    detail: Label | None = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+
+    @property
+    def text(self) -> str:
+        """Return what a model reads of the file."""
+        name = self.filename or self.file_url or "a file"
+        return f"[not shown: {name} cannot be read by this model]"
+
+
+class Refusal(Body):
+    """Text by which an assistant refused to answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """Return the refusal as any other text."""
+        return self.refusal
+
+
+Content = (
+    str | Many[Annotated[InputText | InputImage | InputFile | Refusal, Field(discriminator="type")]]
+)
+
+
+def _chat_content(content: Content) -> Any:
+    """Return a text, or parts as a chat has them."""
+    if isinstance(content, str):
+        return content
+    return chat_content(
+        [
+            {"type": "image_url", "image_url": {"url": part.image_url}}
+            if isinstance(part, InputImage)
+            else {"type": "text", "text": part.text}
+            for part in content
+        ]
+    )
+
+
+def spell_name(name: str, namespace: str | None) -> str:
+    """Return the name of a tool as the model sees it."""
+    return f"{namespace}.{name}" if namespace else name
+
+
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a call of a tool as a message of a chat."""
+    function = {"name": name, "arguments": arguments}
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _result(call_id: str, content: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+class ItemFields(Body):
+    """Fields that items of earlier answers have."""
+
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class Message(ItemFields):
+    """A message; one of the assistant may be an item of an earlier answer."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    phase: str | None = None
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the item as a message of a chat. Raises ApiError for an image of an assistant."""
+        content = _chat_content(self.content)
+        if self.role == "assistant" and not isinstance(content, str):
+            if any(part["type"] != "text" for part in content):
+                text = "a message of the assistant has an image; allowed: text"
+                raise ApiError(400, text, param="input")
+            content = "".join(part["text"] for part in content)
+        return {"role": self.role, "content": content}
+
+
+class Caller(Body):
+    """The model itself called the tool."""
+
+    type: Literal["direct"]
+
+
+class Called(ItemFields):
+    """Fields that calls of tools and their outputs have in common."""
+
+    call_id: str
+    caller: Caller | None = None
+    namespace: Label | None = None
+
+
+class FunctionCall(Called):
+    """A call that the model made; `parsed_arguments` is a copy that OpenAI's client makes."""
+
+    type: Literal["function_call"]
+    name: str
+    arguments: str
+    parsed_arguments: Any = None
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the item as a message of a chat."""
+        return _call(self.call_id, spell_name(self.name, self.namespace), self.arguments)
+
+
+class CustomCall(Called):
+    """A call of a custom tool."""
+
+    type: Literal["custom_tool_call"]
+    name: str
+    input: str
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the item as a message of a chat."""
+        arguments = json.dumps({"input": self.input}, ensure_ascii=False)
+        return _call(self.call_id, spell_name(self.name, self.namespace), arguments)
+
+
+class FunctionOutput(Called):
+    """The result of a call."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    output: Content
+    name: Label | None = None
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the item as a message of a chat."""
+        return _result(self.call_id, _chat_content(self.output))
+
+
+class ShellAction(Body):
+    """A command for the client's shell."""
+
+    type: Literal["exec"]
+    command: Many[str]
+    env: dict[str, str] | None = None
+    timeout_ms: Whole | None = None
+    user: str | None = None
+    working_directory: str | None = None
+
+
+class ShellCall(ItemFields):
+    """A call of the client's shell."""
+
+    type: Literal["local_shell_call"]
+    call_id: str
+    action: ShellAction
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the item as a message of a chat."""
+        action = self.action.model_dump(exclude_none=True, exclude={"type"})
+        arguments = {name: value for name, value in action.items() if value != {}}
+        return _call(self.call_id, "local_shell", json.dumps(arguments, ensure_ascii=False))
+
+
+class ShellOutput(ItemFields):
+    """The result of a call of the client's shell; `id` is the call's."""
+
+    type: Literal["local_shell_call_output"]
+    id: str
+    output: str
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the item as a message of a chat."""
+        return _result(self.id, self.output)
+
+
+class ItemReference(Body):
+    """An item of an earlier answer that the server stores."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: str
+
+
+class ReasoningText(Body):
+    """A piece of reasoning."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(ItemFields):
+    """Reasoning of an earlier answer; encrypted reasoning of another server is left out."""
+
+    type: Literal["reasoning"]
+    summary: Many[ReasoningText] = Field(default_factory=list)
+    content: Many[ReasoningText] | None = None
+    encrypted_content: str | None = None
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the item as a message of a chat."""
+        text = "\n".join(part.text for part in self.content or self.summary)
+        text = text or decode_reasoning(self.encrypted_content or "")
+        return {"role": "assistant", "content": "", "reasoning_content": text}
+
+
+_PREFIX = "headstart:"
+
+
+def encode_reasoning(text: str) -> str:
+    """Return reasoning as an item's `encrypted_content`: encoded, since the item shows it too."""
+    return _PREFIX + base64.b64encode(text.encode()).decode()
+
+
+def decode_reasoning(content: str) -> str:
+    """Return the reasoning in an item's `encrypted_content`; empty for another server's."""
+    if not content.startswith(_PREFIX):
+        return ""
+    try:
+        return base64.b64decode(content.removeprefix(_PREFIX), validate=True).decode()
+    except ValueError:
+        return ""
+
+
+def _add_type(item: Any) -> Any:
+    """Return an item with a type; without one it is a message, or the reference to an item."""
+    if isinstance(item, dict) and not item.get("type"):
+        untyped = "message" if "role" in item or "id" not in item else "item_reference"
+        return {**item, "type": untyped}
+    return item
+
+
+Item = Annotated[
+    Message
+    | FunctionCall
+    | FunctionOutput
+    | CustomCall
+    | ShellCall
+    | ShellOutput
+    | ItemReference
+    | ReasoningItem,
+    Field(discriminator="type"),
+    BeforeValidator(_add_type),
+]
+
+
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+
+
+def as_items(told: list[dict[str, Any]]) -> list[Item]:
+    """Items of an answer as those of an input, which they may become."""
+    return _ITEMS.validate_python(told)
+
+
+class CallKind(NamedTuple):
+    """The type, name and namespace of the items that have calls of a tool."""
+
+    type: str
+    name: str
+    namespace: str | None = None
+
+
+class ResponseFunctionTool(ClientTool):
+    """A function of the client."""
+
+    types = ("function",)
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Flag | None = None
+    output_schema: dict[str, Any] | None = None
+    allowed_callers: Many[str] | None = None
+    defer_loading: Flag | None = None
+
+    def read(self, namespace: str | None = None) -> tuple[CallKind, Tool]:
+        """Return the kind of the tool's calls, and the tool as one of any API."""
+        tool = Tool(spell_name(self.name, namespace), self.description, self.parameters)
+        return CallKind("function_call", self.name, namespace), tool
+
+
+class CustomFormat(Body):
+    """The form of a custom tool's input; a grammar is shown to the model, and not enforced."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class CustomTool(Body):
+    """A tool of the client that takes a text."""
+
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: CustomFormat | None = None
+    allowed_callers: Many[str] | None = None
+    defer_loading: Flag | None = None
+
+    def read(self, namespace: str | None = None) -> tuple[CallKind, Tool]:
+        """Return the kind of the tool's calls, and the tool as one of any API."""
+        texts = [self.description] if self.description else []
+        if self.format is not None and self.format.definition:
+            syntax = self.format.syntax or "a"
+            texts.append(f"The input follows this {syntax} grammar:\n{self.format.definition}")
+        name = spell_name(self.name, namespace)
+        kind = CallKind("custom_tool_call", self.name, namespace)
+        return kind, Tool(name, "\n\n".join(texts) or None, _INPUT)
+
+
+class ShellTool(Body):
+    """The client's shell."""
+
+    type: Literal["local_shell"]
+
+    def read(self, _: str | None = None) -> tuple[CallKind, Tool]:
+        """Return the kind of the tool's calls, and the tool as one of any API."""
+        tool = Tool("local_shell", "Run a command in the user's shell.", _COMMAND)
+        return CallKind("local_shell_call", "local_shell"), tool
+
+
+class NamespaceTool(Body):
+    """Tools of the client under one name."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Many[Annotated[ResponseFunctionTool | CustomTool, Field(discriminator="type")]]
+
+
+def _tool_tag(given: Any) -> str:
+    tag = tag_tool(given)
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return _TAGS.get(kind, tag) if isinstance(kind, str) else tag
+
+
+_TAGS = {"custom": "CustomTool", "local_shell": "ShellTool", "namespace": "NamespaceTool"}
+
+
+AnyTool = Annotated[
+    Annotated[ResponseFunctionTool, Tag("OwnTool")]
+    | Annotated[CustomTool, Tag("CustomTool")]
+    | Annotated[ShellTool, Tag("ShellTool")]
+    | Annotated[NamespaceTool, Tag("NamespaceTool")]
+    | Annotated[HostedTool, Tag("HostedTool")],
+    Discriminator(_tool_tag),
+]

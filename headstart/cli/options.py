@@ -41,17 +41,8 @@ from headstart.cluster.options import ReplicaConfig
 from headstart.engine.config import count_cores, make_config
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, RequestError
-from headstart.frontend.engine_args import LISTS, add_flags, read_value
-from headstart.frontend.vllm_compat import (
-    ABSENT,
-    IGNORED,
-    SERVE_ABSENT,
-    SERVE_IGNORED,
-    SERVE_WORKS,
-    WORKS,
-    read_config,
-    read_names,
-)
+from headstart.frontend.engine_args import add_flags, read_value
+from headstart.frontend.vllm_compat import ENGINE, SERVE, read_config, read_names
 from headstart.imports import load_module
 from headstart.models.files import BUILT_IN
 from headstart.replay import SpeedModel
@@ -353,9 +344,7 @@ _SAME = _OUR_NAMES | {
     "adapter": "adapters",
 }
 _HINT = "Flags of `vllm serve` are taken too: docs/vllm.md lists them."
-_WORKS = SERVE_WORKS | {*WORKS}
-_ABSENT = {**ABSENT, **SERVE_ABSENT}
-_IGNORED = (IGNORED | SERVE_IGNORED) - _WORKS - SERVE_ABSENT.keys()
+_VLLM_OPTIONS = ENGINE | SERVE
 _FLAG = re.compile(r"(\w[\w-]*)(\.[\w.-]+)?")
 
 
@@ -373,7 +362,7 @@ class ServeCommand(GroupedCommand):
         typed, rest = _read(args)
         filed, more = self._read_file(ctx, typed, rest)
         left = super().parse_args(ctx, [*more, *rest])
-        given = read_names({**filed, **typed}, _WORKS, _IGNORED, _ABSENT, _spell)
+        given = read_names({**filed, **typed}, _VLLM_OPTIONS, _spell)
         first, *aliases = given.pop("served_model_name", [None])
         adapters = tuple(map(_read_module, given.pop("lora_modules", ())))
         if adapters:
@@ -408,7 +397,7 @@ class ServeCommand(GroupedCommand):
         if not typed.get("config"):
             return {}, []
         switches = {f for f, a in _parser()._option_string_actions.items() if a.nargs == 0}
-        lists = {*LISTS}
+        lists = {n for n, option in _VLLM_OPTIONS.items() if option.kind in ("list", "texts")}
         for option in self.params:
             if isinstance(option, click.Option) and option.multiple:
                 lists |= {_field(flag) for flag in option.opts}
@@ -451,7 +440,7 @@ def _read(args: list[str]) -> tuple[dict[str, Any], list[str]]:
 @cache
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(add_help=False, allow_abbrev=False)
-    return add_flags(parser, {*_WORKS, *_IGNORED, *_ABSENT}, given_only=True)
+    return add_flags(parser, _VLLM_OPTIONS, given_only=True)
 
 
 def _read_config(

@@ -13,66 +13,11 @@ from typing import Any, Self
 
 from headstart.engine.config import EngineConfig
 from headstart.errors import ConfigError
-from headstart.frontend.vllm_compat import (
-    ABSENT,
-    IGNORED,
-    SERVE_ABSENT,
-    SWITCHES,
-    WORKS,
-    read_options,
-)
+from headstart.frontend.vllm_compat import ENGINE, SERVE, read_options
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# Names that are no flags: vLLM has --chat-template for its server alone.
-FLAGS = tuple(n for n in (*WORKS, *sorted(IGNORED), *ABSENT) if n != "chat_template")
+# Options that are flags: vLLM has --chat-template for its server alone.
+FLAGS = tuple(name for name in ENGINE if name != "chat_template")
 LOG_FLAGS = ("enable_log_requests", "disable_log_requests")  # of `AsyncEngineArgs`
-
-# Options that take several values on a command line.
-LISTS = _names(
-    "api_key lora_modules middleware prompt_adapters served_model_name cudagraph_capture_sizes "
-    "allowed_media_domains numa_bind_nodes numa_bind_cpus device_ids cpu_offload_params "
-    "offload_params lora_target_modules collect_detailed_traces sleep_preserve_parameter_names "
-    "kv_cache_dtype_skip_layers logits_processors ignore_patterns"
-)
-
-# Options whose value is a text, even one that spells a number.
-TEXTS = _names(
-    "model tokenizer dtype generation_config served_model_name chat_template host api_key "
-    "lora_modules ssl_keyfile ssl_certfile default_chat_template_kwargs tool_call_parser "
-    "reasoning_parser config otlp_traces_endpoint root_path"
-)
-
-# Further flags of an option.
-SHORT = {
-    "tensor_parallel_size": "-tp",
-    "pipeline_parallel_size": "-pp",
-    "quantization": "-q",
-    "nnodes": "-n",
-    "node_rank": "-r",
-    "decode_context_parallel_size": "-dcp",
-    "prefill_context_parallel_size": "-pcp",
-    "data_parallel_size": "-dp",
-    "data_parallel_rank": "-dpn",
-    "data_parallel_start_rank": "-dpr",
-    "data_parallel_size_local": "-dpl",
-    "data_parallel_address": "-dpa",
-    "data_parallel_rpc_port": "-dpp",
-    "data_parallel_backend": "-dpb",
-    "data_parallel_hybrid_lb": "-dph",
-    "data_parallel_external_lb": "-dpe",
-    "data_parallel_multi_port_external_lb": "-dpm",
-    "enable_expert_parallel": "-ep",
-    "speculative_config": "-sc",
-    "diffusion_config": "-dc",
-    "compilation_config": "-cc",
-    "attention_config": "-ac",
-    "gpu_memory_utilization": "--device-memory-utilization",
-    "api_server_count": "-asc",
-}
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -84,7 +29,8 @@ def _default_of(name: str) -> Any:
     """Return an option's default; None where the engine chooses."""
     if name in _OF_CONFIG:
         return _OF_CONFIG[name].default
-    return copy.copy(next(iter(ABSENT.get(name, ())), None))
+    values = ENGINE[name].values if name in ENGINE else []
+    return copy.copy(values[0]) if values else None
 
 
 class _Fields:
@@ -135,7 +81,7 @@ class EngineArgs(Namespace):
         return cls(**{n: v for n, v in given.items() if v not in defaults[n]})
 
     def __getattr__(self, name: str) -> Any:
-        if name in FLAGS or name in _OF_CONFIG or name == "chat_template":
+        if name in ENGINE or name in _OF_CONFIG:
             return _default_of(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -171,33 +117,26 @@ def add_flags(
     given_only: flags that are not given have no default, and lists may be given in several parts.
     """
     group = parser.add_argument_group("engine")
-    spellings = {n: [f"--{n.replace('_', '-')}", *SHORT.get(n, "").split()] for n in names}
-    flags = {flag for spelled in spellings.values() for flag in spelled}
-    for name, spelled in spellings.items():
-        more: dict[str, Any] = {"type": str if name in TEXTS else read_value}
-        values = SERVE_ABSENT.get(name, ABSENT.get(name, ()))
-        if name in SWITCHES or any(isinstance(value, bool) for value in values):
-            inverse = _inverse(spelled[0])
+    options = {name: (ENGINE | SERVE)[name] for name in names}
+    flags = {f"--{name.replace('_', '-')}" for name in options}
+    for name, option in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        more: dict[str, Any] = {"type": str if option.kind in ("text", "texts") else read_value}
+        if option.kind == "switch":
+            inverse = flag  # the other of --enable-x and --disable-x
+            for prefix, other in (("--enable-", "--disable-"), ("--disable-", "--enable-")):
+                if flag.startswith(prefix):
+                    inverse = other + flag.removeprefix(prefix)
             more = {"action": partial(_Switch, inverse="" if inverse in flags else inverse)}
-        elif name in LISTS:
+        elif option.kind in ("list", "texts"):
             more |= {"nargs": "+", "action": "extend" if given_only else "store"}
+        help_text = "no effect" if option.state == "ignored" else "see docs/vllm.md"
+        if name in _OF_CONFIG:
+            help_text = str(_OF_CONFIG[name].metadata["help"]).replace("%", "%%")
         default = argparse.SUPPRESS if given_only else _default_of(name)
-        group.add_argument(*spelled, dest=name, default=default, help=_help(name), **more)
+        spelled = [flag, *option.short.split()]
+        group.add_argument(*spelled, dest=name, default=default, help=help_text, **more)
     return parser
-
-
-def _inverse(flag: str) -> str:
-    """Return the other of `--enable-x` and `--disable-x`; "" for any other flag."""
-    for prefix, other in (("--enable-", "--disable-"), ("--disable-", "--enable-")):
-        if flag.startswith(prefix):
-            return other + flag.removeprefix(prefix)
-    return ""
-
-
-def _help(name: str) -> str:
-    if name in _OF_CONFIG:
-        return str(_OF_CONFIG[name].metadata["help"]).replace("%", "%%")
-    return "no effect" if name in IGNORED else "see docs/vllm.md"
 
 
 def read_value(text: str) -> Any:

@@ -11,23 +11,15 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from headstart.cli.main import main
-from headstart.frontend.engine_args import LISTS, SHORT, TEXTS
-from headstart.frontend.vllm_compat import (
-    ABSENT,
-    IGNORED,
-    SERVE_ABSENT,
-    SERVE_IGNORED,
-    SERVE_WORKS,
-    SWITCHES,
-    WORKS,
-)
+from headstart.frontend.vllm_compat import ENGINE, SERVE
 from headstart.server.options import ServerOptions
 from tests.cli.test_main import call
 from tests.house.source import ROOT
 
 SURFACE = json.loads((ROOT / "tests/data/vllm_surface.json").read_text(encoding="utf-8"))
 FRONT = SURFACE["FrontendArgs"]
-NAMES = {*WORKS, *IGNORED, *ABSENT, *SERVE_WORKS, *SERVE_IGNORED, *SERVE_ABSENT}
+OPTIONS = ENGINE | SERVE
+NAMES = set(OPTIONS)
 NO_FLAGS = ("mamba_config", "model_weights")  # fields of EngineArgs that vLLM has no flags for
 
 
@@ -61,9 +53,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
 
 def test_every_flag_of_vllm_is_read() -> None:
     assert set(FRONT) <= NAMES
-    assert SWITCHES | LISTS | TEXTS | set(SHORT) <= NAMES
     spelled = {f"--{name.replace('_', '-')}": name for name in NAMES if name not in NO_FLAGS}
-    spelled |= {short: name for name, short in SHORT.items()}
+    spelled |= {option.short: name for name, option in OPTIONS.items() if option.short}
     for names in SURFACE["flags"]:
         assert len({spelled[name] for name in names if name != "model_tag"}) <= 1, names
 
@@ -82,8 +73,7 @@ def test_the_front_end_s_own_defaults_are_taken(served: Served) -> None:
 def test_switches_are_those_that_vllm_s_are() -> None:
     for name, default in FRONT.items():
         if default in ("True", "False"):
-            values = SERVE_ABSENT.get(name, ABSENT.get(name, ()))
-            assert name in SWITCHES or any(isinstance(one, bool) for one in values), name
+            assert OPTIONS[name].kind == "switch", name
 
 
 @pytest.mark.parametrize(
@@ -244,7 +234,7 @@ def test_flags_that_do_nothing_stay_out_of_the_help() -> None:
     assert "serve [OPTIONS] [MODEL]" in said
     assert "--chat-template " in said and "docs/vllm.md" in " ".join(said.split())
     shown = {flag for one in main.commands["serve"].params for flag in one.opts}
-    for name in (IGNORED | SERVE_IGNORED | {*ABSENT, *SERVE_ABSENT}) - SERVE_WORKS:
+    for name in (name for name, option in OPTIONS.items() if option.state != "works"):
         assert f"--{name.replace('_', '-')}" not in shown, name
 
 

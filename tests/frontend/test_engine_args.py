@@ -20,17 +20,7 @@ from headstart import (
     SamplingParams,
 )
 from headstart.engine.config import EngineConfig, make_config
-from headstart.frontend.vllm_compat import (
-    ABSENT,
-    IGNORED,
-    SERVE_ABSENT,
-    SERVE_IGNORED,
-    SERVE_WORKS,
-    SWITCHES,
-    WORKS,
-    read_config,
-    read_options,
-)
+from headstart.frontend.vllm_compat import ENGINE, SERVE, Option, read_config, read_options
 from headstart.utils import FlexibleArgumentParser
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.house.source import ROOT
@@ -38,6 +28,10 @@ from tests.tiny_tokenizers import TINY_TOKENIZERS
 
 SURFACE = json.loads((ROOT / "tests/data/vllm_surface.json").read_text(encoding="utf-8"))
 DEFAULTS = SURFACE["EngineArgs"]
+
+
+def names_of(table: dict[str, Option], state: str) -> list[str]:
+    return [name for name, option in table.items() if option.state == state]
 
 
 def read(*given: str) -> EngineArgs:
@@ -84,20 +78,18 @@ def test_a_flag_for_every_option_of_vllm() -> None:
 
 
 def test_switches_are_those_that_vllm_s_defaults_are() -> None:
-    marked = {n for n, values in ABSENT.items() if any(isinstance(v, bool) for v in values)}
-    assert {n for n, default in DEFAULTS.items() if default in ("True", "False")} <= (
-        marked | SWITCHES
-    )
+    switches = {name for name, option in ENGINE.items() if option.kind == "switch"}
+    assert {n for n, default in DEFAULTS.items() if default in ("True", "False")} <= switches
 
 
-@pytest.mark.parametrize("name", sorted(IGNORED))
+@pytest.mark.parametrize("name", names_of(ENGINE, "ignored"))
 def test_an_option_without_effect_takes_any_value(name: str) -> None:
     assert read_options("headstart-tiny", {name: object()}).config == {}
 
 
-@pytest.mark.parametrize("name", sorted(ABSENT))
+@pytest.mark.parametrize("name", names_of(ENGINE, "absent"))
 def test_an_option_that_is_not_here_takes_what_asks_for_nothing(name: str) -> None:
-    for nothing in (None, *ABSENT[name]):
+    for nothing in (None, *ENGINE[name].values):
         assert read_options("headstart-tiny", {name: nothing}).config == {}
     with pytest.raises(ConfigError, match=f"^{name} is 'x'; not an option of headstart; docs/"):
         LLM("headstart-tiny", **{name: "x"})
@@ -116,10 +108,14 @@ def test_the_constructor_has_every_option() -> None:
     parameters = inspect.signature(LLM).parameters
     for option in fields(EngineConfig):
         assert parameters[option.name].default == option.default, option.name
-    assert set(parameters) == {*EngineConfig.__dataclass_fields__, *WORKS, "ignored"}
+    assert set(parameters) == {
+        *EngineConfig.__dataclass_fields__,
+        *names_of(ENGINE, "works"),
+        "ignored",
+    }
 
 
-@pytest.mark.parametrize("name", [name for name in WORKS if name != "model"])
+@pytest.mark.parametrize("name", [name for name in names_of(ENGINE, "works") if name != "model"])
 def test_an_option_that_works_is_checked(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^({name}|max_images|num_blocks|kv_cache_memory) is"):
         make_config(read_options("headstart-tiny", {name: object()}).config)
@@ -315,12 +311,8 @@ def test_the_page_lists_every_name() -> None:
     page = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
     works, rest = page.split("\n## Works differently\n")
     ignored, absent = rest.split("\n## Without effect\n")[1].split("\n## Not here\n")
-    serve = {name: f"`--{name.replace('_', '-')}`" for name in (*SERVE_WORKS, *SERVE_IGNORED)}
-    serve |= {name: f"`--{name.replace('_', '-')}`" for name in SERVE_ABSENT}
-    assert [name for name in WORKS if f"`{name}`" not in works] == []
-    assert [name for name in SERVE_WORKS if serve[name] not in works] == []
-    assert [name for name in IGNORED if f"`{name}`" not in ignored] == []
-    assert [name for name in SERVE_IGNORED if serve[name] not in ignored] == []
-    assert [name for name in ABSENT if f"`{name}`" not in absent] == []
-    assert [name for name in SERVE_ABSENT if serve[name] not in absent] == []
-    assert page.count("\n") <= 300
+    pages = {"works": works, "ignored": ignored, "absent": absent}
+    for name, option in ENGINE.items():
+        assert f"`{name}`" in pages[option.state], name
+    for name, option in SERVE.items():
+        assert f"`--{name.replace('_', '-')}`" in pages[option.state], name

@@ -1,9 +1,10 @@
 """The tensors of a checkpoint by name, as a model of floats has them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import safe_open
@@ -27,44 +28,45 @@ FLOATS = frozenset(_DTYPES.values())
 """The dtypes of weights that are read here."""
 
 SAVED_SO = "in the file itself: it is damaged, or was saved so; download the model again"
-"""The end of an error that says what a weight of a file holds."""
+"""The end of an error about the values of a weight in a file."""
 
 
-class Checkpoint(Protocol):
+class Checkpoint(ABC):
     """The tensors of a model by name. A context: its files are open while it lasts."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     @property
+    @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor's shape."""
-        ...
 
+    @abstractmethod
     def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
         """Return the dtypes; raises `UnsupportedLayerError` unless all are floats."""
-        ...
 
+    @abstractmethod
     def tensor(self, name: str) -> Tensor:
         """Return the tensor in floats; it may lie in the file until `release`."""
-        ...
 
     def kind(self, name: str) -> WeightKind | None:
         """Return the nearest kind to a quantized tensor's bits; None for a float."""
-        ...
+        return None
 
     def packed(self, name: str) -> StoredValues | None:
         """Return a quantized tensor value for value; None if no format of ours has such bits."""
-        ...
+        return None
 
-    def log(self, tied: bool) -> None:
+    def log(self, tied: bool) -> None:  # noqa: B027 - most have nothing to log
         """Log in one line what quantized tensors become; tied: the LM head is the embedding's."""
-        ...
 
+    @abstractmethod
     def release(self) -> None:
         """Unmap what was read."""
-        ...
 
 
 class Entry(NamedTuple):
@@ -75,7 +77,7 @@ class Entry(NamedTuple):
     dtype: str
 
 
-class SafetensorsCheckpoint:
+class SafetensorsCheckpoint(Checkpoint):
     """The tensors in safetensors files. Raises `UnsupportedLayerError` for other formats."""
 
     def __init__(self, files: Iterable[Path]) -> None:
@@ -95,12 +97,6 @@ class SafetensorsCheckpoint:
                     part = opened.get_slice(name)
                     self.entries[name] = Entry(file, tuple(part.get_shape()), part.get_dtype())
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: entry.shape for name, entry in self.entries.items()}
@@ -119,14 +115,6 @@ class SafetensorsCheckpoint:
         if tensor.shape != shape:
             raise DamagedModelError(f"{file} was written to while it was read")
         return tensor
-
-    def kind(self, name: str) -> WeightKind | None:
-        return None
-
-    def packed(self, name: str) -> StoredValues | None:
-        return None
-
-    def log(self, tied: bool) -> None: ...
 
     def release(self) -> None:
         self._open.clear()

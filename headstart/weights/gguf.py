@@ -16,10 +16,10 @@ The package `gguf`, an optional dependency, reads the files.
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor
 from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.imports import install
 from headstart.native.pages import drop_pages
+from headstart.weights.checkpoint import Checkpoint
 from headstart.weights.format import WeightKind
 from headstart.weights.grouped import GROUP, Form, Grid, GroupedValues, pack_groups
 from headstart.weights.scheme import UnsupportedLayerError
@@ -134,15 +135,15 @@ def read_architecture(reader: Any) -> str:
     field = reader.fields.get("general.architecture")
     if field is None:
         raise UnsupportedLayerError("its metadata has no general.architecture")
-    found = str(field.contents())
-    if found not in ARCHITECTURES:
+    name = str(field.contents())
+    if name not in ARCHITECTURES:
         raise UnsupportedLayerError(
-            f"its architecture is {found}; read are {', '.join(ARCHITECTURES)}"
+            f"its architecture is {name}; read are {', '.join(ARCHITECTURES)}"
         )
-    return found
+    return name
 
 
-class GGUFCheckpoint:
+class GGUFCheckpoint(Checkpoint):
     """The tensors of `model.gguf` in a folder.
 
     Raises `UnsupportedLayerError` for an architecture that is not in `ARCHITECTURES`.
@@ -154,10 +155,10 @@ class GGUFCheckpoint:
         reader = self._gguf.GGUFReader(self._file)
         self._mapped = reader.data
         self._architecture = read_architecture(reader)
-        known = Metadata(reader, self._architecture)
-        self._check_keys(known)
-        self._heads = heads = known.count("attention.head_count")
-        self._kv_heads = known.count("attention.head_count_kv", heads) or heads
+        metadata = Metadata(reader, self._architecture)
+        self._check_keys(metadata)
+        self._heads = heads = metadata.count("attention.head_count")
+        self._kv_heads = metadata.count("attention.head_count_kv", heads) or heads
         self._tensors: dict[str, Any] = {}
         for tensor in reader.tensors:
             if tensor.name not in _OWN_TENSORS:
@@ -165,27 +166,21 @@ class GGUFCheckpoint:
                 if name in self._tensors:
                     raise UnsupportedLayerError(f"it has two tensors for {name}")
                 self._tensors[name] = tensor
-        rotated, query = known.get("rope.dimension_count"), self.shapes.get(_QUERY)
+        rotated, query = metadata.get("rope.dimension_count"), self.shapes.get(_QUERY)
         if rotated is not None and query is not None and rotated * heads != query[0]:
             raise UnsupportedLayerError(f"{rotated} elements of each head are rotated, and not all")
 
-    def _check_keys(self, known: Metadata) -> None:
-        """Raise `UnsupportedLayerError` for what would change answers and is not read."""
-        scaling = known.get("rope.scaling.type")
+    def _check_keys(self, metadata: Metadata) -> None:
+        """Raise `UnsupportedLayerError` for settings that would change answers and are not read."""
+        scaling = metadata.get("rope.scaling.type")
         is_read = self._architecture == "gemma3" and scaling == "linear"
         if scaling not in (None, "none") and not is_read:
             raise UnsupportedLayerError(f"its rotary positions are scaled ({scaling})")
         for name in _FACTORS if scaling is None else ():  # llama.cpp takes them as linear then
-            if (factor := known.get(name)) not in (None, 0, 1):
+            if (factor := metadata.get(name)) not in (None, 0, 1):
                 raise UnsupportedLayerError(f"its rotary positions are scaled ({name} {factor})")
-        if not known.get("attention.causal", True):
+        if not metadata.get("attention.causal", True):
             raise UnsupportedLayerError("its tokens see tokens after them")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -196,11 +191,11 @@ class GGUFCheckpoint:
         }
 
     def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
-        """The dtypes of floats; float32 of what is quantized."""
+        """Return the dtypes of floats; float32 for quantized tensors."""
         return [_FLOATS.get(self._type(name), torch.float32) for name in names]
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor in float32, in memory of its own; raises `UnsupportedModelError`."""
+        """Return the tensor in float32, in separate memory; raises `UnsupportedModelError`."""
         entry = self._tensors[name]
         try:
             data = self._gguf.quants.dequantize(self._rows(name), entry.tensor_type)
@@ -208,31 +203,31 @@ class GGUFCheckpoint:
             raise UnsupportedModelError(
                 f"{name} is of the format {self._type(name)}, which the package gguf does not read"
             ) from error
-        found = torch.from_numpy(data.astype("float32")).view(self.shapes[name])
-        # llama.cpp keeps Gemma's norms with the 1 that the model adds to them.
-        return found - 1 if "norm" in name and self._architecture.startswith("gemma") else found
+        tensor = torch.from_numpy(data.astype("float32")).view(self.shapes[name])
+        # llama.cpp stores Gemma's norms with the 1 that the model adds to them.
+        return tensor - 1 if "norm" in name and self._architecture.startswith("gemma") else tensor
 
     def kind(self, name: str) -> WeightKind | None:
-        """The nearest kind to the tensor's own bits; None for a float."""
+        """Return the nearest kind to the tensor's bits; None for a float."""
         own = self._type(name)
         if own in _FLOATS:
             return None
         return FORMATS.get(own, "int4" if own in _NARROW else "int8")
 
     def packed(self, name: str) -> GroupedValues | None:
-        """The tensor in its own 4, 5 or 8 bits; None if it has others."""
+        """Return the tensor in its 4, 5 or 8 bits; None if it has others."""
         own = self._type(name)
         if own not in FORMATS:
             return None
         return read_weight(self._rows(name), own, self._gguf)
 
     def log(self, tied: bool) -> None:
-        """Log in one line what becomes of the file's formats; in a warning where numbers change."""
+        """Log in one line what the file's formats become; as a warning where numbers change."""
         counts = Counter((self._type(n), self._becomes(n, tied)) for n in self._tensors)
-        said = [f"{count} {own} {becomes}" for (own, becomes), count in sorted(counts.items())]
+        texts = [f"{count} {own} {becomes}" for (own, becomes), count in sorted(counts.items())]
         changed = any(becomes.startswith(_ROUNDED) for _, becomes in counts)
         level = logging.WARNING if changed else logging.INFO
-        _log.log(level, "tensors of the GGUF file: %s", ", ".join(said))
+        _log.log(level, "tensors of the GGUF file: %s", ", ".join(texts))
 
     def _becomes(self, name: str, tied: bool) -> str:
         own, kind = self._type(name), self.kind(name)
@@ -246,7 +241,7 @@ class GGUFCheckpoint:
         return f"{_ROUNDED} to {'int8' if is_head else kind}"
 
     def release(self) -> None:
-        """Give the pages of the file back that were read: tensors are copied out of it."""
+        """Give back the pages of the file that were read: tensors are copied out of it."""
         if isinstance(self._mapped, np.memmap) and self._mapped.mode == "r":
             drop_pages(self._mapped.ctypes.data, self._mapped.nbytes)
 
@@ -254,12 +249,12 @@ class GGUFCheckpoint:
         return str(self._tensors[name].tensor_type.name)
 
     def _name(self, name: str) -> str:
-        found = _PLACE.fullmatch(name)
-        ours = found and ARCHITECTURES[self._architecture].get(found[2])
-        if not found or not ours:
+        match = _PLACE.fullmatch(name)
+        ours = match and ARCHITECTURES[self._architecture].get(match[2])
+        if not match or not ours:
             return name
-        layer = "" if found[1] is None else f"model.layers.{found[1]}."
-        return f"{layer}{ours}.{found[3]}"
+        layer = "" if match[1] is None else f"model.layers.{match[1]}."
+        return f"{layer}{ours}.{match[3]}"
 
     def _rows(self, name: str) -> Any:
         """Return rows of bytes or numbers, of Q and K in transformers' order.
@@ -278,112 +273,71 @@ class GGUFCheckpoint:
         return halves.swapaxes(1, 2).reshape(data.shape)
 
 
+FORMATS: dict[str, WeightKind] = {
+    "Q4_0": "int4",
+    "Q4_1": "int4",
+    "Q4_K": "int4",
+    "Q5_0": "int5",
+    "Q5_1": "int5",
+    "Q5_K": "int5",
+    "Q8_0": "int8",
+}
+"""The formats whose bits are kept, and the kinds of our own that they become."""
+
+_BITS: dict[WeightKind, Literal[4, 5, 8]] = {"int4": 4, "int5": 5, "int8": 8}
 _OUTPUTS = 2048  # whole panels
 _Bytes = NDArray[np.uint8]
 _Floats = NDArray[np.float32]
 
 
-_BITS: dict[WeightKind, Literal[4, 5, 8]] = {"int4": 4, "int5": 5, "int8": 8}
-
-
-class _Blocks(NamedTuple):
-    """Values `[blocks, groups, 32]` and, for each group, weight = step * value + start.
-
-    128 is taken off a value of 8 bits first.
-    """
-
-    values: _Bytes
-    step: _Floats
-    start: _Floats
-
-
 def read_weight(data: _Bytes, name: str, gguf: Any) -> GroupedValues:
-    """A weight of rows of blocks, uint8 `[outputs, bytes]`, in one of `FORMATS`."""
-    # In pieces of whole panels: a few copies of each are made on the way.
-    pieces = [_read(data[at : at + _OUTPUTS], name, gguf) for at in range(0, len(data), _OUTPUTS)]
+    """Return a weight of rows of blocks, uint8 `[outputs, bytes]`, in one of `FORMATS`."""
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][1]
+    pieces = []
+    for first in range(0, len(data), _OUTPUTS):  # a few copies of each piece are made on the way
+        rows = np.ascontiguousarray(data[first : first + _OUTPUTS])
+        numbers = _read_blocks(rows.reshape(-1, size), name, gguf)
+        grid = Grid(*(torch.from_numpy(part.reshape(len(rows), -1)) for part in numbers))
+        assert grid.values.shape[1] == GROUP * grid.steps.shape[1]
+        pieces.append(pack_groups(grid, Form(_BITS[FORMATS[name]], in_bytes=False)))
     panels, scales = (torch.cat(parts) for parts in zip(*(p[:2] for p in pieces), strict=True))
     return pieces[0]._replace(panels=panels, scales=scales)
 
 
-def _read(data: _Bytes, name: str, gguf: Any) -> GroupedValues:
-    size, kind, read = _FORMATS[name]
-    outputs = len(data)
-    blocks = read(np.ascontiguousarray(data).reshape(-1, size), gguf)
-    values = blocks.values.reshape(outputs, -1)
-    step, start = (part.reshape(outputs, -1) for part in (blocks.step, blocks.start))
-    assert values.shape[1] == GROUP * step.shape[1]
-    grid = Grid(*map(torch.from_numpy, (values, step, start)))
-    return pack_groups(grid, Form(_BITS[kind], in_bytes=False))
+def _read_blocks(blocks: _Bytes, name: str, gguf: Any) -> tuple[_Bytes, _Floats, _Floats]:
+    """Return values `[blocks, groups * 32]`, and for each group weight = step * value + start.
 
-
-def _halves(data: _Bytes) -> _Bytes:
-    """The lower halves of the bytes, then the upper ones."""
-    return np.concatenate((data & 15, data >> 4), axis=1)
-
-
-def _spread(data: _Bytes) -> _Bytes:
-    """The bits of each row's bytes, from the lowest on, as fifth bits of values."""
-    return np.unpackbits(data, axis=1, bitorder="little") * np.uint8(16)
+    128 is taken off a value of 8 bits first.
+    """
+    step = _float(blocks[:, :2])
+    if name == "Q8_0":
+        return blocks[:, 2:] ^ np.uint8(128), step, 0 * step
+    if name.endswith("_K"):
+        scale, least = gguf.quants.Q4_K.get_scale_min(blocks[:, 4:16])
+        pairs = blocks[:, -128:].reshape(-1, 4, 1, GROUP)
+        values = np.concatenate((pairs & 15, pairs >> 4), axis=2).reshape(-1, 8, GROUP)
+        if name == "Q5_K":
+            groups = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
+            fifths = blocks[:, 16:48].reshape(-1, 1, GROUP) >> groups & np.uint8(1)
+            values |= fifths * np.uint8(16)
+        start = -_float(blocks[:, 2:4]) * least.astype(np.float32)
+        return values, step * scale.astype(np.float32), start
+    # The lower halves of the bytes, then the upper ones.
+    values = np.concatenate((blocks[:, -16:] & 15, blocks[:, -16:] >> 4), axis=1)
+    if name.startswith("Q5"):
+        fifths = np.unpackbits(blocks[:, -20:-16], axis=1, bitorder="little")
+        values |= fifths * np.uint8(16)
+    if name.endswith("_1"):
+        return values, step, _float(blocks[:, 2:4])
+    return values, step, (-8 if name == "Q4_0" else -16) * step
 
 
 def _float(data: _Bytes) -> _Floats:
     return data.copy().view(np.float16).astype(np.float32)
 
 
-def _q4_0(blocks: _Bytes, _: Any) -> _Blocks:
-    step = _float(blocks[:, :2])
-    return _Blocks(_halves(blocks[:, 2:]), step, -8 * step)
-
-
-def _q4_1(blocks: _Bytes, _: Any) -> _Blocks:
-    return _Blocks(_halves(blocks[:, 4:]), _float(blocks[:, :2]), _float(blocks[:, 2:4]))
-
-
-def _q5_0(blocks: _Bytes, _: Any) -> _Blocks:
-    step = _float(blocks[:, :2])
-    return _Blocks(_halves(blocks[:, 6:]) | _spread(blocks[:, 2:6]), step, -16 * step)
-
-
-def _q5_1(blocks: _Bytes, _: Any) -> _Blocks:
-    values = _halves(blocks[:, 8:]) | _spread(blocks[:, 4:8])
-    return _Blocks(values, _float(blocks[:, :2]), _float(blocks[:, 2:4]))
-
-
-def _q8_0(blocks: _Bytes, _: Any) -> _Blocks:
-    step = _float(blocks[:, :2])
-    return _Blocks(blocks[:, 2:] ^ np.uint8(128), step, 0 * step)
-
-
-def _q5_k(blocks: _Bytes, gguf: Any) -> _Blocks:
-    fours = _q4_k(np.concatenate((blocks[:, :16], blocks[:, 48:]), axis=1), gguf)
-    groups = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
-    fifths = (blocks[:, 16:48].reshape(-1, 1, GROUP) >> groups & np.uint8(1)) * np.uint8(16)
-    return fours._replace(values=fours.values.reshape(-1, 8, GROUP) | fifths)
-
-
-def _q4_k(blocks: _Bytes, gguf: Any) -> _Blocks:
-    scale, least = gguf.quants.Q4_K.get_scale_min(blocks[:, 4:16])
-    step = _float(blocks[:, :2]) * scale.astype(np.float32)
-    start = -_float(blocks[:, 2:4]) * least.astype(np.float32)
-    pairs = blocks[:, 16:].reshape(len(blocks), 4, 1, GROUP)
-    return _Blocks(np.concatenate((pairs & 15, pairs >> 4), axis=2), step, start)
-
-
-_FORMATS: dict[str, tuple[int, WeightKind, Callable[[_Bytes, Any], _Blocks]]] = {
-    "Q4_0": (18, "int4", _q4_0),
-    "Q4_1": (20, "int4", _q4_1),
-    "Q4_K": (144, "int4", _q4_k),
-    "Q5_0": (22, "int5", _q5_0),
-    "Q5_1": (24, "int5", _q5_1),
-    "Q5_K": (176, "int5", _q5_k),
-    "Q8_0": (34, "int8", _q8_0),
-}
-FORMATS: dict[str, WeightKind] = {name: kind for name, (_, kind, _) in _FORMATS.items()}
-"""The formats whose bits are kept, and the kinds of our own that they become."""
-
-
 def import_gguf(file: Path) -> Any:
-    """The package; raises `UnsupportedModelError` where it is missing."""
+    """Return the package; raises `UnsupportedModelError` where it is missing."""
     try:
         import gguf
     except ImportError as error:

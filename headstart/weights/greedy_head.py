@@ -37,22 +37,21 @@ _BOUNDS = np.where(
 
 
 def greedy_tokens(logits: Tensor) -> list[int]:
-    """The argmax (the first of equals) of each row of `logits` float32 `[rows, vocab]`.
+    """Return the argmax (the first of equals) of each row of `logits` float32 `[rows, vocab]`.
 
     -1 for a row whose largest logit is not finite: one with NaN or +inf, or with only -inf. Uses
     numpy on a CPU: its argmax is vectorised, torch's takes 12 times as long.
     """
     rows = logits.numpy() if logits.device.type == "cpu" else logits
-    found: list[int] = rows.argmax(-1).tolist()  # the first NaN, if there is one
-    largest: list[float] = rows[range(len(found)), found].tolist()
-    return [
-        token if math.isfinite(logit) else -1 for token, logit in zip(found, largest, strict=True)
-    ]
+    tokens: list[int] = rows.argmax(-1).tolist()  # the first NaN, if there is one
+    largest: list[float] = rows[range(len(tokens)), tokens].tolist()
+    pairs = zip(tokens, largest, strict=True)
+    return [token if math.isfinite(logit) else -1 for token, logit in pairs]
 
 
 @functools.lru_cache(maxsize=8)
 def every_token(size: int) -> np.ndarray:
-    """A mask of `size` tokens, uint8 `[bytes]`: a bit for each, the lowest first.
+    """Return a mask of `size` tokens, uint8 `[bytes]`: a bit for each, the lowest first.
 
     It is a whole number of 32-bit words; bits beyond the last token are clear.
     """
@@ -80,28 +79,22 @@ def mask_logits(logits: Tensor, allowed: np.ndarray) -> None:
     every = every_token(size)
     buffer = np.empty((len(every), 8), dtype=np.float32)  # new memory is half of a row's time
     for row, mask in zip(logits.numpy(), allowed, strict=True):
-        if len(at := np.flatnonzero(mask != every)) * _FEW <= len(mask):
-            row[_tokens_of(at, every[at] & ~mask[at])] = -np.inf
-        elif len(at := np.flatnonzero(mask)) * _FEW <= len(mask):
-            kept = _tokens_of(at, mask[at])
-            logits_kept = row[kept]
+        if len(places := np.flatnonzero(mask != every)) * _FEW <= len(mask):
+            row[_tokens_of(places, every[places] & ~mask[places])] = -np.inf
+        elif len(places := np.flatnonzero(mask)) * _FEW <= len(mask):
+            tokens = _tokens_of(places, mask[places])
+            logits_of_tokens = row[tokens]
             row[:] = -np.inf
-            row[kept] = logits_kept
+            row[tokens] = logits_of_tokens
         else:  # numpy's `take` is five times as fast as torch's
             np.take(_BOUNDS, mask, axis=0, out=buffer, mode="clip")
             np.fmin(row, buffer.reshape(-1)[:size], out=row)
 
 
-def _tokens_of(at: np.ndarray, bits: np.ndarray) -> np.ndarray:
-    """The tokens of the set bits of a mask's bytes, which are at these places."""
+def _tokens_of(places: np.ndarray, bits: np.ndarray) -> np.ndarray:
+    """Return the tokens of the set bits of a mask's bytes, which lie at these places."""
     row, bit = np.nonzero(np.unpackbits(bits[:, None], axis=1, bitorder="little"))
-    found: np.ndarray = at[row] * 8 + bit
-    return found
-
-
-def _screen_bytes(outputs: int, inputs: int) -> int:
-    """Return the size of the panels that `native/screen.h` describes."""
-    return -(-outputs // 32) * 32 * (-(-inputs // 4) * 4 + 3 * 4)
+    return np.asarray(places[row] * 8 + bit)
 
 
 class GreedyHead:
@@ -116,24 +109,26 @@ class GreedyHead:
     """
 
     def __init__(self, weight: PackedWeight) -> None:
-        found = library()
-        assert found is not None and weight.bias is None and weight.inputs <= MOST_INPUTS
-        self._choose = found.headstart_greedy_tokens
+        kernels = library()
+        outputs, inputs = weight.outputs, weight.inputs
+        assert kernels is not None and weight.bias is None and inputs <= MOST_INPUTS
+        self._choose = kernels.headstart_greedy_tokens
         self.weight = weight
         """The LM head's weight."""
-        size = _screen_bytes(weight.outputs, weight.inputs)
+        # The size of the panels that `native/screen.h` describes.
+        size = -(-outputs // 32) * 32 * (-(-inputs // 4) * 4 + 3 * 4)
         self._panels = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
         start = self._panels.data_ptr() + -self._panels.data_ptr() % _ALIGNMENT
-        self._struct = Screen(panels=start, inputs=weight.inputs, outputs=weight.outputs)
+        self._struct = Screen(panels=start, inputs=inputs, outputs=outputs)
         self._screen = ctypes.addressof(self._struct)
         self._exact = ctypes.addressof(weight.product.struct)
-        found.headstart_screen(self._exact, self._screen, torch.get_num_threads())
+        kernels.headstart_screen(self._exact, self._screen, torch.get_num_threads())
         request_huge_pages(start, size)
         self._pause = 0  # length of the next pause, in steps
         self._waiting = 0  # steps left of the current pause
 
     def choose(self, hidden: Tensor, allowed: np.ndarray | None = None) -> list[int]:
-        """The greedy token of each row of `hidden` bfloat16 `[rows, inputs]`.
+        """Return the greedy token of each row of `hidden` bfloat16 `[rows, inputs]`.
 
         Equal to `greedy_tokens` of `weight.multiply(hidden)`, including -1 for a row whose largest
         logit is not finite. Only tokens with a bit in `allowed` are chosen from, as in
@@ -159,15 +154,15 @@ class GreedyHead:
             chosen.data_ptr(),
             torch.get_num_threads(),
         )
-        found: list[int] = chosen.tolist()
-        left = [row for row, token in enumerate(found) if token < 0]
-        self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE) if 2 * len(left) > len(found) else 0
+        tokens: list[int] = chosen.tolist()
+        left = [row for row, token in enumerate(tokens) if token < 0]
+        self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE) if 2 * len(left) > len(tokens) else 0
         self._waiting = self._pause
         if left:
             rest = self._compute_all(hidden[left], None if allowed is None else allowed[left])
             for row, token in zip(left, rest, strict=True):
-                found[row] = token
-        return found
+                tokens[row] = token
+        return tokens
 
     def _compute_all(self, hidden: Tensor, allowed: np.ndarray | None) -> list[int]:
         logits = self.weight.multiply(hidden).float()

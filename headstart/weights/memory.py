@@ -1,13 +1,13 @@
 """The memory of weights: one block for many, mapped at once, in pages of 2 MiB.
 
-A decode reads all weights, and else looks up an address each 4 KB. Many systems give huge pages
+A decode reads all weights, and would look up an address for each 4 KB. Many systems give huge pages
 only to memory for which they are requested, and then slowly: requested before weights are written,
 each first write would wait until 2 MiB are found and cleared. So they are requested afterwards, or
-made once the model is loaded, by a thread of their own.
+made once the model is loaded, by a separate thread.
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,19 @@ def move_to_huge_pages(module: nn.Module) -> threading.Thread | None:
 
     The weights must not lie in files. It takes their addresses alone, so they may be freed.
     """
-    spans = _merged({tensor.data_ptr(): tensor.nbytes for tensor in _weights(module)})
+    sizes: dict[int, int] = {}
+    for part in module.modules():
+        matrix = getattr(part, "matrix", None)
+        stored = [] if matrix is None else matrix.tensors
+        for tensor in (*stored, *part.parameters(recurse=False), *part.buffers(recurse=False)):
+            if tensor.device.type == "cpu":
+                sizes[tensor.data_ptr()] = tensor.nbytes
+    spans: list[tuple[int, int]] = []  # neighbors together
+    for start, size in sorted(sizes.items()):
+        if spans and start - spans[-1][1] < _APART:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], start + size))
+        else:
+            spans.append((start, start + size))
     if sum(end - start for start, end in spans) < _FEWEST:
         return None
 
@@ -90,23 +102,3 @@ def move_to_huge_pages(module: nn.Module) -> threading.Thread | None:
     thread = threading.Thread(target=move, name="headstart-huge-pages", daemon=True)
     thread.start()
     return thread
-
-
-def _weights(module: nn.Module) -> Iterator[Tensor]:
-    for part in module.modules():
-        matrix = getattr(part, "matrix", None)
-        stored = [] if matrix is None else matrix.tensors
-        for tensor in (*stored, *part.parameters(recurse=False), *part.buffers(recurse=False)):
-            if tensor.device.type == "cpu":
-                yield tensor
-
-
-def _merged(sizes: dict[int, int]) -> list[tuple[int, int]]:
-    """Return the start and end of the memory at these addresses, neighbors together."""
-    spans: list[tuple[int, int]] = []
-    for start, size in sorted(sizes.items()):
-        if spans and start - spans[-1][1] < _APART:
-            spans[-1] = (spans[-1][0], max(spans[-1][1], start + size))
-        else:
-            spans.append((start, start + size))
-    return spans

@@ -60,29 +60,23 @@ class Outline:
         """Shapes of the linear layers' weights and of the embedding, by name."""
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        self._matrix(name, outputs, inputs)
         if bias:
             self.shapes[f"{name}.bias"] = (outputs,)
-        return nn.Module()
+        return self.embedding(name, outputs, inputs)
 
     def vector(self, name: str, width: int) -> Tensor:
         self.shapes[f"{name}.weight"] = (width,)
         return torch.empty(0)
 
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
-        self._matrix(name, count, width)
+        self.shapes[f"{name}.weight"] = (count, width)
+        self.matrices[f"{name}.weight"] = torch.Size((count, width))
         return nn.Module()
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
-        if embedding is None:
-            self._matrix(name, outputs, inputs)
-        return nn.Module()
+        return self.embedding(name, outputs, inputs) if embedding is None else nn.Module()
 
     def release(self) -> None: ...
-
-    def _matrix(self, name: str, outputs: int, inputs: int) -> None:
-        self.shapes[f"{name}.weight"] = (outputs, inputs)
-        self.matrices[f"{name}.weight"] = torch.Size((outputs, inputs))
 
 
 class _Linear(nn.Linear):
@@ -99,14 +93,16 @@ class TorchReader:
         self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        own = self._parameter(f"{name}.bias") if bias else None
-        return _torch_linear(self._parameter(f"{name}.weight"), own)
+        own = self.vector(name, outputs, "bias") if bias else None
+        return _torch_linear(self.vector(name, inputs), own)
 
-    def vector(self, name: str, width: int) -> Tensor:
-        return self._parameter(f"{name}.weight")
+    def vector(self, name: str, width: int, part: str = "weight") -> Tensor:
+        tensor = self._copy(f"{name}.{part}")
+        self._check_finite(f"{name}.{part}", tensor)
+        return tensor
 
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
-        # Not checked: a row that is not finite harms only those who use the token.
+        # Not checked: a row that is not finite harms only requests that use the token.
         weight = self._copy(f"{name}.weight")
         table: nn.Module = nn.Embedding.from_pretrained(weight)  # type: ignore[no-untyped-call]
         return table
@@ -120,11 +116,6 @@ class TorchReader:
 
     def release(self) -> None:
         self._checkpoint.release()
-
-    def _parameter(self, name: str) -> nn.Parameter:
-        parameter = self._copy(name)
-        self._check_finite(name, parameter)
-        return parameter
 
     def _copy(self, name: str) -> nn.Parameter:
         tensor = self._checkpoint.tensor(name)
@@ -236,21 +227,23 @@ class WeightReader(TorchReader):
         """Return a matrix in the checkpoint's bits, if it keeps them, or rounded to `kind`."""
         weight = f"{name}.weight"
         values = None if self._kind is not None else self._checkpoint.packed(weight)
-        if values is not None:
-            if not values.is_finite():
-                raise UnsupportedModelError(f"{weight} has scales that are not finite in float16")
-            matrix = values.to(self._device).store(bias, self._dtype, table)
-            matrix.is_prequantized = True
-            return matrix
-        values = FORMATS[kind](self._tensor(weight))
-        if float(values.scales.amax()) > _LARGEST_SCALE:
-            raise UnsupportedModelError(
-                f'{weight} holds weights that are too large for {kind}; weights="auto" may help'
-            )
-        return values.store(bias, self._dtype, table)
+        is_prequantized = values is not None
+        if values is None:
+            values = FORMATS[kind](self._tensor(weight))
+            if float(values.scales.amax()) > _LARGEST_SCALE:
+                raise UnsupportedModelError(
+                    f'{weight} holds weights that are too large for {kind}; weights="auto" may help'
+                )
+        elif not values.is_finite():
+            raise UnsupportedModelError(f"{weight} has scales that are not finite in float16")
+        else:
+            values = values.to(self._device)
+        matrix = values.store(bias, self._dtype, table)
+        matrix.is_prequantized = is_prequantized
+        return matrix
 
     def _float_linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        own = self._parameter(f"{name}.bias") if bias else None
+        own = self.vector(name, outputs, "bias") if bias else None
         matrix = self._float(f"{name}.weight", own, check=True)
         return super().linear(name, inputs, outputs, bias) if matrix is None else Linear(matrix)
 

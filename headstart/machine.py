@@ -1,4 +1,4 @@
-"""What this machine has: its CPU's instruction sets, free memory, a place for data. No torch."""
+"""The machine: its CPU's instruction sets, free memory, a place for data. Imports no torch."""
 
 import ctypes
 import os
@@ -17,21 +17,24 @@ __all__ = [
 ]
 
 X86 = ("x86_64", "AMD64")
-"""What `platform.machine` says on x86 in 64 bits."""
+"""The values of `platform.machine` on x86 in 64 bits."""
 
 _CPUINFO = Path("/proc/cpuinfo")
+
+
+def _read_lines(cpuinfo: Path) -> list[str]:
+    try:
+        return cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 @cache
 def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
     """Return the instruction sets that all cores have, in Linux's names; empty elsewhere."""
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return frozenset()
-    fields = [line.partition(":") for line in lines]
-    found = [set(value.split()) for name, _, value in fields if name.strip() in _FLAG_FIELDS]
-    return frozenset(set.intersection(*found)) if found else frozenset()
+    fields = [line.partition(":") for line in _read_lines(cpuinfo)]
+    flags = [set(value.split()) for name, _, value in fields if name.strip() in _FLAG_FIELDS]
+    return frozenset(set.intersection(*flags)) if flags else frozenset()
 
 
 _FLAG_FIELDS = ("flags", "Features")  # on x86, on ARM
@@ -40,10 +43,7 @@ _BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})  # on x86
 
 def cpu_name(cpuinfo: Path = _CPUINFO) -> str:
     """Return the name of the CPU; its architecture where Linux does not report it."""
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
+    lines = _read_lines(cpuinfo)
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
 
@@ -75,13 +75,9 @@ def _is_capped() -> bool:
 
 def available_memory() -> int:
     """Return the bytes of host memory that can still be allocated."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
+    for line in _read_lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
@@ -95,9 +91,9 @@ def data_folder() -> Path:
 
 
 def return_freed_memory() -> bool:
-    """Return to the system what this process has freed; True if there was any.
+    """Return freed memory of this process to the system; True if there was any.
 
-    GNU's C library keeps freed memory that lies below memory in use: some 125 MB after
+    GNU's C library retains freed memory that lies below memory in use: some 125 MB after
     Qwen2.5-0.5B's weights are read into 8 bits. Others have no such call, and need none.
     """
     try:

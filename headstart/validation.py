@@ -193,16 +193,6 @@ class _Instance(NamedTuple):
         return {bool: "True or False", str: "a text"}.get(self.kind, f"a {self.kind.__name__}")
 
 
-class _OrNone(NamedTuple):
-    allowed: Allowed
-
-    def __contains__(self, value: object) -> bool:
-        return value is None or value in self.allowed
-
-    def __str__(self) -> str:
-        return f"{self.allowed} or None"
-
-
 def option(default: Any = MISSING, help_text: str = "", allowed: Allowed | None = None) -> Any:
     """Make a dataclass field with its help, and its range if the type does not say it."""
     return field(default=default, metadata={"help": help_text, "allowed": allowed})
@@ -214,17 +204,19 @@ def check_fields(options: Any, error: type[Exception]) -> None:
     A field that may be of several types, besides None, is left to a check of its own.
     """
     kind: Any = type(options)
-    for name, (allowed, default) in _allowed_values(kind).items():
+    for name, (allowed, is_optional, default) in _allowed_values(kind).items():
         value = getattr(options, name)
-        if value is not default and value not in allowed:
-            raise error(f"{name} is {describe(value)}; allowed: {allowed}")
+        is_right = value is default or (is_optional and value is None) or value in allowed
+        if not is_right:
+            or_none = " or None" if is_optional else ""
+            raise error(f"{name} is {describe(value)}; allowed: {allowed}{or_none}")
 
 
 @cache
-def _allowed_values(kind: Any) -> Mapping[str, tuple[Allowed, Any]]:
-    """Return the allowed values and the default of each field."""
+def _allowed_values(kind: Any) -> Mapping[str, tuple[Allowed, bool, Any]]:
+    """Return each field's allowed values, whether it may be None, and its default."""
     hints = get_type_hints(kind)
-    values: dict[str, tuple[Allowed, Any]] = {}
+    values: dict[str, tuple[Allowed, bool, Any]] = {}
     for entry in fields(kind):
         hint = hints[entry.name]
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -234,7 +226,5 @@ def _allowed_values(kind: Any) -> Mapping[str, tuple[Allowed, Any]]:
             assert plain[0] not in (int, float), f"{entry.name}: give its range"
             allowed = _Instance(plain[0])
         if allowed is not None:
-            allowed = allowed if len(plain) == len(kinds) else _OrNone(allowed)
-            assert entry.default is MISSING or entry.default in allowed, entry.name
-            values[entry.name] = allowed, entry.default
+            values[entry.name] = allowed, len(plain) < len(kinds), entry.default
     return values

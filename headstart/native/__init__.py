@@ -45,8 +45,8 @@ NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"
 """The CPU flags that the kernels need, as Linux spells them."""
 
 NEEDED_FOR_AVX2 = frozenset({"avx2", "fma", "f16c"})
-"""The same, of those that need AVX2 only."""
-# What headstart_native_level() tells.
+"""The same for kernels that need AVX2 only."""
+# The results of headstart_native_level().
 _AVX2, _AVX512, AMX = 1, 2, 3
 _CAPS = {"": AMX, "avx2": _AVX2, "avx512": _AVX512}  # of HEADSTART_CPU
 
@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None if they are missing, not usable or switched off."""
+    """Return the compiled kernels, or None if they are missing, not usable or switched off."""
     return _threaded() if is_usable() else None
 
 
@@ -64,44 +64,44 @@ def avx2_library() -> ctypes.CDLL | None:
     return _threaded() if level() >= _AVX2 else None
 
 
-def required(found: ctypes.CDLL | None) -> ctypes.CDLL:
-    """Return the library that `library` or `avx2_library` found; raises `ModelError` for None.
+def required(kernels: ctypes.CDLL | None) -> ctypes.CDLL:
+    """Return the result of `library` or `avx2_library`; raises `ModelError` for None.
 
-    Code that loads a model asks before: it is a weight that was pickled elsewhere.
+    Code that loads a model checks before: None means a weight that was pickled elsewhere.
     """
-    if found is None:
+    if kernels is None:
         raise ModelError(
             "a weight lies as compiled kernels want it, and those cannot be used here: load the "
             "model again on this machine instead of a pickle of it"
         )
-    return found
+    return kernels
 
 
 def is_usable() -> bool:
-    """True if the kernels beyond AVX2 can be used; does not import torch."""
+    """Return True if the kernels beyond AVX2 can be used; does not import torch."""
     return level() >= _AVX512
 
 
 def is_built() -> bool:
-    """True if the library is there and of these sources, whatever the CPU."""
+    """Return True if the library is there and of these sources, whatever the CPU."""
     return _load(_FOLDER) is not None
 
 
 def level() -> int:
-    """Which kernels can be used: 0 none, 1 for AVX2, 2 for AVX-512 too, 3 (`AMX`) all."""
+    """Return the kernels that can be used: 0 none, 1 for AVX2, 2 for AVX-512 too, 3 (`AMX`) all."""
     cap = os.environ.get("HEADSTART_CPU", "")
     if cap not in _CAPS:
         raise ConfigError(f"HEADSTART_CPU is {cap!r}; it may be avx2, avx512, or unset")
-    found = _load(_FOLDER) if _is_wanted() else None
-    return 0 if found is None else min(_CAPS[cap], int(found.headstart_native_level()))
+    kernels = _load(_FOLDER) if _is_wanted() else None
+    return 0 if kernels is None else min(_CAPS[cap], int(kernels.headstart_native_level()))
 
 
 def vnni() -> int:
-    """Return what products of bytes use: 0 AVX2, 1 AVX-VNNI, 2 AVX-512 with VNNI."""
-    found = _load(_FOLDER) if level() else None
-    if found is None or os.environ.get("HEADSTART_CPU") == "avx2":
+    """Return the instructions of products of bytes: 0 AVX2, 1 AVX-VNNI, 2 AVX-512 with VNNI."""
+    kernels = _load(_FOLDER) if level() else None
+    if kernels is None or os.environ.get("HEADSTART_CPU") == "avx2":
         return 0
-    kinds: int = found.headstart_native_vnni()
+    kinds: int = kernels.headstart_native_vnni()
     return kinds.bit_length()  # the largest of 1 and 2
 
 
@@ -115,7 +115,7 @@ def _is_wanted() -> bool:
 @cache
 def advise() -> None:
     """Log, once per process, how to install the kernels if this CPU could run them."""
-    is_missing = _is_wanted() and _load(_FOLDER) is None
+    is_missing = _is_wanted() and not is_built()
     if is_missing and (cpu_flags() >= NEEDED or cpu_flags() >= NEEDED_FOR_AVX2):
         _log.warning(
             "headstart runs without its compiled kernels, up to several times slower: install "
@@ -126,7 +126,7 @@ def advise() -> None:
 
 
 def pointer(function: object) -> int:
-    """The address of a ctypes function."""
+    """Return the address of a ctypes function."""
     address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
     assert address is not None
     return address
@@ -134,62 +134,51 @@ def pointer(function: object) -> int:
 
 @cache
 def _threaded() -> ctypes.CDLL | None:
-    found, functions = _load(_FOLDER), _openmp()
-    if found is not None:
-        found.headstart_native_use_amx(level() >= AMX)
-        found.headstart_native_use_vnni(vnni())
+    kernels, functions = _load(_FOLDER), _openmp()
+    if kernels is not None:
+        kernels.headstart_native_use_amx(level() >= AMX)
+        kernels.headstart_native_use_vnni(vnni())
         if functions is not None:
-            found.headstart_native_threads(*functions)
+            kernels.headstart_native_threads(*functions)
         else:
             _log.warning(
                 "compiled kernels run on one thread: torch is not linked to an OpenMP library "
                 "with GNU's interface"
             )
-    return found
+    return kernels
 
 
 @cache
 def _load(folder: Path) -> ctypes.CDLL | None:
-    for suffix in EXTENSION_SUFFIXES:
-        path = folder / f"_kernels{suffix}"
-        if path.exists():
-            return _open(path)
-    return None
-
-
-def _open(path: Path) -> ctypes.CDLL | None:
+    """Return the library in a folder, if it was built of these sources and for this machine."""
+    paths = (folder / f"_kernels{suffix}" for suffix in EXTENSION_SUFFIXES)
+    path = next((path for path in paths if path.exists()), None)
     try:
-        found = ctypes.CDLL(str(path))
+        kernels = None if path is None else ctypes.CDLL(str(path))
     except OSError:  # built for another machine
         return None
-    if found.headstart_native_interface() != INTERFACE:
+    if kernels is None or kernels.headstart_native_interface() != INTERFACE:
         return None
-    if (wrong := _wrong_layout(found)) is not None:
-        _log.warning("compiled kernels are not used: %s", wrong)
-        return None
-    bindings.declare(found)
-    return found
-
-
-def _wrong_layout(library: ctypes.CDLL) -> str | None:
-    """The first difference between the structs of the library and of `bindings`, or None."""
-    here, there = bindings.expected_layout(), bindings.library_layout(library)
+    here, there = bindings.expected_layout(), bindings.library_layout(kernels)
     for name in here | there:
         if here.get(name) != there.get(name):
-            return f"{name} is {there.get(name)} in C++ and {here.get(name)} in Python (bytes)"
-    return None
+            sizes = f"{there.get(name)} in C++ and {here.get(name)} in Python (bytes)"
+            _log.warning("compiled kernels are not used: %s is %s", name, sizes)
+            return None
+    bindings.declare(kernels)
+    return kernels
 
 
 def _openmp() -> list[int] | None:
-    """Addresses in the OpenMP library that torch is linked to; None if torch has another pool.
+    """Return addresses in the OpenMP library of torch; None if torch has another thread pool.
 
     A symbol lookup covers a library and its dependencies, so a lookup in torch's own library finds
     the right one of several OpenMP libraries in the process.
     """
     names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-    found = _torch_library()
+    torch = _torch_library()
     try:
-        return None if found is None else [pointer(getattr(found, name)) for name in names]
+        return None if torch is None else [pointer(getattr(torch, name)) for name in names]
     except AttributeError:
         return None
 
@@ -207,7 +196,7 @@ def _torch_library() -> ctypes.CDLL | None:
 def release_threads() -> None:
     """End the OpenMP threads that wait for this one; its next parallel work makes them anew.
 
-    GNU's OpenMP keeps such threads for each thread that ever computed in parallel. They spin for
+    GNU's OpenMP retains such threads for each thread that ever computed in parallel. They spin for
     their next work before they sleep, but a tenth as long once there are more of them than cores.
     To wake one takes 50 us, 190 times a token. Does nothing without such a library.
     """

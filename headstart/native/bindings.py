@@ -54,52 +54,30 @@ class Merger(NamedTuple):
     last_part: int
 
 
+def _of(kind: type, *names: str) -> list[tuple[str, type]]:
+    """Return fields of one type."""
+    return [(name, kind) for name in names]
+
+
 class AttentionStep(ctypes.Structure):
     """The arguments that all layers of a step with the same plan share."""
 
     _fields_ = (
-        ("slots", c_void_p),
-        ("tables", c_void_p),
-        ("rows", c_void_p),
-        ("segments", c_void_p),
-        ("mergers", c_void_p),
-        ("parts", c_void_p),
-        ("partials", c_void_p),
-        ("nonfinite", c_void_p),
-        ("num_tokens", c_int32),
-        ("num_segments", c_int32),
-        ("num_mergers", c_int32),
-        ("block_shift", c_int32),
-        ("threads", c_int32),
+        *_of(c_void_p, "slots", "tables", "rows", "segments", "mergers", "parts"),
+        *_of(c_void_p, "partials", "nonfinite"),
+        *_of(c_int32, "num_tokens", "num_segments", "num_mergers", "block_shift", "threads"),
     )
-
-
-_Strides = c_int64 * 2
 
 
 class AttentionCall(ctypes.Structure):
     """One layer's attention."""
 
     _fields_ = (
-        ("query", c_void_p),
-        ("key", c_void_p),
-        ("value", c_void_p),
-        ("out", c_void_p),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("key_scales", c_void_p),
-        ("value_scales", c_void_p),
-        ("sinks", c_void_p),
-        ("query_strides", _Strides),
-        ("key_strides", _Strides),
-        ("value_strides", _Strides),
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("key_dim", c_int32),
-        ("value_dim", c_int32),
-        ("window", c_int32),
-        ("scaling", c_float),
-        ("softcap", c_float),
+        *_of(c_void_p, "query", "key", "value", "out"),
+        *_of(c_void_p, "keys", "values", "key_scales", "value_scales", "sinks"),
+        *_of(c_int64 * 2, "query_strides", "key_strides", "value_strides"),
+        *_of(c_int32, "heads", "kv_heads", "key_dim", "value_dim", "window"),
+        *_of(c_float, "scaling", "softcap"),
     )
 
 
@@ -111,13 +89,8 @@ class Weight(ctypes.Structure):
     """A weight and its bias; with scales if it is of 8 bits or fewer."""
 
     _fields_ = (
-        ("panels", c_void_p),
-        ("bias", c_void_p),
-        ("scales", c_void_p),
-        ("columns", c_void_p),
-        ("inputs", c_int64),
-        ("outputs", c_int64),
-        ("kind", c_int64),
+        *_of(c_void_p, "panels", "bias", "scales", "columns"),
+        *_of(c_int64, "inputs", "outputs", "kind"),
     )
 
 
@@ -131,8 +104,8 @@ class Layer(ctypes.Structure):
     """A decoder layer's weights."""
 
     _fields_ = (
-        *((name, Weight) for name in ("q", "k", "v", "o", "gate", "up", "down")),
-        *((name, Norm) for name in ("before", "after", "q_heads", "k_heads")),
+        *_of(Weight, "q", "k", "v", "o", "gate", "up", "down"),
+        *_of(Norm, "before", "after", "q_heads", "k_heads"),
         ("head_dim", c_int64),
     )
 
@@ -140,7 +113,7 @@ class Layer(ctypes.Structure):
 class LayerRun(ctypes.Structure):
     """A layer's arguments in one step."""
 
-    _fields_ = (("layer", c_void_p), ("step", c_void_p), ("call", c_void_p))
+    _fields_ = _of(c_void_p, "layer", "step", "call")
 
 
 class Screen(ctypes.Structure):
@@ -184,21 +157,21 @@ def declare(library: ctypes.CDLL) -> None:
 
 
 def expected_layout() -> dict[str, int]:
-    """Size in bytes of each struct and offset of each of its fields, by name.
+    """Return the size in bytes of each struct and the offset of each of its fields, by name.
 
     >>> expected_layout()["Merger"], expected_layout()["Merger.first_part"]
     (12, 4)
     """
-    found: dict[str, int] = {}
+    layout: dict[str, int] = {}
     for row in _ROWS:
-        found[row.__name__] = len(row._fields) * ctypes.sizeof(c_int32)
+        layout[row.__name__] = len(row._fields) * ctypes.sizeof(c_int32)
         for number, field in enumerate(row._fields):
-            found[f"{row.__name__}.{field}"] = number * ctypes.sizeof(c_int32)
+            layout[f"{row.__name__}.{field}"] = number * ctypes.sizeof(c_int32)
     for struct in _STRUCTS:
-        found[struct.__name__] = ctypes.sizeof(struct)
+        layout[struct.__name__] = ctypes.sizeof(struct)
         for field, *_ in struct._fields_:
-            found[f"{struct.__name__}.{field}"] = getattr(struct, field).offset
-    return found
+            layout[f"{struct.__name__}.{field}"] = getattr(struct, field).offset
+    return layout
 
 
 class _LayoutEntry(ctypes.Structure):
@@ -208,12 +181,10 @@ class _LayoutEntry(ctypes.Structure):
 
 
 def library_layout(library: ctypes.CDLL) -> dict[str, int]:
-    """The layout that the library exports. It is data, so any CPU can read it."""
+    """Return the layout that the library exports. It is data, so any CPU can read it."""
     first = _LayoutEntry.in_dll(library, "headstart_layout")
     entries = ctypes.cast(ctypes.byref(first), ctypes.POINTER(_LayoutEntry))
-    found: dict[str, int] = {}
-    number = 0
-    while (name := entries[number].name) is not None:
-        found[name.decode()] = entries[number].bytes
-        number += 1
-    return found
+    layout: dict[str, int] = {}
+    while (entry := entries[len(layout)]).name is not None:
+        layout[entry.name.decode()] = entry.bytes
+    return layout

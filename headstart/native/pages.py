@@ -51,13 +51,13 @@ def advise_pages(start: int, size: int, advice: int) -> bool:
 
 
 def drop_pages(start: int, size: int) -> None:
-    """Give back pages of a mapped file that nobody writes to; reading one maps it again."""
+    """Give back pages of a mapped file that is not written to; reading one maps it again."""
     if sys.platform == "linux":
         advise_pages(start, size, mmap.MADV_DONTNEED)
 
 
 def request_huge_pages(start: int, size: int) -> None:
-    """Ask for pages of 2 MiB, which mean fewer TLB misses, where they fit into these bytes.
+    """Request pages of 2 MiB, which mean fewer TLB misses, where they fit into these bytes.
 
     The system makes them when it has time: some 2 MiB a second.
     """
@@ -67,7 +67,7 @@ def request_huge_pages(start: int, size: int) -> None:
 
 
 def make_huge_pages(start: int, size: int) -> None:
-    """Have pages of 2 MiB now, where they fit into these bytes and the system has them.
+    """Make pages of 2 MiB now, where they fit into these bytes and the system has them.
 
     Copies the memory, 2 MiB at a time: some 4 GB/s, or less where memory must be found first. Other
     threads may use it meanwhile.
@@ -78,7 +78,7 @@ def make_huge_pages(start: int, size: int) -> None:
 
 
 def _inside(start: int, size: int) -> tuple[int, int]:
-    """The first and the last border of huge pages in these bytes."""
+    """Return the first and the last border of huge pages in these bytes."""
     return -(-start // _HUGE_PAGE) * _HUGE_PAGE, (start + size) // _HUGE_PAGE * _HUGE_PAGE
 
 
@@ -86,7 +86,7 @@ class ReadyMemory:
     """Memory whose pages a thread prefaults until `take` is called."""
 
     def __init__(self, size: int, files: list[Path]) -> None:
-        """Reads the files first, then touches `size` bytes; some more, untouched, are allocated."""
+        """Read the files first, then touch `size` bytes; some more, untouched, are allocated."""
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._memory = mmap.mmap(-1, size + size // 32 + _SLACK, flags=private)
         self._size = size
@@ -96,7 +96,7 @@ class ReadyMemory:
         self._thread.start()
 
     def take(self, size: int) -> mmap.mmap | None:
-        """Memory of at least `size` bytes, all zeros; None if it is smaller or already taken.
+        """Return at least `size` bytes, all zeros; None if there are fewer or they are taken.
 
         Touched pages beyond `size` (for weights that stay in the file) return to the system.
         """
@@ -115,10 +115,10 @@ class ReadyMemory:
             with suppress(OSError), file.open("rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        for at in range(0, self._size, _PIECE):
+        for offset in range(0, self._size, _PIECE):
             if self._taken:
                 break
-            size = min(_PIECE, self._size - at)
+            size = min(_PIECE, self._size - offset)
             with suppress(OSError, AttributeError):  # a system without pages of 2 MiB
-                self._memory.madvise(mmap.MADV_HUGEPAGE, at, size)
-            ctypes.memset(start + at, 0, size)  # releases the GIL
+                self._memory.madvise(mmap.MADV_HUGEPAGE, offset, size)
+            ctypes.memset(start + offset, 0, size)  # releases the GIL

@@ -1,4 +1,8 @@
-"""The parts of request bodies that all APIs have in common."""
+"""JSON, and the parts of request bodies that all APIs have in common.
+
+msgspec reads and writes JSON. What it refuses is left to the standard library, which reads other
+encodings than UTF-8 and half characters, and whose errors name the position.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from functools import cache
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -25,10 +30,29 @@ __all__ = [
     "Refusal",
     "Whole",
     "at_most",
+    "decode",
+    "encode",
     "hint",
     "refusals",
     "refuse",
 ]
+
+
+def decode(data: bytes) -> Any:
+    """Return what `json.loads` returns, or raise its error."""
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return json.loads(data)
+
+
+def encode(value: Any) -> bytes:
+    """Return a value as JSON without white space."""
+    try:
+        return msgspec.json.encode(value)
+    except (TypeError, UnicodeEncodeError):  # half characters, subclasses of float
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+
 
 # `SamplingParams` checks ranges; here only the type is checked.
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from headstart.engine.params import SamplingParams
 from headstart.engine.structured_outputs import StructuredOutputsParams
@@ -65,46 +65,39 @@ class ChatCall:
 
 
 @dataclass(frozen=True)
-class _Dialect:
+class Dialect:
     """The format of the answers to one conversation.
 
     special: ids of the tokenizer's special tokens. hidden: those of them that answers leave out
     though the detokenizer shows them all; None if it does not.
     """
 
-    calls: CallFormat
+    tools: ToolUse
+    calls: CallFormat = HERMES
     thought: Thought = "none"
     special: Mapping[str, int] = field(default_factory=dict)
     hidden: tuple[str, ...] | None = None
 
+    def parser(self) -> AnswerParser:
+        """Return a parser for one answer."""
+        most = None if self.tools.parallel else 1
+        forced = self.tools.is_forced
+        return AnswerParser(self._read, self.hidden or (), max_calls=most, only_calls=forced)
 
-@dataclass(frozen=True)
-class PreparedChat:
+    def _read(self, source: Source) -> Reading[None]:
+        if self.thought != "none":
+            yield from read_reasoning(source, is_open=self.thought == "begun")
+        if self.tools.may_call:
+            yield from self.calls.read(source, self.tools.names)
+        else:
+            yield from source.until((), source.content)
+
+
+class PreparedChat(NamedTuple):
     """A request of the engine, and the format of its answers."""
 
     request: RequestGroup
-    _tools: ToolUse
-    _dialect: _Dialect
-
-    @property
-    def calls(self) -> CallFormat:
-        """Return the format of tool calls."""
-        return self._dialect.calls
-
-    def parser(self) -> AnswerParser:
-        """Return a parser for one answer."""
-        most = None if self._tools.parallel else 1
-        hidden = self._dialect.hidden or ()
-        forced = self._tools.is_forced
-        return AnswerParser(self._read, hidden, max_calls=most, only_calls=forced)
-
-    def _read(self, source: Source) -> Reading[None]:
-        if self._dialect.thought != "none":
-            yield from read_reasoning(source, is_open=self._dialect.thought == "begun")
-        if self._tools.may_call:
-            yield from self.calls.read(source, self._tools.names)
-        else:
-            yield from source.until((), source.content)
+    dialect: Dialect
 
 
 async def prepare_chat(
@@ -154,7 +147,7 @@ async def prepare_chat(
         )
     if call.retention:
         request.retain(len(request.prompt_token_ids), call.retention)
-    return PreparedChat(request, call.tools, dialect)
+    return PreparedChat(request, dialect)
 
 
 @asynccontextmanager
@@ -192,11 +185,11 @@ async def read_many(count: int, read: Callable[[], Result]) -> Result:
     return await asyncio.to_thread(read) if are_many(count) else read()
 
 
-def _read_dialect(service: Service, call: ChatCall) -> _Dialect:
+def _read_dialect(service: Service, call: ChatCall) -> Dialect:
     """Return the format of answers. Raises RequestError for tools if the model can call none."""
     tokenizer = service.llm.tokenizer
     if tokenizer is None:  # the engine reports that
-        return _Dialect(HERMES)
+        return Dialect(call.tools)
     template = call.template.get("chat_template") or service.llm.chat_template
     text = template_text(tokenizer, template, bool(call.tools.tools))
     calls = choose_format(text)
@@ -218,7 +211,7 @@ def _read_dialect(service: Service, call: ChatCall) -> _Dialect:
     hidden = None
     if call.sampling.get("skip_special_tokens") is not False and not needed.isdisjoint(special):
         hidden = tuple(special.keys() - needed)
-    return _Dialect(calls, thought, special, hidden)
+    return Dialect(call.tools, calls, thought, special, hidden)
 
 
 def _read_thought(tokenizer: PreTrainedTokenizerBase, text: str, call: ChatCall) -> Thought:

@@ -19,8 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headstart.server.bodies import Body
-from headstart.server.encoding import decode
+from headstart.server.bodies import Body, decode
 from headstart.server.errors import ApiError, as_api_error
 from headstart.server.service import ClientGone
 

@@ -38,7 +38,7 @@ from headstart.errors import (
     RequestError,
     TierError,
 )
-from headstart.server.encoding import encode
+from headstart.server.bodies import encode
 from headstart.server.openai.compat import tell_missing
 from headstart.validation import in_one_line, shorten
 

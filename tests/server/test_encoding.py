@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.server.encoding import decode, encode
+from headstart.server.bodies import decode, encode
 
 ATOMS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("\ud83d")
 VALUES = st.recursive(

@@ -15,7 +15,7 @@ from headstart.engine.outputs import CompletionOutput, Logprob, Logprobs, Reques
 from headstart.frontend.grammar import GrammarCompiler
 from headstart.server import chats, endpoints
 from headstart.server.answers import AnswerParser
-from headstart.server.anthropic import breakpoints
+from headstart.server.anthropic import messages as breakpoints
 from headstart.server.anthropic.schema import CountTokensRequest
 from headstart.server.openai import chat as chat_api
 from headstart.server.openai import completions

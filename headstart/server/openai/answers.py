@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from headstart.server.bodies import encode
 from headstart.server.errors import ApiError, body_of
 from headstart.server.openai.schema import SamplingFields
-from headstart.server.sse import AnswerEvents, Frames, frame
-from headstart.server.usage import Usage
+from headstart.server.sse import AnswerEvents, Usage, frame
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
@@ -27,18 +27,18 @@ class Chunks(AnswerEvents):
         options = body.stream_options
         self._wants_usage = options is not None and options.include_usage
         self._wants_usage_so_far = options is not None and bool(options.continuous_usage_stats)
-        self._frames = Frames(self.head | {"object": kind_of_chunk})
+        # All chunks begin with the same fields, which are encoded once.
+        self._begin = encode(self.head | {"object": kind_of_chunk})[:-1]
         self.usage = Usage()
 
-    def chunk(self, choices: list[Any], *, has_usage: bool = False, **more: Any) -> bytes:
-        """Return the event of new choices."""
-        if self._wants_usage:
-            is_counted = has_usage or self._wants_usage_so_far
-            more["usage"] = self.usage.for_completions() if is_counted else None
-        return self._frames.frame({"choices": choices, **more})
+    def chunk(self, choices: list[Any], **more: Any) -> bytes:
+        """Return the event of new choices, or of none for more fields alone."""
+        if self._wants_usage and choices:
+            more["usage"] = self.usage.for_completions() if self._wants_usage_so_far else None
+        return b"data: %s,%s\n\n" % (self._begin, encode({"choices": choices, **more})[1:])
 
     async def end(self) -> bytes:
-        last = self.chunk([], has_usage=True) if self._wants_usage else b""
+        last = self.chunk([], usage=self.usage.for_completions()) if self._wants_usage else b""
         return last + frame("[DONE]")
 
     async def fail(self, error: ApiError) -> bytes:

@@ -79,7 +79,7 @@ class _Answers(Chunks):
         self.usage.add(output)
         choices = []
         for answer in output.outputs:
-            parser = self._prepared.parser()
+            parser = self._prepared.dialect.parser()
             parts = join(parser.feed(answer.text, is_last=True), whole_calls=True)
             choice = {
                 "index": answer.index,
@@ -100,7 +100,7 @@ class _Answers(Chunks):
         for part in parts:
             if part.kind == "call":
                 function = {"name": part.name, "arguments": part.text}
-                name = self._prepared.calls.new_id("call_")
+                name = self._prepared.dialect.calls.new_id("call_")
                 calls.append({"id": name, "type": "function", "function": function})
             else:
                 texts[part.kind] += part.text
@@ -142,7 +142,7 @@ class _Answers(Chunks):
                     if processed > num_shown:
                         num_shown = processed
                         counts = {"total": total, "cache": cached, "processed": processed}
-                        yield self._frames.frame({"choices": [], "prompt_progress": counts})
+                        yield self.chunk([], prompt_progress=counts)
                 if (output := first.result()) is not None:
                     yield output
             finally:
@@ -165,7 +165,7 @@ class _Answers(Chunks):
     def _choices(self, answer: CompletionOutput) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
         if answer.index not in self._parsers:
-            self._parsers[answer.index] = self._prepared.parser()
+            self._parsers[answer.index] = self._prepared.dialect.parser()
             deltas.append({"role": "assistant", "content": ""})
         parser = self._parsers[answer.index]
         is_last = answer.finish_reason is not None
@@ -195,7 +195,7 @@ class _Answers(Chunks):
             return {"function_call": function}
         piece: dict[str, Any] = {"index": part.index, "function": function}
         if part.name:
-            piece |= {"id": self._prepared.calls.new_id("call_"), "type": "function"}
+            piece |= {"id": self._prepared.dialect.calls.new_id("call_"), "type": "function"}
         return {"tool_calls": [piece]}
 
 

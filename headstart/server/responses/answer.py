@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import from_json
 
 from headstart.server.answers import CallFormat, Part
+from headstart.server.bodies import encode
 from headstart.server.chats import PreparedChat
-from headstart.server.encoding import encode
 from headstart.server.errors import ApiError, JsonResponse
 from headstart.server.responses.items import CallKind, encode_reasoning
 from headstart.server.responses.schema import ResponsesRequest
 from headstart.server.service import Service
-from headstart.server.sse import AnswerEvents, frame
-from headstart.server.usage import Usage
+from headstart.server.sse import AnswerEvents, Usage, frame
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
@@ -207,11 +206,13 @@ class ResponseAnswer(AnswerEvents):
         the response is read. Raises ApiError for a request that cannot be repeated.
         """
         encodes = "reasoning.encrypted_content" in (body.include or ())
-        self._items = OutputItems(prepared.calls, body.call_kinds(), encodes_reasoning=encodes)
+        self._items = OutputItems(
+            prepared.dialect.calls, body.call_kinds(), encodes_reasoning=encodes
+        )
         self._service = service
         self._request = prepared.request
         self._keep = keep
-        self._parser = prepared.parser()
+        self._parser = prepared.dialect.parser()
         self._usage = Usage()
         self._status = "in_progress"
         self._error: dict[str, str] | None = None

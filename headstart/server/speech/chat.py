@@ -23,8 +23,7 @@ from headstart.server.openai.schema import ChatCompletionRequest
 from headstart.server.service import unless_gone
 from headstart.server.speech.conversation import read_prompt, write_sound
 from headstart.server.speech.service import SpeechService
-from headstart.server.sse import EventStream
-from headstart.server.usage import Usage
+from headstart.server.sse import EventStream, Usage
 
 if TYPE_CHECKING:
     from headstart.omni.params import OmniOutput

@@ -7,10 +7,8 @@ the user's cache folder in Hugging Face layout; the ordinary loader loads it fro
 
 import hashlib
 import os
-import shutil
 import string
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,8 +18,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headstart.errors import ModelError
 from headstart.machine import multiplies_bfloat16
+from headstart.models.files import make_folder
 from headstart.version import __version__
 
 __all__ = ["demo_model_path", "keep_readable", "made_once", "write_byte_tokenizer"]
@@ -38,7 +36,7 @@ _CHAT_TEMPLATE = (
 
 
 def demo_model_path() -> Path:
-    """The folder of the demo model; writes the model if it does not exist yet.
+    """Return the folder of the demo model; writes the model if it does not exist yet.
 
     The folder is below `$HEADSTART_DEMO_DIR`, or the platform's cache folder for users. It is
     created atomically, even if two processes create it at the same time.
@@ -56,38 +54,13 @@ def demo_model_path() -> Path:
 
 
 def made_once(name: str, recipes: Sequence[Path], write: Callable[[Path], None]) -> Path:
-    """A cache folder that `write` fills if it does not exist; its name has a digest of `recipes`.
+    """Return a cache folder that `write` fills if it does not exist; see `make_folder`.
 
-    It is created atomically, even if two processes create it at the same time. Raises ModelError
-    if the cache folder cannot be written to.
+    Its name has a digest of `recipes`.
     """
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in recipes)).hexdigest()[:8]
-    name = f"{name}-{__version__}-{digest}"
-    folder = _cache_folder() / name
-    if folder.is_dir():
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
-    except OSError as error:
-        raise ModelError(
-            f"cannot write the demo model to {folder.parent}: {error.strerror}; "
-            "set HEADSTART_DEMO_DIR to a folder that can be written to"
-        ) from error
-    try:
-        write(unfinished)
-        _rename_unless_there(unfinished, folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
-
-
-def _rename_unless_there(source: Path, target: Path) -> None:
-    try:
-        source.rename(target)
-    except OSError:
-        if not target.is_dir():  # otherwise another process was first with the same files
-            raise
+    folder = _cache_folder() / f"{name}-{__version__}-{digest}"
+    return make_folder(folder, "HEADSTART_DEMO_DIR", write)
 
 
 def _cache_folder() -> Path:
@@ -120,16 +93,14 @@ def _write_model(folder: Path, dtype: torch.dtype) -> None:
         tie_word_embeddings=False,
     )
     with torch.device("meta"):
-        shapes = {
-            name: weight.shape for name, weight in LlamaForCausalLM(config).named_parameters()
-        }
+        model = LlamaForCausalLM(config)
     generator = torch.Generator().manual_seed(_SEED)
     weights = {}
-    for name, shape in shapes.items():
-        if len(shape) == 1:
-            weights[name] = torch.ones(shape, dtype=dtype)
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1:
+            weights[name] = torch.ones(weight.shape, dtype=dtype)
         else:
-            values = torch.randn(shape, generator=generator) * config.initializer_range
+            values = torch.randn(weight.shape, generator=generator) * config.initializer_range
             weights[name] = values.to(dtype)
     # With strong embeddings a token depends mostly on the previous one. So the noise is varied, and
     # no two logits are so close that rounding decides between them.
@@ -165,7 +136,7 @@ def write_byte_tokenizer(folder: Path, special_tokens: Sequence[str], chat_templ
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies, as GPT-2 chose them.
+    """Return the character of each byte in byte-level vocabularies, as GPT-2 chose them.
 
     A byte that prints in Latin-1 stands for itself, the others for characters from U+0100 on.
     """

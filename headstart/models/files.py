@@ -10,10 +10,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import huggingface_hub as hub  # its names are imported when they are used, which takes 0.3 s
@@ -45,6 +46,7 @@ __all__ = [
     "is_gguf",
     "is_omni",
     "label_files",
+    "make_folder",
     "parse_name",
     "read_json",
     "stamp_files",
@@ -68,27 +70,6 @@ class HubName(NamedTuple):
 
     repository: str
     quantization: str | None
-
-    def local_file(self) -> Path | None:
-        """Return the file in the hub's cache; None if it was not downloaded."""
-        try:
-            folder = Path(hub.snapshot_download(self.repository, local_files_only=True))
-        except (hub.errors.HFValidationError, OSError):
-            return None
-        names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
-        try:
-            return folder / choose_file(self.repository, names, self.quantization)
-        except ModelNotFoundError:
-            return None
-
-    def download(self, timeout: float) -> Path:
-        """Return the file as the hub has it now; a whole file in the cache is not fetched again.
-
-        Raises `ModelNotFoundError` where the repository has no such file, and the hub's errors.
-        """
-        files = hub.HfApi().list_repo_files(self.repository)
-        name = choose_file(self.repository, files, self.quantization)
-        return Path(hub.hf_hub_download(self.repository, name, etag_timeout=timeout))
 
 
 def parse_name(name: str) -> HubName | None:
@@ -168,7 +149,7 @@ _HUB_TIMEOUT = 5.0
 
 
 def find_folder(model: str | Path) -> Path:
-    """The folder of a model given by local path, GGUF file or hub name (`owner/name`).
+    """Return the folder of a model given by local path, GGUF file or hub name (`owner/name`).
 
     `owner/name:Q4_K_M` is a GGUF file on the hub.
 
@@ -180,7 +161,13 @@ def find_folder(model: str | Path) -> Path:
             f"the model is {describe(model)}; allowed: a folder's path or a hub name (owner/name)"
         )
     if model == BUILT_IN:
-        return _built_in_folder()
+        folder = Path(__file__).parent.parent / "assets" / BUILT_IN.replace("-", "_")
+        if not (folder / "config.json").exists():
+            raise ModelNotFoundError(
+                f"this installation came without {BUILT_IN} ({folder} has no config.json): install "
+                "the package again, or train the model with recipes/headstart_tiny/train.py"
+            )
+        return folder
     try:
         path = Path(model).expanduser()
         if path.is_dir():
@@ -192,13 +179,12 @@ def find_folder(model: str | Path) -> Path:
         why = error.strerror if isinstance(error, OSError) else error
         raise ModelNotFoundError(f"there is no folder {shorten(str(model))}: {why}") from error
     if (file := find_gguf(model)) is not None:
-        made: Path = load_module("headstart.models.gguf").gguf_folder(file)
-        return made
+        return Path(load_module("headstart.models.gguf").gguf_folder(file))
     name = str(model)
     if path.suffix == ".gguf":
         raise ModelNotFoundError(f"there is no file {model}")
     if isinstance(model, Path) or name.startswith((".", "/", "~", "\\")) or name.count("/") > 1:
-        raise ModelNotFoundError(f"there is no folder {model}{_meant(name)}")
+        raise ModelNotFoundError(f"there is no folder {model}{_hint(name)}")
     try:
         folder = Path(hub.snapshot_download(name, local_files_only=True, allow_patterns=_WANTED))
         check_files(folder)
@@ -215,8 +201,15 @@ def find_gguf(model: str | Path) -> Path | None:
     path = os.path.expanduser(model)
     if os.path.isfile(path) and path.endswith(".gguf"):
         return Path(path)
-    named = None if isinstance(model, Path) or os.path.exists(path) else parse_name(model)
-    return named and (named.local_file() or download_gguf(named))
+    name = None if isinstance(model, Path) or os.path.exists(path) else parse_name(model)
+    if name is None:
+        return None
+    try:
+        folder = Path(hub.snapshot_download(name.repository, local_files_only=True))
+        files = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
+        return folder / choose_file(name.repository, files, name.quantization)
+    except (hub.errors.HFValidationError, OSError, ModelNotFoundError):
+        return download_gguf(name)
 
 
 def is_omni(model: str | Path) -> bool:
@@ -229,65 +222,54 @@ def is_omni(model: str | Path) -> bool:
     return read_json(find_folder(model) / "config.json").get("model_type") in OMNI_TYPES
 
 
-def _built_in_folder() -> Path:
-    folder = Path(__file__).parent.parent / "assets" / BUILT_IN.replace("-", "_")
-    if not (folder / "config.json").exists():
-        raise ModelNotFoundError(
-            f"this installation came without {BUILT_IN} ({folder} has no config.json): install "
-            "the package again, or train the model with recipes/headstart_tiny/train.py"
-        )
-    return folder
-
-
 def download_model(name: str) -> Path:
-    """The folder of a hub name as the hub has it now; files that are there are kept.
+    """Return the folder of a hub name as the hub has it now; downloads only missing files.
 
-    A connection that breaks off is taken up where it was. Raises `ModelNotFoundError`.
+    An interrupted download continues where it was. Raises `ModelNotFoundError`.
     """
-    with _asking_hub(name):
-        return Path(
-            hub.snapshot_download(
-                name,
-                etag_timeout=_HUB_TIMEOUT,
-                allow_patterns=_WANTED,
-                ignore_patterns=_UNWANTED,
-            )
-        )
+    patterns: dict[str, Any] = {"allow_patterns": _WANTED, "ignore_patterns": _UNWANTED}
+    with _calling_hub(name):
+        return Path(hub.snapshot_download(name, etag_timeout=_HUB_TIMEOUT, **patterns))
 
 
-def download_gguf(named: HubName) -> Path:
-    """Return a GGUF file as the hub has it now; raises `ModelNotFoundError`."""
-    with _asking_hub(named.repository):
-        return named.download(_HUB_TIMEOUT)
+def download_gguf(name: HubName) -> Path:
+    """Return a GGUF file as the hub has it now, downloaded if need be.
+
+    Raises `ModelNotFoundError`.
+    """
+    with _calling_hub(name.repository):
+        files = hub.HfApi().list_repo_files(name.repository)
+        file = choose_file(name.repository, files, name.quantization)
+        return Path(hub.hf_hub_download(name.repository, file, etag_timeout=_HUB_TIMEOUT))
 
 
 @contextmanager
-def _asking_hub(name: str) -> Iterator[None]:
-    """Raise `ModelNotFoundError` for what goes wrong while the hub is asked for a model."""
+def _calling_hub(name: str) -> Iterator[None]:
+    """Raise `ModelNotFoundError` for errors of the hub."""
     try:
         yield
     except ModelNotFoundError:
         raise
     except hub.errors.HFValidationError as error:
         raise ModelNotFoundError(
-            f"there is no folder {name!r}, and it is no hub name (owner/name) either{_meant(name)}"
+            f"there is no folder {name!r}, and it is no hub name (owner/name) either{_hint(name)}"
         ) from error
     except hub.errors.HfHubHTTPError as error:
         raise ModelNotFoundError(
             f"there is no folder {name!r}, and the hub does not give out a model of this name: "
-            f"{_first_line(error)}{_meant(name)}"
+            f"{_first_line(error)}{_hint(name)}"
         ) from error
     # Without a network this is an OSError or an error of the HTTP library, which differs between
     # versions of huggingface_hub.
     except Exception as error:
         raise ModelNotFoundError(
             f"there is no folder {name!r}, no model of this name was downloaded before, and the "
-            f"hub cannot be reached: {_first_line(error).removeprefix('Got: ')}{_meant(name)}"
+            f"hub cannot be reached: {_first_line(error).removeprefix('Got: ')}{_hint(name)}"
         ) from error
 
 
-def _meant(name: str) -> str:
-    """Return a hint for a name that resembles a known one, or that other programs take."""
+def _hint(name: str) -> str:
+    """Return a hint for a name that resembles a known name, or that other programs take."""
     spelled = re.split(r"[/\\]", name)[-1].lower().replace("_", "-")
     if near := get_close_matches(spelled, [BUILT_IN], 1, 0.75):
         return f"; did you mean {near[0]}?"
@@ -296,16 +278,35 @@ def _meant(name: str) -> str:
             "; Ollama names models so: give a name on the hub, such as Qwen/Qwen2.5-0.5B-Instruct, "
             "or OWNER/NAME:Q4_K_M for a GGUF file"
         )
-    found = _ON_HUB.fullmatch(name)
-    return f"; did you mean {found[1]}?" if found and found[1] != name else ""
+    match = _ON_HUB.fullmatch(name)
+    return f"; did you mean {match[1]}?" if match and match[1] != name else ""
 
 
-def _meant_file(folder: Path) -> str:
-    """Return a hint for a folder with models in GGUF only."""
-    held = min((one.name for one in folder.glob("*.gguf")), default=None)
-    if held is not None:
-        return f"; a model in GGUF is named by its file: {folder / held}"
-    return ""
+def make_folder(folder: Path, variable: str, write: Callable[[Path], None]) -> Path:
+    """Return a cache folder that `write` fills if it does not exist, whole or not at all.
+
+    Two processes may call it at the same time. variable: the name of the environment variable that
+    chooses another place. Raises ModelError if the folder cannot be written to.
+    """
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as place:
+            unfinished = Path(place) / folder.name  # readable by all users of the cache
+            unfinished.mkdir()
+            write(unfinished)
+            try:
+                unfinished.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # otherwise another process was first with the same files
+                    raise
+    except OSError as error:
+        raise ModelError(
+            f"cannot write to {folder.parent}: {error.strerror}; set {variable} to a folder that "
+            "can be written to"
+        ) from error
+    return folder
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -324,14 +325,14 @@ def check_files(folder: Path) -> None:
 
     The numbers of config.json and generation_config.json must lie in their ranges. No part of the
     model may have more layers than there are tensors, or be wider than the number of weights. A
-    model with experts must ask some of them, and only a quantised one may have integers for
+    model with experts must use some of them, and only a quantised one may have integers for
     weights.
     """
     config = folder / "config.json"
     if not config.is_file():
-        raise ModelNotFoundError(
-            f"{folder} is not a model: it has no config.json{_meant_file(folder)}"
-        )
+        file = min(folder.glob("*.gguf"), default=None)
+        hint = f"; a model in GGUF is named by its file: {file}" if file is not None else ""
+        raise ModelNotFoundError(f"{folder} is not a model: it has no config.json{hint}")
     content = read_json(config)
     check_values(config, content)
     generation = folder / "generation_config.json"
@@ -340,19 +341,14 @@ def check_files(folder: Path) -> None:
     headers = _read_headers(folder)
     check_experts(config, content, headers)
     _check_floats(content, headers)
-    shapes = {name: header.shape for name, header in headers.items()}
-    if shapes:
-        _check_limit(config, content, LAYER_COUNTS, len(shapes))
-        _check_limit(config, content, WIDTHS, sum(map(math.prod, shapes.values())))
-
-
-def _check_limit(file: Path, content: dict[str, Any], keys: frozenset[str], most: int) -> None:
-    for name, value in find_values(content, keys):
-        if value > most:
-            what = "tensors" if keys is LAYER_COUNTS else "weights"
-            raise DamagedModelError(
-                f"{file}: {name} is {value}; the files beside it hold {most} {what} in all"
-            )
+    num_weights = sum(math.prod(header.shape) for header in headers.values())
+    limits = ((LAYER_COUNTS, len(headers), "tensors"), (WIDTHS, num_weights, "weights"))
+    for keys, most, what in limits if headers else ():
+        for name, value in find_values(content, keys):
+            if value > most:
+                raise DamagedModelError(
+                    f"{config}: {name} is {value}; the files beside it hold {most} {what} in all"
+                )
 
 
 class _Header(NamedTuple):
@@ -381,7 +377,7 @@ def _check_floats(content: dict[str, Any], headers: dict[str, _Header]) -> None:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor by name, from the headers of safetensors files; no data is read.
+    """Return the shape of every tensor by name, from the headers of safetensors files.
 
     Empty for weights in PyTorch's format. Raises `DamagedModelError`.
     """
@@ -402,7 +398,7 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights, by name; raises `DamagedModelError` if one is missing."""
+    """Return the files with the weights, by name; raises `DamagedModelError` if one is missing."""
     for stem in ("model.safetensors", "pytorch_model.bin", "model.gguf"):
         if (folder / stem).is_file():
             return [folder / stem]
@@ -415,7 +411,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def is_gguf(folder: Path) -> bool:
-    """True if the weights in `folder` are those of a GGUF file; raises `DamagedModelError`."""
+    """Return True if the weights in `folder` are of a GGUF file; raises `DamagedModelError`."""
     return weight_files(folder)[0].suffix == ".gguf"
 
 
@@ -424,33 +420,19 @@ def _shards(index: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise DamagedModelError(f"{index} has no weight_map")
     for tensor, name in weight_map.items():
-        if not _stays_inside(name):
+        kinds = (PurePosixPath, PureWindowsPath) if isinstance(name, str) and name else ()
+        if not kinds or any(kind(name).anchor or ".." in kind(name).parts for kind in kinds):
             raise DamagedModelError(
                 f"{index}: {tensor} is in {name!r}; a weight file lies in the folder of its index"
             )
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
-    missing = [file.name for file in files if not _is_file(file)]
+    missing = [file.name for file in files if not os.path.isfile(file)]
     if missing:
         raise DamagedModelError(
             f"{index.parent}: {len(missing)} of {len(files)} weight files are missing: "
             f"{', '.join(missing)}"
         )
     return files
-
-
-def _stays_inside(name: object) -> bool:
-    """True for a relative path that does not leave its folder."""
-    if not isinstance(name, str) or not name:
-        return False
-    kinds = (PurePosixPath(name), PureWindowsPath(name))
-    return not any(path.anchor or ".." in path.parts for path in kinds)
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # no valid file name: too long, or with a null character
-        return False
 
 
 def _read_header(file: Path) -> dict[str, _Header]:
@@ -481,25 +463,16 @@ class FileStamp(NamedTuple):
 
 
 def stamp_files(folder: Path) -> tuple[FileStamp, ...]:
-    """The versions of a model's configuration and weight files, taken before they are read."""
-    stamps = []
-    for file in (folder / "config.json", *weight_files(folder)):
-        stat = file.stat()
-        stamps.append(
-            FileStamp(
-                file.name,
-                stat.st_dev,
-                stat.st_ino,
-                stat.st_size,
-                stat.st_mtime_ns,
-                stat.st_ctime_ns,
-            )
-        )
-    return tuple(stamps)
+    """Return the versions of a model's configuration and weight files, before they are read."""
+    stats = {file: file.stat() for file in (folder / "config.json", *weight_files(folder))}
+    return tuple(
+        FileStamp(file.name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+        for file, s in stats.items()
+    )
 
 
 def fingerprint_files(folder: Path) -> str:
-    """SHA-256 in hex over the configuration and all weights; each part has its length in front."""
+    """Return SHA-256 in hex over configuration and all weights, each with its length in front."""
     digest = hashlib.sha256()
     for file in (folder / "config.json", *weight_files(folder)):
         digest.update(file.stat().st_size.to_bytes(8, "little"))

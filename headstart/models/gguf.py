@@ -10,26 +10,24 @@ a time, until memory is full. ggml's docs/gguf.md has the layout.
 import hashlib
 import json
 import math
-import mmap
 import os
 import shutil
 import struct
-import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from headstart.errors import DamagedModelError, ModelError, OutOfMemoryError, UnsupportedModelError
+from headstart.errors import DamagedModelError, OutOfMemoryError, UnsupportedModelError
 from headstart.models.dtypes import is_out_of_memory
-from headstart.models.files import read_json
+from headstart.models.files import make_folder, read_json
 from headstart.models.gguf_pre_tokenizers import PRE_TOKENIZERS
 from headstart.models.transformers_tools import silence_transformers
 from headstart.weights.gguf import ROPE_FACTORS, Metadata, import_gguf, read_architecture
 from headstart.weights.scheme import UnsupportedLayerError
 
-__all__ = ["CUT_OFF", "check_header", "gguf_folder", "make_config"]
+__all__ = ["gguf_folder"]
 
 
 # transformers' model_type where it is another name.
@@ -46,7 +44,6 @@ _ENDS = frozenset(
 )
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROWS = "token_embd.weight"
-_LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
 def make_config(reader: Any, architecture: str) -> dict[str, Any]:
@@ -54,21 +51,22 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
 
     Raises `UnsupportedLayerError` for what is not read, `ValueError` for impossible values.
     """
-    known = Metadata(reader, architecture)
+    metadata = Metadata(reader, architecture)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    heads, width = known.count("attention.head_count"), known.count("embedding_length")
+    heads, width = metadata.count("attention.head_count"), metadata.count("embedding_length")
     tokens = Metadata(reader, "tokenizer.ggml")
+    rows = tensors[_ROWS].shape[-1] if _ROWS in tensors else len(tokens.get("tokens"))
     content = {
         "model_type": _MODEL_TYPES.get(architecture, architecture),
-        "vocab_size": _rows(tensors, tokens),
+        "vocab_size": int(rows),
         "hidden_size": width,
-        "intermediate_size": known.count("feed_forward_length"),
-        "num_hidden_layers": _at_most(known, "block_count", len(tensors)),
+        "intermediate_size": metadata.count("feed_forward_length"),
+        "num_hidden_layers": _at_most(metadata, "block_count", len(tensors)),
         "num_attention_heads": heads,
-        "num_key_value_heads": known.count("attention.head_count_kv", heads),
-        "head_dim": known.count("attention.key_length", width // max(heads, 1)),
-        "max_position_embeddings": known.count("context_length"),
-        "rms_norm_eps": known.get("attention.layer_norm_rms_epsilon"),
+        "num_key_value_heads": metadata.count("attention.head_count_kv", heads),
+        "head_dim": metadata.count("attention.key_length", width // max(heads, 1)),
+        "max_position_embeddings": metadata.count("context_length"),
+        "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
@@ -77,49 +75,33 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
         "eos_token_id": _find_ends(tokens),
         "dtype": "bfloat16",  # of the rows between layers: the file's weights say nothing of it
     }
-    content["rope_parameters"] = _read_angles(known, tensors, content)
-    special = {
-        "gemma2": _gemma,
-        "gemma3": _gemma3,
-        "granite": _granite,
-        "phi3": _phi3,
-        "olmo2": _olmo2,
-        "mistral3": _mistral3,
-    }
-    if architecture in special:
-        content |= special[architecture](known, content)
-    return content
+    content["rope_parameters"] = _read_angles(metadata, tensors, content)
+    return content | _read_architecture_keys(architecture, metadata, content)
 
 
-def _at_most(known: Metadata, name: str, most: int) -> int:
+def _at_most(metadata: Metadata, name: str, most: int) -> int:
     """Return a whole number; raises `ValueError` for a larger one, which would take all memory."""
-    found = known.count(name)
-    if not 0 < found <= most:
-        raise ValueError(f"its {name} is {found:,}; allowed: 1 to {most:,}")
-    return found
-
-
-def _rows(tensors: dict[str, Any], tokens: Metadata) -> int:
-    if _ROWS in tensors:
-        return int(tensors[_ROWS].shape[-1])
-    return len(tokens.get("tokens"))
+    count = metadata.count(name)
+    if not 0 < count <= most:
+        raise ValueError(f"its {name} is {count:,}; allowed: 1 to {most:,}")
+    return count
 
 
 def _find_ends(tokens: Metadata) -> list[int] | int | None:
     """Return the ids of all tokens that end a reply, alone where there is only one."""
     texts = tokens.get("tokens")
-    found = {text: at for at, text in enumerate(texts) if text in _ENDS}
-    if found.keys() >= {"<|return|>", "<|call|>"} or found.keys() >= {"<|flush|>", "<|calls|>"}:
-        found.pop("<|end|>", None)  # a message's end, and not a turn's
-    if "<|tool_response>" in found:
-        found.pop("</s>", None)
+    ids = {text: token for token, text in enumerate(texts) if text in _ENDS}
+    if ids.keys() >= {"<|return|>", "<|call|>"} or ids.keys() >= {"<|flush|>", "<|calls|>"}:
+        ids.pop("<|end|>", None)  # a message's end, and not a turn's
+    if "<|tool_response>" in ids:
+        ids.pop("</s>", None)
     named = [tokens.get(key) for key in _END_KEYS]
-    ends = sorted({*found.values(), *(at for at in named if at is not None and at < len(texts))})
+    ends = sorted({*ids.values(), *(i for i in named if i is not None and i < len(texts))})
     return ends if len(ends) > 1 else next(iter(ends), None)
 
 
 def _read_angles(
-    known: Metadata, tensors: dict[str, Any], content: dict[str, Any]
+    metadata: Metadata, tensors: dict[str, Any], content: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the rotary parameters.
 
@@ -129,106 +111,82 @@ def _read_angles(
     """
     angles: dict[str, Any] = {
         "rope_type": "default",
-        "rope_theta": float(known.get("rope.freq_base", 10_000.0)),
+        "rope_theta": float(metadata.get("rope.freq_base", 10_000.0)),
     }
-    short, long = (tensors.get(name) for name in (_SHORT, _LONG))
+    short, long = (tensors.get(f"rope_factors_{kind}.weight") for kind in ("short", "long"))
     if ROPE_FACTORS in tensors:
         short = long = tensors[ROPE_FACTORS]
     if short is None or long is None:
         return angles
-    original = known.count(
-        "rope.scaling.original_context_length", content["max_position_embeddings"]
-    )
+    for tensor in (short, long):
+        factors = tensor.data.reshape(-1)
+        if not ((factors > 0) & (factors < math.inf)).all():
+            raise ValueError(f"{tensor.name} has factors from {factors.min()} to {factors.max()}")
     return angles | {
         "rope_type": "longrope",
-        "short_factor": _factors(short),
-        "long_factor": _factors(long),
+        "short_factor": short.data.reshape(-1).tolist(),
+        "long_factor": long.data.reshape(-1).tolist(),
         "factor": 1.0,
-        "attention_factor": float(known.get("rope.scaling.attn_factor", 1.0)),
-        "original_max_position_embeddings": original,
-    }
-
-
-def _factors(tensor: Any) -> list[float]:
-    factors: list[float] = tensor.data.reshape(-1).tolist()
-    if not all(0 < factor < math.inf for factor in factors):
-        raise ValueError(f"{tensor.name} has factors from {min(factors)} to {max(factors)}")
-    return factors
-
-
-def _gemma(known: Metadata, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the scale of queries, caps and window of Gemma 2.
-
-    The file does not hold the scale: as in llama.cpp, the number of layers says which it is.
-    """
-    caps = {
-        name: float(value)
-        for name in ("attn_logit_softcapping", "final_logit_softcapping")
-        if (value := known.get(name)) is not None
-    }
-    is_27b = content["num_hidden_layers"] in (46, 62)
-    shared = content["hidden_size"] // content["num_attention_heads"]
-    window = known.get("attention.sliding_window")
-    return {
-        "query_pre_attn_scalar": shared if is_27b else content["head_dim"],
-        **({} if window is None else {"sliding_window": window}),
-        **caps,
-    }
-
-
-def _gemma3(known: Metadata, content: dict[str, Any]) -> dict[str, Any]:
-    full = content["rope_parameters"]
-    if known.get("rope.freq_base") is None:
-        full["rope_theta"] = 1_000_000.0
-    if known.get("rope.scaling.type") == "linear":
-        full |= {"rope_type": "linear", "factor": float(known.get("rope.scaling.factor", 1.0))}
-    near = {"rope_type": "default", "rope_theta": known.get("rope.freq_base_swa", 10_000.0)}
-    pattern = known.get("attention.sliding_window_pattern", 6)
-    if type(pattern) is int:
-        pattern = [bool((at + 1) % pattern) for at in range(content["num_hidden_layers"])]
-    return _gemma(known, content) | {
-        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern],
-        "rope_parameters": {"full_attention": full, "sliding_attention": near},
-    }
-
-
-def _granite(known: Metadata, content: dict[str, Any]) -> dict[str, Any]:
-    scale = known.get("attention.scale")
-    return {
-        "attention_multiplier": content["head_dim"] ** -0.5 if scale is None else scale,
-        "embedding_multiplier": known.get("embedding_scale", 1.0),
-        "residual_multiplier": known.get("residual_scale", 1.0),
-        "logits_scaling": known.get("logit_scale", 1.0),
-    }
-
-
-def _phi3(known: Metadata, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a head that is rotated, and the window; 0 stands for none."""
-    rotated = content["head_dim"]
-    if known.get("rope.dimension_count") is not None:
-        rotated = _at_most(known, "rope.dimension_count", content["head_dim"])
-    if rotated != content["head_dim"]:
-        content["rope_parameters"]["partial_rotary_factor"] = rotated / content["head_dim"]
-    return {
-        "sliding_window": known.get("attention.sliding_window") or None,
-        "original_max_position_embeddings": known.count(
+        "attention_factor": float(metadata.get("rope.scaling.attn_factor", 1.0)),
+        "original_max_position_embeddings": metadata.count(
             "rope.scaling.original_context_length", content["max_position_embeddings"]
         ),
     }
 
 
-def _olmo2(known: Metadata, content: dict[str, Any]) -> dict[str, Any]:
-    if known.get("attention.sliding_window"):
-        raise UnsupportedLayerError("it has layers with a window, as OLMo 3")
-    return {}
-
-
-def _mistral3(known: Metadata, content: dict[str, Any]) -> dict[str, Any]:
-    if known.get("attention.temperature_scale"):
-        raise UnsupportedLayerError(
-            "its queries are scaled by their position (attention.temperature_scale)"
-        )
-    return {"sliding_window": None}
+def _read_architecture_keys(
+    architecture: str, metadata: Metadata, content: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the keys that only some architectures have; may change the rotary parameters."""
+    get, head_dim, angles = metadata.get, content["head_dim"], content["rope_parameters"]
+    keys: dict[str, Any] = {}
+    match architecture:
+        case "gemma2" | "gemma3":
+            # The file does not hold the scale of queries: as in llama.cpp, the number of layers
+            # says which it is.
+            is_27b = content["num_hidden_layers"] in (46, 62)
+            shared = content["hidden_size"] // content["num_attention_heads"]
+            keys["query_pre_attn_scalar"] = shared if is_27b else head_dim
+            if (window := get("attention.sliding_window")) is not None:
+                keys["sliding_window"] = window
+            for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+                if (cap := get(name)) is not None:
+                    keys[name] = float(cap)
+        case "granite":
+            scale = get("attention.scale")
+            keys["attention_multiplier"] = head_dim**-0.5 if scale is None else scale
+            keys["embedding_multiplier"] = get("embedding_scale", 1.0)
+            keys["residual_multiplier"] = get("residual_scale", 1.0)
+            keys["logits_scaling"] = get("logit_scale", 1.0)
+        case "phi3":
+            if get("rope.dimension_count") is not None:
+                rotated = _at_most(metadata, "rope.dimension_count", head_dim)
+                if rotated != head_dim:
+                    angles["partial_rotary_factor"] = rotated / head_dim
+            keys["sliding_window"] = get("attention.sliding_window") or None  # 0 stands for none
+            keys["original_max_position_embeddings"] = metadata.count(
+                "rope.scaling.original_context_length", content["max_position_embeddings"]
+            )
+        case "olmo2" if get("attention.sliding_window"):
+            raise UnsupportedLayerError("it has layers with a window, as OLMo 3")
+        case "mistral3":
+            if get("attention.temperature_scale"):
+                raise UnsupportedLayerError(
+                    "its queries are scaled by their position (attention.temperature_scale)"
+                )
+            keys["sliding_window"] = None
+    if architecture == "gemma3":
+        if get("rope.freq_base") is None:
+            angles["rope_theta"] = 1_000_000.0
+        if get("rope.scaling.type") == "linear":
+            angles |= {"rope_type": "linear", "factor": float(get("rope.scaling.factor", 1.0))}
+        near = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 10_000.0)}
+        keys["rope_parameters"] = {"full_attention": angles, "sliding_attention": near}
+        slides = get("attention.sliding_window_pattern", 6)
+        if type(slides) is int:
+            slides = [bool(layer % slides) for layer in range(1, content["num_hidden_layers"] + 1)]
+        keys["layer_types"] = ["sliding_attention" if s else "full_attention" for s in slides]
+    return keys
 
 
 CUT_OFF = "; was it downloaded or copied only in part?"
@@ -240,65 +198,56 @@ _VERSIONS = (2, 3)  # the first one has counts of 32 bits
 _MOST_ELEMENTS = 1 << 22  # of an array: 16 times as many as the largest vocabularies have
 
 
-def check_header(file: Path) -> None:
+def _check_header(file: Path) -> None:
     """Raise `ValueError` for what is no GGUF file, is big-endian, or ends within its metadata."""
-    with file.open("rb") as opened:
-        magic = opened.read(4)
-    if not magic:
-        raise ValueError("it is empty")
-    if magic != b"GGUF":
-        raise ValueError(f"it is no GGUF file: it begins with {magic!r}")
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        cursor = _Cursor(data)
+    with file.open("rb") as data:
+        magic = data.read(4)
+        if not magic:
+            raise ValueError("it is empty")
+        if magic != b"GGUF":
+            raise ValueError(f"it is no GGUF file: it begins with {magic!r}")
         try:
-            _magic, version, _tensors, keys = cursor.read("<IIQQ")
+            version, _tensors, keys = _read_numbers(data, "<IQQ")
             if not version & 0xFFFF:
                 raise ValueError("its numbers are big-endian, which is not supported")
             if version not in _VERSIONS:
                 raise ValueError(f"it has version {version} of the format, which is not supported")
+            size = file.stat().st_size
             for _ in range(keys):
-                cursor.skip_value(_STRING)
-                cursor.skip_value(*cursor.read("<I"))
+                _skip_value(data, size, _STRING)
+                _skip_value(data, size, *_read_numbers(data, "<I"))
         except struct.error as error:
             raise ValueError(f"it ends within its metadata{CUT_OFF}") from error
         except RecursionError as error:
             raise ValueError("its arrays lie too deep in one another") from error
 
 
-class _Cursor:
-    """Goes through a file's metadata; raises `struct.error` at the end of the file."""
+def _read_numbers(data: BinaryIO, form: str) -> tuple[int, ...]:
+    """Read numbers; raises `struct.error` at the end of the file."""
+    return struct.unpack(form, data.read(struct.calcsize(form)))
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data, self._at = data, 0
 
-    def read(self, form: str) -> tuple[int, ...]:
-        found = struct.unpack_from(form, self._data, self._at)
-        self._at += struct.calcsize(form)
-        return found
-
-    def skip_value(self, kind: int) -> None:
-        """Skip a value of this type."""
-        if kind == _STRING:
-            self._skip(*self.read("<Q"))
-        elif kind == _ARRAY:
-            inner, count = self.read("<IQ")
-            if count > _MOST_ELEMENTS:
-                raise ValueError(f"an array has {count} elements, more than {_MOST_ELEMENTS}")
-            if inner in _SIZES:
-                self._skip(count * _SIZES[inner])
-            else:
-                for _ in range(count):
-                    self.skip_value(inner)
-        elif kind in _SIZES:
-            self._skip(_SIZES[kind])
-        else:
-            raise ValueError(f"a value has the type {kind}, which is unknown")
-
-    def _skip(self, size: int) -> None:
-        left = len(self._data) - self._at
-        if size > left:
-            raise ValueError(f"a value of {size} bytes stands {left} bytes before its end")
-        self._at += size
+def _skip_value(data: BinaryIO, size: int, kind: int) -> None:
+    """Skip a value of this type in a file of `size` bytes."""
+    if kind == _ARRAY:
+        kind, count = _read_numbers(data, "<IQ")
+        if count > _MOST_ELEMENTS:
+            raise ValueError(f"an array has {count} elements, more than {_MOST_ELEMENTS}")
+        if kind not in _SIZES:
+            for _ in range(count):
+                _skip_value(data, size, kind)
+            return
+        length = count * _SIZES[kind]
+    elif kind == _STRING:
+        [length] = _read_numbers(data, "<Q")
+    elif kind in _SIZES:
+        length = _SIZES[kind]
+    else:
+        raise ValueError(f"a value has the type {kind}, which is unknown")
+    left = size - data.tell()
+    if length > left:
+        raise ValueError(f"a value of {length} bytes stands {left} bytes before its end")
+    data.seek(length, os.SEEK_CUR)
 
 
 _NEEDED = (
@@ -312,57 +261,41 @@ _FORMAT = 5  # of what is written here; another number makes every folder anew
 
 
 def gguf_folder(file: Path) -> Path:
-    """The folder for a GGUF file; made on the first call, whole or not at all.
+    """Return the folder for a GGUF file; made on the first call, whole or not at all.
 
     It is below `$HEADSTART_GGUF_DIR`, or the user's cache folder. Raises `UnsupportedModelError`
-    (an architecture that is not read, or the package is missing),
-    `DamagedModelError`, `OutOfMemoryError` or, where the cache cannot be written to, `ModelError`.
+    (an architecture that is not read, or the package is missing), `DamagedModelError`,
+    `OutOfMemoryError` or, where the cache cannot be written to, `ModelError`.
     """
     gguf = import_gguf(file)
     file, stat = file.absolute(), file.stat()  # the hub's cache has names for links alone
-    version = repr((_FORMAT, str(file.resolve()), *_stamp(stat))).encode()
-    folder = _cache_folder() / f"{file.stem[:80]}-{hashlib.sha256(version).hexdigest()[:12]}"
-    if _is_whole(folder):
-        return folder
-    try:
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".gguf-", dir=folder.parent) as made:
-            unfinished = Path(made) / folder.name  # readable by all who read the cache
-            unfinished.mkdir()
-            _write(gguf, file, unfinished)
-            try:
-                unfinished.rename(folder)
-            except OSError:
-                if not folder.is_dir():  # otherwise another process was first
-                    raise
-    except OSError as error:
-        raise ModelError(
-            f"cannot write to {folder.parent}: {error.strerror}; set HEADSTART_GGUF_DIR to a "
-            "folder that can be written to"
-        ) from error
-    return folder
-
-
-def _stamp(stat: os.stat_result) -> tuple[int, ...]:
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-
-
-def _is_whole(folder: Path) -> bool:
-    """True for a folder whose link leads to a file and whose configuration can be read."""
+    stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    version = repr((_FORMAT, str(file.resolve()), *stamp)).encode()
+    base = os.environ.get("HEADSTART_GGUF_DIR") or (
+        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "headstart" / "gguf"
+    )
+    name = f"{file.stem[:80]}-{hashlib.sha256(version).hexdigest()[:12]}"
+    folder = Path(base).expanduser() / name
     try:
         read_json(folder / "config.json")
+        is_whole = (folder / "model.gguf").is_file()
     except DamagedModelError:
-        return False
-    return (folder / "model.gguf").is_file()
+        is_whole = False
+    if folder.exists() and not is_whole:
+        shutil.rmtree(folder)
+    return make_folder(folder, "HEADSTART_GGUF_DIR", lambda made: _write(gguf, file, made))
 
 
 def _write(gguf: Any, file: Path, folder: Path) -> None:
     try:
-        check_header(file)
+        _check_header(file)
         reader = _open(gguf, file)
-        _check_whole(file, reader)
+        split = reader.fields.get("split.count")
+        if split is not None and split.contents() > 1:
+            raise UnsupportedModelError(
+                f"{file} is one of {split.contents()} files of a model; allowed: one file, as "
+                "llama.cpp's `llama-gguf-split --merge` makes it of them"
+            )
         content = make_config(reader, _check_keys(reader))
         with silence_transformers():
             tokenizer = _read_tokenizer(file, reader)
@@ -384,11 +317,11 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
 
 
 def _open(gguf: Any, file: Path) -> Any:
-    """The package's reader; raises `ValueError` for a file that ends within its tensors."""
+    """Return the package's reader; raises `ValueError` for a file that ends within its tensors."""
     try:
         return gguf.GGUFReader(file)
     except (ValueError, IndexError) as error:
-        if not any(said in str(error) for said in _BEYOND):
+        if not any(text in str(error) for text in _BEYOND):
             raise
         raise ValueError(
             f"it ends within its tensors, after {file.stat().st_size:,} bytes{CUT_OFF}"
@@ -411,26 +344,15 @@ def _check_keys(reader: Any) -> str:
     return architecture
 
 
-def _check_whole(file: Path, reader: Any) -> None:
-    """Raise `UnsupportedModelError` for one of several files that hold a model together."""
-    field = reader.fields.get("split.count")
-    count = 1 if field is None else int(field.contents())
-    if count > 1:
-        raise UnsupportedModelError(
-            f"{file} is one of {count} files of a model; allowed: one file, as llama.cpp's "
-            "`llama-gguf-split --merge` makes it of them"
-        )
-
-
 def _read_tokenizer(file: Path, reader: Any) -> Any:
     """Return the tokenizer of a file, with the split that the file names.
 
     Raises `UnsupportedModelError` for a name that is not in `PRE_TOKENIZERS`.
     """
-    given: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    options: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     metadata = Metadata(reader, "tokenizer.ggml")
     if metadata.get("model") != "gpt2":
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, **given)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, **options)
         pieces = tokenizer.backend_tokenizer
         if metadata.get("add_space_prefix") is False and isinstance(
             pieces.pre_tokenizer, pre_tokenizers.Metaspace
@@ -445,7 +367,7 @@ def _read_tokenizer(file: Path, reader: Any) -> Any:
             + ", ".join(sorted(PRE_TOKENIZERS))
         )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(
-        file.parent, **given, add_bos_token=chosen.add_bos
+        file.parent, **options, add_bos_token=chosen.add_bos
     )
     backend = tokenizer.backend_tokenizer
     backend.model.ignore_merges = chosen.ignore_merges
@@ -454,10 +376,3 @@ def _read_tokenizer(file: Path, reader: Any) -> Any:
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     return tokenizer
-
-
-def _cache_folder() -> Path:
-    if chosen := os.environ.get("HEADSTART_GGUF_DIR"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "headstart" / "gguf"

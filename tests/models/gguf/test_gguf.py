@@ -12,6 +12,7 @@ from transformers import Phi3Config
 from headstart import LLM, SamplingParams, native
 from headstart.errors import HeadstartError, ModelNotFoundError, UnsupportedModelError
 from headstart.models.dense.decoder import DenseDecoder
+from headstart.models.dense.loader import describe_decoder
 from headstart.models.gguf import gguf_folder
 from headstart.models.loader import load_model
 from headstart.models.tokenizer import load_tokenizer
@@ -327,7 +328,7 @@ def test_caps_are_the_file_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(original.config, "attn_logit_softcapping", 2.0)
     monkeypatch.setattr(original.config, "final_logit_softcapping", 3.0)
     file = write_gguf(tmp_path / "tiny.gguf", "gemma2", original, "F32")
-    shape = load_model(file)._about.shape
+    shape = describe_decoder(gguf_folder(file))[0].shape
     assert (shape.softcap, shape.logit_softcap) == (2.0, 3.0)
 
 

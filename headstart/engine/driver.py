@@ -10,7 +10,6 @@ that waits for an answer, never the work on answers.
 """
 
 import asyncio
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -98,17 +97,26 @@ class Driver(Protocol):
         """Raise RequestError for an object that is no prepared request."""
 
     def awaited(self) -> AbstractContextManager[None]:
-        """Return a context in which the caller waits for an answer."""
+        """Return a context in which the caller waits for an answer; see `WaitGraph.awaited`."""
         ...
 
     def submit(self, group: Any, receive: Receiver, *, every_step: bool = True) -> None:
-        """Queue a prepared request; its last update is a finished output or an error."""
+        """Queue a prepared request; its last update is a finished output or an error.
+
+        Raises EngineError when the engine is closed, or in the engine's own thread.
+        """
 
     def cancel(self, groups: Sequence[Any], *, wait: bool = True) -> None:
-        """Remove those of these requests that are unfinished."""
+        """Remove those of these requests that are unfinished.
+
+        wait: return when they hold nothing any more, which takes as long as the current step.
+        """
 
     def abort(self, request_id: str) -> None:
-        """Stop a request; its last update has finish reason "abort"."""
+        """Stop a request; its last update has finish reason "abort". Returns at once.
+
+        Raises EngineError when the engine is closed.
+        """
 
     def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function` where nothing else changes the engine, and wait for its result."""
@@ -201,7 +209,7 @@ def _would_deadlock() -> EngineError:
 
 
 class LocalDriver:
-    """The steps of a core, run in a separate thread. Any thread may call every method.
+    """The `Driver` of a core in this process, whose steps run in a separate thread.
 
     The first order starts the thread, so an engine that is used directly has none.
     """
@@ -214,34 +222,22 @@ class LocalDriver:
         # the garbage collector may close a stream while its thread is in here.
         self._starting = threading.RLock()
         self._thread: threading.Thread | None = None
-        self._process = 0  # the process that started the thread
-        self._has_gone = False
-        self._gone: queue.SimpleQueue[None] = queue.SimpleQueue()  # has an item after the thread
         self._waits = WaitGraph()  # of steps and orders
         self._ended: EngineError | None = None  # the reason why no order is accepted any more
 
     @staticmethod
     def require_request(given: object) -> None:
-        """Raise RequestError for an object that is no prepared request."""
         if not isinstance(given, RequestGroup):
             raise RequestError(
                 f"request is {describe(given)}; allowed: a result of `prepare` or `prepare_chat`"
             )
 
     def submit(self, group: AnyRequest, receive: Receiver, *, every_step: bool = True) -> None:
-        """Queue a prepared request. Its last update is a finished output or an error.
-
-        Raises EngineError when the engine is closed, or in the engine's own thread.
-        """
         with self.awaited():
             followed = _Followed(group, receive, every_step)
             self._post(_Order(lambda: self._follow(followed), receive))
 
     def cancel(self, groups: Sequence[AnyRequest], *, wait: bool = True) -> None:
-        """Remove those of these requests that are unfinished.
-
-        wait: return when they hold nothing any more, which takes as long as the current step.
-        """
         with suppress(EngineError):  # closed meanwhile, which removed them
             if wait:
                 with suppress(EngineError):  # waiting is not possible here
@@ -249,10 +245,6 @@ class LocalDriver:
             self._post(_Order(lambda: self._forget(groups), lambda error: None))
 
     def abort(self, request_id: str) -> None:
-        """Stop a request; its last update has finish reason "abort". Returns at once.
-
-        Raises EngineError when the engine is closed.
-        """
         self._post(_Order(lambda: self._abort(request_id), lambda error: None))
 
     def call(self, function: Callable[[], Answer]) -> Answer:
@@ -278,7 +270,6 @@ class LocalDriver:
         return answer[0]
 
     async def call_async(self, function: Callable[[], Answer]) -> Answer:
-        """Do what `call` does in a task of the running event loop; no thread waits meanwhile."""
         answer: Future[Answer] = Future()
 
         def run() -> None:
@@ -330,9 +321,8 @@ class LocalDriver:
 
     @property
     def is_alive(self) -> bool:
-        """True while the engine's thread runs."""
-        is_started = self._thread is not None and self._thread.ident is not None
-        return is_started and not self._has_gone and self._process == os.getpid()
+        """True while the engine's thread runs; False in a process that was forked."""
+        return self._thread is not None and self._thread.is_alive()
 
     def ended(self) -> EngineError:
         """Return the reason why the engine accepts no orders any more."""
@@ -346,19 +336,15 @@ class LocalDriver:
         return error
 
     def close(self) -> None:
-        """End every request with an EngineError, stop the thread, close the engine. Idempotent."""
         if self._ended is None:
             self._ended = EngineError("the engine is closed")
         self._orders.put(None)
         try:
             with self.awaited():
-                while self.is_alive:
-                    with suppress(queue.Empty):  # or another caller took the item
-                        self._gone.get(timeout=_PATIENCE)
+                while self._thread is not None and self._thread.is_alive():
+                    self._thread.join(_PATIENCE)
         except EngineError:
             return  # to the thread, which closes the engine after its current work
-        if self._thread is not None and self._thread.ident is not None:
-            self._thread.join()  # it has nothing left to do
         with self._starting:
             self._engine.close(str(self._ended))  # again, if the thread broke before it could
 
@@ -395,7 +381,6 @@ class LocalDriver:
                 self._thread = threading.Thread(
                     target=self._run, name="headstart-engine", daemon=True
                 )
-                self._process = os.getpid()
                 self._thread.start()
             elif not self.is_alive:
                 raise self.ended()
@@ -413,12 +398,7 @@ class LocalDriver:
                     self._do(self._step)
         except BaseException as error:
             reason = error
-        finally:
-            try:
-                self._end(reason)
-            finally:
-                self._has_gone = True
-                self._gone.put(None)
+        self._end(reason)
 
     def _take_orders(self) -> bool:
         """Carry out the orders since the last step; wait for one when there is no work."""

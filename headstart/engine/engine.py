@@ -293,7 +293,6 @@ class EngineCore:
             self._end(results, group, error)
 
     def _deliver(self, results: list[StepResult], batch: Batch, tokens: Sequence[Choice]) -> None:
-        """Give each request its token."""
         now = time.perf_counter()
         moved: dict[RequestGroup, None] = {}
         for part, token in zip(batch.scheduled, tokens, strict=True):

@@ -171,7 +171,6 @@ class FairShare:
     # As a limit
 
     def applies(self, request: Request) -> bool:
-        """Return True if it had an owner when it was queued."""
         return request in self._guesses
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:

@@ -97,17 +97,14 @@ class PromptImage:
 
     @property
     def key(self) -> EncoderKey:
-        """The key of its embeddings."""
         return EncoderKey(self.salt, self.item.digest)
 
     @property
     def start(self) -> int:
-        """Position of its first placeholder."""
         return self.item.offset
 
     @property
     def stop(self) -> int:
-        """Position behind its last placeholder."""
         return self.item.offset + self.item.length
 
 
@@ -303,7 +300,6 @@ class PromptImages:
     cache: EncoderCache
 
     def between(self, start: int, stop: int) -> Iterable[PlacedRows]:
-        """Yield the rows of placeholders in these positions, in runs without a gap."""
         for image in self.images:
             if image.start >= stop or start >= image.stop:
                 continue
@@ -342,7 +338,6 @@ class EncoderBudget:
                 )
 
     def applies(self, request: Request) -> bool:
-        """Return True for a request with images."""
         return bool(_images(request))
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
@@ -373,7 +368,6 @@ class EncoderBudget:
             self.cache.hold((request, index), image, is_stored=request.group.params.is_stored)
 
     def leave(self, request: Request) -> None:
-        """Leave all of the request's images."""
         for index, image in enumerate(_images(request)):
             self.cache.leave((request, index), image)
 

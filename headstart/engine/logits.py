@@ -106,7 +106,6 @@ class AllowedTokens(TokenMask):
 
     @classmethod
     def ban(cls, allowed: np.ndarray, rows: Rows) -> Failures:
-        """Clear all bits except those of each row's tokens."""
         for row, processor in rows:
             if len(processor._mask) != allowed.shape[1]:  # made in the first step
                 bits = np.zeros(allowed.shape[1] * 8, dtype=np.uint8)
@@ -127,7 +126,6 @@ class LogitBias(LogitsProcessor):
 
     @classmethod
     def change(cls, logits: Tensor, rows: Rows) -> Failures:
-        """Add each row's bias."""
         places = np.repeat([row for row, _ in rows], [len(bias.token_ids) for _, bias in rows])
         columns = np.concatenate([bias.token_ids for _, bias in rows])
         values = np.concatenate([bias.values for _, bias in rows])
@@ -157,21 +155,18 @@ class BadWords(TokenMask):
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens that are banned now."""
         words = self._after.get(self._past[-1], ()) if self._past else ()
         completed = [w[-1] for w in words if tuple(self._past[1 - len(w) :]) == w[:-1]]
         return self._always + completed
 
     @classmethod
     def ban(cls, allowed: np.ndarray, rows: Rows) -> Failures:
-        """Clear the bits of each row's tokens."""
         for row, processor in rows:
             for token_id in processor.token_ids:
                 allowed[row, token_id // 8] &= ~np.uint8(1 << token_id % 8)
         return {}
 
     def accept(self, token_id: int) -> None:
-        """Remember as many tokens as the longest word needs."""
         self._past.append(token_id)
         del self._past[: -self._longest or len(self._past)]
 
@@ -194,7 +189,6 @@ class Callbacks(LogitsProcessor):
 
     @classmethod
     def change(cls, logits: Tensor, rows: Rows) -> Failures:
-        """Call each row's functions."""
         failed: Failures = {}
         for row, processor in rows:
             try:
@@ -219,7 +213,6 @@ class Callbacks(LogitsProcessor):
                 row.copy_(result)
 
     def accept(self, token_id: int) -> None:
-        """Remember the token for the functions."""
         self._past.append(token_id)
 
 

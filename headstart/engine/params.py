@@ -232,7 +232,6 @@ class SamplingParams:
 
     @property
     def num_logprobs(self) -> int | None:
-        """`logprobs`."""
         return self.logprobs
 
     @property

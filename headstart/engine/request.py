@@ -73,7 +73,6 @@ class Request:
 
     @property
     def priority(self) -> int:
-        """The priority; requests of lower values go first."""
         return self.group.priority
 
     @property
@@ -126,7 +125,6 @@ class Request:
         self.finish_reason = reason
 
     def completion(self) -> CompletionOutput:
-        """Return the answer so far."""
         return CompletionOutput(
             index=self.index,
             text=self.text.text,
@@ -185,7 +183,6 @@ class RequestGroup:
 
     @property
     def output_kind(self) -> RequestOutputKind:
-        """The kind of outputs in its stream."""
         return self.params.output_kind
 
     @property
@@ -233,7 +230,6 @@ class RequestGroup:
         return LoRARequest(self.adapter.name, 1, self.adapter.path) if self.adapter else None
 
     def output(self) -> RequestOutput:
-        """Return everything so far."""
         first = self.requests[0]
         return RequestOutput(
             request_id=self.request_id,

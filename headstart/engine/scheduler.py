@@ -73,7 +73,6 @@ class Scheduler:
         self._hooks = hooks
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
         self._find_limits(request)
         self.waiting.insert(_place_after(self.waiting, request), request)
 

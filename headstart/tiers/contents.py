@@ -69,7 +69,6 @@ class KeptPrefix:
 
     @property
     def name(self) -> BlockHash:
-        """The name of its first block."""
         return self.stretch[0].name
 
     def all_blocks(self) -> Iterator[KeptBlock]:

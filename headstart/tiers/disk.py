@@ -199,7 +199,6 @@ class DiskStore:
         return total
 
     def _free_space(self) -> int:
-        """Return the free bytes of the disk."""
         state = os.statvfs(self.folder)
         return state.f_bavail * state.f_frsize
 

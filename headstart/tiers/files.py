@@ -158,7 +158,6 @@ class SlotFile:
             return False
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -214,7 +213,6 @@ class SlotFile:
             raise OSError("a block could not be moved: the disk is full")
 
     def cut(self, slots: int) -> None:
-        """Cut the file behind the first slots."""
         if os.fstat(self._fd).st_size > slots * self.slot_bytes:
             os.truncate(self._fd, slots * self.slot_bytes)
 

@@ -87,7 +87,6 @@ def slot_path(folder: Path, record: ModelRecord) -> Path:
 
 
 def slot_files(folder: Path) -> set[Path]:
-    """Return the files of all models."""
     return {path for path in folder.glob("*.kv") if _OURS.fullmatch(path.name)}
 
 

@@ -88,7 +88,6 @@ class GuardedStore:
         return self.is_stuck or self.pause.is_on
 
     def find(self, names: Sequence[BlockHash], patience: Patience = _endless) -> int:
-        """Return how many of these, from the first on, are probably there."""
         return self.call(lambda store: store.find(names), 0, patience)
 
     def load(
@@ -116,19 +115,16 @@ class GuardedStore:
         return next(self._call(lambda store: iter([work(store)]), patience), otherwise)
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Save blocks unless the store is paused; return how many are new."""
         if not self.is_resting:
             return self.store.save(blocks)
         self.faults.num_unsaved += len(blocks)
         return 0
 
     def touch(self, names: Sequence[BlockHash]) -> None:
-        """Note that the blocks were used, unless the store is paused."""
         if not self.is_resting:
             self.store.touch(names)
 
     def clear(self) -> bool:
-        """Forget all blocks of the model; return False where some may be left."""
         answers = self._call(lambda store: iter([store.clear()]), _endless, deadline=CLEARING)
         return next(answers, False)
 
@@ -226,7 +222,6 @@ class StoreChain:
         return next((s.store.block_seconds for s in self.stores if s.store.block_seconds), 0.0)
 
     def find(self, names: Sequence[BlockHash], patience: Patience = _endless) -> int:
-        """Return how many of these, from the first on, are probably in one of the stores."""
         count = 0
         for store in self.stores:
             if count < len(names):
@@ -249,6 +244,5 @@ class StoreChain:
         return max(store.save(blocks) for store in self.stores)
 
     def touch(self, names: Sequence[BlockHash]) -> None:
-        """Note in all stores that the blocks were used."""
         for store in self.stores:
             store.touch(names)

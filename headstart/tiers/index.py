@@ -145,7 +145,6 @@ class DiskIndex:
             raise ValueError("these are not the tables of an index")
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
     def is_sound(self) -> bool:
@@ -167,7 +166,6 @@ class DiskIndex:
     # Models
 
     def models(self) -> list[KeptModel]:
-        """Return all models, oldest first."""
         rows = self._execute(
             "SELECT id, fingerprint, title, block_size, block_bytes FROM models ORDER BY id"
         )
@@ -248,7 +246,6 @@ class DiskIndex:
         return block
 
     def list_blocks(self, model: int) -> list[KeptBlock]:
-        """Return all blocks of a model, by slot."""
         rows = self._execute(
             f"SELECT {_COLUMNS} FROM blocks WHERE model = ? ORDER BY slot", (model,)
         )
@@ -274,11 +271,9 @@ class DiskIndex:
         )
 
     def drop_blocks(self, model: int) -> None:
-        """Forget all blocks of a model."""
         self._execute("DELETE FROM blocks WHERE model = ?", (model,))
 
     def remove(self, name: BlockHash) -> None:
-        """Forget a block that is there."""
         self._change_one("DELETE FROM blocks WHERE name = ?", (name,))
 
     def _change_one(self, statement: str, values: tuple[int | bytes, ...]) -> None:

@@ -1,15 +1,15 @@
 """The remote tier: blocks in a Valkey or Redis server, shared by engines on many machines.
 
-A block is one value under its model's and its own name: a record with checksums, as on disk. How
-much is kept and what goes first is the server's to decide (`maxmemory`, `allkeys-lru`). A server
-that is down or slow is left alone for a while, and all is a miss meanwhile. One that takes no
-blocks, such as a full one or a replica, is offered none for a while, and asked as before.
+A block is one value under its model's and its own name: a record with checksums, as on disk. The
+server decides how much it stores and what it evicts (`maxmemory`, `allkeys-lru`). A server that is
+down or slow is not called for a while, and all is a miss meanwhile. A server that accepts no
+blocks, such as a full one or a replica, is offered none for a while, and is still read.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from headstart.cache import BlockHash
 from headstart.errors import ConfigError
@@ -27,55 +27,59 @@ from headstart.tiers.store import (
 )
 
 _PATIENCE = 2.0  # seconds for an answer, and for a connection
-_FIRST = 8  # names in the first question of a lookup: most prompts that are new miss there
+_FIRST = 8  # names in the first query of a lookup: most new prompts miss there
 _AT_ONCE_BYTES = 8 << 20
-_FIRST_BYTES = 256 << 10  # that are asked for at once, before anything has come
-_QUESTION = 1.0  # seconds that an answer should take at the most: whoever is silent is left alone
-_UNLINKED = 1000  # keys that are looked for, and forgotten, at once
+_FIRST_BYTES = 256 << 10  # that are queried at once, before anything has come
+_QUESTION = 1.0  # seconds that an answer should take at most: a silent server is paused
+_UNLINKED = 1000  # keys that are listed, and deleted, at once
+
+Answer = TypeVar("Answer")
 
 
 class RemoteStore:
     """The blocks of one model in a server; a `BlockStore`.
 
-    url: redis://host:port/db, rediss:// with TLS, or unix:///path. Raises ConfigError for a url
-    that is none, or without the client's library; not for a server that does not answer.
+    url: redis://host:port/db, rediss:// with TLS, or unix:///path. Raises ConfigError for another
+    url, or without the client's library; not for a server that does not answer.
     """
 
     tier = "remote"
-    num_kept = 0  # counting asks the server for all that it has
+    num_kept = 0  # counting would list all keys of the server
 
     def __init__(self, url: str, model: ModelRecord) -> None:
-        self.model = model  # whose blocks they are
-        self.block_seconds = 0.0  # of the last one that came
+        self.model = model
+        self.block_seconds = 0.0  # of the last block that came
         self.faults = Faults(f"remote cache {_without_password(url)}")
         self._client = _connect(url)
         self._prefix = b"headstart:%d:%s:" % (VERSION, model.fingerprint[:32].encode())
-        self._most = max(1, _AT_ONCE_BYTES // model.block_bytes)  # blocks in a question
+        self._most = max(1, _AT_ONCE_BYTES // model.block_bytes)  # blocks in a query
         self._rate: float | None = None  # bytes a second of the last answer
         self._pause = Pause(self.faults)
-        self._refusal = Pause(self.faults)  # of blocks alone: such a server still gives what it has
+        self._refusal = Pause(self.faults)  # of saves alone: such a server is still read
 
     def find(self, names: Sequence[BlockHash]) -> int:
         count = 0
         for some in (names[:_FIRST], names[_FIRST:]):
-            held: list[int] = self._ask([], self._exist, some)
-            count += next((at for at, one in enumerate(held) if not one), len(held))
+            held = self._ask([], self._exist, some)
+            count += next((i for i, is_held in enumerate(held) if not is_held), len(held))
             if count < _FIRST:
                 break
         return count
 
     def _exist(self, names: Sequence[BlockHash]) -> list[int]:
-        questions = self._client.pipeline(transaction=False)
+        queries = self._client.pipeline(transaction=False)
         for name in names:
-            questions.exists(self._prefix + name)
-        return list(questions.execute())
+            queries.exists(self._prefix + name)
+        return list(queries.execute())
 
     def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
-        at = 0
-        while some := names[at : at + self._at_once()]:
-            at += len(some)
+        start = 0
+        while some := names[start : start + self._at_once()]:
+            start += len(some)
             values = self._ask([], self._get, some)
-            self._note_seconds(values)
+            header = read_header(values[0]) if values and values[0] is not None else None
+            if header is not None and header.seconds:
+                self.block_seconds = header.seconds
             for name, value in zip(some, values, strict=False):
                 if value is None:
                     return
@@ -88,15 +92,10 @@ class RemoteStore:
             if len(values) < len(some):
                 return
 
-    def _note_seconds(self, values: Sequence[bytes | None]) -> None:
-        header = read_header(values[0]) if values and values[0] is not None else None
-        if header is not None and header.seconds:
-            self.block_seconds = header.seconds
-
     def _at_once(self) -> int:
-        """Blocks that are asked for together: as many as come in a moment, however slow the link.
+        """Return the blocks of a query: as many as come in a moment, however slow the link.
 
-        Nothing can be told from an answer before all of it is there.
+        Nothing of an answer can be used before all of it is there.
         """
         nbytes = _FIRST_BYTES if self._rate is None else int(self._rate * _QUESTION)
         return max(1, min(self._most, nbytes // self.model.block_bytes))
@@ -110,8 +109,8 @@ class RemoteStore:
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
         saved = 0
-        for at in range(0, len(blocks), self._most):
-            some = blocks[at : at + self._most]
+        for start in range(0, len(blocks), self._most):
+            some = blocks[start : start + self._most]
             answers = None if self._refusal.is_on else self._ask(None, self._set, some)
             if answers is None:
                 self.faults.num_unsaved += len(some)
@@ -120,23 +119,23 @@ class RemoteStore:
         return saved
 
     def _set(self, blocks: Sequence[StoredBlock]) -> list[Any]:
-        known = self._exist([block.name for block in blocks])
+        held = self._exist([block.name for block in blocks])
         orders = self._client.pipeline(transaction=False)
-        for block, is_known in zip(blocks, known, strict=True):
-            if not is_known:
+        for block, is_held in zip(blocks, held, strict=True):
+            if not is_held:
                 value = b"".join((make_header(block), block.payload))
                 orders.set(self._prefix + block.name, value, nx=True)
         answers = orders.execute(raise_on_error=False)
-        refused = [one for one in answers if isinstance(one, Exception)]
+        refused = [answer for answer in answers if isinstance(answer, Exception)]
         self.faults.num_unsaved += len(refused)
-        if refused:  # it is full, a replica, or ours to read alone
+        if refused:  # it is full, a replica, or read-only for this user
             self._refusal.failed("the server gives blocks and takes none", refused[0])
         elif answers:
             self._refusal.answered()
-        return [one for one in answers if not isinstance(one, Exception)]
+        return [answer for answer in answers if not isinstance(answer, Exception)]
 
     def touch(self, names: Sequence[BlockHash]) -> None:
-        """Nothing: the server has seen what was read."""
+        """Do nothing: the server notes what is read."""
 
     def clear(self) -> bool:
         return bool(self._ask(False, self._unlink_all))
@@ -150,12 +149,12 @@ class RemoteStore:
     def close(self) -> None:
         self._client.close()
 
-    def _ask(self, otherwise: Any, question: Callable[..., Any], *about: Any) -> Any:
-        """The server's answer; `otherwise` while it does not give any."""
+    def _ask(self, otherwise: Any, query: Callable[..., Answer], *about: Any) -> Answer | Any:
+        """Return the server's answer; `otherwise` during a pause, and if it fails."""
         if self._pause.is_on:
             return otherwise
         try:
-            answer = question(*about)
+            answer = query(*about)
         except Exception as error:  # of the client's many kinds, and the network's
             self._pause.failed("the server does not answer", error)
             return otherwise
@@ -182,6 +181,6 @@ def _connect(url: str) -> Any:
 
 
 def _without_password(url: str) -> str:
-    """The url as it may stand in a log."""
+    """Return the url as it may stand in a log."""
     head, at, tail = url.rpartition("@")
     return f"{head.partition('://')[0]}://...@{tail}" if at else url

@@ -1,7 +1,7 @@
-"""The check of a cache folder: every record is read, and what is whole and what is not reported.
+"""The check of a cache folder: every record is read, and whole and damaged blocks are reported.
 
-Other processes may use the folder meanwhile: a block that does not read as it should is read again
-while no process may write, since it may have been moved.
+Other processes may use the folder meanwhile: a block that does not read well is read again while no
+process may write, since it may have been moved.
 """
 
 import os
@@ -9,7 +9,7 @@ import sqlite3
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,9 +56,8 @@ class VerifyReport(NamedTuple):
     @property
     def total(self) -> Counts:
         """The blocks of all models."""
-        return Counts(
-            *map(sum, zip(Counts(), *(model.counts for model in self.models), strict=True))
-        )
+        columns = zip(Counts(), *(model.counts for model in self.models), strict=True)
+        return Counts(*map(sum, columns))
 
     @property
     def is_whole(self) -> bool:
@@ -72,24 +71,23 @@ def verify(
 ) -> VerifyReport:
     """Read all records of a folder; safe while others use it.
 
-    repair: forget the blocks that are damaged or lost, and rebuild a damaged index; the report
-    says what was found before. progress: called with the records read, and the number of all.
-    Raises ConfigError if the folder cannot be read, or its index is in use for long.
+    repair: forget the blocks that are damaged or lost, and rebuild a damaged index; the report has
+    the state before. progress: called with the records read, and the number of all. Raises
+    ConfigError if the folder cannot be read, or its index is in use for long.
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no cache folder {folder}")
     if not make_folder(folder) and repair:
         raise ConfigError(f"cache folder {folder} cannot be written, and so not be repaired")
     try:
-        with _open_index(folder) as index:
+        with ExitStack() as stack:
+            index = _open_index(folder, stack)
             checks = list(_list_checks(folder, index))
             count = sum(len(check.steps) for check in checks)
-            done = 0
-            for check in checks:
-                for _ in check.run():
-                    done += 1
-                    if progress is not None:
-                        progress(done, count)
+            steps = (step for check in checks for step in check.run())
+            for done, _ in enumerate(steps, 1):
+                if progress is not None:
+                    progress(done, count)
             is_sound = index is not None or not checks
         if repair:
             for check in checks:
@@ -101,24 +99,21 @@ def verify(
                 rebuild_index(folder, [os.stat(path).st_ino] if path.exists() else [])
     except (OSError, sqlite3.OperationalError) as error:
         raise ConfigError(f"cache folder {folder} cannot be read now: {error}") from error
-    return VerifyReport(is_sound, [check.report() for check in checks])
+    models = [ModelReport(check.record, Counts(**check.counts)) for check in checks]
+    return VerifyReport(is_sound, models)
 
 
-@contextmanager
-def _open_index(folder: Path) -> Iterator[DiskIndex | None]:
+def _open_index(folder: Path, stack: ExitStack) -> DiskIndex | None:
     """Open the folder's index; None if there is none, or it is damaged. Raises if it is in use."""
-    with ExitStack() as stack:
-        index: DiskIndex | None = None
-        try:
-            if (folder / INDEX).exists():
-                index = DiskIndex(folder / INDEX, read_only=not os.access(folder, os.W_OK))
-                stack.callback(index.close)
-                index = index if index.is_sound() else None
-        except Exception as error:  # whatever a damaged index causes
-            if is_passing(error):
-                raise
-            index = None
-        yield index
+    try:
+        if (folder / INDEX).exists():
+            index = DiskIndex(folder / INDEX, read_only=not os.access(folder, os.W_OK))
+            stack.callback(index.close)
+            return index if index.is_sound() else None
+    except Exception as error:  # any kind, from a damaged index
+        if is_passing(error):
+            raise
+    return None
 
 
 def _list_checks(folder: Path, index: DiskIndex | None) -> Iterator["_Check"]:
@@ -136,8 +131,8 @@ def _list_checks(folder: Path, index: DiskIndex | None) -> Iterator["_Check"]:
 class _Check:
     """The check of one model's records.
 
-    steps: what is read: the blocks that the index lists, with their slots, then the other slots,
-    without a name. bad: blocks to forget.
+    steps: the blocks that the index lists, with their slots, then the other slots, without a name.
+    bad: blocks to forget.
     """
 
     def __init__(
@@ -147,7 +142,6 @@ class _Check:
         self.counts = Counter[str]()
         self.bad: list[BlockHash] = []
         self._index, self._model = index, model
-        self._unlisted: list[int] = []
         self._file: SlotFile | None = None
         with suppress(FileNotFoundError):
             self._file = SlotFile(path, record.block_bytes, read_only=True)
@@ -160,12 +154,8 @@ class _Check:
     def _num_slots(self) -> int:
         return self._file.num_slots if self._file is not None else 0
 
-    def report(self) -> ModelReport:
-        """Return the counts."""
-        return ModelReport(self.record, Counts(**self.counts))
-
     def run(self) -> Iterator[None]:
-        """Read one record after the other; yields after each."""
+        """Read all records; yield after each."""
         doubtful: list[BlockHash] = []
         for (name, _), is_whole in zip(self._listed, self._read(self._listed), strict=True):
             if is_whole:
@@ -173,21 +163,20 @@ class _Check:
             else:
                 doubtful.append(name)
             yield
+        unlisted = []
         for _, slot in self.steps[len(self._listed) :]:
             header = self._file.header(slot) if self._file is not None else None
             if header is not None and next(self._read([(header.name, slot)])):
-                self._unlisted.append(slot)
+                unlisted.append(slot)
             yield
-        for at in range(0, len(doubtful), _AT_ONCE):
-            self._look_again(doubtful[at : at + _AT_ONCE])
+        for start in range(0, len(doubtful), _AT_ONCE):
+            self._look_again(doubtful[start : start + _AT_ONCE])
         if self._index is not None:
             with self._index.changing():
                 slots = {block.slot for block in self._index.list_blocks(self._model)}
-                self._unlisted = [
-                    slot for slot in self._unlisted if slot not in slots and slot < self._num_slots
-                ]
+                unlisted = [s for s in unlisted if s not in slots and s < self._num_slots]
                 self.counts["gaps"] = self._index.count(self._model) - len(slots)
-        self.counts["unlisted"] = len(self._unlisted)
+        self.counts["unlisted"] = len(unlisted)
 
     def _read(self, blocks: Sequence[tuple[BlockHash, int]]) -> Iterator[bool]:
         """Yield True for each block whose record is whole."""

@@ -43,7 +43,6 @@ class LoadJob:
     limit: float = 0.0
 
     def time_left(self) -> float:
-        """Return the seconds that the stores may still take."""
         return self.limit - self.spent
 
 
@@ -192,7 +191,6 @@ class Loader:
         return job.count > 0
 
     def _limit(self, blocks: int) -> float:
-        """Return the seconds that the stores may take for so many blocks."""
         seconds = self._compute(blocks)
         return _TRIAL + seconds if self.rate is None else max(_LEAST_WAIT, seconds)
 

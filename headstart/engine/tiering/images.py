@@ -66,7 +66,6 @@ class ImageLoads(KeptRows):
         return not all(lookup.done() for lookup in self._asked.values())
 
     def is_coming(self, key: EncoderKey) -> bool:
-        """Return True until the store has answered; the first call starts the lookup."""
         if key not in self._asked:
             if len(self._asked) >= _MOST:
                 return False
@@ -88,7 +87,6 @@ class ImageLoads(KeptRows):
         return None
 
     def forget(self, key: EncoderKey) -> None:
-        """Drop the lookup of a request that has left."""
         if (lookup := self._asked.pop(key, None)) is not None:
             lookup.cancel()
 

@@ -118,11 +118,9 @@ class Loads:
     # As a limit
 
     def applies(self, request: Request) -> bool:
-        """Return True while its prefix is being loaded, and once it was preempted."""
         return request in self._waiting or request.num_preemptions > 0
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
-        """Return `stop`, or not yet."""
         load = self._waiting.get(request)
         if load is not None:
             return start if load.lacks_room else None

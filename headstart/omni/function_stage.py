@@ -10,7 +10,7 @@ absolute positions, so its shapes do not depend on what was cached.
 """
 
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from headstart.omni.stage import (
     Kind,
     OmniRequest,
     OutputEvent,
+    Stage,
     StageFailed,
     StageFinished,
     StageMetrics,
@@ -54,14 +55,14 @@ class _State:
     done: int = 0
 
     def joined(self, taken: Input) -> Tensor:
-        """All rows of an input so far, as one tensor."""
+        """Return all rows of an input so far."""
         parts = self.rows[taken]
         if len(parts) != 1:
             self.rows[taken] = parts = [torch.cat(parts) if parts else torch.empty(0)]
         return parts[0]
 
 
-class _FunctionStage:
+class _FunctionStage(Stage):
     """The base of both kinds: requests, their inputs, and errors that end only one request."""
 
     def __init__(self, spec: StageSpec, cache: OutputCache | None) -> None:
@@ -71,12 +72,6 @@ class _FunctionStage:
         self._cache = cache if spec.enable_prefix_caching else None
         self._place = self._cache.place(spec.name) if self._cache is not None else spec.name
         self._states: dict[str, _State] = {}
-
-    def limit_to(self, outputs: Set[str]) -> None:
-        """Does nothing: a function's result is computed and kept as a whole."""
-
-    def check(self, request: OmniRequest) -> None:
-        """Accepts any request."""
 
     def open(self, request: OmniRequest) -> None:
         rows: dict[Input, list[Tensor]] = {taken: [] for taken in self.spec.takes}
@@ -97,12 +92,6 @@ class _FunctionStage:
     def abort(self, request_id: str) -> None:
         self._states.pop(request_id, None)
 
-    def peek(self, request_id: str) -> object:
-        return None
-
-    def reset_cache(self) -> None:
-        """Does nothing: results are only in the pipeline's store."""
-
     def close(self) -> None:
         self._states.clear()
 
@@ -119,15 +108,15 @@ class _FunctionStage:
             start = time.perf_counter()
             try:
                 with torch.inference_mode():
-                    mine = self._run(state)
+                    new = self._run(state)
             except Exception as error:  # a function's exception ends only its request
                 reason = EngineError(f"stage {self.spec.name!r}: {type(error).__name__}: {error}")
                 reason.__cause__ = error
-                mine = [StageFailed(request_id, reason)]
+                new = [StageFailed(request_id, reason)]
             state.metrics.seconds += time.perf_counter() - start
-            if any(isinstance(event, StageFinished | StageFailed) for event in mine):
+            if any(isinstance(event, StageFinished | StageFailed) for event in new):
                 del self._states[request_id]
-            events += mine
+            events += new
         return events
 
     def _can_run(self, state: _State) -> bool:
@@ -137,15 +126,15 @@ class _FunctionStage:
         raise NotImplementedError
 
     def _checked(self, outputs: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
-        """The declared outputs, checked against their declarations. Raises EngineError."""
-        found = {}
+        """Return the declared outputs, checked. Raises EngineError."""
+        checked = {}
         for output in self.spec.gives:
             if output.name in outputs:
-                found[output.name] = outputs[output.name].cpu()
-                output.check(found[output.name], num_tokens)
+                checked[output.name] = outputs[output.name].cpu()
+                output.check(checked[output.name], num_tokens)
             elif output.required:
                 raise EngineError(f"{output.name!r} was not given, which is declared")
-        return found
+        return checked
 
 
 Function = Callable[[Job], Mapping[str, Tensor]]
@@ -174,29 +163,27 @@ class WholeStage(_FunctionStage):
         return not state.open_sources
 
     def _run(self, state: _State) -> list[Event]:
-        job = Job(state.request, {taken: state.joined(taken) for taken in state.rows})
+        request, cache = state.request, self._cache
+        job = Job(request, {taken: state.joined(taken) for taken in state.rows})
         num_tokens = max((len(rows) for rows in job.inputs.values()), default=0)
-        digest = self._identity(job) if self._identity and self._cache is not None else None
-        path = None
-        if digest is not None:
-            namespace = Namespace(None, state.request.salt)
-            path = BlockPath(self._place, namespace, [BlockKey(digest)])
-        found = self._cache.find(path) if self._cache is not None and path is not None else []
-        if found:
-            outputs = dict(found[0])
+        outputs, path = None, None
+        digest = self._identity(job) if self._identity and cache is not None else None
+        if digest is not None and cache is not None:
+            path = BlockPath(self._place, Namespace(None, request.salt), [BlockKey(digest)])
+            outputs = next(iter(cache.find(path)), None)
+        if outputs is not None:
             state.metrics.cached_tokens = num_tokens
             state.metrics.hit_rows.update(dict.fromkeys(outputs, num_tokens))
         else:
             outputs = self._checked(self._function(job), num_tokens)
-        if self._cache is not None and path is not None:
-            self._cache.put(path, 0, outputs)
+        if path is not None and cache is not None:
+            cache.put(path, 0, outputs)
         state.metrics.tokens = state.metrics.prompt_tokens = num_tokens
-        name = state.request.request_id
-        given: list[Event] = [
-            OutputEvent(name, Chunk(output, 0, rows, max(1, len(rows) // max(1, num_tokens))))
-            for output, rows in outputs.items()
-        ]
-        return [*given, StageFinished(name, state.metrics)]
+        events: list[Event] = []
+        for output, rows in outputs.items():
+            ratio = max(1, len(rows) // max(1, num_tokens))
+            events.append(OutputEvent(request.request_id, Chunk(output, 0, rows, ratio)))
+        return [*events, StageFinished(request.request_id, state.metrics)]
 
 
 FramesFunction = Callable[[OmniRequest, Tensor, int], Tensor]
@@ -228,7 +215,7 @@ class FramesPlan:
             )
 
     def first_code(self, start: int) -> int:
-        """The first code of the context of code `start`'s frames."""
+        """Return the first code of the context of code `start`'s frames."""
         segment = self.segment or self.block
         return max(0, start // segment * segment - self.context)
 
@@ -270,16 +257,16 @@ class FramesStage(_FunctionStage):
         return events
 
     def _frames(self, state: _State, codes: Tensor, stop: int) -> Tensor:
-        """The frames of codes `done` to `stop - 1`; cached if they are a whole block."""
+        """Return the frames of codes `done` to `stop - 1`; caches a whole block."""
         whole = stop - state.done == self._plan.block
         index = len(state.keys)
         if whole and self._cache is not None:
             state.keys.append(BlockKey(content_bytes(codes[state.done : stop])))
-            found = self._cache.find(self._path(state), index)
-            if found:
+            blocks = self._cache.find(self._path(state), index)
+            if blocks:
                 state.metrics.cached_tokens += self._plan.block
                 state.metrics.hit_rows[self._output.name] += self._plan.block
-                return found[0][self._output.name]
+                return blocks[0][self._output.name]
         first = self._plan.first_code(state.done)
         rows = self._plan.function(state.request, codes[first:stop], state.done - first)
         [rows] = self._checked({self._output.name: rows}, stop - state.done).values()

@@ -204,17 +204,17 @@ class FrameTalker(EngineStage):
             for part, end in zip(batch.scheduled, ends, strict=True)
         }
 
-    def spoke(self, said: Mapping[str, TokenEvent]) -> None:
+    def complete(self, tokens: Mapping[str, TokenEvent]) -> None:
         """Predict the other codes of new frames; the end code begins no frame."""
         feeds = {
-            name: feed for name, (feed, _) in said.items() if isinstance(feed, FrameTalkerFeed)
+            name: feed for name, (feed, _) in tokens.items() if isinstance(feed, FrameTalkerFeed)
         }
         states = [feed.sampling for feed in feeds.values()]
 
         def choose(logits: Tensor) -> list[int]:
             return [_code(chosen) for chosen in self._sampler.sample(logits, states)]
 
-        first = torch.tensor([said[name].token for name in feeds])
+        first = torch.tensor([tokens[name].token for name in feeds])
         hidden = torch.stack([self._hidden[name] for name in feeds])
         others = self._model.predict_others(hidden, first, choose)
         for row, (name, feed) in enumerate(feeds.items()):

@@ -1,11 +1,11 @@
-"""A stage's output rows: each is handed on once, and whole blocks of them are cached.
+"""Output rows of a stage: each is passed on once, and whole blocks of them are cached.
 
     position    0 ........... watermark ...... start ........... stop
-                handed on   | from the store | from this step  |
+                passed on   | from the store | from this step  |
                                              ^ where the request runs from
 
 Rows of a skipped prefix come from the store, or from the step if another request computes them in
-this step. Computed rows come from the step. Rows below the watermark were handed on before. This
+this step. Computed rows come from the step. Rows below the watermark were passed on before. This
 one rule covers chunks of a prompt, decoding, and a preempted request that resumes with a longer or
 a shorter hit.
 
@@ -15,8 +15,8 @@ The order in a step: `usable` for requests that could be admitted, `admitted` fo
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 
 from headstart.cache import ComputedBlocks, TokenSequence, UnsavedBlock
-from headstart.engine.config import EngineConfig
 from headstart.errors import EngineError
 from headstart.omni.output_cache import BlockPath, OutputCache
 from headstart.omni.stage import AlignmentDetector, Chunk, Output, StageSpec
 
-__all__ = ["TierRows", "Part", "StageRows", "has_store", "without_store"]
+__all__ = ["Part", "StageRows", "TierRows"]
 
 
 class Part(NamedTuple):
@@ -85,54 +84,47 @@ class StageRows:
         self._cache = cache
         self._detector = AlignmentDetector({output.name: output.alignment for output in outputs})
         self._find_outputs = find_outputs
-        self._taken: Set[str] | None = None
         self._requests: dict[TokenSequence, _Request] = {}
-        self._expect_rows()
+        self.limit_to(None)
 
-    def limit_to(self, outputs: Set[str]) -> None:
-        """Limit the taken outputs to these; by default all are taken. Not while a request runs.
+    def limit_to(self, outputs: Set[str] | None) -> None:
+        """Limit the taken outputs to these, None for all. Not while a request runs.
 
         Other outputs are neither cached nor required for a hit.
         """
         self._taken = outputs
-        self._expect_rows()
-
-    def _expect_rows(self) -> None:
-        """Set whether rows are handed on, as far as is known before a step."""
-        self._has_given = any(
-            output.alignment.is_by_token and self._is_taken(name)
-            for name, output in self._outputs.items()
-        )
-        self._gives_rows = self._has_given or self._find_outputs  # until a step says otherwise
+        by_token = (name for name, output in self._outputs.items() if output.alignment.is_by_token)
+        self._has_given = any(map(self._is_taken, by_token))
+        self._gives_rows = self._has_given or self._find_outputs  # until a step shows otherwise
 
     def _is_taken(self, name: str) -> bool:
         return self._taken is None or name in self._taken
 
     def open(self, sequence: TokenSequence) -> None:
-        """Begin a request; nothing of it has been handed on."""
+        """Begin a request; nothing of it has been passed on."""
         self._requests[sequence] = _Request()
 
     def close(self, sequence: TokenSequence) -> Counter[str]:
-        """End a request, if it was begun; how many tokens' rows came from the store, by output."""
+        """End a request; return how many tokens' rows came from the store, by output."""
         request = self._requests.pop(sequence, _Request())
         if self._cache is not None:
             self._cache.touch(self._path(sequence, len(sequence.keys)))
         return request.hit_rows
 
     def watermark(self, sequence: TokenSequence) -> int:
-        """Number of tokens whose rows were handed on."""
+        """Return the number of tokens whose rows were passed on."""
         return self._requests[sequence].watermark
 
     # Admission
 
     def usable(self, sequence: TokenSequence, found: ComputedBlocks) -> int:
-        """Number of the blocks found by a lookup that have rows, or need none.
+        """Return how many blocks of a lookup have rows, or need none.
 
         Blocks below the watermark need none. Blocks that this step computes will have their rows
         when it ends. They are not usable with undeclared outputs, since such an output may first
         appear with a later part of the block. Rows of an undecided output are usable for a request
         that runs alone and whose pass is shorter than all before: that pass decides about them
-        before they are handed on. Changes nothing.
+        before they are passed on. Changes nothing.
         """
         count = len(found.blocks)
         if not self._gives_rows:
@@ -150,7 +142,7 @@ class StageRows:
         return usable
 
     def admitted(self, sequence: TokenSequence, start: int) -> None:
-        """Hold the rows of a sequence's skipped prefix; it runs from token `start` on."""
+        """Hold the rows of a skipped prefix; the sequence runs from token `start` on."""
         request = self._requests[sequence]
         request.start = start
         request.tails.clear()
@@ -168,39 +160,40 @@ class StageRows:
     def computed(
         self, parts: Sequence[Part], outputs: Mapping[str, Tensor]
     ) -> list[tuple[TokenSequence, Chunk]]:
-        """The chunks that the step's requests hand on, in order.
+        """Return the chunks that the step's requests pass on, in order.
 
         outputs: `[tokens of the step * ratio, ...]`, the parts one after another; outputs of other
         alignments are left out. Raises EngineError if an output differs from its declaration;
         nothing of the step is then cached.
         """
         named = self._sort(outputs, parts)
-        if self._cache is not None:
-            self._find_nonfinite(parts, named)
-        needed = self._needed(named)
-        filled: dict[int, Mapping[str, Tensor]] = {}  # by block id
-        at = 0
-        shares = []
+        ratios = {name: self._detector.ratio(name) for name in named}
+        shares, start = [], 0
         for part in parts:
-            count = part.stop - part.start
+            stop = start + part.stop - part.start
             shares.append(
                 {
-                    name: rows[at * self._detector.ratio(name) :][
-                        : count * self._detector.ratio(name)
-                    ]
+                    name: rows[start * ratios[name] : stop * ratios[name]]
                     for name, rows in named.items()
                 }
             )
-            at += count
-            self._keep(part, shares[-1], needed, filled)
+            start = stop
+        filled: dict[int, Mapping[str, Tensor]] = {}  # by block id
+        if self._cache is not None:
+            self._find_nonfinite(parts, named)
+            # A hit needs all outputs but optional ones, also those of undecided alignment.
+            optional = {name for name, output in self._outputs.items() if not output.required}
+            needed = frozenset(named) - optional
+            for part, share in zip(parts, shares, strict=True):
+                self._store(self._cache, part, share, needed, filled)
         return [
             (part.sequence, chunk)
             for part, share in zip(parts, shares, strict=True)
-            for chunk in self._hand_on(part, share, filled)
+            for chunk in self._chunks(part, share, filled)
         ]
 
     def _sort(self, outputs: Mapping[str, Tensor], parts: Sequence[Part]) -> dict[str, Tensor]:
-        """The outputs that have, or may have, rows for the step's tokens."""
+        """Return the outputs that have, or may have, rows for the step's tokens."""
         num_tokens = sum(part.stop - part.start for part in parts)
         for name, output in self._outputs.items():
             if name in outputs:
@@ -224,40 +217,35 @@ class StageRows:
         self._has_given = self._gives_rows = self._has_given or bool(named)
         return named
 
-    def _needed(self, named: Iterable[str]) -> frozenset[str]:
-        """The outputs required for a hit, including those whose alignment is still undecided."""
-        optional = {name for name, output in self._outputs.items() if not output.required}
-        return frozenset(named) - optional
-
     def _find_nonfinite(self, parts: Sequence[Part], named: Mapping[str, Tensor]) -> None:
         """Record each request's first row with a NaN or an infinity."""
-        found: set[int] = set()  # tokens of the step
+        tokens: set[int] = set()  # of the step
         for name, rows in named.items():
             if rows.is_floating_point():
                 ratio = self._detector.ratio(name)
-                found.update(at // ratio for at in _nonfinite_rows(rows))
-        at = 0
-        for part in parts if found else ():
-            mine = [token for token in found if at <= token < at + part.stop - part.start]
-            if mine:
+                tokens.update(row // ratio for row in _nonfinite_rows(rows))
+        first = 0
+        for part in parts if tokens else ():
+            stop = first + part.stop - part.start
+            wrong = min((token for token in tokens if first <= token < stop), default=None)
+            if wrong is not None:
                 request = self._requests[part.sequence]
-                request.finite = min(request.finite, part.start + min(mine) - at)
-            at += part.stop - part.start
+                request.finite = min(request.finite, part.start + wrong - first)
+            first = stop
 
-    def _keep(
+    def _store(
         self,
+        cache: OutputCache,
         part: Part,
         share: Mapping[str, Tensor],
         needed: frozenset[str],
         filled: dict[int, Mapping[str, Tensor]],
     ) -> None:
-        """Store the blocks that the part completes, and note them for hits within the step.
+        """Store the blocks that the part completes, and add them to those filled in this step.
 
         From the first row on that is not finite nothing of the request is stored: the engine ends
         the request, and stored rows are never overwritten.
         """
-        if self._cache is None:
-            return
         request = self._requests[part.sequence]
         blocks: dict[int, dict[str, Tensor]] = {}
         for name in request.tails.keys() - share.keys():
@@ -270,19 +258,16 @@ class StageRows:
             tail.stop = part.stop
             for index, block in self._cut(tail, self._detector.ratio(name)):
                 blocks.setdefault(index, {})[name] = block
-        for index in blocks:
-            if (index + 1) * self._block_size > request.finite:
-                continue
-            path = self._path(part.sequence, index + 1)
-            self._cache.put(path, index, blocks[index], needed)
+        for index, block_rows in blocks.items():
+            if (index + 1) * self._block_size <= request.finite:
+                cache.put(self._path(part.sequence, index + 1), index, block_rows, needed)
+            if needed <= block_rows.keys():
+                filled[part.sequence.block_table()[index]] = block_rows
         if blocks:
-            self._cache.touch(self._path(part.sequence, max(blocks) + 1))
-        for index, rows_of_block in blocks.items():
-            if needed <= rows_of_block.keys():
-                filled[part.sequence.block_table()[index]] = rows_of_block
+            cache.touch(self._path(part.sequence, max(blocks) + 1))
 
     def _cut(self, tail: _Tail, ratio: int) -> list[tuple[int, Tensor]]:
-        """The whole blocks at the head of a tail, by index; what is left over stays in it."""
+        """Remove the whole blocks from the head of a tail; return them by index."""
         size = self._block_size
         first, last = -(-tail.start // size), tail.stop // size
         if last * size <= tail.start:
@@ -297,13 +282,10 @@ class StageRows:
         tail.start = last * size
         return cut
 
-    def _hand_on(
-        self,
-        part: Part,
-        share: Mapping[str, Tensor],
-        filled: Mapping[int, Mapping[str, Tensor]],
+    def _chunks(
+        self, part: Part, share: Mapping[str, Tensor], filled: Mapping[int, Mapping[str, Tensor]]
     ) -> list[Chunk]:
-        """Rows from the watermark to the part's end, once each."""
+        """Return the rows from the watermark to the part's end, once each."""
         request = self._requests[part.sequence]
         chunks = []
         if request.start > request.watermark:
@@ -318,11 +300,9 @@ class StageRows:
         return chunks
 
     def _stored_chunks(
-        self,
-        request: _Request,
-        filled: Mapping[int, Mapping[str, Tensor]],
+        self, request: _Request, filled: Mapping[int, Mapping[str, Tensor]]
     ) -> list[Chunk]:
-        """Stored rows from the watermark to the first token that the request computes."""
+        """Return stored rows from the watermark to the first token that the request computes."""
         missing = [block for block in request.awaited if block not in filled]
         if missing:
             raise EngineError(
@@ -348,26 +328,15 @@ class StageRows:
 
 
 def _nonfinite_rows(rows: Tensor) -> list[int]:
-    """The rows of a tensor `[rows, ...]` that hold a NaN or an infinity.
+    """Return the rows of a tensor `[rows, ...]` with a NaN or an infinity.
 
     Several times faster than `isfinite`.
 
     >>> _nonfinite_rows(torch.tensor([[1.0, 3e38], [torch.inf, 0.0], [0.0, torch.nan]]))
     [1, 2]
     """
-    found = (rows - rows).unsqueeze(-1).flatten(1).sum(1).isnan()
-    return found.nonzero().flatten().tolist() if found.any() else []
-
-
-def has_store(config: EngineConfig) -> bool:
-    """True if the options ask for blocks that outlive the process."""
-    is_asked = config.kept_folder is not None or bool(config.remote_cache)
-    return is_asked and config.enable_prefix_caching
-
-
-def without_store(config: EngineConfig) -> EngineConfig:
-    """Return these options for a stage whose blocks end with the process."""
-    return replace(config, cache_dir=None, remote_cache=None)
+    mask = (rows - rows).unsqueeze(-1).flatten(1).sum(1).isnan()
+    return mask.nonzero().flatten().tolist() if mask.any() else []
 
 
 class _BlockLayout(NamedTuple):
@@ -399,65 +368,54 @@ class TierRows:
         cache: OutputCache,
         place: str,
     ) -> None:
-        kept = [one for one in spec.gives if one.alignment.is_by_token and one.name in like]
-        self._layouts = [
-            _BlockLayout(
-                one.name,
-                like[one.name].dtype,
-                (block_size * one.alignment.ratio, *like[one.name].shape[1:]),
-            )
-            for one in kept
-        ]
-        self._needed = frozenset(one.name for one in kept if one.required)
+        outputs = [out for out in spec.gives if out.alignment.is_by_token and out.name in like]
+        self._layouts = []
+        for output in outputs:
+            rows = like[output.name]
+            shape = (block_size * output.alignment.ratio, *rows.shape[1:])
+            self._layouts.append(_BlockLayout(output.name, rows.dtype, shape))
+        self._needed = frozenset(output.name for output in outputs if output.required)
         self._cache = cache
         self._place = place
         self.title = spec.name
-        self.layout = (
-            f"stage {spec.name!r}, rows behind K/V: {[tuple(one) for one in self._layouts]}"
-        )
-        self.nbytes = sum(one.nbytes for one in self._layouts)
+        self.layout = f"stage {spec.name!r}, rows behind K/V: {[*map(tuple, self._layouts)]}"
+        self.nbytes = sum(layout.nbytes for layout in self._layouts)
 
     def read(self, blocks: Sequence[UnsavedBlock]) -> list[bytes | None]:
-        """The rows of each block, one output after the other; None where one is missing."""
+        """Return the rows of each block, one output after another; None where one is missing."""
         if not self._layouts:
             return [b""] * len(blocks)
-        found: list[bytes | None] = []
-        for run in _runs(blocks):
-            path = BlockPath(self._place, *run[-1].path())
-            rows = self._cache.find(path, run[0].depth)
-            data = [self._join(rows_of_block) for rows_of_block in rows]
-            found += [*data, *[None] * (len(run) - len(data))]
-        return found
+        data: list[bytes | None] = []
+        first = 0
+        for stop in range(1, len(blocks) + 1):
+            # One lookup finds a run of blocks that follow one another in one prefix.
+            if stop == len(blocks) or blocks[stop].parent != blocks[stop - 1].name:
+                path = BlockPath(self._place, *blocks[stop - 1].path())
+                data += map(self._join, self._cache.find(path, blocks[first].depth))
+                data += [None] * (stop - len(data))
+                first = stop
+        return data
 
     def _join(self, rows: Mapping[str, Tensor]) -> bytes | None:
-        if not all(one.fits(rows.get(one.name)) for one in self._layouts):
+        if not all(layout.fits(rows.get(layout.name)) for layout in self._layouts):
             return None
-        flat = [rows[one.name].contiguous().view(-1).view(torch.uint8) for one in self._layouts]
+        flat = (
+            rows[layout.name].contiguous().view(-1).view(torch.uint8) for layout in self._layouts
+        )
         return b"".join(part.numpy().tobytes() for part in flat)
 
     def write(self, sequence: TokenSequence, first: int, blocks: Sequence[memoryview]) -> None:
-        """Have rows in the stage-output store, as far as it has room."""
+        """Put rows into the stage-output store, as far as they fit."""
         if not self._layouts:
             return
         keys = sequence.keys[: first + len(blocks)]
         path = BlockPath(self._place, sequence.namespace, keys)
         for index, data in enumerate(blocks, start=first):
-            self._cache.put(path, index, self._cut(data), self._needed)
+            rows, start = {}, 0
+            for layout in self._layouts:
+                stop = start + layout.nbytes
+                flat = np.frombuffer(data[start:stop], dtype=np.uint8).copy()
+                rows[layout.name] = torch.from_numpy(flat).view(layout.dtype).view(layout.shape)
+                start = stop
+            self._cache.put(path, index, rows, self._needed)
         self._cache.touch(path)
-
-    def _cut(self, data: memoryview) -> dict[str, Tensor]:
-        rows, at = {}, 0
-        for one in self._layouts:
-            flat = np.frombuffer(data[at : at + one.nbytes], dtype=np.uint8).copy()
-            rows[one.name] = torch.from_numpy(flat).view(one.dtype).view(one.shape)
-            at += one.nbytes
-        return rows
-
-
-def _runs(blocks: Sequence[UnsavedBlock]) -> Iterator[Sequence[UnsavedBlock]]:
-    """Blocks that follow one another in one prefix, so that one walk finds all of a run."""
-    first = 0
-    for at in range(1, len(blocks) + 1):
-        if at == len(blocks) or blocks[at].parent != blocks[at - 1].name:
-            yield blocks[first:at]
-            first = at

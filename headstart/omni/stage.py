@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +42,6 @@ __all__ = [
     "parse_alignment",
 ]
 
-_FRAMES = re.compile(r"frames\((\d+)\)")
-
 
 class Kind(Enum):
     """The unit of an output's first axis."""
@@ -71,23 +69,19 @@ class Alignment:
 
 
 def parse_alignment(text: str) -> Alignment:
-    """`token`, `request`, `global` or `frames(4)`. Raises ConfigError.
+    """Parse `token`, `request`, `global` or `frames(4)`. Raises ConfigError.
 
     >>> parse_alignment("frames(4)").ratio
     4
     """
-    found = _FRAMES.fullmatch(text)
-    if found and int(found[1]) > 0:
-        return Alignment(Kind.FRAMES, int(found[1]))
-    try:
-        kind = Kind(text)
-    except ValueError:
-        kind = Kind.FRAMES
-    if kind is Kind.FRAMES:
+    if text in ("token", "request", "global"):
+        return Alignment(Kind(text))
+    match = re.fullmatch(r"frames\((\d+)\)", text)
+    if match is None or int(match[1]) < 1:
         raise ConfigError(
             f"alignment is {text!r}; allowed: token, request, global, frames(n) with n above 0"
         )
-    return Alignment(kind)
+    return Alignment(Kind.FRAMES, int(match[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +136,11 @@ class AlignmentDetector:
 
         The caller must drop their cached rows. Changes nothing.
         """
+        candidates = self._lengths.keys() - self._refuted
         return [
             name
             for name, tensor in outputs.items()
-            if name in self._lengths
-            and name not in self._refuted
-            and not _has_rows(tensor, num_tokens)
+            if name in candidates and not _has_rows(tensor, num_tokens)
         ]
 
     def observe(self, outputs: Mapping[str, Tensor], num_tokens: int, num_requests: int) -> None:
@@ -170,9 +163,8 @@ class AlignmentDetector:
 
     def is_undecided(self, name: str) -> bool:
         """True if the output needs another pass; until then no request may rely on its rows."""
-        return (
-            name not in self._declared and name not in self._refuted and not self.is_by_token(name)
-        )
+        is_known = name in self._declared or name in self._refuted
+        return not is_known and not self.is_by_token(name)
 
     def is_settled_by(self, num_tokens: float) -> bool:
         """Return True if a pass of one request over so few tokens leaves no candidate undecided."""
@@ -183,9 +175,8 @@ class AlignmentDetector:
         )
 
     def ratio(self, name: str) -> int:
-        """Rows per token."""
-        found = self._declared.get(name)
-        return found.ratio if found is not None else 1
+        """Return the number of rows per token."""
+        return self._declared[name].ratio if name in self._declared else 1
 
 
 def _has_rows(tensor: Tensor, count: int) -> bool:
@@ -323,53 +314,49 @@ class StageFailed(NamedTuple):
 Event = OutputEvent | StageStarted | StageFinished | StageFailed
 
 
-class Stage(Protocol):
+class Stage:
     """One running stage, which serves many requests. Not thread-safe."""
 
-    @property
-    def spec(self) -> StageSpec: ...
+    spec: StageSpec
 
     @property
     def has_work(self) -> bool:
         """True if a step could do work with the inputs that have arrived."""
-        ...
+        raise NotImplementedError
 
     def limit_to(self, outputs: Set[str]) -> None:
         """Limit outputs to these, the only ones taken; called before any request."""
-        ...
 
     def check(self, request: OmniRequest) -> None:
         """Raise RequestError if the stage cannot serve the request; changes nothing."""
-        ...
 
     def open(self, request: OmniRequest) -> None:
         """Begin a request."""
-        ...
+        raise NotImplementedError
 
     def feed(self, source: str, event: OutputEvent | StageStarted) -> None:
         """Take an event of stage `source`."""
-        ...
+        raise NotImplementedError
 
     def end_input(self, source: str, request_id: str) -> None:
         """Note that stage `source` has given all of a request."""
-        ...
+        raise NotImplementedError
 
     def step(self) -> list[Event]:
         """Do some work; a request that fails ends with `StageFailed`, the others continue."""
-        ...
+        raise NotImplementedError
 
     def abort(self, request_id: str) -> None:
         """Forget a request in any state; ignores an unknown request."""
-        ...
+        raise NotImplementedError
 
     def peek(self, request_id: str) -> object:
-        """A running request's result so far besides rows, None if there is none."""
-        ...
+        """Return a running request's result so far besides rows, None if there is none."""
+        return None
 
     def reset_cache(self) -> None:
-        """Drop the stage's cache. Not while a request runs."""
-        ...
+        """Drop the stage's own cache. Not while a request runs."""
 
     def close(self) -> None:
         """Release all resources."""
-        ...
+        raise NotImplementedError

@@ -6,8 +6,6 @@ from headstart.cluster.router import DEFAULT_POLICY, POLICIES
 from headstart.errors import ConfigError
 from headstart.validation import Number, OneOf, check_fields, option
 
-__all__ = ["ReplicaConfig"]
-
 _COUNTS = Number(int, 1, 4096)
 
 

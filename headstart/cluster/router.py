@@ -18,17 +18,6 @@ from itertools import count
 from headstart.cluster.index import Match, PrefixKey, ReplicaIndex
 from headstart.errors import ConfigError, RequestError
 
-__all__ = [
-    "DEFAULT_POLICY",
-    "POLICIES",
-    "Choice",
-    "ReplicaLoad",
-    "RouteRequest",
-    "Router",
-    "RoutingPolicy",
-    "make_policy",
-]
-
 FIRST_RATE = 15_000.0
 """Assumed prompt tokens per second of a replica before any was measured."""
 _HALF_LIFE = 20.0

@@ -40,8 +40,6 @@ from headstart.omni.stage import (
 )
 from headstart.omni.stage_decoder import HostCopy, StageDecoder
 
-__all__ = ["EngineStage", "TokenEvent"]
-
 _LOG = logging.getLogger("headstart.omni")
 
 

@@ -26,8 +26,6 @@ from headstart.omni.params import SpokenPrompt
 from headstart.omni.stage import Input, OmniRequest, Stage
 from headstart.omni.stage_decoder import OmniModel
 
-__all__ = ["OmniStages"]
-
 
 class OmniStages:
     """Makes the stages of one loaded model, and prompts for them.

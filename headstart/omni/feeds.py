@@ -22,8 +22,6 @@ from headstart.engine.prompt import PlacedRows, PreparedPrompt, PromptExtras, Ro
 from headstart.errors import EngineError
 from headstart.omni.stage import Input, OmniRequest, OutputEvent, StageStarted
 
-__all__ = ["Conditions", "Feed", "Feeder", "PromptFeed", "StagePrompt", "TalkerFeed", "TalkerPlan"]
-
 
 @dataclass(frozen=True, slots=True)
 class StagePrompt:

@@ -35,8 +35,6 @@ from headstart.omni.stage import (
     StageStarted,
 )
 
-__all__ = ["FramesPlan", "FramesStage", "Job", "WholeStage"]
-
 
 class Job(NamedTuple):
     """A function's arguments: the request, and each input's rows in order."""

@@ -1,4 +1,4 @@
-"""Pipelines as TOML: the stages, their inputs and their outputs.
+"""Pipelines written in TOML: stages, their inputs and their outputs.
 
     collects = ["vocoder.audio"]
 
@@ -28,17 +28,6 @@ from headstart.omni.pipeline import Pipeline
 from headstart.omni.stage import Input, Output, Stage, StageSpec, parse_alignment
 from headstart.validation import describe
 
-__all__ = [
-    "Factory",
-    "Graph",
-    "StageNode",
-    "check_graph",
-    "check_options",
-    "no_options",
-    "read_graph",
-    "stage_config",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class StageNode:
@@ -60,19 +49,19 @@ class Graph:
     collects: tuple[Input, ...] = ()
 
     def with_options(self, options: Mapping[str, Any]) -> "Graph":
-        """This graph with `options` as defaults of all autoregressive stages.
+        """Return this graph with `options` as defaults of all autoregressive stages.
 
         `enable_prefix_caching` applies to every stage: False switches caching off in all stages;
         with True a stage may still switch it off for itself.
         """
-        rest = dict(options)
-        caching = rest.pop("enable_prefix_caching", True)
+        defaults = dict(options)
+        caching = defaults.pop("enable_prefix_caching", True)
         nodes = []
         for node in self.nodes:
-            on = node.spec.enable_prefix_caching and caching
-            spec = replace(node.spec, enable_prefix_caching=on)
-            told = {**rest, **node.options} if spec.autoregressive else node.options
-            nodes.append(replace(node, spec=spec, options=told))
+            is_on = node.spec.enable_prefix_caching and caching
+            spec = replace(node.spec, enable_prefix_caching=is_on)
+            merged = {**defaults, **node.options} if spec.autoregressive else node.options
+            nodes.append(replace(node, spec=spec, options=merged))
         return replace(self, nodes=tuple(nodes))
 
     def build(self, factories: Mapping[str, Factory]) -> Pipeline:
@@ -80,27 +69,25 @@ class Graph:
         unknown = sorted({node.kind for node in self.nodes} - factories.keys())
         if unknown:
             raise ConfigError(f"no factory makes a {unknown[0]!r}; there are {sorted(factories)}")
+        taken = {*self.collects, *(source for node in self.nodes for source in node.spec.takes)}
         stages: list[Stage] = []
         try:
             for node in self.nodes:
-                stages.append(factories[node.kind](self._without_untaken(node)))
+                spec = node.spec
+                if spec.autoregressive:  # stores need not have rows with K/V that no stage takes
+                    gives = tuple(
+                        output
+                        for output in spec.gives
+                        if not output.alignment.is_by_token
+                        or Input(spec.name, output.name) in taken
+                    )
+                    node = replace(node, spec=replace(spec, gives=gives))
+                stages.append(factories[node.kind](node))
             return Pipeline(stages, self.collects)
         except BaseException:
             for stage in stages:
                 stage.close()
             raise
-
-    def _without_untaken(self, node: StageNode) -> StageNode:
-        """An engine's stage without rows that nobody takes: no store need keep them with K/V."""
-        taken = {*self.collects, *(one for other in self.nodes for one in other.spec.takes)}
-        gives = tuple(
-            output
-            for output in node.spec.gives
-            if not node.spec.autoregressive
-            or not output.alignment.is_by_token
-            or Input(node.spec.name, output.name) in taken
-        )
-        return replace(node, spec=replace(node.spec, gives=gives))
 
 
 def read_graph(text: str) -> Graph:
@@ -111,7 +98,7 @@ def read_graph(text: str) -> Graph:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"the pipeline is no TOML: {error}") from error
-    _only(content, {"collects", "stages"}, "a pipeline")
+    _check_keys(content, {"collects", "stages"}, "a pipeline")
     stages = content.get("stages")
     if not isinstance(stages, dict) or not stages:
         raise ConfigError("a pipeline has a table [stages.NAME] for each of its stages")
@@ -120,9 +107,12 @@ def read_graph(text: str) -> Graph:
 
 
 def _node(name: str, table: Mapping[str, Any]) -> StageNode:
-    known = ("find_outputs", "autoregressive", "enable_prefix_caching")
-    _only(table, {"kind", "takes", "gives", "options", *known}, f"stage {name!r}")
-    switches = {key: _switch(table[key], f"{name}.{key}") for key in known if key in table}
+    switches = {}
+    _check_keys(table, {"kind", "takes", "gives", "options", *_SWITCHES}, f"stage {name!r}")
+    for key in table.keys() & _SWITCHES:
+        if not isinstance(table[key], bool):
+            raise ConfigError(f"{name}.{key} is {table[key]!r}; allowed: true or false")
+        switches[key] = table[key]
     spec = StageSpec(
         name=name,
         takes=_inputs(table.get("takes", []), f"stage {name!r}"),
@@ -133,35 +123,28 @@ def _node(name: str, table: Mapping[str, Any]) -> StageNode:
 
 
 def _output(name: str, value: str | Mapping[str, Any]) -> Output:
-    if isinstance(value, str):
-        return Output(name, parse_alignment(value))
-    _only(value, {"alignment", "dtype", "required"}, f"output {name!r}")
-    rest = {key: value[key] for key in ("dtype", "required") if key in value}
-    return Output(name, parse_alignment(value.get("alignment", "token")), **rest)
+    table = {"alignment": value} if isinstance(value, str) else dict(value)
+    _check_keys(table, {"alignment", "dtype", "required"}, f"output {name!r}")
+    return Output(name, parse_alignment(table.pop("alignment", "token")), **table)
 
 
-def _inputs(names: list[str], who: str) -> tuple[Input, ...]:
-    found = []
+def _inputs(names: list[str], taker: str) -> tuple[Input, ...]:
+    inputs = []
     for name in names:
         stage, dot, output = str(name).partition(".")
         if not (stage and dot and output):
-            raise ConfigError(f"{who} takes {name!r}; an input is written stage.output")
-        found.append(Input(stage, output))
-    return tuple(found)
+            raise ConfigError(f"{taker} takes {name!r}; an input is written stage.output")
+        inputs.append(Input(stage, output))
+    return tuple(inputs)
 
 
-def _switch(value: object, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}; allowed: true or false")
-    return value
-
-
-def _only(table: Mapping[str, Any], known: set[str], who: str) -> None:
-    unknown = sorted(set(table) - known)
+def _check_keys(table: Mapping[str, Any], allowed: set[str], owner: str) -> None:
+    unknown = sorted(set(table) - allowed)
     if unknown:
-        raise ConfigError(f"{who} has no {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        raise ConfigError(f"{owner} has no {unknown[0]!r}; known: {', '.join(sorted(allowed))}")
 
 
+_SWITCHES = {"find_outputs", "autoregressive", "enable_prefix_caching"}
 _REFUSED = {
     "dtype": "it is of the whole model: Omni(model, dtype=...)",
     "device": "it is of the whole model: Omni(model, device=...)",
@@ -174,24 +157,20 @@ _REFUSED = {
     "max_lora_rank": "an omni model takes no adapters",
 }
 _OF_ALL = {
-    "enable_prefix_caching": "it stands beside a stage's options, or among those of all stages",
+    "enable_prefix_caching": "it stands next to a stage's options, or among those of all stages",
     "num_threads": "it is of the process: among the options of all stages",
 }
 _OF_STORES = dict.fromkeys(
     ("cache_dir", "cache_dir_bytes", "cache_words", "remote_cache"),
     "blocks are named by those of the stage before: among the options of all stages",
 )
-_ALWAYS = {"partial_hits": False}
-"""Rows are kept by whole blocks."""
 
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise ConfigError if one of the options for all stages would have no effect."""
     _refuse(options, _REFUSED)
-    config = make_config({**_ALWAYS, **options})
-    for name, wanted in _ALWAYS.items():
-        if getattr(config, name) != wanted:
-            raise ConfigError(f"{name} is {options[name]!r}; in a stage it must be {wanted}")
+    if make_config({"partial_hits": False, **options}).partial_hits:  # rows are in whole blocks
+        raise ConfigError("partial_hits is True; in a stage it must be False")
 
 
 def check_graph(graph: Graph) -> None:
@@ -201,11 +180,12 @@ def check_graph(graph: Graph) -> None:
 
 
 def stage_config(node: StageNode) -> EngineConfig:
-    """The options of a stage's engine. Raises ConfigError."""
+    """Return the options of a stage's engine. Raises ConfigError."""
     _refuse(node.options, _OF_ALL)
     check_options(node.options)
     caching = node.spec.enable_prefix_caching
-    return make_config({**_ALWAYS, **node.options, "enable_prefix_caching": caching})
+    options = {"partial_hits": False, **node.options, "enable_prefix_caching": caching}
+    return make_config(options)
 
 
 def no_options(node: StageNode) -> None:

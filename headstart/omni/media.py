@@ -23,8 +23,6 @@ from headstart.frontend.images.decoding import decode_image
 from headstart.models.transformers_tools import silence_transformers
 from headstart.validation import describe
 
-__all__ = ["Media", "Placed", "as_items", "as_rgb", "read_features"]
-
 _AXES = {
     "input_features": ("sounds", "mels", "frames"),
     "feature_attention_mask": ("sounds", "frames"),

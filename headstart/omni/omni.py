@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.engine.driver import LocalDriver
-from headstart.engine.engine import EngineCore
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, EngineError, RequestError, UnsupportedModelError
@@ -32,7 +31,7 @@ from headstart.omni.pipeline import Progress
 from headstart.omni.qwen2_5 import Qwen25Omni, Qwen25Stages
 from headstart.omni.qwen3 import Qwen3Stages
 from headstart.omni.qwen3_model import Qwen3Omni
-from headstart.omni.stage import TOKENS, Input, OmniRequest
+from headstart.omni.stage import TOKENS, Chunk, Input, OmniRequest
 from headstart.validation import check_fields, describe
 
 __all__ = ["DEFAULT_CACHE_BYTES", "AsyncOmni", "Omni"]
@@ -41,8 +40,6 @@ Answer = TypeVar("Answer")
 
 DEFAULT_CACHE_BYTES = 1 << 30
 """Default bound of the stage-output store, in bytes of host memory."""
-
-
 _MEDIA = ("audio", "images", "features")
 _TEXT = ("prompt", "prompt_token_ids")
 
@@ -73,21 +70,23 @@ class Omni:
         """Load a model from its folder or hub name. Raises ConfigError, ModelError."""
         if not (options is None or isinstance(options, Mapping)):
             raise ConfigError(f"options is {describe(options)}; allowed: a dict or None")
-        told = dict(options or {})
-        check_options(told)
-        written = None if pipeline is None else read_graph(pipeline)
-        if written is not None:
-            check_graph(written)
-        threads = told.pop("num_threads", None)
+        settings = dict(options or {})
+        check_options(settings)
+        graph = None if pipeline is None else read_graph(pipeline)
+        if graph is not None:
+            check_graph(graph)
+        threads = settings.pop("num_threads", None)
         if threads is not None:
             torch.set_num_threads(threads)
         self.cache = OutputCache(cache_bytes)
         self._stages = _load(model, dtype, device, self.cache)
         self.graph = pipeline or self._stages.graph
         """The pipeline's graph."""
-        graph = written or read_graph(self.graph)
-        self.pipeline = graph.with_options(told).build(self._stages.factories)
-        self._thinker = self.pipeline.stages["thinker"]
+        graph = graph or read_graph(self.graph)
+        self.pipeline = graph.with_options(settings).build(self._stages.factories)
+        thinker = self.pipeline.stages["thinker"]
+        assert isinstance(thinker, EngineStage)
+        self._thinker = thinker
         self._inputs = InputProcessor(
             self._stages.tokenizer,
             self._stages.model.vocab_size,
@@ -104,38 +103,33 @@ class Omni:
 
     @property
     def text_params(self) -> SamplingParams:
-        """How a text is chosen when a request does not say."""
+        """Default sampling parameters of the text."""
         return self._stages.text_params
 
     @property
     def speech_params(self) -> SamplingParams:
-        """How speech is chosen when a request does not say."""
+        """Default sampling parameters of speech."""
         return self._stages.speech_params
 
     @property
     def spelling(self) -> Mapping[str, str]:
-        """What a prompt has for a sound, "audio", and for an image, "image"."""
+        """The text of a sound ("audio") and of an image ("image") in a prompt."""
         return self._stages.spelling
 
     @property
     def sound_rate(self) -> int:
-        """Samples a second of what the model hears. Raises ModelError if it hears nothing."""
+        """Samples per second of sounds in prompts. Raises ModelError without sounds."""
         return self._stages.model.media.sound_rate
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a prompt and its text at the most."""
-        return self._engine.max_model_len
+        """Maximum number of tokens of a prompt and its text."""
+        return self._thinker.engine.max_model_len
 
     @property
     def max_num_seqs(self) -> int:
-        """Requests whose texts are made at a time."""
-        return self._engine.config.max_num_seqs
-
-    @property
-    def _engine(self) -> EngineCore:
-        assert isinstance(self._thinker, EngineStage)
-        return self._thinker.engine
+        """Maximum number of requests whose texts are generated at a time."""
+        return self._thinker.engine.config.max_num_seqs
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -157,7 +151,7 @@ class Omni:
         self.pipeline.require_open()
         prompts = _as_list(prompts)
         groups = self._driver.call(
-            lambda: [self.prepare(one, params, cache_salt) for one in prompts]
+            lambda: [self.prepare(prompt, params, cache_salt) for prompt in prompts]
         )
         return run_all(self._driver, groups)
 
@@ -180,14 +174,14 @@ class Omni:
     def reset_cache(self) -> bool:
         """Drop everything cached in memory; returns False and does nothing while a request runs.
 
-        What `cache_dir` has stays, and is found again. Raises EngineError after `close`.
+        The contents of `cache_dir` stay, and are used again. Raises EngineError after `close`.
         """
 
         def reset() -> bool:
-            done = self.pipeline.reset_cache()
-            if done:
-                self.cache.clear()
-            return done
+            if not self.pipeline.reset_cache():
+                return False
+            self.cache.clear()
+            return True
 
         return self._driver.call(reset)
 
@@ -206,18 +200,22 @@ class Omni:
         check_fields(params, RequestError)
         media: dict[str, Any] = {}
         if isinstance(prompt, Mapping):
-            _check_keys(prompt)
+            if set(prompt) - {*_TEXT, *_MEDIA} or not set(prompt) & set(_TEXT):
+                raise RequestError(
+                    f"the prompt has the keys {describe(list(prompt))}; allowed: 'prompt' or "
+                    "'prompt_token_ids', and beside it 'audio' and 'images', or 'features'"
+                )
             media = {key: prompt[key] for key in _MEDIA if prompt.get(key) is not None}
             prompt = {key: prompt[key] for key in _TEXT if key in prompt}
         spoken = self._stages.prepare(self._inputs.process(prompt), media, salt)
         sampling = {"thinker": params.text or self._stages.text_params, "talker": params.speech}
-        if any(chosen is not None and chosen.n != 1 for chosen in sampling.values()):
+        if any(given is not None and given.n != 1 for given in sampling.values()):
             raise RequestError("a spoken answer is one answer: n must be 1")
         voice = {} if params.voice is None else {"voice": params.voice}
         request = OmniRequest(
             request_id=f"omni-{next(self._names)}",
             prompt=spoken,
-            params={name: chosen for name, chosen in sampling.items() if chosen is not None},
+            params={name: given for name, given in sampling.items() if given is not None},
             options={"talker": voice, self._stages.audio.stage: {"seed": params.seed}},
             stages=None if params.audio else frozenset(["thinker"]),
             salt=salt,
@@ -246,7 +244,7 @@ class Omni:
 
 
 class AsyncOmni:
-    """An `Omni` whose answers are awaited; any number of tasks of any event loop may ask."""
+    """An `Omni` whose answers are awaited, by any number of tasks of any event loop."""
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         """Load a model; `options` are those of `Omni`. Raises ConfigError, ModelError."""
@@ -306,21 +304,13 @@ class AsyncOmni:
         self._driver.close()
 
 
-def _joined(chunks: Sequence[Any]) -> Tensor:
+def _joined(chunks: Sequence[Chunk]) -> Tensor:
     rows = [chunk.rows for chunk in chunks]
     return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
 
 
-def _check_keys(prompt: Mapping[Any, Any]) -> None:
-    if set(prompt) - {*_TEXT, *_MEDIA} or not set(prompt) & set(_TEXT):
-        raise RequestError(
-            f"the prompt has the keys {describe(list(prompt))}; allowed: 'prompt' or "
-            "'prompt_token_ids', and beside it 'audio' and 'images', or 'features'"
-        )
-
-
 def _as_list(prompts: OmniPrompt | Sequence[OmniPrompt]) -> list[OmniPrompt]:
-    """One prompt or many: a list of integers is one."""
+    """Return one prompt or many as a list: a list of integers is one."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
@@ -332,11 +322,12 @@ def _as_list(prompts: OmniPrompt | Sequence[OmniPrompt]) -> list[OmniPrompt]:
 
 def _load(model: str | Path, dtype: str, device: str, cache: OutputCache) -> OmniStages:
     folder = find_folder(model)
-    kind = read_json(folder / "config.json").get("model_type")
-    if kind == "qwen2_5_omni":
-        return Qwen25Stages(Qwen25Omni(folder, dtype, device), folder, cache)
-    if kind == "qwen3_omni_moe":
-        return Qwen3Stages(Qwen3Omni(folder, dtype, device), folder, cache)
-    raise UnsupportedModelError(
-        f"model_type {kind!r} is no omni model; there are {' and '.join(OMNI_TYPES)}"
-    )
+    match read_json(folder / "config.json").get("model_type"):
+        case "qwen2_5_omni":
+            return Qwen25Stages(Qwen25Omni(folder, dtype, device), folder, cache)
+        case "qwen3_omni_moe":
+            return Qwen3Stages(Qwen3Omni(folder, dtype, device), folder, cache)
+        case kind:
+            raise UnsupportedModelError(
+                f"model_type {kind!r} is no omni model; there are {' and '.join(OMNI_TYPES)}"
+            )

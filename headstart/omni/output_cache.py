@@ -1,4 +1,4 @@
-"""The stage-output store: stages' output rows, kept block by block.
+"""Stage-output store: output rows of stages, block by block.
 
 A stage that skips a cached prefix still needs that prefix's rows for the next stage.
 
@@ -38,17 +38,6 @@ from headstart.engine.image_cache import EmbeddingStore, EncoderKey
 from headstart.errors import ConfigError
 from headstart.validation import Number, describe
 
-__all__ = [
-    "BlockPath",
-    "ContentCache",
-    "ENTRY_BYTES",
-    "NODE_BYTES",
-    "OutputCache",
-    "OutputCacheStats",
-    "content_bytes",
-    "content_digest",
-]
-
 _BYTES = Number(int, 0)
 ENTRY_BYTES = 768
 """Bytes of an entry besides its rows: two tensor headers and its place in the order."""
@@ -65,7 +54,7 @@ class BlockPath(NamedTuple):
 
 
 class OutputCacheStats(NamedTuple):
-    """The store's current contents, and counts since it was made, in entries and bytes."""
+    """The store's contents in entries and bytes, and counts of entries since it was made."""
 
     entries: int
     bytes: int
@@ -77,7 +66,7 @@ class OutputCacheStats(NamedTuple):
 class _Node(PrefixNode):
     """One block identity. `needed`: the outputs without which the block is no hit.
 
-    It may be without rows, for the sake of those that go on from it. `nbytes`: with its rows.
+    A node without rows stays while it has children. `nbytes` includes its rows.
     """
 
     __slots__ = ("nbytes", "needed", "rows")
@@ -96,7 +85,7 @@ class _Node(PrefixNode):
 class OutputCache:
     """Rows of whole blocks by (block identity, stage, output), within `max_bytes`.
 
-    Not thread-safe. Raises ConfigError for a bound below 0; with 0 it keeps nothing.
+    Not thread-safe. Raises ConfigError for a bound below 0; with 0 it stores nothing.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -127,7 +116,7 @@ class OutputCache:
         return stage if count == 1 else f"{stage} ({count})"
 
     def find(self, path: BlockPath, start: int = 0) -> list[Mapping[str, Tensor]]:
-        """The rows of blocks `start`, `start + 1`, ... up to the first that lacks a needed output.
+        """Return the rows of blocks from `start` up to the first that lacks a needed output.
 
         Changes nothing. The result holds the rows themselves, which are never overwritten, so it
         stays valid after eviction. Costs about 0.2 us per block.
@@ -135,7 +124,7 @@ class OutputCache:
         return [dict(node.rows) for node in self._whole(path, start)]
 
     def count(self, path: BlockPath, start: int = 0) -> int:
-        """The number of blocks that `find` would return."""
+        """Return the number of blocks that `find` would return."""
         return sum(1 for _ in self._whole(path, start))
 
     def touch(self, path: BlockPath) -> None:
@@ -144,8 +133,7 @@ class OutputCache:
         So a prefix is evicted from its end, as in the KV cache, and the rest still begins at
         position 0.
         """
-        on_path = list(self._walk(path))
-        for node in reversed(on_path):
+        for node in reversed(list(self._walk(path))):
             for name in node.rows:
                 self._order.move_to_end((node, name))
 
@@ -160,8 +148,8 @@ class OutputCache:
 
         The rows must be complete in host memory. needed: the outputs that a request must get to
         skip this block; by default those in `rows`. While one of them is missing the block is no
-        hit. An existing entry is not replaced; rows that are not finite are not kept, nor those for
-        which the blocks before this one leave no room. Call `touch` when all of a prefix are there.
+        hit. An existing entry is not replaced; rows that are not finite are not stored, nor rows
+        that do not fit next to the blocks before this one. Call `touch` at the end of a prefix.
         """
         node = self._make(path, index)
         node.needed = frozenset(rows if needed is None else needed)
@@ -218,13 +206,13 @@ class OutputCache:
         return [node for node in nodes if isinstance(node, _Node)]
 
     def _walk(self, path: BlockPath) -> Iterator[_Node]:
-        """The nodes of a path's blocks, up to the first missing one."""
+        """Yield the nodes of a path's blocks, up to the first missing one."""
         node: PrefixNode | None = self._tree.root(path.namespace)
-        for at, key in enumerate(_keys(path)):
+        for depth, key in enumerate(_keys(path)):
             node = self._tree.find(node, key) if node is not None else None
             if not isinstance(node, _Node):
                 return
-            if at:
+            if depth:
                 yield node
 
     def _whole(self, path: BlockPath, start: int) -> Iterator[_Node]:
@@ -242,23 +230,23 @@ class OutputCache:
         return node
 
     def _make_room(self, node: _Node, size: int) -> bool:
-        """Evict the oldest entries until so many bytes are free; False if that cannot be.
+        """Evict the oldest entries until so many bytes are free; return False if they cannot be.
 
         Neither the node's own rows are evicted nor those of the nodes before it.
         """
         if self._bytes + size <= self.max_bytes:
             return True
-        kept: set[PrefixNode] = set()
-        at: PrefixNode | None = node
+        protected: set[PrefixNode] = set()
+        ancestor: PrefixNode | None = node
         left = self.max_bytes - size
-        while isinstance(at, _Node):
-            kept.add(at)
-            left -= at.nbytes
-            at = at.parent
+        while isinstance(ancestor, _Node):
+            protected.add(ancestor)
+            left -= ancestor.nbytes
+            ancestor = ancestor.parent
         if left < 0:
             return False
         while self._bytes + size > self.max_bytes:
-            oldest = next(entry for entry in self._order if entry[0] not in kept)
+            oldest = next(entry for entry in self._order if entry[0] not in protected)
             self._evicted += 1
             self._remove(*oldest, keep=node)
         return True
@@ -273,17 +261,17 @@ class OutputCache:
 
     def _prune(self, node: PrefixNode, keep: _Node | None = None) -> None:
         """Remove nodes that have neither rows nor children."""
-        at: PrefixNode | None = node
-        while at is not None and at is not keep and at.child is None:
-            if isinstance(at, _Node):
-                if at.rows:
+        leaf: PrefixNode | None = node
+        while leaf is not None and leaf is not keep and leaf.child is None:
+            if isinstance(leaf, _Node):
+                if leaf.rows:
                     return
-                self._bytes -= at.nbytes
-            at = self._tree.cut_off(at)
+                self._bytes -= leaf.nbytes
+            leaf = self._tree.cut_off(leaf)
 
 
 def _keys(path: BlockPath) -> Iterator[BlockKey]:
-    """The keys below a namespace's root: the stage, then its blocks."""
+    """Return the keys below a namespace's root: the stage, then its blocks."""
     return chain([BlockKey(path.stage.encode())], path.keys)
 
 
@@ -294,49 +282,44 @@ def _stage_key(node: PrefixNode) -> bytes:
 
 
 class ContentCache:
-    """Tensors by digest, in a namespace of their own in an `OutputCache`."""
+    """Tensors by digest, in a separate namespace of an `OutputCache`."""
 
     def __init__(self, cache: OutputCache, name: str) -> None:
         self._cache, self._name = cache, name
         self._place = cache.place(name)
-        self._kept: EmbeddingStore | None = None
+        self._store: EmbeddingStore | None = None
         self._model = ""
 
     def keep(self, store: EmbeddingStore, model: str) -> None:
-        """Keep what is made from now on in a store that outlives the process, too.
+        """Put tensors made from now on into a store that outlives the process, too.
 
-        model: the fingerprint of all that a tensor depends on besides its digest.
+        model: the fingerprint of everything that a tensor depends on besides its digest.
         """
-        self._kept, self._model = store, model
+        self._store, self._model = store, model
 
     def recall(self, digest: bytes, make: Callable[[], Tensor], salt: str | None = None) -> Tensor:
-        """The cached tensor for this digest and salt, or the result of `make`, which is then kept.
+        """Return the cached tensor of a digest and salt, or the result of `make`, then cached.
 
         The tensor is on the host. Raises the exceptions of `make`.
         """
         path = BlockPath(self._place, Namespace(None, salt), [BlockKey(digest)])
-        known = self._cache.find(path)
-        if known:
+        blocks = self._cache.find(path)
+        if blocks:
             self._cache.touch(path)
-            return known[0]["made"]
-        made = self._load_or_make(digest, make, salt)
-        self._cache.put(path, 0, {"made": made})
-        return made
-
-    def _load_or_make(self, digest: bytes, make: Callable[[], Tensor], salt: str | None) -> Tensor:
-        if self._kept is None:
-            return make().cpu()
+            return blocks[0]["made"]
         key = EncoderKey(salt, content_digest(self._name, self._model, digest.hex()))
-        found = self._kept.load(key)
-        if found is None:
-            began = time.perf_counter()
-            found = make().cpu()
-            self._kept.save(key, found, time.perf_counter() - began)
-        return found
+        tensor = self._store.load(key) if self._store is not None else None
+        if tensor is None:
+            start = time.perf_counter()
+            tensor = make().cpu()
+            if self._store is not None:
+                self._store.save(key, tensor, time.perf_counter() - start)
+        self._cache.put(path, 0, {"made": tensor})
+        return tensor
 
 
 def content_digest(*parts: Any) -> bytes:
-    """SHA-256 over tensors by content and JSON values; each part has its length in front."""
+    """Return a SHA-256 over tensors by content and JSON values, each preceded by its length."""
     digest = hashlib.sha256()
     for part in parts:
         data = content_bytes(part) if isinstance(part, Tensor) else json.dumps(part).encode()
@@ -345,7 +328,7 @@ def content_digest(*parts: Any) -> bytes:
 
 
 def content_bytes(tensor: Tensor) -> bytes:
-    """A tensor's dtype, shape and bytes."""
+    """Return a tensor's dtype, shape and bytes."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     head = json.dumps([str(tensor.dtype), list(tensor.shape)]).encode()
     return len(head).to_bytes(4, "little") + head + flat.view(torch.uint8).numpy().tobytes()

@@ -1,4 +1,4 @@
-"""Inputs and outputs of an omni model: prompts, parameters, answers and their sound."""
+"""Inputs and outputs of omni models: prompts, parameters, answers and their waveforms."""
 
 import io
 import wave
@@ -22,13 +22,12 @@ __all__ = [
     "OmniPrompt",
     "SpokenPrompt",
     "pcm16",
-    "save_wav",
     "wav_bytes",
 ]
 
 
 def pcm16(samples: Tensor) -> bytes:
-    """Samples in -1 .. 1, float `[samples]`, as little-endian 16-bit PCM; louder ones are cut.
+    """Return samples in -1 .. 1, float `[samples]`, as little-endian 16-bit PCM; clips louder ones.
 
     >>> pcm16(torch.tensor([0.0, 1.0, -2.0])).hex()
     '0000ff7f0180'
@@ -38,7 +37,7 @@ def pcm16(samples: Tensor) -> bytes:
 
 
 def wav_bytes(samples: Tensor, sample_rate: int) -> bytes:
-    """A mono WAV file."""
+    """Return samples as a mono WAV file."""
     file = io.BytesIO()
     with wave.open(file, "wb") as writer:
         writer.setnchannels(1)
@@ -46,13 +45,6 @@ def wav_bytes(samples: Tensor, sample_rate: int) -> bytes:
         writer.setframerate(sample_rate)
         writer.writeframes(pcm16(samples))
     return file.getvalue()
-
-
-def save_wav(path: str | Path, samples: Tensor, sample_rate: int) -> None:
-    """Write a mono WAV file. Raises RequestError for what is no path; OSError."""
-    if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
-        raise RequestError(f"path is {describe(path)}; allowed: the path of a file to write")
-    Path(path).write_bytes(wav_bytes(samples, sample_rate))
 
 
 OmniPrompt = str | Sequence[int] | Mapping[str, Any]
@@ -128,5 +120,7 @@ class OmniOutput:
         return wav_bytes(self.audio, self.sample_rate)
 
     def save_wav(self, path: str | Path) -> None:
-        """Write the waveform to a WAV file."""
-        save_wav(path, self.audio, self.sample_rate)
+        """Write the waveform to a WAV file. Raises RequestError for what is no path; OSError."""
+        if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
+            raise RequestError(f"path is {describe(path)}; allowed: the path of a file to write")
+        Path(path).write_bytes(self.wav())

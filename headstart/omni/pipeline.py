@@ -27,8 +27,6 @@ from headstart.omni.stage import (
     StageMetrics,
 )
 
-__all__ = ["Pipeline", "Progress"]
-
 
 @dataclass(slots=True, eq=False)
 class Progress:

@@ -39,8 +39,6 @@ from headstart.omni.params import SpokenPrompt
 from headstart.omni.stage import TOKENS, Input, OmniRequest, Stage
 from headstart.omni.stage_decoder import OmniModel, PassTensors, StageDecoder, StageParts
 
-__all__ = ["CodecTalkerFeed", "CodecTalkerPlan", "Qwen25Omni", "Qwen25Stages", "Voice"]
-
 
 @dataclass(frozen=True, slots=True)
 class Voice:

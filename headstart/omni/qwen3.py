@@ -45,15 +45,6 @@ from headstart.omni.stage import (
 )
 from headstart.omni.stage_decoder import StageDecoder
 
-__all__ = [
-    "CODES",
-    "FrameTalker",
-    "FrameTalkerFeed",
-    "FrameTalkerPlan",
-    "Qwen3Stages",
-    "vocoder_plan",
-]
-
 CODES = "codes"
 """A frame talker gives frames, int64 `[frames, codes]`, beside its tokens."""
 

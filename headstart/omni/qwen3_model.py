@@ -37,14 +37,6 @@ from headstart.omni.stage_decoder import (
     StageParts,
 )
 
-__all__ = [
-    "CausalVocoder",
-    "Choose",
-    "CodePredictor",
-    "Qwen3Omni",
-    "thinker_decoder",
-]
-
 Choose = Callable[[Tensor], Sequence[int]]
 """Chooses one code for each row of logits float32 `[rows, codes]`."""
 

@@ -28,8 +28,6 @@ from headstart.errors import EngineError
 from headstart.omni.output_cache import BlockPath, OutputCache
 from headstart.omni.stage import AlignmentDetector, Chunk, Output, StageSpec
 
-__all__ = ["Part", "StageRows", "TierRows"]
-
 
 class Part(NamedTuple):
     """The computed tokens `start` to `stop - 1` of a sequence in a step."""

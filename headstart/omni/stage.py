@@ -22,26 +22,6 @@ from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, EngineError, HeadstartError
 from headstart.validation import check_name
 
-__all__ = [
-    "Alignment",
-    "Chunk",
-    "AlignmentDetector",
-    "Event",
-    "Input",
-    "Kind",
-    "OmniRequest",
-    "Output",
-    "OutputEvent",
-    "Stage",
-    "StageFailed",
-    "StageFinished",
-    "StageMetrics",
-    "StageSpec",
-    "StageStarted",
-    "TOKENS",
-    "parse_alignment",
-]
-
 
 class Kind(Enum):
     """The unit of an output's first axis."""

@@ -29,19 +29,6 @@ from headstart.models.transformers_backend.loader import check_speaker, load_con
 from headstart.models.transformers_tools import silence_transformers
 from headstart.omni.media import Media, Placed
 
-__all__ = [
-    "BeginCopy",
-    "Checkpoint",
-    "HostCopy",
-    "OmniModel",
-    "PassTensors",
-    "StageDecoder",
-    "StageParts",
-    "StreamCopies",
-    "host_copies",
-    "text_layouts",
-]
-
 
 class HostCopy:
     """Named rows on their way to host memory; complete once `wait` has returned."""

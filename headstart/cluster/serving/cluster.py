@@ -49,8 +49,6 @@ from headstart.errors import ConfigError, EngineError, HeadstartError
 from headstart.frontend.vllm_compat import read_options
 from headstart.version import __version__
 
-__all__ = ["ReplicaCluster"]
-
 _DEPLOYMENT = "engine"
 _ROUTER = "headstart.cluster.serving.request_router.PrefixRouter"
 _HEALTH_PERIOD, _HEALTH_TIMEOUT = 5.0, 120.0  # a step of a large model may take long

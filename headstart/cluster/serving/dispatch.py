@@ -24,8 +24,6 @@ from headstart.cluster.events import EventBatch
 from headstart.cluster.router import Router, RouteRequest, make_policy
 from headstart.engine.metrics import Counter, Gauge, Histogram, Metric
 
-__all__ = ["Dispatcher", "add_up", "dispatcher_of", "register", "unregister"]
-
 _DISPATCHERS: dict[str, Dispatcher] = {}
 _TRIES = 3
 """The number of times a request is sent to a replica that does not accept it.

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from headstart.engine.image_cache import SentImages
     from headstart.engine.request import RequestGroup
 
-__all__ = ["MAX_LOST", "ReplicaDriver"]
-
 MAX_LOST = 3
 _LOST = "the replica that computed this answer died or stopped answering"
 _PATIENCE = 1.0  # seconds between two looks at whether the thread is alive

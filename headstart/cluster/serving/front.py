@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from headstart.cluster.serving.messages import EngineFacts
     from headstart.engine.config import EngineConfig
 
-__all__ = ["CLOSED", "ReplicaAdapters", "ReplicaFrontend"]
-
 CLOSED = "the engine is closed"
 
 

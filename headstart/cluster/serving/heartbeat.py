@@ -30,18 +30,6 @@ if TYPE_CHECKING:
     from headstart.cluster.events import EventBatch
     from headstart.cluster.serving.dispatch import Dispatcher
 
-__all__ = [
-    "HEARTBEAT",
-    "SILENCE",
-    "Feeds",
-    "Heartbeats",
-    "cancel",
-    "check_port",
-    "send_heartbeats",
-    "watch_ray",
-    "with_heartbeats",
-]
-
 SILENCE = 120.0
 """Seconds without a heartbeat until a server counts as dead."""
 HEARTBEAT = 9.0

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from headstart.engine.config import EngineConfig
     from headstart.engine.request import RequestGroup
 
-__all__ = ["FrontImages"]
-
 
 class FrontImages(ImagePrompts):
     """Makes prompts with images that replicas encode. For any thread."""

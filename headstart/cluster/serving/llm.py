@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from headstart.cluster.serving.front import ReplicaFrontend
     from headstart.engine.params import SamplingParams
 
-__all__ = ["ReplicatedLLM", "router"]
-
 _LOG = logging.getLogger("headstart.server")
 
 

@@ -37,19 +37,6 @@ except ModuleNotFoundError:  # without Ray nothing raises these
 if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup
 
-__all__ = [
-    "AnswerPart",
-    "AnswerRequest",
-    "EngineFacts",
-    "Follow",
-    "Head",
-    "Part",
-    "Report",
-    "RequestKey",
-    "has_died",
-    "read_error",
-]
-
 RequestKey = tuple[str, int]
 """A request's id and the number of the attempt to have it answered."""
 

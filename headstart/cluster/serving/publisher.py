@@ -34,8 +34,6 @@ from headstart.errors import EngineError
 if TYPE_CHECKING:
     from headstart.frontend.async_llm import AsyncLLM
 
-__all__ = ["CachePublisher"]
-
 _PAUSE = 0.05  # seconds between batches while requests run
 _TOGETHER = 0.02  # seconds between messages of tokens
 _MOST_QUEUED = 256  # reports that wait for one follower

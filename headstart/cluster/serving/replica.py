@@ -31,8 +31,6 @@ except ModuleNotFoundError:  # a replica without Ray reports no metrics
 if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup
 
-__all__ = ["EngineReplica", "RayGauges"]
-
 _LOG = logging.getLogger("headstart.server")
 
 

@@ -17,8 +17,6 @@ from headstart.cluster.serving.messages import AnswerRequest, Follow
 if TYPE_CHECKING:
     from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-__all__ = ["PrefixRouter"]
-
 
 class PrefixRouter(RequestRouter):
     """Sends requests by prefix and load, and a subscription to its replica."""

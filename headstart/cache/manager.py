@@ -65,10 +65,7 @@ class KVCacheManager:
     """
 
     def __init__(
-        self,
-        config: CacheConfig,
-        hasher: BlockHasher | None = None,
-        clock: Clock = time.monotonic,
+        self, config: CacheConfig, hasher: BlockHasher | None = None, clock: Clock = time.monotonic
     ) -> None:
         """Make a manager of empty blocks. `hasher` is needed for events and `block_hashes`.
 
@@ -205,10 +202,7 @@ class KVCacheManager:
         return needed <= len(self.pool.free)
 
     def allocate_slots(
-        self,
-        sequence: TokenSequence,
-        num_new_tokens: int,
-        computed: ComputedBlocks | None = None,
+        self, sequence: TokenSequence, num_new_tokens: int, computed: ComputedBlocks | None = None
     ) -> Allocation | None:
         """Admit a sequence: hold what it hits and give it slots for `num_new_tokens` more.
 

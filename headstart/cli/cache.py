@@ -146,9 +146,9 @@ def stat(folder: str | None) -> None:
     nbytes, blocks = sum(state.nbytes for state in states), sum(s.num_blocks for s in states)
     tokens = sum(state.num_blocks * state.model.record.block_size for state in states)
     click.echo(f"folder   {shorten_home(path)}")
-    click.echo(f"kept     {show_bytes(nbytes)}, {tokens:,} tokens in {blocks:,} blocks")
+    click.echo(f"kept     {show_bytes(nbytes)}, {tokens:,} tokens in {count(blocks, 'block')}")
     click.echo(f"models   {len(states)}")
-    click.echo(f"loaded   {sum(state.hits for state in states):,} blocks")
+    click.echo(f"loaded   {count(sum(state.hits for state in states), 'block')}")
     click.echo(f"saved    {sum(state.saved_seconds for state in states):,.1f} s of computing")
 
 

@@ -10,11 +10,10 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from importlib.resources import files
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -25,13 +24,7 @@ from rich.text import Text
 
 import headstart
 from headstart.cli.opening import note_on, resolve_model
-from headstart.cli.options import (
-    GroupedCommand,
-    GroupedOption,
-    flags,
-    model_option,
-    sort_options,
-)
+from headstart.cli.options import GroupedCommand, GroupedOption, flags, model_option, sort_options
 from headstart.cli.pool_picture import PoolPicture, colour_of
 from headstart.cli.terminal import cached_share, duration
 from headstart.engine.config import EngineConfig
@@ -41,16 +34,6 @@ from headstart.errors import ConfigError
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.frontend.llm import LLM
-
-__all__ = [
-    "INSTRUCTION",
-    "PANEL",
-    "demo",
-    "demo_asks",
-    "demo_console",
-    "figures_table",
-    "people_table",
-]
 
 INSTRUCTION = (
     "You are a helpful assistant in recognizes the content of tables in markdown format. "
@@ -108,44 +91,32 @@ def demo_console() -> Console:
     return console
 
 
-@dataclass(frozen=True)
-class Ask:
-    """One request: the title of its panel, the question, and a word of the right answer.
+class DemoRequest(NamedTuple):
+    """A request: the title of its panel, the question, and a word of the right answer.
 
-    A request that `continues` is asked in the chat before it.
+    with_table: the question begins a chat with the table; otherwise it continues the last chat.
     """
 
     title: str
     question: str
     right: str
-    continues: bool = False
+    with_table: bool = True
 
     def is_answered_by(self, text: str) -> bool:
         """Return True if the right answer is a word of `text`."""
         return re.search(rf"\b{re.escape(self.right)}\b", text) is not None
 
 
-def demo_asks() -> list[Ask]:
-    """Return the three requests of the demo."""
-    table = INSTRUCTION + people_table()
-    return [
-        Ask(
-            "a table of 30 people: how old is John Doe?",
-            f"{table}What is the age of John Doe?",
-            "29",
-        ),
-        Ask(
-            "the same table: how old is Zack Blue?",
-            f"{table}What is the age of Zack Blue?",
-            "30",
-        ),
-        Ask(
-            "the same chat, next turn: what does he do?",
-            "And what is the occupation of Zack Blue?",
-            "Lawyer",
-            continues=True,
-        ),
-    ]
+REQUESTS = (
+    DemoRequest("a table of 30 people: how old is John Doe?", "What is the age of John Doe?", "29"),
+    DemoRequest("the same table: how old is Zack Blue?", "What is the age of Zack Blue?", "30"),
+    DemoRequest(
+        "the same chat, next turn: what does he do?",
+        "And what is the occupation of Zack Blue?",
+        "Lawyer",
+        with_table=False,
+    ),
+)
 
 
 def people_table() -> str:
@@ -155,43 +126,41 @@ def people_table() -> str:
 
 def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:
     """Yield a panel for each request as soon as it is answered, then the totals."""
+    # An unrelated prompt, computed twice, pays the one-time costs of a first request.
+    warm = [index % 200 for index in range(WARM_UP_TOKENS)]
     with console.status("warming up"):
-        _warm_up(llm)
+        for end in (1, 2):
+            for _ in llm.stream([*warm, end], SamplingParams(temperature=0, max_tokens=4)):
+                pass
+        llm.manager.reset_prefix_cache()
     picture = PoolPicture(llm.manager)
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
     outputs: list[RequestOutput] = []
     right = 0
     messages: list[dict[str, str]] = []
-    for number, ask in enumerate(demo_asks(), start=1):
-        question = {"role": "user", "content": ask.question}
-        messages = [*messages, question] if ask.continues else [question]
-        with console.status(f"request {number}: {ask.title}"):
+    for number, request in enumerate(REQUESTS, start=1):
+        question = request.question
+        if request.with_table:
+            messages, question = [], INSTRUCTION + people_table() + question
+        messages.append({"role": "user", "content": question})
+        with console.status(f"request {number}: {request.title}"):
             *_, output = picture.watch(llm.stream_chat(messages, params), number)
         outputs.append(output)
         text = output.outputs[0].text
         messages.append({"role": "assistant", "content": text})
-        is_right = ask.is_answered_by(text)
+        is_right = request.is_answered_by(text)
         right += is_right
         answer = Text("answer  ", style="dim").append(text, style="italic not dim")
         if not is_right:
-            answer.append(f"  (the table says {ask.right})", style="not dim")
+            answer.append(f"  (the table says {request.right})", style="not dim")
         pool = picture.draw(console.width - PANEL)
         yield Panel(
             Group(_figures(outputs), Padding(answer, (1, 0)), pool),
-            title=f"[bold]{number}[/] {ask.title}",
+            title=f"[bold]{number}[/] {request.title}",
             title_align="left",
             border_style=colour_of(number),
         )
     yield _totals(outputs, right)
-
-
-def _warm_up(llm: LLM) -> None:
-    """Compute an unrelated prompt twice, so that the first request pays no one-time costs."""
-    prompt = [index % 200 for index in range(WARM_UP_TOKENS)]
-    for end in (1, 2):
-        for _ in llm.stream([*prompt, end], SamplingParams(temperature=0, max_tokens=4)):
-            pass
-    llm.manager.reset_prefix_cache()
 
 
 def _figures(outputs: list[RequestOutput]) -> Table:
@@ -216,9 +185,7 @@ def _ratio(outputs: list[RequestOutput]) -> float:
 def _totals(outputs: list[RequestOutput], right: int) -> Text:
     cold, warm = (duration(output.metrics.time_to_first_token) for output in outputs[:2])
     prompts = [len(output.prompt_token_ids) for output in outputs]
-    computed = [
-        total - output.num_cached_tokens for total, output in zip(prompts, outputs, strict=True)
-    ]
+    computed = [len(o.prompt_token_ids) - o.num_cached_tokens for o in outputs]
     totals = Text("cold / warm  ", style="bold")
     totals.append(f"{cold} / {warm} = {_ratio(outputs[:2]):.1f}", style="green")
     totals.append(

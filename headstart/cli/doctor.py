@@ -47,10 +47,7 @@ EXTRAS = {
     "audio": ("sound over HTTP", ("soundfile", "soxr")),
     "cluster": ("replicas", (*_SERVER, "ray")),
     "remote": ("a cache in Redis or Valkey", ("redis",)),
-    "otel": (
-        "traces of requests",
-        ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
-    ),
+    "otel": ("traces of requests", ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")),
 }
 
 

@@ -24,9 +24,7 @@ from headstart.cli.messages import Conversation, names_model, read_questions
 from headstart.cli.models import models
 from headstart.cli.opening import (
     announce_and_open,
-    check_adapter,
-    check_tokenizer,
-    folder_of,
+    folder_for_text,
     load_adapter,
     read_adapter,
     read_adapters,
@@ -160,10 +158,8 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
         note(f"{as_typed(prompts[0])} is asked as a prompt; a model is named by --model")
     questions, adapter = read_questions(prompts, options), read_adapter(options)
     chosen = sort_options(options)
-    folder = folder_of(model)
-    check_tokenizer(folder)
+    folder = folder_for_text(model, adapter)
     questions.check_model(folder, make_config(chosen.engine))
-    check_adapter(adapter, folder)
     prefixes = make_prefix_folder(chosen.engine)
     with closing(announce_and_open(model, prefixes.options)) as llm:
         streams = questions.streams(llm, chosen.sampling, load_adapter(llm, adapter))
@@ -176,10 +172,7 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
 @main.command(cls=GroupedCommand, short_help="Talk with a model.")
 @_option("--system", metavar="TEXT", help="The system message that the chat begins with.")
 @_option(
-    "--resume",
-    metavar="FILE",
-    type=click.Path(),
-    help="Continue a conversation that /save wrote.",
+    "--resume", metavar="FILE", type=click.Path(), help="Continue a conversation that /save wrote."
 )
 @_plain_option
 @model_option
@@ -197,9 +190,7 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
         conversation.system = as_typed(system)
     adapter = read_adapter(options)
     chosen = sort_options(options, CHAT_SAMPLING)
-    folder = folder_of(model)
-    check_tokenizer(folder)
-    check_adapter(adapter, folder)
+    folder = folder_for_text(model, adapter)
     prefixes = make_prefix_folder(chosen.engine)
     with closing(announce_and_open(model, prefixes.options)) as llm:
         params = chat_sampling(chosen.given, folder)

@@ -148,26 +148,22 @@ def _rows() -> Iterator[_Row]:
     for repo in sorted(repos, key=lambda repo: repo.repo_id):
         if repo.repo_type != "model":
             continue
-        files = {file.file_path: file for one in repo.revisions for file in one.files}
+        files = {file.file_path: file for revision in repo.revisions for file in revision.files}
         labels = label_files(map(str, files))
         for label in sorted(set(labels.values())):
-            held = [files[Path(path)] for path, found in labels.items() if found == label]
-            size = sum({file.blob_path: file.size_on_disk for file in held}.values())
-            yield _Row(f"{repo.repo_id}:{label}", size, "", repo, held)
-        if not labels:
-            yield _Row(repo.repo_id, repo.size_on_disk, _remark(repo), repo)
-
-
-def _remark(repo: hub.CachedRepoInfo) -> str:
-    """Return the reason why a downloaded model does not load; empty if none is known."""
-    newest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
-    if newest is None:
-        return "nothing of it is there yet"
-    try:
-        check_files(newest.snapshot_path)
-    except ModelError:
-        return "not whole, or of another format"
-    return ""
+            labeled = [files[Path(path)] for path, other in labels.items() if other == label]
+            size = sum({file.blob_path: file.size_on_disk for file in labeled}.values())
+            yield _Row(f"{repo.repo_id}:{label}", size, "", repo, labeled)
+        if labels:
+            continue
+        newest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
+        remark = "" if newest is not None else "nothing of it is there yet"
+        try:
+            if newest is not None:
+                check_files(newest.snapshot_path)
+        except ModelError:
+            remark = "not whole, or of another format"
+        yield _Row(repo.repo_id, repo.size_on_disk, remark, repo)
 
 
 def _weigh(folder: Path) -> int:

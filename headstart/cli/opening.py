@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import headstart
-from headstart.cli.terminal import (
-    as_typed,
-    describe_loading,
-    handling,
-    note,
-    waiting,
-)
+from headstart.cli.terminal import as_typed, describe_loading, handling, note, waiting
 from headstart.engine.config import EngineConfig
 from headstart.errors import ConfigError, ModelError, RequestError, UnsupportedAdapterError
 from headstart.imports import load_module
@@ -134,24 +128,28 @@ def _adapter_folder(name: str, options: Mapping[str, Any]) -> Path:
     return folder
 
 
-def check_tokenizer(folder: Path) -> None:
-    """Raise RequestError for a model that takes no text, before it is loaded."""
-    if not (folder / "config.json").is_file() or has_vocabulary(folder):
-        return
-    if load_tokenizer(folder) is None:
+def folder_for_text(model: str, adapter: Path | None) -> Path:
+    """Return the folder of a model that takes text, with an adapter that fits it, if any.
+
+    Raises RequestError for a model without a tokenizer, ModelError or UnsupportedAdapterError.
+    """
+    folder = folder_of(model)
+    is_checked = not (folder / "config.json").is_file() or has_vocabulary(folder)
+    if not is_checked and load_tokenizer(folder) is None:
         raise RequestError(
             f"{folder} has no tokenizer (tokenizer.json, or what stands for it), so it takes no "
             "text; get the model's own, or give token ids in Python or to a server"
         )
+    if adapter is not None:
+        check_adapter(adapter, folder)
+    return folder
 
 
-def check_adapter(adapter: Path | None, model: Path) -> None:
+def check_adapter(adapter: Path, model: Path) -> None:
     """Raise UnsupportedAdapterError if a layer's inputs are not those of the model's layer.
 
     Only the headers of files are read, before the model is loaded. Loading checks the rest.
     """
-    if adapter is None:
-        return
     try:
         packed = "quantization_config" in read_json(model / "config.json")
         layers = {} if packed else tensor_shapes(model)

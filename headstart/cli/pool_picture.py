@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -29,12 +28,8 @@ CELLS_PER_ROW = (64, 48, 32, 16)
 MAX_CELLS = 512
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One or more neighbouring blocks: the first state in use, and the request that computed it."""
-
-    state: str
-    owner: int | None
+Cell = tuple[str, int | None]
+"""Neighbouring blocks: the first state in use, and the request that computed that block."""
 
 
 class PoolPicture:
@@ -88,11 +83,13 @@ class PoolPicture:
         width = max(5, len(f"{len(self._states):,}"))
         per_row = next((n for n in CELLS_PER_ROW if width + 2 + n <= columns), CELLS_PER_ROW[-1])
         starts = range(0, len(cells), per_row)
-        used = [s for s in starts if any(cell.state != EMPTY for cell in cells[s : s + per_row])]
+        used = [s for s in starts if any(state != EMPTY for state, _ in cells[s : s + per_row])]
         for start in used or starts[:1]:
             picture.append(f"{start * per_cell:>{width},}  ", style="dim")
-            for cell, run in groupby(cells[start : start + per_row]):
-                picture.append(cell.state * len(list(run)), style=_style(cell))
+            for (state, owner), run in groupby(cells[start : start + per_row]):
+                style = "dim" if owner is None else colour_of(owner)
+                style = style if owner is None or state == CACHED else f"bold {style}"
+                picture.append(state * len(list(run)), style=style)
             picture.append("\n")
         picture.append(self._legend(per_cell, " " * (width + 2), columns))
         return picture
@@ -103,7 +100,7 @@ class PoolPicture:
         for start in range(0, len(self._states), per_cell):
             states = self._states[start : start + per_cell]
             state = min(states, key=(HELD, CACHED, EMPTY).index)
-            cells.append(Cell(state, self._owners[start + states.index(state)]))
+            cells.append((state, self._owners[start + states.index(state)]))
         return cells
 
     def _legend(self, per_cell: int, indent: str, columns: int) -> Text:
@@ -124,9 +121,3 @@ class PoolPicture:
 def colour_of(owner: int) -> str:
     """Return the colour of an owner's blocks."""
     return COLOURS[(owner - 1) % len(COLOURS)]
-
-
-def _style(cell: Cell) -> str:
-    if cell.owner is None:
-        return "dim"
-    return colour_of(cell.owner) if cell.state == CACHED else f"bold {colour_of(cell.owner)}"

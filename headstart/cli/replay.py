@@ -33,46 +33,11 @@ from headstart.replay import (
 )
 from headstart.replay import replay as run_replay
 
-__all__ = ["replay"]
-
-
 _WIDTH, _LABEL, _BAR, _ROW, _HEAD = 720, 180, 440, 22, 34
 _STYLE = (
     "text{font:13px sans-serif;fill:#20242b}.bar{fill:#7558b5}.card{fill:#fcfbf8}"
     "@media (prefers-color-scheme:dark){text{fill:#e7e9ed}.bar{fill:#a98ee6}.card{fill:#16191f}}"
 )
-
-
-def draw_bars(title: str, panels: Mapping[str, Mapping[str, float]]) -> str:
-    """Return an SVG: a panel for each heading, a bar for each name, from 0 to the largest."""
-    parts, y = [_text(16, 24, title, bold=True)], _HEAD
-    for heading, values in panels.items():
-        y += _HEAD
-        parts.append(_text(16, y - 10, heading, bold=True))
-        largest = max(values.values(), default=0) or 1
-        for name, value in values.items():
-            length = _BAR * value / largest
-            parts.append(_text(16, y + 14, name))
-            parts.append(
-                f'<rect class="bar" x="{_LABEL}" y="{y + 3}" width="{length:.1f}" height="14"/>'
-            )
-            parts.append(_text(_LABEL + length + 6, y + 14, f"{value:,.4g}"))
-            y += _ROW
-    height = y + 16
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" role="img">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style>"
-        f'<rect class="card" width="{_WIDTH}" height="{height}" rx="12"/>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
-    )
-
-
-def _text(x: float, y: float, words: str, *, bold: bool = False) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{weight}>{escape(words)}</text>'
-
-
 _HEADINGS = (
     *("hit %", "ttft s", "p50 s", "p99 s", "token ms", "p99 ms"),
     *("imbalance", "load", "evicted"),
@@ -100,27 +65,13 @@ _option = partial(click.option, cls=GroupedOption)
     show_default=True,
     help="Number of replicas that only compute prompts; the others decode.",
 )
-@_option(
-    "--kv-tokens",
-    default=2_000_000,
-    show_default=True,
-    help="Tokens of KV memory in each.",
-)
+@_option("--kv-tokens", default=2_000_000, show_default=True, help="Tokens of KV memory in each.")
 @_option("--block-size", type=int, help="Tokens in a block; default: those of the trace, or 16.")
-@_option(
-    "--requests",
-    type=int,
-    help="Number of requests to replay.",
-)
+@_option("--requests", type=int, help="Number of requests to replay.")
 @_option("--copies", default=1, show_default=True, help="Multiply the users.")
 @_option("--speed", default=1.0, show_default=True, help="Multiply the rate of sessions.")
 @_option("--seed", default=0, show_default=True, help="Seed of a synthetic workload.")
-@_option(
-    "--eviction",
-    default="adaptive-lru",
-    show_default=True,
-    help="As in the engine.",
-)
+@_option("--eviction", default="adaptive-lru", show_default=True, help="As in the engine.")
 @_option("--json", "as_json", is_flag=True, help="Print JSON, one line.")
 @_option("--plot", type=click.Path(path_type=Path), help="Draw the table into this SVG.")
 @flags(SpeedModel)
@@ -175,10 +126,9 @@ def _open(name: str, options: Mapping[str, Any]) -> Trace:
     elif Path(name).is_file():
         trace = read_trace(Path(name))
     else:
-        near = next(iter(get_close_matches(name, WORKLOADS, 1, 0.7)), None)
-        meant = f"; did you mean {near}?" if near is not None else ""
-        told = f"{name} is no file; allowed: a trace, or {', '.join(WORKLOADS)}"
-        raise ConfigError(told + meant)
+        near = get_close_matches(name, WORKLOADS, 1, 0.7)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{name} is no file; allowed: a trace, or {', '.join(WORKLOADS)}{hint}")
     trace = trace.copied(options["copies"])
     if options["speed"] != 1:
         trace = trace.faster(options["speed"])
@@ -186,15 +136,11 @@ def _open(name: str, options: Mapping[str, Any]) -> Trace:
 
 
 def _print(trace: Trace, fleet: Fleet, results: list[ReplayResult], optimum: Optimum) -> None:
-    mean = trace.num_tokens / len(trace.requests)
+    parts = f" ({fleet.prefill_replicas} for prompts)" if fleet.prefill_replicas else ""
     click.echo(
         f"{trace.name}: {count(len(trace.requests), 'request')} in {trace.seconds:,.0f} s, "
-        f"{mean:,.0f} prompt tokens each"
-    )
-    parts = f" ({fleet.prefill_replicas} for prompts)" if fleet.prefill_replicas else ""
-    replicas = "1 replica" if fleet.replicas == 1 else f"{fleet.replicas} replicas"
-    click.echo(
-        f"{replicas}{parts}, {fleet.kv_tokens:,} tokens of KV memory each, "
+        f"{trace.num_tokens / len(trace.requests):,.0f} prompt tokens each\n"
+        f"{count(fleet.replicas, 'replica')}{parts}, {fleet.kv_tokens:,} tokens of KV memory each, "
         f"blocks of {fleet.block_size}"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
@@ -237,6 +183,36 @@ def _draw(path: Path, trace: Trace, results: list[ReplayResult], optimum: Optimu
         "time to first token, p99, s": {r.router: r.ttft_p99 for r in results},
     }
     try:
-        path.write_text(draw_bars(trace.name, panels), encoding="utf-8")
+        path.write_text(_draw_bars(trace.name, panels), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--plot is {path}: {error.strerror}") from error
+
+
+def _draw_bars(title: str, panels: Mapping[str, Mapping[str, float]]) -> str:
+    """Return an SVG: a panel for each heading, a bar for each name, from 0 to the largest."""
+    parts, y = [_text(16, 24, title, bold=True)], _HEAD
+    for heading, values in panels.items():
+        y += _HEAD
+        parts.append(_text(16, y - 10, heading, bold=True))
+        largest = max(values.values(), default=0) or 1
+        for name, value in values.items():
+            length = _BAR * value / largest
+            parts.append(_text(16, y + 14, name))
+            parts.append(
+                f'<rect class="bar" x="{_LABEL}" y="{y + 3}" width="{length:.1f}" height="14"/>'
+            )
+            parts.append(_text(_LABEL + length + 6, y + 14, f"{value:,.4g}"))
+            y += _ROW
+    height = y + 16
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" role="img">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style>"
+        f'<rect class="card" width="{_WIDTH}" height="{height}" rx="12"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
+
+
+def _text(x: float, y: float, words: str, *, bold: bool = False) -> str:
+    weight = ' font-weight="600"' if bold else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{weight}>{escape(words)}</text>'

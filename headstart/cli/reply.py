@@ -11,13 +11,7 @@ import click
 from rich.cells import cell_len
 from rich.console import Console
 
-from headstart.cli.terminal import (
-    describe_reading,
-    figures,
-    hiding_typed,
-    note,
-    waiting,
-)
+from headstart.cli.terminal import describe_reading, figures, hiding_typed, note, waiting
 from headstart.imports import load_module
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import click
 from rich.console import Console
@@ -35,7 +35,7 @@ from headstart.imports import load_module
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
-    from headstart.frontend.streams import PromptProgress, RequestStream
+    from headstart.frontend.streams import RequestStream
 
 if sys.platform != "win32":
     import termios
@@ -298,19 +298,16 @@ class CachedShare:
 
     def read(self) -> float:
         """Return a number from 0 to 1. Raises OSError."""
-        held = sum(self._share(content) * content.size for content in self._maps)
-        return float(held / sum(content.size for content in self._maps))
-
-    def _share(self, content: Any) -> float:
-        pages = -(-content.size // mmap.PAGESIZE)
-        sample = range(0, pages, max(1, pages // _SAMPLES))
-        state, held = (ctypes.c_ubyte * 1)(), 0
-        for page in sample:
-            address = ctypes.c_void_p(content.ctypes.data + page * mmap.PAGESIZE)
-            if self._mincore(address, ctypes.c_size_t(1), state):
-                raise OSError(ctypes.get_errno(), "mincore failed")
-            held += state[0] & 1
-        return held / len(sample)
+        state, cached = (ctypes.c_ubyte * 1)(), 0.0
+        for content in self._maps:
+            pages = range(0, content.size, mmap.PAGESIZE)
+            sample = pages[:: max(1, len(pages) // _SAMPLES)]
+            for offset in sample:
+                address = ctypes.c_void_p(content.ctypes.data + offset)
+                if self._mincore(address, ctypes.c_size_t(1), state):
+                    raise OSError(ctypes.get_errno(), "mincore failed")
+                cached += (state[0] & 1) * content.size / len(sample)
+        return float(cached / sum(content.size for content in self._maps))
 
 
 def describe_loading(name: str, files: Sequence[Path]) -> Callable[[float], str]:
@@ -334,52 +331,38 @@ def describe_loading(name: str, files: Sequence[Path]) -> Callable[[float], str]
                 share = cached.read()
         if share <= first + _FEW:  # modules are still imported
             began, share_then = elapsed, share
-        if not size:
-            return f"loading {name}: {duration(elapsed)}"
-        if share >= 1 or share <= share_then:
-            return f"loading {name}, {show_bytes(size)} of weights: {duration(elapsed)}"
-        left = _roughly((elapsed - began) * (1 - share) / (share - share_then))
-        read = f"read {show_bytes(share * size)} of {show_bytes(size)} of weights"
-        return f"loading {name}: {read}; about {left} to go"
+        if share_then < share < 1:
+            left = _roughly((elapsed - began) * (1 - share) / (share - share_then))
+            read = f"read {show_bytes(share * size)} of {show_bytes(size)} of weights"
+            return f"loading {name}: {read}; about {left} to go"
+        weights = f", {show_bytes(size)} of weights" if size else ""
+        return f"loading {name}{weights}: {duration(elapsed)}"
 
     return describe
 
 
 def describe_reading(stream: RequestStream) -> Callable[[float], str]:
-    """Return a function for `waiting` while the prompt of a request is read."""
-    read, last = 0, 0.0  # tokens, and when the last of them were read
+    """Return a function for `waiting` while the prompt of a request is read.
+
+    It shows how far the prompt is read, and the time that the rest takes at the rate so far. Before
+    there is a rate, and after the last chunk, it shows the time since the beginning instead.
+    """
+    num_read, last = 0, 0.0  # tokens, and when the last of them were read
 
     def describe(elapsed: float) -> str:
-        nonlocal read, last
-        progress = stream.progress()
-        if progress.read != read:
-            read, last = progress.read, elapsed
-        return reading_line(progress, elapsed, last)
+        nonlocal num_read, last
+        total, read, cached = stream.progress()
+        if read != num_read:
+            num_read, last = read, elapsed
+        if not read:
+            return f"reading {total:,} tokens: {duration(elapsed)}"
+        line = f"read {read:,} of {total:,} tokens, {cached:,} of them cached"
+        if read in (cached, total):
+            return f"{line}: {duration(elapsed)}"
+        left = last / (read - cached) * (total - cached) - elapsed
+        return f"{line}; about {_roughly(left)} to go"
 
     return describe
-
-
-def reading_line(progress: PromptProgress, elapsed: float, last: float) -> str:
-    """Return how far a prompt is read, and the time that the rest takes at the rate so far.
-
-    Before there is a rate, and after the last chunk, it has the time since the beginning instead.
-    last: the seconds that the tokens read so far took.
-
-    >>> from headstart.frontend.streams import PromptProgress
-    >>> reading_line(PromptProgress(total=7644, read=6600, cached=5600), 2.5, 2.0)
-    'read 6,600 of 7,644 tokens, 5,600 of them cached; about 2 s to go'
-    >>> reading_line(PromptProgress(total=7644, read=0, cached=0), 2.0, 0.0)
-    'reading 7,644 tokens: 2.00 s'
-    >>> reading_line(PromptProgress(total=7644, read=7644, cached=5600), 2.5, 2.0)
-    'read 7,644 of 7,644 tokens, 5,600 of them cached: 2.50 s'
-    """
-    total, read, cached = progress
-    if not read:
-        return f"reading {total:,} tokens: {duration(elapsed)}"
-    line = f"read {read:,} of {total:,} tokens, {cached:,} of them cached"
-    if read in (cached, total):
-        return f"{line}: {duration(elapsed)}"
-    return f"{line}; about {_roughly(last / (read - cached) * (total - cached) - elapsed)} to go"
 
 
 def quantizing_line(done: int, layers: int, elapsed: float, last: float) -> str:

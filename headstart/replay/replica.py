@@ -1,12 +1,12 @@
-"""One replica of the simulation: a real cache manager and a simple scheduler in simulated time.
+"""A replica of the simulation: a real cache manager and a simple scheduler in simulated time.
 
 Requests wait in the order they came. A step continues prompts that are under way, oldest first,
-then admits from the head of the line, up to `chunk` tokens; every request that decodes gets one
-token. A request waits while another computes its next block, as in the engine, and while the
-pool has no room for its whole prompt and reply beside those of all that run: nothing is ever
-preempted. A request whose prompt was computed elsewhere decodes as soon as it is admitted. A step
-in which nothing but decoding happens repeats until a reply ends or a request comes, and is
-simulated as one event.
+then admits from the head of the queue, up to `chunk` tokens; every request that decodes gets one
+token. A request waits while another computes its next block, as in the engine, and while the pool
+cannot hold its whole prompt and reply in addition to those of all that run: nothing is ever
+preempted. A request whose prompt was computed on another replica decodes as soon as it is admitted.
+A step that only decodes repeats until a reply ends or a request comes, and is simulated as one
+event.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from headstart.errors import ConfigError
 from headstart.validation import Number, check_fields, option
 
 MAX_SKIPPED = 16
-"""Requests at the head of the line that may wait for others' blocks before nobody is asked."""
+"""Requests at the head of the queue that may wait for others' blocks before admission stops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class Replica:
         self._decoding: list[tuple[int, int, Job]] = []  # a heap by their last decode step
         self._decoded = 0  # decode steps so far
         self._ticket = 0
-        self._reserved = 0  # blocks that those who run will take yet
+        self._reserved = 0  # blocks that running requests will take yet
         self._step: _Step | None = None
 
     @property
@@ -118,11 +118,6 @@ class Replica:
                 f"request {name} needs {num_blocks * size:,} tokens of KV memory, and a replica "
                 f"has {have * size:,}; give each more"
             )
-
-    def add(self, job: Job) -> None:
-        """Queue a request."""
-        self.num_requests += 1
-        self.waiting.append(job)
 
     def begin(self, now: float) -> float | None:
         """Plan the next step; return when it ends, None if there is nothing to do."""
@@ -162,8 +157,8 @@ class Replica:
             finished.append(heappop(self._decoding)[2])
         started = []
         if step.num_tokens:
-            started = [job for job in self._prompts if self._is_computed(job)]
-            self._prompts = [job for job in self._prompts if not self._is_computed(job)]
+            started = [j for j in self._prompts if j.computed >= len(j.sequence.token_ids)]
+            self._prompts = [j for j in self._prompts if j.computed < len(j.sequence.token_ids)]
         for job in started:
             job.first_token = now
             if job.num_output > 1:
@@ -179,9 +174,6 @@ class Replica:
     def _blocks(self, num_units: int) -> int:
         return -(-num_units // self.manager.block_size)
 
-    def _is_computed(self, job: Job) -> bool:
-        return job.computed >= len(job.sequence.token_ids)
-
     def _tokens(self, job: Job, num_units: int) -> int:
         return min(num_units * self.grain, job.num_tokens)
 
@@ -193,8 +185,8 @@ class Replica:
         """Continue a prompt; return its tokens in this step."""
         start = job.computed
         count = self._chunk(job, start, budget)
-        moved = self.manager.append_slots(job.sequence, count)
-        assert moved, "blocks were reserved"
+        has_slots = self.manager.append_slots(job.sequence, count)
+        assert has_slots, "blocks were reserved"
         return self._advance(job, start, start + count)
 
     def _advance(self, job: Job, start: int, stop: int) -> int:
@@ -213,18 +205,18 @@ class Replica:
             and len(skipped) < MAX_SKIPPED
         ):
             job = self.waiting[0]
-            found = self.manager.get_computed_blocks(job.sequence)
-            if found.writer is not None:
+            computed = self.manager.get_computed_blocks(job.sequence)
+            if computed.writer is not None:
                 skipped.append(self.waiting.popleft())
                 continue
             if job.num_blocks > self.manager.num_free_blocks - self._reserved:
                 break
-            start, end = found.num_tokens, len(job.sequence.token_ids)
+            start, end = computed.num_tokens, len(job.sequence.token_ids)
             count = end - start
             if not job.is_moved:
                 count = self._chunk(job, start, budget - num_tokens)
-            admitted = self.manager.allocate_slots(job.sequence, count, found)
-            assert admitted is not None, "room was seen to"
+            admitted = self.manager.allocate_slots(job.sequence, count, computed)
+            assert admitted is not None, "enough blocks are free"
             self.waiting.popleft()
             self._reserved += job.num_blocks
             if job.is_moved:
@@ -242,8 +234,8 @@ class Replica:
         for unit in job.reply:
             job.sequence.append(unit)
         if job.reply:
-            moved = self.manager.append_slots(job.sequence, len(job.reply))
-            assert moved, "blocks were reserved"
+            has_slots = self.manager.append_slots(job.sequence, len(job.reply))
+            assert has_slots, "blocks were reserved"
             self._advance(job, job.computed, job.computed + len(job.reply))
         self._ticket += 1  # jobs have no order of their own
         heappush(self._decoding, (self._decoded + job.num_output - 1, self._ticket, job))

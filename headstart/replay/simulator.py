@@ -1,10 +1,10 @@
 """The simulator: a trace, a router and many replicas, in discrete events.
 
-There are three kinds of events: a request comes, a replica's step ends, and a prompt's K/V have
-come to another replica. A request is routed the moment it comes. At the end of a step the
-replica's events reach the router's index, then the router is told of first tokens and finished
-replies. Nothing else takes time: routing, the network and a snapshot's way are free. Requests
-come when the trace says, however far behind the replicas are (an open loop).
+There are three kinds of events: a request comes, a replica's step ends, and a prompt's K/V arrive
+at another replica. A request is routed the moment it comes. At the end of a step the replica's
+events reach the router's index, then its first tokens and finished replies are reported to the
+router. Nothing else takes time: routing, the network and snapshots are free. Requests come at the
+times of the trace, however far behind the replicas are (an open loop).
 
 With prefill replicas the router has these alone. When one has computed a prompt, and with it the
 first token, the least loaded of the others is chosen to decode, and the prompt's K/V are sent
@@ -16,7 +16,6 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from statistics import fmean as mean
@@ -122,26 +121,19 @@ def replay(
             f"{fleet.replicas} replicas"
         )
     simulation = _Simulation(trace, fleet, policy, speed or SpeedModel())
-    with _rare_collections():
-        return simulation.run(progress)
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Collect garbage rarely: with Python's own thresholds a replay takes 1.5 times as long."""
     before = gc.get_threshold()
-    gc.set_threshold(200_000, 20, 50)
+    gc.set_threshold(200_000, 20, 50)  # with Python's defaults a replay takes 1.5 times as long
     try:
-        yield
+        return simulation.run(progress)
     finally:
         gc.set_threshold(*before)
 
 
 class Transfers:
-    """K/V on their way from the replicas that compute prompts to those that decode.
+    """Transfers of K/V from the replicas that compute prompts to those that decode.
 
-    Each sender sends one prompt after another, to the receiver with the fewest requests, those on
-    their way to it included.
+    Each sender sends one prompt after another, to the receiver with the fewest requests, including
+    those that are being sent to it.
     """
 
     def __init__(self, receivers: Sequence[Replica], senders: int, speed: SpeedModel) -> None:
@@ -153,16 +145,13 @@ class Transfers:
         self._ticket = 0
 
     def next_time(self) -> float:
-        """Return when the next prompt arrives; infinity if none is on its way."""
+        """Return when the next prompt arrives; infinity if none is being sent."""
         return self._arrivals[0][0] if self._arrivals else math.inf
 
     def send(self, job: Job, sender: int, now: float) -> None:
         """Choose a receiver, and send the prompt there."""
-        loads = [
-            (replica.num_active + coming, at)
-            for at, (replica, coming) in enumerate(zip(self._receivers, self._coming, strict=True))
-        ]
-        receiver = min(loads)[1]
+        receivers = range(len(self._receivers))
+        receiver = min(receivers, key=lambda i: self._receivers[i].num_active + self._coming[i])
         self._coming[receiver] += 1
         end = max(now, self._free_at[sender]) + job.num_tokens / self._rate
         self._free_at[sender] = end
@@ -184,13 +173,13 @@ class _Simulation:
         pool = fleet.cache_config(trace.grain, events=chosen.needs_prefixes)
         plain = replace(pool, events=False)
         self.replicas = [
-            Replica(pool if at < fleet.computing else plain, trace.grain, speed)
-            for at in range(fleet.replicas)
+            Replica(pool if i < fleet.computing else plain, trace.grain, speed)
+            for i in range(fleet.replicas)
         ]
         self.publishers = [EventPublisher(replica) for replica in range(fleet.computing)]
         self.transfers = Transfers(self.replicas[fleet.computing :], fleet.computing, speed)
         self.jobs: list[Job] = []
-        self._requests: dict[str, TraceRequest] = {}  # that are to be decoded elsewhere
+        self._requests: dict[str, TraceRequest] = {}  # to be decoded on another replica
         self._fresh: Iterator[int] = private_units()
         self._ends: list[tuple[float, int, int]] = []  # a heap of (time, replica, version)
         self._versions = [0] * fleet.replicas
@@ -220,8 +209,8 @@ class _Simulation:
     def _handle_next(self, progress: Progress | None) -> float:
         if self._ends and self._ends[0][0] < self.transfers.next_time():
             return self._end_step(progress)
-        now, at, job = self.transfers.take()
-        self._give(self.fleet.computing + at, job, now)
+        now, receiver, job = self.transfers.take()
+        self._give(self.fleet.computing + receiver, job, now)
         return now
 
     def _arrive(self, name: str, request: TraceRequest) -> None:
@@ -235,20 +224,19 @@ class _Simulation:
         keys: Sequence[PrefixKey] = ()
         if self.router.policy.needs_keys:
             keys = prefix_keys(self.replicas[0].manager.block_hashes(job.sequence))
-        asked = RouteRequest(name, keys, job.num_tokens, self.fleet.block_size, request.session)
-        self._give(self.router.route(asked, request.time), job, request.time)
+        routed = RouteRequest(name, keys, job.num_tokens, self.fleet.block_size, request.session)
+        self._give(self.router.route(routed, request.time), job, request.time)
 
-    def _give(self, at: int, job: Job, now: float) -> None:
+    def _give(self, number: int, job: Job, now: float) -> None:
         """Queue the request at this replica."""
-        job.replica = at
-        replica = self.replicas[at]
-        replica.add(job)
-        if self._is_idle[at]:
-            self._schedule(at, replica.begin(now))
-        else:
-            sooner = replica.interrupt(now)
-            if sooner is not None:
-                self._schedule(at, sooner)
+        job.replica = number
+        replica = self.replicas[number]
+        replica.num_requests += 1
+        replica.waiting.append(job)
+        if self._is_idle[number]:
+            self._schedule(number, replica.begin(now))
+        elif (end := replica.interrupt(now)) is not None:
+            self._schedule(number, end)
 
     def _num_blocks(self, num_tokens: int) -> int:
         units = math.ceil(num_tokens / self.trace.grain)
@@ -278,27 +266,30 @@ class _Simulation:
             heappush(self._ends, (end, replica, self._versions[replica]))
 
     def _end_step(self, progress: Progress | None) -> float:
-        now, at, version = heappop(self._ends)
-        if version != self._versions[at]:
+        now, number, version = heappop(self._ends)
+        if version != self._versions[number]:
             return now
-        replica = self.replicas[at]
+        replica = self.replicas[number]
         self._num_steps += 1
         started, finished = replica.end(now)
-        if at < self.fleet.computing:
-            self._publish(at)
+        if number < self.fleet.computing:
+            if events := replica.manager.take_events():
+                batch = self.publishers[number].publish(events)
+                if batch is not None and not self.router.index.apply(batch):
+                    self.router.index.apply(self.publishers[number].snapshot())
             for job in started:
                 self.router.first_token(job.name, now)
             for job in finished:
                 self.router.finish(job.name)
-        whole = [job for job in finished if not self._send_on(job, now)]
-        self.jobs += whole
-        if progress is not None and whole:
+        complete = [job for job in finished if not self._send_on(job, now)]
+        self.jobs += complete
+        if progress is not None and complete:
             progress(len(self.jobs), len(self.trace.requests))
-        self._schedule(at, replica.begin(now))
+        self._schedule(number, replica.begin(now))
         return now
 
     def _send_on(self, job: Job, now: float) -> bool:
-        """Send on a request that is decoded elsewhere; return False if its reply is whole."""
+        """Send a request to the replica that decodes it; False if its reply is complete."""
         request = self._requests.pop(job.name, None)
         if request is None:
             return False
@@ -310,13 +301,6 @@ class _Simulation:
         )
         self.transfers.send(moved, job.replica, now)
         return True
-
-    def _publish(self, at: int) -> None:
-        events = self.replicas[at].manager.take_events()
-        if events:
-            batch = self.publishers[at].publish(events)
-            if batch is not None and not self.router.index.apply(batch):
-                self.router.index.apply(self.publishers[at].snapshot())
 
 
 def summarise(
@@ -330,13 +314,13 @@ def summarise(
         if job.num_output > 1
     ) or [0.0]
     work = [replica.computed_tokens for replica in replicas[:computing]]
-    asked = sum(job.num_tokens for job in jobs)
+    num_tokens = sum(job.num_tokens for job in jobs)
     return ReplayResult(
         router=router,
         replicas=len(replicas),
         requests=len(jobs),
-        prompt_tokens=asked,
-        hit_rate=sum(job.hit_tokens for job in jobs) / asked,
+        prompt_tokens=num_tokens,
+        hit_rate=sum(job.hit_tokens for job in jobs) / num_tokens,
         ttft_mean=mean(waits),
         ttft_p50=_percentile(waits, 0.5),
         ttft_p99=_percentile(waits, 0.99),
@@ -387,17 +371,16 @@ def _with_memory(trace: Trace, fleet: Fleet, progress: Callable[[int, int], None
         if request.num_tokens % grain:
             units.append(next(fresh))
         sequence = TokenSequence(str(number), units)
-        found = manager.get_computed_blocks(sequence)
+        computed = manager.get_computed_blocks(sequence)
         reply = -(-(request.num_tokens + request.num_output) // grain) - len(units)
-        if manager.allocate_slots(sequence, len(units) - found.num_tokens, found) is None:
-            raise ConfigError(f"request {number} does not fit in the KV memory of all replicas")
+        fits = manager.allocate_slots(sequence, len(units) - computed.num_tokens, computed)
         for _ in range(reply):
             sequence.append(next(fresh))
-        if reply and not manager.append_slots(sequence, reply):
+        if fits is None or (reply and not manager.append_slots(sequence, reply)):
             raise ConfigError(f"request {number} does not fit in the KV memory of all replicas")
         manager.commit_step()
         manager.free(sequence)
-        hit += min(found.num_tokens * grain, request.num_tokens)
+        hit += min(computed.num_tokens * grain, request.num_tokens)
         progress(number + 1, len(trace.requests))
     return hit / trace.num_tokens
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
-from headstart.cli.demo import demo_asks
+from headstart.cli.demo import REQUESTS
 from headstart.cli.main import main
 from headstart.cli.options import SAMPLING_FLAGS, sort_options
 from headstart.cli.pool_picture import CACHED, EMPTY, HELD, PoolPicture
@@ -61,7 +61,7 @@ def test_demo_answers_what_the_table_says(demo: tuple[str, Path]) -> None:
 )
 def test_an_answer_has_the_right_word(answer: str, right: bool) -> None:
     """An endless 2999... once counted as 29."""
-    assert demo_asks()[0].is_answered_by(answer) is right
+    assert REQUESTS[0].is_answered_by(answer) is right
 
 
 def test_a_model_says_what_its_answers_are_worth(demo: tuple[str, Path], demo_model: Path) -> None:

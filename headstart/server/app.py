@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -13,7 +14,6 @@ from headstart.server import page, tokenize
 from headstart.server.anthropic import messages
 from headstart.server.cache import api as cache
 from headstart.server.endpoints import Endpoints
-from headstart.server.errors import add_handlers
 from headstart.server.middleware import RequestMiddleware
 from headstart.server.monitoring import health
 from headstart.server.openai import chat, completions, models
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app", "create_speech_app"]
 
-_ROUTERS = (  # a path is looked for in this order
+_ROUTERS = (  # the first that has a path counts
     chat.router,
     completions.router,
     messages.router,
@@ -53,11 +53,11 @@ def create_app(
     cache_api: APIRouter = cache.router,
     tracer: Tracer | None = None,
 ) -> FastAPI:
-    """An ASGI application that answers with a model; `name` is the model's in the API.
+    """Return an ASGI application that answers with a model; `name` is its name in the API.
 
-    tenants: None for those that the options and the API keys on this machine make. Whoever made
-    `llm` closes it. cache_api: what is below `/cache`; the page at `/` shows that of one engine
-    alone. tracer: is told of every request that ended. Raises ConfigError.
+    tenants: defaults to those of the options and of this machine's API keys. cache_api: the routes
+    below `/cache`; the page at `/` needs those of a single engine. tracer: records every request
+    that ended. The caller closes `llm`. Raises ConfigError.
     """
     options = options or ServerOptions()
     tenants = tenants or open_tenants(options)
@@ -74,7 +74,7 @@ def create_speech_app(
     options: ServerOptions | None = None,
     tenants: Tenants | None = None,
 ) -> FastAPI:
-    """As `create_app`, for a model that speaks: chats, metrics, its name. Raises ConfigError."""
+    """Return an application like `create_app` for a model that speaks. Raises ConfigError."""
     options = options or ServerOptions()
     service = SpeechService(omni, name, options, tenants or open_tenants(options))
     app = _Application(service, _SPEECH_ROUTERS)
@@ -83,10 +83,9 @@ def create_speech_app(
 
 
 class _Application(FastAPI):
-    """FastAPI's application of these routes, behind what is common to all requests.
+    """FastAPI's routes, behind the middleware of all requests, and without FastAPI's own.
 
-    The door stands before FastAPI's own layers: what takes a body passes none of them, and what
-    fails in them is in the log like all else.
+    The middleware turns all exceptions into answers, so nothing else has to handle them.
     """
 
     def __init__(self, service: BaseService[Any, Any], routers: Sequence[APIRouter]) -> None:
@@ -99,12 +98,12 @@ class _Application(FastAPI):
         self.state.service = service
         for router in routers:
             self.include_router(router)
-        add_handlers(self)
-        self._door: ASGIApp = RequestMiddleware(Endpoints(super().__call__, routers), service)
+        routes = AsyncExitStackMiddleware(self.router)
+        self._entry: ASGIApp = RequestMiddleware(Endpoints(routes, routers), service)
         if (origin := service.options.cors_origin) is not None:
-            self._door = CORSMiddleware(  # before the door: browsers ask first, without a key
-                self._door,
-                allow_origins=[one.strip() for one in origin.split(",")],
+            self._entry = CORSMiddleware(  # outside: browsers send preflights without a key
+                self._entry,
+                allow_origins=[name.strip() for name in origin.split(",")],
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "x-headstart-ignored", "retry-after"],
@@ -115,4 +114,4 @@ class _Application(FastAPI):
             await super().__call__(scope, receive, send)
             return
         scope["app"] = self
-        await self._door(scope, receive, send)
+        await self._entry(scope, receive, send)

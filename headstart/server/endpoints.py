@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headstart.server.bodies import Body, decode
-from headstart.server.errors import ApiError, as_api_error
+from headstart.server.errors import ApiError
 from headstart.server.service import ClientGone
 
 __all__ = ["Endpoints"]
@@ -45,8 +45,6 @@ class Endpoints:
     """Answers a `POST` to a route whose function takes a `Body` and the request; `app` the rest.
 
     A path that ends in a line feed is the path without it, as for FastAPI's routes.
-
-    Raises ApiError for whatever goes wrong before an answer has begun.
     """
 
     def __init__(self, app: ASGIApp, routers: Iterable[APIRouter]) -> None:
@@ -71,8 +69,6 @@ class Endpoints:
             response = await endpoint.answer(body=body, request=request)
         except ClientDisconnect as error:
             raise ClientGone from error
-        except Exception as error:
-            raise as_api_error(error) from error
         await response(scope, receive, send)
 
 

@@ -1,4 +1,4 @@
-"""What went wrong, in the shape and with the status of the API that was asked.
+"""Errors, in the form and with the status of the API that was called.
 
 status  OpenAI's type          Anthropic's type
 400     invalid_request_error  invalid_request_error
@@ -21,12 +21,11 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
-from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Mount
+from starlette.types import Scope
 
 from headstart.engine.params import SamplingParams
 from headstart.errors import (
@@ -45,10 +44,9 @@ from headstart.validation import in_one_line, shorten
 __all__ = [
     "ApiError",
     "JsonResponse",
-    "add_handlers",
     "as_api_error",
+    "as_route_error",
     "body_of",
-    "headers_of",
     "telling_form_as",
 ]
 
@@ -62,11 +60,10 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_ANTHROPIC = _TYPES | {413: "request_too_large"}
 
 
 class ApiError(HeadstartError):
-    """A request that is refused: its status, and what OpenAI's errors say beside the text.
+    """A refused request: its status, and what OpenAI's errors have in addition to the text.
 
     param: the field that is wrong. retry_after: seconds, for the header of that name.
     """
@@ -84,7 +81,9 @@ class ApiError(HeadstartError):
         self.status = status
         self.param = param
         self.code = code
-        self.retry_after = retry_after
+        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        if status == 401:
+            self.headers["WWW-Authenticate"] = "Bearer"
 
 
 class JsonResponse(Response):
@@ -97,32 +96,53 @@ class JsonResponse(Response):
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """The refusal for an exception of the engine or of the framework.
+    """Return the refusal for an exception of the engine or of the framework.
 
-    What failed here is told in the log alone: its text may be of another tenant, whose request was
-    in the same step, or of files of this machine.
+    Faults of the server are only logged: their texts may be of another tenant, whose request was in
+    the same step, or of files of this machine.
     """
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, PromptTooLongError):  # in the words by which clients know it
-        text = f"{error}; this model's maximum context length is {error.max_model_len} tokens"
-        return ApiError(400, text, code="context_length_exceeded")
-    if isinstance(error, NoTokenError):  # which says nothing of other requests
-        return ApiError(400, str(error))
-    if isinstance(error, RequestError):
-        return ApiError(400, str(error), param=_param_of(str(error)))
-    if isinstance(error, ReplicaLostError):
-        return ApiError(503, str(error), code="replica_lost", retry_after=1)
-    if isinstance(error, TierError):
-        return ApiError(503, str(error), code="tier_not_reset")
-    if isinstance(error, HTTPException):
-        return ApiError(error.status_code, shorten(str(error.detail)))
-    if isinstance(error, RequestValidationError):
-        return _read_validation(error)
+    text = str(error)
+    match error:
+        case ApiError():
+            return error
+        case PromptTooLongError():  # the words by which clients recognize it
+            text += f"; this model's maximum context length is {error.max_model_len} tokens"
+            return ApiError(400, text, code="context_length_exceeded")
+        case NoTokenError():
+            return ApiError(400, text)
+        case RequestError():
+            return ApiError(400, text, param=_param_of(text))
+        case ReplicaLostError():
+            return ApiError(503, text, code="replica_lost", retry_after=1)
+        case TierError():
+            return ApiError(503, text, code="tier_not_reset")
+        case HTTPException():
+            return ApiError(error.status_code, shorten(str(error.detail)))
+        case RequestValidationError():
+            return _read_validation(error)
     _LOG.error("a request failed: %s", error, exc_info=error)
     if isinstance(error, EngineError):
         return ApiError(500, "the engine failed; the server's log has the reason")
     return ApiError(500, "the server failed; its log has the reason")
+
+
+def as_route_error(error: HTTPException, scope: Scope) -> ApiError:
+    """Return the refusal of a request without a route."""
+    if error.status_code == 404:
+        return ApiError(404, tell_missing(scope["path"]))
+    if error.status_code != 405:
+        return as_api_error(error)
+    routes = [route for route in scope["app"].routes if not isinstance(route, Mount)]
+    methods = [
+        method
+        for method in ("DELETE", "GET", "POST")
+        for route in routes
+        if route.matches({**scope, "method": method})[0] is Match.FULL
+    ] or ["GET"]  # of the page's files
+    allowed = ", ".join([*methods, "HEAD"] if "GET" in methods else methods)
+    refusal = ApiError(405, f"the method is {scope['method']}; allowed at this path: {allowed}")
+    refusal.headers["Allow"] = allowed
+    return refusal
 
 
 def _read_validation(error: RequestValidationError) -> ApiError:
@@ -185,95 +205,47 @@ _FIELDS = (
 
 
 def _param_of(text: str) -> str | None:
-    """The field of a request that an error's text begins with."""
+    """Return the field of a request that an error's text begins with."""
     if message := _MESSAGE.match(text):
         return f"messages[{message[1]}]"
-    found = _FIELD.match(text)
-    if found is None or not (
-        found[1] in _FIELDS or found[1] in SamplingParams.__dataclass_fields__
-    ):
-        return None
-    return found[1]
+    match = _FIELD.match(text)
+    is_field = match and (match[1] in _FIELDS or match[1] in SamplingParams.__dataclass_fields__)
+    return match[1] if match and is_field else None
 
 
 @contextmanager
 def telling_form_as(
     name: str | None, fields: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[None]:
-    """Have errors of an answer's form name the field that it came by; None if that is its own.
+    """Have errors of an answer's form name the field of the request; None if it is the same.
 
-    fields: what other fields are called in this API, by their names in `SamplingParams`.
+    fields: the names of other fields in this API, by their names in `SamplingParams`.
     """
     try:
         yield
     except RequestError as error:
-        known, text = _param_of(str(error)), str(error)
-        if known is not None and known in fields:
-            name, told = fields[known], fields[known] + text.removeprefix(known)
+        text = str(error)
+        field = _param_of(text)
+        if field is not None and field in fields:
+            name = fields[field]
+            renamed = name + text.removeprefix(field)
         else:
-            told = _FORM.sub(lambda _: name or "", text, count=1)
-        if name is None or told == text:
+            renamed = _FORM.sub(lambda _: name or "", text, count=1)
+        if name is None or renamed == text:
             raise
-        raise ApiError(400, told, param=name) from error
+        raise ApiError(400, renamed, param=name) from error
 
 
 _FORM = re.compile(r"^structured_outputs(\.\w+)?")
 
 
 def body_of(error: ApiError, path: str = "", request_id: str = "") -> dict[str, Any]:
-    """The error as the API of this path tells it."""
+    """Return the body of an error in the API of this path."""
     text = shorten(str(error))
-    if path.startswith("/v1/messages"):
-        if error.param is not None and text.startswith(error.param):  # Anthropic's way to write it
-            text = re.sub(r"\[(\d+)\]", r".\1", error.param) + text.removeprefix(error.param)
-        kind = _ANTHROPIC.get(error.status, "invalid_request_error")
-        return {
-            "type": "error",
-            "error": {"type": kind, "message": text},
-            "request_id": request_id,
-        }
     kind = _TYPES.get(error.status, "invalid_request_error")
-    told = {"message": text, "type": kind, "param": error.param, "code": error.code}
-    return {"error": told}
-
-
-def headers_of(error: ApiError) -> dict[str, str]:
-    """The headers that come with an error."""
-    if error.status == 401:
-        return {"WWW-Authenticate": "Bearer"}
-    return {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-
-
-def _methods(request: Request) -> list[str]:
-    """Return the methods that the routes of the path take; files of the page have `GET` alone."""
-    routes = [route for route in request.app.routes if not isinstance(route, Mount)]
-    methods = [
-        method
-        for method in ("DELETE", "GET", "POST")
-        for route in routes
-        if route.matches({**request.scope, "method": method})[0] is Match.FULL
-    ] or ["GET"]
-    return [*methods, "HEAD"] if "GET" in methods else methods
-
-
-async def _answer(request: Request, error: Exception) -> Response:
-    headers: dict[str, str] = {}
-    if isinstance(error, HTTPException):
-        headers = dict(error.headers or {})
-        if error.status_code == 404:  # of a path, not a model
-            error = ApiError(404, tell_missing(request.url.path))
-        elif error.status_code == 405:
-            allowed = headers["Allow"] = ", ".join(_methods(request))
-            error = ApiError(
-                405, f"the method is {request.method}; allowed at this path: {allowed}"
-            )
-    told = request.state.error = as_api_error(error)
-    request_id = getattr(request.state, "request_id", "")
-    body = body_of(told, request.url.path, request_id)
-    return JsonResponse(body, status_code=told.status, headers={**headers_of(told), **headers})
-
-
-def add_handlers(app: FastAPI) -> None:
-    """Have every exception answered in the API's shape."""
-    for kind in (HeadstartError, HTTPException, RequestValidationError, Exception):
-        app.add_exception_handler(kind, _answer)
+    if not path.startswith("/v1/messages"):
+        return {"error": {"message": text, "type": kind, "param": error.param, "code": error.code}}
+    if error.param is not None and text.startswith(error.param):  # `messages.0`, not `messages[0]`
+        text = re.sub(r"\[(\d+)\]", r".\1", error.param) + text.removeprefix(error.param)
+    kind = "request_too_large" if error.status == 413 else kind
+    return {"type": "error", "error": {"type": kind, "message": text}, "request_id": request_id}

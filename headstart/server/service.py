@@ -18,10 +18,11 @@ from headstart.errors import EngineError
 from headstart.server.cache.live import Live
 from headstart.server.calls import Calls, Outputs, current_call, new_name
 from headstart.server.errors import ApiError
-from headstart.server.monitoring.logs import note_error, note_output, note_texts
+from headstart.server.monitoring.logs import current_line
 from headstart.server.monitoring.watch import Watch
 from headstart.server.options import MOST_LOGGED, ServerOptions, read_template_options
 from headstart.server.tenants import Tenants, tenant_of
+from headstart.validation import in_one_line
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
@@ -159,7 +160,7 @@ class BaseService(ABC, Generic[Work, Output]):
                     for reader in readers:
                         reader.discard(outputs)
         except (ApiError, EngineError) as error:
-            note_error(error)
+            current_line().error = in_one_line(str(error))  # a stream has status 200
             reason = "error" if isinstance(error, EngineError) else reason
             raise
         finally:
@@ -224,11 +225,19 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
 
     async def _finish(self, work: RequestGroup, output: RequestOutput) -> None:
         output = work.output()  # the last output of a stream is a difference
-        note_output(output)
+        line = current_line()
+        line.add_answer(
+            prompt=len(output.prompt_token_ids),
+            cached=output.num_cached_tokens,
+            generated=sum(len(answer.token_ids) for answer in output.outputs),
+            first=output.metrics.time_to_first_token,
+        )
+        if output.why_missed is not None:
+            line.missed = output.why_missed.reason.name.lower()
         if self.options.log_texts:
             tokens, decode = output.prompt_token_ids[:MOST_LOGGED], self.watch.decode
             prompt = "" if decode is None else await asyncio.to_thread(decode, tokens)
-            note_texts(prompt, [answer.text for answer in output.outputs])
+            line.add_texts(prompt, [answer.text for answer in output.outputs])
         self.watch.ended(work, output)
 
     def _end(self, work: RequestGroup, reason: str) -> None:

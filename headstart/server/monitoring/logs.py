@@ -1,8 +1,7 @@
-"""A line for each request that was answered: who asked for what, how long it took, what was cached.
+"""A line in the log for each request, as text for people or as JSON for programs, on stderr.
 
-Texts of prompts and answers are in no line unless an operator asks for them: what a refusal quotes
-of a body is left out. As text for people, or as JSON, one object a line, for programs. Lines go to
-stderr.
+Texts of prompts and answers are in no line unless an operator wants them: even the parts of a body
+that a refusal quotes are left out.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -23,27 +23,18 @@ from headstart.server.options import MOST_LOGGED
 from headstart.validation import in_one_line
 
 if TYPE_CHECKING:
-    from headstart.engine.outputs import RequestOutput
     from headstart.server.errors import ApiError
 
-__all__ = [
-    "Line",
-    "RequestLog",
-    "note_answer",
-    "note_error",
-    "note_output",
-    "note_texts",
-    "set_up_logs",
-]
-
+__all__ = ["Line", "current_line", "log_request", "set_up_logs"]
 
 _LOG = logging.getLogger("headstart.server.requests")
-_QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds: told when they are refused
+_QUIET = ("/health", "/ready", "/metrics")  # polled: logged when they are refused
+_QUOTE = re.compile(r"(?<!\w)['\"]")  # an opening one; an apostrophe follows a letter
 
 
 @dataclass(slots=True)
 class Line:
-    """What a line tells. seconds: until the last byte of the answer was sent.
+    """The content of a line. seconds: until the last byte of the answer was sent.
 
     prompts, answers: their beginnings, if the operator wants them in the log.
     """
@@ -63,80 +54,52 @@ class Line:
     prompts: list[str] | None = None
     answers: list[str] | None = None
 
+    def add_answer(self, *, prompt: int, cached: int, generated: int, first: float | None) -> None:
+        """Count an answer of so many tokens; `first`: seconds to its first token."""
+        self.prompt_tokens += prompt
+        self.cached_tokens += cached
+        self.generated_tokens += generated
+        self.time_to_first_token = None if first is None else round(first, 6)
 
-_QUOTE = re.compile(r"(?<!\w)['\"]")  # that opens; an apostrophe stands behind a letter
+    def add_texts(self, prompt: str, answers: Iterable[str]) -> None:
+        """Add the texts of a prompt and its answers."""
+        self.prompts = [*(self.prompts or ()), prompt[:MOST_LOGGED]]
+        self.answers = [*(self.answers or ()), *(text[:MOST_LOGGED] for text in answers)]
+
+
 _LINE: ContextVar[Line | None] = ContextVar("line", default=None)
 
 
-def note_output(output: RequestOutput) -> None:
-    """The request under way has this answer; one of several prompts has several."""
-    note_answer(
-        prompt=len(output.prompt_token_ids),
-        cached=output.num_cached_tokens,
-        generated=sum(len(answer.token_ids) for answer in output.outputs),
-        first=output.metrics.time_to_first_token,
-    )
-    line = _LINE.get()
-    if line is not None and output.why_missed is not None:
-        line.missed = output.why_missed.reason.name.lower()
+def current_line() -> Line:
+    """Return the line of the request under way; outside requests one that nothing writes."""
+    return _LINE.get() or Line("", "", "")
 
 
-def note_answer(*, prompt: int, cached: int, generated: int, first: float | None) -> None:
-    """The request under way has an answer of so many tokens; `first`: seconds to its first one."""
-    line = _LINE.get()
-    if line is not None:
-        line.prompt_tokens += prompt
-        line.cached_tokens += cached
-        line.generated_tokens += generated
-        line.time_to_first_token = None if first is None else round(first, 6)
+@contextmanager
+def log_request(scope: Scope) -> Iterator[Line]:
+    """Write the line of a request at its end, also if its client has disconnected.
 
-
-def note_texts(prompt: str, answers: Iterable[str]) -> None:
-    """The request under way had this prompt, and these answers."""
-    line = _LINE.get()
-    if line is not None:
-        line.prompts = [*(line.prompts or ()), prompt[:MOST_LOGGED]]
-        line.answers = [*(line.answers or ()), *(text[:MOST_LOGGED] for text in answers)]
-
-
-def note_error(error: Exception) -> None:
-    """The request under way ends with this error, which its status may not say: it is a stream."""
-    line = _LINE.get()
-    if line is not None:
-        line.error = in_one_line(str(error))
-
-
-class RequestLog:
-    """The line of one request, written when it is over, also if its client went away.
-
-    `with RequestLog(scope) as line`: whoever answers sets the line's status. What else the line
-    tells is in the scope's state by the end.
+    The caller sets the status. Tenant and error come from the scope's state.
     """
-
-    def __init__(self, scope: Scope) -> None:
-        self._state = scope["state"]
-        self._line = Line("", scope["method"], in_one_line(scope["path"]))
-
-    def __enter__(self) -> Line:
-        self._token = _LINE.set(self._line)
-        self._start = time.perf_counter()
-        return self._line
-
-    def __exit__(self, *error: object) -> None:
-        line, state = self._line, self._state
-        _LINE.reset(self._token)
-        line.seconds = round(time.perf_counter() - self._start, 6)
+    line, state = Line("", scope["method"], in_one_line(scope["path"])), scope["state"]
+    token = _LINE.set(line)
+    start = time.perf_counter()
+    try:
+        yield line
+    finally:
+        _LINE.reset(token)
+        line.seconds = round(time.perf_counter() - start, 6)
         line.request_id = state.get("request_id", "")
         tenant = state.get("tenant")
         line.tenant = tenant.name if tenant is not None else None
-        if (failed := state.get("error")) is not None:
-            line.error = _tell(failed)
+        if (error := state.get("error")) is not None:
+            line.error = _describe(error)
         if line.path not in _QUIET or line.status >= 400:
             _LOG.info("%s %s %d", line.method, line.path, line.status, extra={"line": line})
 
 
-def _tell(error: ApiError) -> str:
-    """Why a request was refused; of a body, only up to where it is quoted, and the field."""
+def _describe(error: ApiError) -> str:
+    """Return the reason of a refusal; without its quote of a body, but with the field."""
     text = str(error)
     if error.status == 400 and (quote := _QUOTE.search(text)):
         text = f"{text[: quote.start()]}..."
@@ -149,8 +112,8 @@ class _AsText(logging.Formatter):
     """`10:15:02 POST /v1/chat/completions 200 0.31 s, 1,396 of 1,421 tokens cached, 8 generated`"""
 
     def format(self, record: logging.LogRecord) -> str:
-        at = time.strftime("%H:%M:%S", time.localtime(record.created))
-        text = f"{at} {super().format(record)}"
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        text = f"{clock} {super().format(record)}"
         line: Line | None = getattr(record, "line", None)
         if line is None:
             return text
@@ -161,8 +124,8 @@ class _AsText(logging.Formatter):
         if line.tenant not in (None, "everybody"):
             text += f", {line.tenant}"
         text = f"{text}, {line.error}" if line.error else text
-        for name, told in (("prompt", line.prompts), ("answer", line.answers)):
-            text += "".join(f", {name} {one!r}" for one in told or ())
+        for name, shown in (("prompt", line.prompts), ("answer", line.answers)):
+            text += "".join(f", {name} {entry!r}" for entry in shown or ())
         return text
 
 
@@ -170,14 +133,12 @@ class _AsJson(logging.Formatter):
     """One object a line, in ASCII."""
 
     def format(self, record: logging.LogRecord) -> str:
-        told: dict[str, object] = {
-            "time": round(record.created, 3),
-            "level": record.levelname.lower(),
-        }
+        level = record.levelname.lower()
+        entry: dict[str, object] = {"time": round(record.created, 3), "level": level}
         line: Line | None = getattr(record, "line", None)
         if line is not None:
-            return json.dumps(told | {k: v for k, v in asdict(line).items() if v is not None})
-        return json.dumps(told | {"logger": record.name, "message": super().format(record)})
+            return json.dumps(entry | {k: v for k, v in asdict(line).items() if v is not None})
+        return json.dumps(entry | {"logger": record.name, "message": super().format(record)})
 
 
 def set_up_logs(kind: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headstart.server.monitoring.logs import note_answer
+from headstart.server.monitoring.logs import current_line
 from headstart.server.monitoring.metrics import SpeechMetrics
 from headstart.server.options import ServerOptions
 from headstart.server.service import BaseService
@@ -54,7 +54,7 @@ class SpeechService(BaseService["AsyncOutputStream[OmniOutput]", "OmniOutput"]):
 
     async def _finish(self, work: AsyncOutputStream[OmniOutput], output: OmniOutput) -> None:
         thinker = output.metrics["thinker"]
-        note_answer(
+        current_line().add_answer(
             prompt=len(output.prompt_token_ids),
             cached=thinker.cached_tokens,
             generated=len(output.token_ids) + len(output.codes),

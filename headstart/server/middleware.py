@@ -98,7 +98,7 @@ class RequestMiddleware:
         _check_kind(scope, headers)
         receive = self._bounded(receive)
         if scope["method"] == "HEAD":
-            scope, send = {**scope, "method": "GET", "extensions": {}}, _without_body(send)
+            scope = {**scope, "method": "GET", "extensions": {}}  # Granian leaves out the body
         try:
             if scope["method"] != "POST" or is_open or is_for_admins:
                 await self._app(scope, receive, send)
@@ -149,21 +149,6 @@ async def _send_in_parts(send: Send, message: Message) -> None:
             await send({"type": message["type"], "body": part, "more_body": True})
         message = {**message, "body": body[last:]}
     await send(message)
-
-
-def _without_body(send: Send) -> Send:
-    """Send only the head of an answer: its stream sees a client that has disconnected."""
-    is_complete = False
-
-    async def send_head(message: Message) -> None:
-        nonlocal is_complete
-        if message["type"] == "http.response.start":
-            await send(message)
-        elif not is_complete:
-            is_complete = True
-            await send({"type": message["type"]})
-
-    return send_head
 
 
 def _check_host(scope: Scope) -> None:

@@ -22,19 +22,29 @@ from headstart.imports import install
 from headstart.version import __version__
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import SpanProcessor
-    from opentelemetry.trace import Span
 
     from headstart.engine.request import RequestGroup
 
 __all__ = ["Tracer", "open_tracer"]
 
 Value = str | int | float | list[str]
+_PARTS = {
+    "queue": ("arrival", "start"),
+    "prefill": ("start", "first"),
+    "decode": ("first", "last"),
+    "gen_ai.latency.time_in_queue": ("arrival", "start"),
+    "gen_ai.latency.time_to_first_token": ("arrival", "first"),
+    "gen_ai.latency.e2e": ("arrival", "last"),
+    "gen_ai.latency.time_in_model_prefill": ("start", "first"),
+    "gen_ai.latency.time_in_model_decode": ("first", "last"),
+    "gen_ai.latency.time_in_model_inference": ("start", "last"),
+}
+"""Spans inside a request, and vLLM's attributes in seconds, by the moments that bound them."""
 
 
 def open_tracer(endpoint: str | None, model: str) -> Tracer | None:
-    """What sends traces to an OTLP endpoint, over HTTP; None for no endpoint.
+    """Return a tracer that sends to an OTLP endpoint, over HTTP; None for no endpoint.
 
     Raises ConfigError without the packages of OpenTelemetry.
     """
@@ -49,7 +59,7 @@ def open_tracer(endpoint: str | None, model: str) -> Tracer | None:
 
 
 class Tracer:
-    """Makes the spans of requests that ended, and hands them to a processor."""
+    """Makes the spans of requests that ended, and passes them to a processor."""
 
     def __init__(self, processor: SpanProcessor, model: str) -> None:
         """`model` is its name in the API."""
@@ -64,55 +74,53 @@ class Tracer:
         self._tracer = self._provider.get_tracer("headstart.server", __version__)
 
     def trace(self, request: RequestGroup, end: str, headers: Mapping[str, str]) -> None:
-        """Tell of a request. end: "answered", "abort" or "error"; headers: W3C's trace context."""
+        """Trace a request. end: "answered", "abort" or "error"; headers: W3C's trace context."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         now, clock = time.time_ns(), time.perf_counter()
 
-        def at(seconds: float) -> int:
+        def to_ns(seconds: float) -> int:
             return now - round((clock - seconds) * 1e9)
 
-        firsts = [one.first_token_time for one in request.requests]
-        first = min((moment for moment in firsts if moment is not None), default=None)
-        last = max((one.last_token_time or 0.0 for one in request.requests), default=0.0) or None
-        span = self._tracer.start_span(
-            "llm_request",
-            TraceContextTextMapPropagator().extract(headers),
-            SpanKind.SERVER,
-            start_time=at(request.arrival_time),
-        )
+        arrival, answers = request.arrival_time, request.requests
+        firsts = [one.first_token_time for one in answers if one.first_token_time is not None]
+        lasts = [one.last_token_time for one in answers if one.last_token_time]
+        first, last = min(firsts, default=None), max(lasts, default=None)
+        context = TraceContextTextMapPropagator().extract(headers)
+        start = to_ns(arrival)
+        span = self._tracer.start_span("llm_request", context, SpanKind.SERVER, start_time=start)
         if not span.is_recording():
             return
-        span.set_attributes(self._describe(request, end) | _latencies(request, first, last))
+        span.set_attributes(self._describe(request, end))
         if end == "error":
             span.set_status(Status(StatusCode.ERROR))
-        inside = set_span_in_context(span)
-        moments = [request.arrival_time, request.start_time, first, last]
-        for name, start, stop in zip(_PARTS, moments, moments[1:], strict=False):
-            if start is not None and stop is not None:
-                self._part(name, inside, at(start), at(stop))
-        span.end(at(last) if end == "answered" and last is not None else now)
-
-    def _part(self, name: str, inside: Context, start: int, stop: int) -> None:
-        span: Span = self._tracer.start_span(name, inside, start_time=start)
-        span.end(stop)
+        moments = {"arrival": arrival, "start": request.start_time, "first": first, "last": last}
+        for name, (begin, stop) in _PARTS.items():
+            if (since := moments[begin]) is not None and (until := moments[stop]) is not None:
+                if name.startswith("gen_ai"):
+                    span.set_attribute(name, until - since)
+                else:
+                    inside = set_span_in_context(span)
+                    part = self._tracer.start_span(name, inside, start_time=to_ns(since))
+                    part.end(to_ns(until))
+        span.end(to_ns(last) if end == "answered" and last is not None else now)
 
     def _describe(self, request: RequestGroup, end: str) -> dict[str, Value]:
         params, answers = request.params, request.requests
+        model = self._model if request.adapter is None else request.adapter.name
         prompt = len(request.prompt_token_ids)
         generated = sum(len(one.sampling.output_token_ids) for one in answers)
-        adapter = request.adapter
-        told: dict[str, Value | None] = {
+        missing = "abort" if end == "answered" else end
+        missed = answers[0].missed
+        attributes: dict[str, Value | None] = {
             "gen_ai.provider.name": "headstart",
             "gen_ai.operation.name": "text_completion" if request.chat is None else "chat",
-            "gen_ai.request.model": self._model if adapter is None else adapter.name,
-            "gen_ai.response.model": self._model if adapter is None else adapter.name,
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
             "gen_ai.response.id": request.request_id,
             "gen_ai.request.id": request.request_id,
-            "gen_ai.response.finish_reasons": [
-                one.finish_reason or ("abort" if end == "answered" else end) for one in answers
-            ],
+            "gen_ai.response.finish_reasons": [one.finish_reason or missing for one in answers],
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,
             "gen_ai.request.max_tokens": params.max_tokens,
@@ -124,33 +132,10 @@ class Tracer:
             "gen_ai.usage.output_tokens": generated,
             "gen_ai.usage.completion_tokens": generated,
             "gen_ai.usage.cache_read.input_tokens": answers[0].num_cached_tokens,
+            "headstart.miss_reason": missed.reason.name.lower() if missed is not None else None,
         }
-        missed = answers[0].missed
-        if missed is not None:
-            told["headstart.miss_reason"] = missed.reason.name.lower()
-        return {name: value for name, value in told.items() if value is not None}
+        return {name: value for name, value in attributes.items() if value is not None}
 
     def close(self) -> None:
-        """Send what is left, and end the thread that sends."""
+        """Send the remaining spans, and end the thread that sends."""
         self._provider.shutdown()
-
-
-_PARTS = ("queue", "prefill", "decode")
-
-
-def _latencies(request: RequestGroup, first: float | None, last: float | None) -> dict[str, Value]:
-    """vLLM's times, in seconds."""
-    arrival, start = request.arrival_time, request.start_time
-    spans = {
-        "time_in_queue": (arrival, start),
-        "time_to_first_token": (arrival, first),
-        "e2e": (arrival, last),
-        "time_in_model_prefill": (start, first),
-        "time_in_model_decode": (first, last),
-        "time_in_model_inference": (start, last),
-    }
-    return {
-        f"gen_ai.latency.{name}": stop - begin
-        for name, (begin, stop) in spans.items()
-        if begin is not None and stop is not None
-    }

@@ -11,8 +11,7 @@ from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Re
 from starlette.staticfiles import StaticFiles
 
 from headstart.server.errors import JsonResponse
-from headstart.server.page.description import complete_description
-from headstart.server.page.reference import render_reference
+from headstart.server.page.reference import complete_description, render_reference
 
 __all__ = ["mount"]
 
@@ -29,7 +28,7 @@ _HEADERS = {
 
 
 class _Files(StaticFiles):
-    """The page's files; an SVG that is opened by itself is a page, too."""
+    """The page's files; an SVG that is opened alone is a page, too."""
 
     def file_response(self, *args: Any, **options: Any) -> Response:
         response = super().file_response(*args, **options)
@@ -40,12 +39,12 @@ class _Files(StaticFiles):
 def mount(app: FastAPI, *, with_pool: bool = True) -> None:
     """Serve the page and its files, and the API's description at `/docs` and `/openapi.json`.
 
-    with_pool: there is one pool to show; without, the description is the page.
+    with_pool: False if there is no single pool to show; then the description is the page.
     """
-    making = threading.Lock()
+    lock = threading.Lock()
 
     def describe() -> dict[str, Any]:
-        with making:  # when it is first asked for, which takes a third of a second
+        with lock:  # the first call takes a third of a second
             return complete_description(app.openapi(), app.state.service.name)
 
     @app.get("/", include_in_schema=False)

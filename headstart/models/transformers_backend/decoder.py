@@ -31,6 +31,7 @@ __all__ = [
     "compute_all_rows",
     "fingerprint_memory",
     "forward_rows",
+    "rows_apart",
     "text_part",
 ]
 
@@ -211,6 +212,13 @@ def forward_rows(
         )
         logits: Tensor = output.logits[0]
     return logits
+
+
+def rows_apart(found: Tensor, expected: Tensor) -> Tensor:
+    """Return the norm of each row's difference divided by the norm of `expected`."""
+    size = expected.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    apart: Tensor = (found.float() - expected.float()).norm(dim=-1) / size
+    return apart
 
 
 def fingerprint_memory(model: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""Packs or quantizes the linear layers of a loaded transformers model.
+"""Packing and quantization of the linear layers of a loaded transformers model.
 
 Packed for the compiled kernels, every plain `nn.Linear` becomes a `Linear` over a `PackedWeight`,
 and an `nn.Embedding` that shares the LM head's weight an `Embedding`. A few rows through both
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headstart.models.transformers_backend.decoder import forward_rows, text_part
+from headstart.models.transformers_backend.decoder import forward_rows, rows_apart, text_part
 from headstart.native.pages import ReadyMemory
 from headstart.weights.bf16 import PackedWeight, can_pack, packed_bytes
 from headstart.weights.format import Embedding, Linear, WeightFormat, WeightKind
@@ -43,11 +43,12 @@ def pack_linears(model: PreTrainedModel, ready_memory: ReadyMemory | None = None
         expected = _logits(model)
         if expected is None:
             return
-        packed_bytes = _pack(model, ready_memory)
-        if not _runs_alike(_logits(model), expected):
+        num_bytes, found = _pack(model, ready_memory), _logits(model)
+        # Rounding error grows with depth, and a near tie of experts may be decided the other way.
+        if found is None or not float(rows_apart(found, expected).median()) < 10 * _NEAR:
             _unpack(model)
-            return
-        leave_file((*model.parameters(), *model.buffers()), packed_bytes)
+        else:
+            leave_file((*model.parameters(), *model.buffers()), num_bytes)
 
 
 def _logits(model: PreTrainedModel) -> Tensor | None:
@@ -59,24 +60,6 @@ def _logits(model: PreTrainedModel) -> Tensor | None:
     # with its reason.
     except Exception:
         return None
-
-
-def _runs_alike(found: Tensor | None, expected: Tensor) -> bool:
-    if found is None:
-        return False
-    # Rounding error grows with depth, and a near tie of experts may be decided the other way.
-    return float(_apart(found, expected).median()) < 10 * _NEAR
-
-
-def _apart(found: Tensor, expected: Tensor) -> Tensor:
-    """Per row, the norm of the difference divided by the norm of `expected`."""
-    size = expected.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-    apart: Tensor = (found.float() - expected.float()).norm(dim=-1) / size
-    return apart
-
-
-def _near(found: Tensor, expected: Tensor) -> bool:
-    return found.shape == expected.shape and bool((_apart(found, expected) < _NEAR).all())
 
 
 def _pack(model: PreTrainedModel, ready_memory: ReadyMemory | None) -> int:
@@ -114,17 +97,19 @@ def _can_swap(weight: Tensor, places: list[tuple[nn.Module, str]]) -> bool:
 
 
 def _swap_weight(weight: Tensor, places: list[tuple[nn.Module, str]], arena: Arena) -> None:
-    children = [(parent, name, parent.get_submodule(name)) for parent, name in places]
     packed = PackedWeight(weight, arena=arena)
-    for parent, name, child in children:
-        if isinstance(child, nn.Linear):
-            own = packed if child.bias is None else packed.with_bias(child.bias)
-            rows = _noise(_ROWS, child.in_features)
-            if not _near(own.multiply(rows), child(rows)):
-                return
-            setattr(parent, name, Linear(own))
-        else:
+    for parent, name in places:
+        child = parent.get_submodule(name)
+        if not isinstance(child, nn.Linear):
             setattr(parent, name, Embedding(packed, weight.dtype))
+            continue
+        own = packed if child.bias is None else packed.with_bias(child.bias)
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(_ROWS, child.in_features, generator=generator).to(torch.bfloat16)
+        found, expected = own.multiply(rows), child(rows)
+        if found.shape != expected.shape or not (rows_apart(found, expected) < _NEAR).all():
+            return
+        setattr(parent, name, Linear(own))
 
 
 def _unpack(model: PreTrainedModel) -> None:
@@ -165,10 +150,6 @@ def leave_file(tensors: Iterable[Tensor], replaced_bytes: int) -> None:
                 tensor.data = tensor.data.clone()
 
 
-def _noise(rows: int, width: int) -> Tensor:
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-
-
 # They choose among experts: small, and a near tie decided the other way is another expert.
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
@@ -184,7 +165,16 @@ def quantize_linears(model: PreTrainedModel, kind: WeightKind) -> None:
     head, replaced_bytes = model.get_output_embeddings(), 0
     if isinstance(head, nn.Linear) and _can_replace(head):
         replaced_bytes += head.weight.nbytes
-        _replace_head(model, head)
+        dtype, embedding = head.weight.dtype, model.get_input_embeddings()
+        tied = type(embedding) is nn.Embedding and embedding.weight is head.weight
+        matrix = quantize(head.weight, head.bias, "int8", dtype, table=tied)
+        new: dict[nn.Module, nn.Module] = {head: Linear(matrix)}
+        if tied:
+            new[embedding] = Embedding(matrix, dtype)
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if child in new:
+                    setattr(parent, name, new[child])
     for parent in list(text_part(model).modules()):
         for child_name, child in list(parent.named_children()):
             if child_name not in _ROUTERS and child is not head and _can_replace(child):
@@ -205,16 +195,3 @@ def _can_replace(module: nn.Module) -> bool:
         and weight.is_floating_point()
         and weight.numel() > 0
     )
-
-
-def _replace_head(model: PreTrainedModel, head: nn.Linear) -> None:
-    dtype, embedding = head.weight.dtype, model.get_input_embeddings()
-    tied = type(embedding) is nn.Embedding and embedding.weight is head.weight
-    matrix = quantize(head.weight, head.bias, "int8", dtype, table=tied)
-    places: dict[int, nn.Module] = {id(head): Linear(matrix)}
-    if tied:
-        places[id(embedding)] = Embedding(matrix, dtype)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if id(child) in places:
-                setattr(parent, name, places[id(child)])

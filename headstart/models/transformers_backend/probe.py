@@ -1,4 +1,4 @@
-"""Checks that a loaded model runs correctly over paged K/V, before it serves requests.
+"""Checks of a loaded model over paged K/V, before it serves requests.
 
 1. Its configuration: some kinds of layer keep state other than per-token K and V.
 2. One recorded pass with attention replaced by zeros: gives the widths of each layer's K and V, and
@@ -19,8 +19,7 @@ layer's attention changed by two units in the last place.
 """
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
 from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -43,7 +42,7 @@ from headstart.attention.torch_ops import TorchAttention
 from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.config_values import context_length
 from headstart.models.files import FileStamp
-from headstart.models.transformers_backend.decoder import forward_rows, text_part
+from headstart.models.transformers_backend.decoder import forward_rows, rows_apart, text_part
 from headstart.weights.checkpoint import SAVED_SO
 from headstart.weights.format import Linear
 
@@ -102,38 +101,23 @@ class _CacheBehind(DynamicCache):
         return self._length + int(super().get_seq_length(layer_idx))
 
 
-class _AttendToSelf:
-    """An attention function in which each row sees only itself; records its inputs."""
-
-    def __init__(self) -> None:
-        self.asked: _Recorded = []
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        where = f"of layer {call.layer.layer_idx}"
-        scaling = torch.tensor([[read_options(call).scaling]], dtype=torch.float64)
-        self.asked += [
-            (f"the queries {where}", call.query[0].transpose(0, 1).flatten(1)),
-            (f"the keys {where}", call.key[0].transpose(0, 1).flatten(1)),
-            (f"the values {where}", call.value[0].transpose(0, 1).flatten(1)),
-            (f"the scaling {where}", scaling),
-        ]
-        shared = call.query.shape[1] // call.value.shape[1]
-        return call.value.repeat_interleave(shared, dim=1).transpose(1, 2).contiguous()
-
-
 def check_far_positions(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModelError` if the last rows differ from those behind a cache."""
     last = context_length(model.config)
     first = max(0, last - _ROWS)
-    found, expected = _run_at(model, first, last), _run_at(model, first, last, _CacheBehind(first))
+    ours = _run_at(model, first, last)
+    theirs = _run_at(model, first, last, _CacheBehind(first))
     name = type(model).__name__
-    if [what for what, _ in found] != [what for what, _ in expected]:
+    if [what for what, _ in ours] != [what for what, _ in theirs]:
         raise UnsupportedModelError(
-            f"{name} calls attention {len(expected) // _PARTS} times behind a cache of {first} "
-            f"tokens and {len(found) // _PARTS} times without one"
+            f"{name} calls attention {len(theirs) // _PARTS} times behind a cache of {first} "
+            f"tokens and {len(ours) // _PARTS} times without one"
         )
-    for (what, ours), (_, theirs) in zip(found, expected, strict=True):
-        apart = _apart(ours, theirs)
+    for (what, found), (_, expected) in zip(ours, theirs, strict=True):
+        apart = 0.0
+        if not torch.equal(found, expected):
+            size = expected.double().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+            apart = float(((found.double() - expected.double()).norm(dim=-1) / size).max())
         if not apart <= 4 * torch.finfo(model.dtype).eps:  # so that NaN is wrong
             raise UnsupportedModelError(
                 f"{name} makes {what} from the index of a row in the batch and not from its "
@@ -145,14 +129,23 @@ def check_far_positions(model: PreTrainedModel) -> None:
 def _run_at(
     model: PreTrainedModel, first: int, last: int, cache: DynamicCache | None = None
 ) -> _Recorded:
-    """A pass over the rows at positions `first` to `last - 1`."""
+    """Record a pass over the rows at positions `first` to `last - 1`; each row sees only itself."""
+    recorded: _Recorded = []
+
+    def attend_to_self(call: AttentionCall) -> Tensor:
+        where = f"of layer {call.layer.layer_idx}"
+        for name, part in (("queries", call.query), ("keys", call.key), ("values", call.value)):
+            recorded.append((f"the {name} {where}", part[0].transpose(0, 1).flatten(1)))
+        scaling = torch.tensor([[read_options(call).scaling]], dtype=torch.float64)
+        recorded.append((f"the scaling {where}", scaling))
+        shared = call.query.shape[1] // call.value.shape[1]
+        return call.value.repeat_interleave(shared, dim=1).transpose(1, 2).contiguous()
+
     positions = torch.arange(first, last, device=model.device)
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    tokens = torch.arange(len(positions), device=model.device) % vocabulary
-    function = _AttendToSelf()
+    tokens = torch.arange(len(positions), device=model.device) % _vocabulary(model)
     behind: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
     try:
-        with Attending(model, function), torch.inference_mode():
+        with Attending(model, attend_to_self), torch.inference_mode():
             output: Any = model(
                 input_ids=tokens.unsqueeze(0),
                 position_ids=positions.unsqueeze(0),
@@ -167,15 +160,7 @@ def _run_at(
             f"{type(model).__name__} fails over positions {first} to {last - 1}, the last that it "
             f"is made for, {where}: {type(error).__name__}: {error}"
         ) from error
-    return [*function.asked, ("the logits", output.logits[0])]
-
-
-def _apart(found: Tensor, expected: Tensor) -> float:
-    """The largest relative difference between a row of `found` and of `expected`."""
-    if torch.equal(found, expected):
-        return 0.0
-    size = expected.double().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-    return float(((found.double() - expected.double()).norm(dim=-1) / size).max())
+    return [*recorded, ("the logits", output.logits[0])]
 
 
 _GOOD_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -219,7 +204,13 @@ def probe_model(model: PreTrainedModel) -> tuple[LayerLayout, ...]:
 
     Leaves the model with transformers' eager attention. Raises `UnsupportedModelError`.
     """
-    _check_forward(model)
+    accepted = signature(model.forward).parameters
+    for name, why in (
+        ("position_ids", "its positions (ALiBi, or a recurrence) are not given from outside"),
+        ("logits_to_keep", "it cannot compute the logits of chosen rows only"),
+    ):
+        if name not in accepted:
+            raise UnsupportedModelError(f"{type(model).__name__} takes no {name}: {why}")
     calls = _record(model)
     layouts = tuple(call.layout for call in calls)
     for call in calls:
@@ -229,18 +220,7 @@ def probe_model(model: PreTrainedModel) -> tuple[LayerLayout, ...]:
     return layouts
 
 
-def _check_forward(model: PreTrainedModel) -> None:
-    accepted = signature(model.forward).parameters
-    for name, why in (
-        ("position_ids", "its positions (ALiBi, or a recurrence) are not given from outside"),
-        ("logits_to_keep", "it cannot compute the logits of chosen rows only"),
-    ):
-        if name not in accepted:
-            raise UnsupportedModelError(f"{type(model).__name__} takes no {name}: {why}")
-
-
-@dataclass
-class _Call:
+class _Call(NamedTuple):
     """One layer's call of attention in the recorded pass."""
 
     layer_idx: int
@@ -250,34 +230,26 @@ class _Call:
     mask: Tensor | None
 
 
-@dataclass
-class _Recorder:
-    """An attention function that returns zeros and records its calls."""
+def _record(model: PreTrainedModel) -> list[_Call]:
+    """Return the layers' calls of one pass over three tokens, in layer order."""
+    calls: list[_Call] = []
 
-    calls: list[_Call] = field(default_factory=list)
-
-    def __call__(self, call: AttentionCall) -> Tensor:
+    def return_zeros(call: AttentionCall) -> Tensor:
         (_, kv_heads, tokens, key_dim), value_dim = call.key.shape, call.value.shape[3]
-        window = read_options(call).sliding_window
-        causal = (
-            getattr(call.layer, "is_causal", True) and call.keywords.get("is_causal") is not False
-        )
+        window, layer = read_options(call).sliding_window, call.layer
+        causal = getattr(layer, "is_causal", True) and call.keywords.get("is_causal") is not False
         layout = LayerLayout(kv_heads, key_dim, value_dim)
-        self.calls.append(_Call(call.layer.layer_idx, layout, window, causal, call.mask))
+        calls.append(_Call(layer.layer_idx, layout, window, causal, call.mask))
         return call.query.new_zeros((1, tokens, call.query.shape[1], value_dim))
 
-
-def _record(model: PreTrainedModel) -> list[_Call]:
-    """The layers' calls of one pass over three tokens, in layer order."""
-    recorder = _Recorder()
-    tokens = torch.arange(3, device=model.device) % _vocabulary(model)
-    with Attending(model, recorder) as attending:
+    tokens = torch.arange(3, device=model.device)
+    with Attending(model, return_zeros) as attending:
         AttentionMaskInterface.register(attending.name, _mask_marker)
         try:
-            _run(model, tokens, torch.arange(3, device=model.device))
+            _run(model, tokens % _vocabulary(model), tokens)
         finally:
             AttentionMaskInterface._global_mapping.pop(attending.name)
-    calls = sorted(recorder.calls, key=lambda call: call.layer_idx)
+    calls.sort(key=lambda call: call.layer_idx)
     if [call.layer_idx for call in calls] != list(range(_layers(model))):
         _refuse_calls(model, attending.calls)
     return calls
@@ -286,9 +258,9 @@ def _record(model: PreTrainedModel) -> list[_Call]:
 def _refuse_calls(model: PreTrainedModel, calls: Counter[int]) -> None:
     layers = _layers(model)
     raise UnsupportedModelError(
-        f"{type(model).__name__} has {layers} layers, of which {len(calls)} asked for attention "
-        f"({sum(calls.values())} calls in one pass): every layer must keep what it knows of "
-        "earlier tokens as K and V of its own"
+        f"{type(model).__name__} has {layers} layers, of which {len(calls)} called attention "
+        f"({sum(calls.values())} calls in one pass): every layer must store its state of "
+        "earlier tokens as separate K and V"
     )
 
 
@@ -331,7 +303,7 @@ def _check_mask(model: PreTrainedModel, call: _Call) -> None:
     if not torch.equal(wanted.cpu(), expected):
         differs = (wanted.cpu() != expected).nonzero()[0].tolist()
         raise UnsupportedModelError(
-            f"the mask of {where} is not the one it asks attention for (window: {window}): "
+            f"the mask of {where} is not the one of its call of attention (window: {window}): "
             f"position {own[differs[0]]} and position {other[differs[1]]} differ"
         )
 
@@ -350,7 +322,9 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
     prompt = prompt.to(model.device)
     expected = _run(model, prompt, torch.arange(length, device=model.device))
     if not torch.isfinite(expected).all():
-        _check_numbers(model)
+        for name, weight in model.named_parameters():
+            if torch.isnan(weight.float()).any():
+                raise DamagedModelError(f"{name} holds weights that are NaN {SAVED_SO}")
         raise UnsupportedModelError(
             f"{type(model).__name__} gives logits that are not finite in {model.dtype}, with "
             "transformers' own attention; another dtype may help"
@@ -358,12 +332,21 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
     steps, num_blocks = _steps(model.device)
     backend = TorchAttention(PagedKVMemory(layouts, num_blocks, _BLOCK, model.dtype, model.device))
     logits = [_through(model, backend, step, prompt) for step in steps]
-    rounding = _rounding(model)
-    shaken = _Shaken(attend_with(backend), rounding)
-    noise = _rows_apart(_through(model, backend, steps[0], prompt, shaken), logits[0])
+    # The unit in the last place of what layers compute with; coarser in quantised layers.
+    linears = (module for module in model.modules() if isinstance(module, Linear))
+    rounding = max(torch.finfo(model.dtype).eps, *(part.matrix.rounding for part in linears), 0.0)
+    attend, signs = attend_with(backend), torch.Generator().manual_seed(1)
+
+    def shaken(call: AttentionCall) -> Tensor:
+        """Perturb the results of attention by two units in the last place."""
+        out = attend(call)
+        up_or_down = torch.randint(0, 2, out.shape, generator=signs) * 2 - 1
+        return out * (1 + 2 * rounding * up_or_down.to(out))
+
+    noise = rows_apart(_through(model, backend, steps[0], prompt, shaken), logits[0])
     floor = max(2 * rounding, 1e-5)
     limit = _NOISE_FACTOR * float(noise.median()) + floor
-    wrong = ~(_rows_apart(_run(model, prompt, None), expected) <= limit)
+    wrong = ~(rows_apart(_run(model, prompt, None), expected) <= limit)
     if float(wrong.float().mean()) > _LENIENT_ROWS:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not count positions from 0: given the positions 0, 1, "
@@ -371,7 +354,7 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
             "begins at pad_token_id + 1)"
         )
     for step, found in zip(steps, logits, strict=True):
-        apart = _rows_apart(found, expected[step.places])
+        apart = rows_apart(found, expected[step.places])
         wrong = ~(apart <= limit)  # not `apart > limit`, which is false for NaN
         if float(wrong.float().mean()) > _LENIENT_ROWS:
             raise UnsupportedModelError(
@@ -421,26 +404,6 @@ def _through(
     return logits
 
 
-class _Shaken:
-    """An attention function whose results are perturbed by two units in the last place."""
-
-    def __init__(self, function: AttentionFunction, unit: float) -> None:
-        self._function = function
-        self._step = 2 * unit
-        self._generator = torch.Generator().manual_seed(1)
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        out = self._function(call)
-        signs = torch.randint(0, 2, out.shape, generator=self._generator) * 2 - 1
-        return out * (1 + self._step * signs.to(out))
-
-
-def _rounding(model: PreTrainedModel) -> float:
-    """The unit in the last place of what layers compute with; coarser in quantised layers."""
-    layers = (module for module in model.modules() if isinstance(module, Linear))
-    return max(torch.finfo(model.dtype).eps, *(layer.matrix.rounding for layer in layers), 0.0)
-
-
 def _run(model: PreTrainedModel, tokens: Tensor, positions: Tensor | None) -> Tensor:
     """Return the first logits of all rows in float32. Raise if the model fails over such a batch.
 
@@ -457,20 +420,6 @@ def _run(model: PreTrainedModel, tokens: Tensor, positions: Tensor | None) -> Te
         ) from error
 
 
-def _check_numbers(model: PreTrainedModel) -> None:
-    """Raise DamagedModelError for a weight with NaN, which no dtype makes of a number."""
-    for name, weight in model.named_parameters():
-        if torch.isnan(weight.float()).any():
-            raise DamagedModelError(f"{name} holds weights that are NaN {SAVED_SO}")
-
-
-def _rows_apart(logits: Tensor, expected: Tensor) -> Tensor:
-    """Per row, the norm of the difference divided by the norm of `expected`."""
-    size = expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-    apart: Tensor = (logits - expected).norm(dim=-1) / size
-    return apart
-
-
 def _layers(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config().num_hidden_layers)
 
@@ -479,22 +428,13 @@ def _vocabulary(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config().vocab_size)
 
 
-class _Loaded(NamedTuple):
-    """All that decides how a model computes: files, dtype, device, and what its modules are."""
-
-    files: tuple[FileStamp, ...]
-    dtype: torch.dtype
-    device: torch.device
-    modules: tuple[type[torch.nn.Module], ...]
-
-
-_passed: dict[_Loaded, tuple[LayerLayout, ...]] = {}
+# The models that passed, by files, dtype, device and the classes of their modules.
+_passed: dict[Hashable, tuple[LayerLayout, ...]] = {}
 
 
 def probe_once(model: PreTrainedModel, files: tuple[FileStamp, ...]) -> tuple[LayerLayout, ...]:
-    """`probe_model` of a model from these files, or its result if it has passed before."""
-    loaded = _Loaded(files, model.dtype, model.device, tuple(map(type, model.modules())))
-    layouts = _passed.get(loaded)
-    if layouts is None:
-        layouts = _passed[loaded] = probe_model(model)
-    return layouts
+    """Return the result of `probe_model` for a model from these files, computed once."""
+    key = (files, model.dtype, model.device, tuple(map(type, model.modules())))
+    if key not in _passed:
+        _passed[key] = probe_model(model)
+    return _passed[key]

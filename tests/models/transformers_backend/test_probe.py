@@ -179,7 +179,7 @@ def test_a_mask_with_a_rule_of_its_own_is_found(monkeypatch: pytest.MonkeyPatch)
         return create_causal_mask(**kwargs, and_mask_function=every_other)
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", odd_mask)
-    with pytest.raises(UnsupportedModelError, match="is not the one it asks attention for"):
+    with pytest.raises(UnsupportedModelError, match="is not the one of its call of attention"):
         probe_model(TINY["llama"]())
 
 
@@ -202,7 +202,7 @@ def test_weights_that_are_nan_are_told_by_name() -> None:
 
 def test_a_near_tie_of_experts_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows may differ as much as they like, many may not."""
-    apart = paged_kv._rows_apart
+    apart = paged_kv.rows_apart
 
     def few(logits: Tensor, expected: Tensor) -> Tensor:
         return apart(logits, expected) + (torch.arange(len(logits)) % 6 == 0).float()
@@ -210,9 +210,9 @@ def test_a_near_tie_of_experts_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> N
     def many(logits: Tensor, expected: Tensor) -> Tensor:
         return apart(logits, expected) + (torch.arange(len(logits)) % 3 == 0).float()
 
-    monkeypatch.setattr(paged_kv, "_rows_apart", few)
+    monkeypatch.setattr(paged_kv, "rows_apart", few)
     probe_model(TINY["mixtral"]())
-    monkeypatch.setattr(paged_kv, "_rows_apart", many)
+    monkeypatch.setattr(paged_kv, "rows_apart", many)
     with pytest.raises(UnsupportedModelError):
         probe_model(TINY["mixtral"]())
 
@@ -249,11 +249,11 @@ UNSUPPORTED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "mamba": (lambda: MambaForCausalLM(MambaConfig(**SMALL)), "takes no position_ids"),
     "lfm2": (
         lambda: Lfm2ForCausalLM(Lfm2Config(**SMALL, layer_types=["conv", "full_attention"])),
-        "2 layers, of which 1 asked for attention",
+        "2 layers, of which 1 called attention",
     ),
     "diffllama": (
         lambda: DiffLlamaForCausalLM(DiffLlamaConfig(**SMALL)),
-        r"2 asked for attention \(4 calls in one pass\)",
+        r"2 called attention \(4 calls in one pass\)",
     ),
     "doge": (lambda: DogeForCausalLM(DogeConfig(**SMALL)), "mask or a bias that it made itself"),
     "bert": (lambda: BertLMHeadModel(BertConfig(**SMALL)), "is not causal"),

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headstart.errors import DamagedModelError
 from headstart.weights.checkpoint import Entry
-from headstart.weights.scheme import Method, Scheme, UnsupportedLayerError, torchao_bits
+from headstart.weights.scheme import Method, Scheme, UnsupportedLayerError
 
 __all__ = ["NAMES", "Module", "find_described", "find_modules"]
 
@@ -186,12 +186,12 @@ _PREFIX = "_weight_"
 
 
 def find_described(
-    folder: Path, scheme: Scheme, entries: Mapping[str, Entry], metadata: Mapping[str, str]
+    folder: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]
 ) -> dict[str, Module]:
     """Return torchao's quantized weights by name.
 
-    Raises `DamagedModelError` for tensors that do not fit together, to their description or to
-    config.json, and `UnsupportedLayerError` for those that are stored in another way.
+    Raises `DamagedModelError` for tensors that do not fit together or to their description, and
+    `UnsupportedLayerError` for those that are stored in another way.
     """
     stored: dict[str, dict[str, Entry]] = defaultdict(dict)
     for name, entry in entries.items():
@@ -214,7 +214,7 @@ def find_described(
             raise DamagedModelError(f"{text}, of which no header says how values are kept")
         if f"{module}.weight" in entries:
             raise DamagedModelError(f"{text} stand beside a weight in float")
-        shape, bits, group = _read_description(module, scheme, parts, descriptions[module], text)
+        shape, bits, group = _read_description(module, parts, descriptions[module], text)
         names = tuple(f"{module}.{name}" for name in parts)
         modules[f"{module}.weight"] = Module(shape, bits, group, names)
     return modules
@@ -232,7 +232,7 @@ def _describe(name: str, text: str) -> dict[str, Any]:
 
 
 def _read_description(
-    module: str, scheme: Scheme, parts: Mapping[str, Entry], fields: Mapping[str, Any], text: str
+    module: str, parts: Mapping[str, Entry], fields: Mapping[str, Any], text: str
 ) -> tuple[tuple[int, int], int, int]:
     """Return a weight's shape, its bits and the inputs of a group."""
     kind, data, named = (fields.get(name) for name in ("_type", "_data", "_tensor_data_names"))
@@ -242,7 +242,11 @@ def _read_description(
         )
     if not isinstance(data, Mapping):
         raise DamagedModelError(f"{text}: its header has no _data")
-    bits = 8 if kind == "Int8Tensor" else torchao_bits(data.get("target_dtype"))
+    dtype = data.get("target_dtype")  # an object in JSON
+    name = dtype.get("_data") if isinstance(dtype, Mapping) else dtype
+    name = "int8" if kind == "Int8Tensor" else name
+    if name not in ("int8", "int4"):
+        raise UnsupportedLayerError(f"its weights are torchao's of {name!r}, and not int8 or int4")
     names = {f"{_PREFIX}{name}" for name in named} if isinstance(named, list) else set()
     types = {_WORDS: {"I8"}, _SCALES: _SCALE_TYPES, _ZEROS: {"I8"}}
     if unread := sorted(names - types.keys()):
@@ -264,10 +268,4 @@ def _read_description(
     if not fits:
         raise DamagedModelError(f"{text} do not fit together, or not to blocks of {block}")
     outputs, inputs = shape
-    groups = {inputs if size == -1 else size for size in scheme.groups}
-    if bits not in scheme.bits or group not in groups:
-        raise DamagedModelError(
-            f"{text} are values of {bits} bits in groups of {group}, by config.json of "
-            f"{sorted(scheme.bits)} bits in groups of {sorted(groups)}"
-        )
-    return (outputs, inputs), bits, group
+    return (outputs, inputs), 8 if name == "int8" else 4, group

@@ -191,7 +191,7 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         self._folder = folder = files[0].parent
         self._scheme = scheme
         if is_torchao:
-            self._modules = find_described(folder, scheme, self.entries, self.metadata)
+            self._modules = find_described(folder, self.entries, self.metadata)
         else:
             self._modules = find_modules(folder, scheme, self.entries, super().tensor)
 

@@ -1,6 +1,8 @@
 """The `quantization_config` of a checkpoint."""
 
-from collections.abc import Iterable, Mapping
+import json
+import re
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 __all__ = [
@@ -9,7 +11,6 @@ __all__ = [
     "UnsupportedLayerError",
     "is_read",
     "read_scheme",
-    "torchao_bits",
 ]
 
 
@@ -20,19 +21,22 @@ class UnsupportedLayerError(Exception):
 Method = Literal["awq", "gptq", "compressed-tensors", "torchao"]
 _METHODS: tuple[Method, ...] = get_args(Method)
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision")
-# torchao's configurations of weights that are read, and the part that names what shares a step.
-_TORCHAO = {
-    "Int8WeightOnlyConfig": "granularity",
-    "Int8DynamicActivationInt8WeightConfig": "granularity",
-    "IntxWeightOnlyConfig": "granularity",
-    "Int8DynamicActivationIntxWeightConfig": "weight_granularity",
-}
+# torchao's configurations that are read. Headers of files describe each weight.
+_TORCHAO = (
+    "Int8WeightOnlyConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "IntxWeightOnlyConfig",
+    "Int8DynamicActivationIntxWeightConfig",
+    "FqnToConfig",
+    "ModuleFqnToConfig",
+)
 
 
 class Scheme(NamedTuple):
     """The storage of quantized weights; each fact may differ from weight to weight.
 
-    bits: of a value. groups: inputs that share a step; -1 for all of an output's. has_zeros: zero
+    bits: of a value. groups: inputs that share a step, -1 for all of an output's. torchao's headers
+    state both. has_zeros: zero
     points, None where the method says. is_ordered: inputs of a group lie side by side. zeros_less:
     what each zero point in the file lacks.
     """
@@ -58,7 +62,14 @@ def read_scheme(content: Mapping[str, Any]) -> Scheme | None:
         method in _METHODS, f"weights are quantized by {method!r}: {', '.join(_METHODS)} are read"
     )
     if method == "torchao":
-        return _read_torchao(config)
+        kinds = config.get("quant_type")
+        classes = re.findall(r'"_type": "(\w*Config)"', json.dumps(kinds))
+        is_old = kinds in ("int8_weight_only", "int8_dynamic_activation_int8_weight")
+        _require(
+            is_old or (classes and set(classes) <= {*_TORCHAO}),
+            f"weights are torchao's of {kinds!r}: {', '.join(_TORCHAO)} are read",
+        )
+        return Scheme("torchao", frozenset({4, 8}), frozenset())
     if method == "compressed-tensors":
         return _read_compressed(config)
     if method == "awq":
@@ -87,7 +98,7 @@ def is_read(content: Mapping[str, Any]) -> bool:
     return True
 
 
-def _require(is_right: bool, fact: str) -> None:
+def _require(is_right: object, fact: str) -> None:
     if not is_right:
         raise UnsupportedLayerError(f"its {fact}")
 
@@ -161,59 +172,3 @@ def _check_config_group(group: Any) -> Mapping[str, Any]:
         _require(inputs.get("dynamic"), "layers' inputs are rounded by scales of the file")
     _require(not group.get("output_activations"), "layers' outputs are quantized")
     return weights
-
-
-def _read_torchao(config: Mapping[str, Any]) -> Scheme:
-    kinds = config.get("quant_type")
-    if kinds in ("int8_weight_only", "int8_dynamic_activation_int8_weight"):  # transformers 4
-        return Scheme("torchao", frozenset({8}), frozenset({-1}), has_zeros=False)
-    if not isinstance(kinds, Mapping) or kinds.keys() != {"default"}:
-        raise UnsupportedLayerError(f"its weights are torchao's of {kinds!r}")
-    kind, fields = _torchao_object(kinds["default"])
-    configs = [(kind, fields)]
-    if kind in ("FqnToConfig", "ModuleFqnToConfig"):  # a configuration for each module
-        named = fields.get("fqn_to_config", fields.get("module_fqn_to_config"))
-        each = named.values() if isinstance(named, Mapping) else ()
-        configs = [_torchao_object(entry) for entry in each if entry is not None]
-    _require(bool(configs), "quant_type names no configuration of weights")
-    read = [_read_torchao_weights(*config) for config in configs]
-    return Scheme(
-        "torchao",
-        frozenset(bits for bits, _ in read),
-        frozenset().union(*(groups for _, groups in read)),
-        has_zeros=False,
-    )
-
-
-def _torchao_object(written: object) -> tuple[str, Mapping[str, Any]]:
-    """Return the class and the fields of an object that torchao wrote as JSON."""
-    kind = written.get("_type") if isinstance(written, Mapping) else None
-    fields = written.get("_data") if isinstance(written, Mapping) else None
-    if not isinstance(kind, str) or not isinstance(fields, Mapping):
-        raise UnsupportedLayerError(
-            f"its quant_type holds {written!r}, which is no configuration of torchao's"
-        )
-    return kind, fields
-
-
-def _read_torchao_weights(kind: str, fields: Mapping[str, Any]) -> tuple[int, Iterable[int]]:
-    """Return the bits and the groups of weights of one configuration."""
-    _require(kind in _TORCHAO, f"weights are torchao's of {kind}: {', '.join(_TORCHAO)} are read")
-    bits = torchao_bits(fields.get("weight_dtype", {"_data": "int8"}))
-    shared = fields.get(_TORCHAO[kind])
-    if isinstance(shared, list) and len(shared) == 2:  # of inputs and of weights
-        shared = shared[1]
-    granularity, sizes = ("PerRow", {}) if shared is None else _torchao_object(shared)
-    if granularity == "PerGroup":
-        return bits, _read_group(sizes)
-    _require(
-        granularity in ("PerRow", "PerAxis", "PerTensor"), f"weights have steps by {granularity}"
-    )
-    return bits, {-1}
-
-
-def torchao_bits(dtype: object) -> int:
-    """Return the bits of a value of this dtype, which is an object that torchao wrote as JSON."""
-    name = dtype.get("_data") if isinstance(dtype, Mapping) else dtype
-    _require(name in ("int8", "int4"), f"weights are torchao's of {name!r}, and not int8 or int4")
-    return 8 if name == "int8" else 4

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from headstart.attention.backend import LayerLayout
-from headstart.attention.int8_rows import quantize_rows, scale_rows
 from headstart.native.pages import POPULATE_WRITE, advise_pages
 
-__all__ = ["PagedKVMemory", "contiguous_runs"]
+INT8_REVISION = 1
+"""Version of the rounding of rows to 8 bits; K/V of another version are not read again."""
 
-
+_LEVELS = 127  # steps on either side of zero
+_SMALLEST = torch.finfo(torch.float32).tiny
+_LARGEST = float.fromhex("0x1.020406p+121")  # 127 times the next number is infinite
 _CACHE_LINE = 64  # bytes
 _PREFAULTED = 64 << 20  # bytes of the first blocks, at the most
 
@@ -27,7 +29,7 @@ class PagedKVMemory:
     Slot `block_id * block_size + offset` holds one token. The last slot, `scratch_slot`, belongs
     to no block and takes rows that are discarded. Memory starts as zeros.
 
-    In `torch.int8` rows are rounded when written (`int8_rows.py`): `key_scales[layer]` is float32
+    In `torch.int8` rows are rounded when written (`quantize_rows`): `key_scales[layer]` is float32
     `[slots + 1, kv_heads]`, `value_scales` likewise. In other dtypes there are no scales.
     """
 
@@ -242,3 +244,31 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     data = np.zeros(nbytes + _CACHE_LINE, dtype=np.uint8)
     start = -data.ctypes.data % _CACHE_LINE
     return torch.from_numpy(data[start : start + nbytes]).view(dtype).view(shape)
+
+
+def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows `[tokens, heads, width]` to 8 bits; returns codes int8 and scales float32.
+
+    A scale `[tokens, heads]` is the head's largest magnitude over 127, so every element is off by
+    at most half a scale. A row's bits depend on that row alone: elements are rounded to the
+    nearest, ties to even. A head that is not finite has the scale NaN, and so has no finite element
+    when it is read. A head whose scale would be below the smallest normal float32 becomes zeros: no
+    two kinds of arithmetic agree on such numbers, and none of the row's elements exceeds 1.5e-36.
+
+    Compiled attention writes the same bits (`native/attention/int8_rows.h`).
+
+    >>> quantize_rows(torch.tensor([[[254.0, -101.0, 3.0]]]))[0]
+    tensor([[[127, -50,   2]]], dtype=torch.int8)
+    """
+    wide = rows.float()
+    scales = wide.abs().amax(-1, keepdim=True) / _LEVELS
+    scales += scales - scales  # inf - inf is NaN
+    scales.clamp_(max=_LARGEST)
+    scales.masked_fill_(scales < _SMALLEST, 0.0)
+    codes = torch.where(scales > 0, wide / scales, 0.0).round_().to(torch.int8)
+    return codes, scales.squeeze(-1)
+
+
+def scale_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers that rows stand for: `codes` `[rows, width]` times `scales` `[rows]`."""
+    return codes.to(dtype).mul_(scales.to(dtype).unsqueeze(-1))

@@ -18,7 +18,7 @@ from headstart.attention import (
     StepPlan,
     TorchAttention,
 )
-from headstart.attention.int8_rows import quantize_rows
+from headstart.attention.memory import quantize_rows
 
 BLOCK = 4
 # The kernels by the dtype of K and V; None where this CPU cannot run them.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headstart.attention import LayerLayout, NativeAttention, PagedKVMemory, Span, StepPlan
 from headstart.attention.backend import AttentionOptions
-from headstart.attention.int8_rows import quantize_rows, scale_rows
+from headstart.attention.memory import quantize_rows, scale_rows
 from tests.attention.rows import kernels
 
 LARGEST = torch.finfo(torch.float32).max

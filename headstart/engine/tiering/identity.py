@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from headstart.attention import PagedKVMemory, name_backend
-from headstart.attention.int8_rows import REVISION
+from headstart.attention.memory import INT8_REVISION
 from headstart.engine.config import EngineConfig
 from headstart.engine.tiering.offers import BlockRows
 from headstart.machine import cpu_flags
@@ -52,7 +52,7 @@ def identify(
     ]
     parts += _kept_weights(decoder)
     if memory.has_scales:
-        parts.append(f"K/V int8 {REVISION}")
+        parts.append(f"K/V int8 {INT8_REVISION}")
     if config.deterministic:
         parts += [
             name_backend(memory),

@@ -22,27 +22,6 @@
 The text of an error holds the value that was wrong and the range that is allowed.
 """
 
-__all__ = [
-    "AdapterError",
-    "AdapterNotFoundError",
-    "CacheError",
-    "ConfigError",
-    "DamagedAdapterError",
-    "DamagedModelError",
-    "EngineError",
-    "HeadstartError",
-    "ModelError",
-    "ModelNotFoundError",
-    "NoTokenError",
-    "OutOfMemoryError",
-    "PromptTooLongError",
-    "ReplicaLostError",
-    "RequestError",
-    "TierError",
-    "UnsupportedAdapterError",
-    "UnsupportedModelError",
-]
-
 
 class HeadstartError(Exception):
     """The root: catching it catches everything that headstart raises on purpose."""

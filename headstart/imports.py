@@ -9,8 +9,6 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType, ModuleType
 
-__all__ = ["install", "load_module"]
-
 # transformers imports torchao wherever it is installed: it warns of kernels for other machines, and
 # torch of the way in which it registers its classes.
 _WARNS_ON_IMPORT = ("torchao", "torch.utils._pytree")

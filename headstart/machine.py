@@ -6,16 +6,6 @@ import platform
 from functools import cache
 from pathlib import Path
 
-__all__ = [
-    "X86",
-    "available_memory",
-    "cpu_flags",
-    "cpu_name",
-    "data_folder",
-    "multiplies_bfloat16",
-    "return_freed_memory",
-]
-
 X86 = ("x86_64", "AMD64")
 """The values of `platform.machine` on x86 in 64 bits."""
 

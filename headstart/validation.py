@@ -26,22 +26,6 @@ from typing import Any, NamedTuple, Protocol, Union, get_args, get_origin, get_t
 
 from headstart.errors import HeadstartError, RequestError
 
-__all__ = [
-    "NOT_AN_OPTION",
-    "Name",
-    "Number",
-    "OneOf",
-    "check_absent",
-    "check_fields",
-    "check_flag",
-    "check_name",
-    "check_utf8",
-    "describe",
-    "in_one_line",
-    "option",
-    "shorten",
-]
-
 NOT_AN_OPTION = "not an option of headstart; docs/vllm.md lists them"
 
 _MAX_TEXT = 300

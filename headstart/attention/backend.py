@@ -17,14 +17,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = [
-    "AttentionBackend",
-    "AttentionOptions",
-    "LayerLayout",
-    "Span",
-    "StepPlan",
-]
-
 
 @dataclass(frozen=True)
 class LayerLayout:

@@ -32,8 +32,6 @@ from headstart.attention.torch_ops import TorchAttention
 from headstart.errors import EngineError
 from headstart.native.bindings import AttentionCall, AttentionStep, Merger, Segment
 
-__all__ = ["NativeAttention", "make_backend", "name_backend"]
-
 _MAX_DIM = 256  # of the kernel
 _MOST_POSITIONS = (1 << 31) - 1  # its positions have 32 bits
 

@@ -16,15 +16,6 @@ from transformers import AttentionInterface
 from headstart.attention.backend import AttentionBackend, AttentionOptions
 from headstart.errors import EngineError, UnsupportedModelError
 
-__all__ = [
-    "AttentionCall",
-    "AttentionFunction",
-    "attend_with",
-    "read_options",
-    "register",
-    "unregister",
-]
-
 # transformers treats a name with "sdpa", "flash" or "flex" in it as one of its own.
 _names = map("headstart_paged_{}".format, itertools.count())
 

@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 from headstart.attention.backend import Span
 
-__all__ = ["PrefixGroup", "SharedPlan", "SharedPlanner", "SharingCost", "find_groups"]
-
 
 class SharingCost(NamedTuple):
     """A backend's cost of sharing, in tokens that a decoding row could read in the same time.

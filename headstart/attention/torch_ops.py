@@ -26,8 +26,6 @@ from headstart.attention.backend import AttentionOptions, Span, StepPlan
 from headstart.attention.memory import PagedKVMemory
 from headstart.attention.shared import SharedPlan, SharedPlanner, SharingCost
 
-__all__ = ["TorchAttention"]
-
 # Measured with 2 KV heads of 64 and 7 query heads each, on one core with AVX2: 16 rows that share
 # 2,000 tokens take 3.7 ms instead of 10.7 ms, but each group costs 0.4 ms in torch operations.
 SHARING = SharingCost(group=8192, member=32)

@@ -24,20 +24,6 @@ from headstart.errors import ConfigError, ModelError
 from headstart.machine import cpu_flags
 from headstart.native import bindings
 
-__all__ = [
-    "AMX",
-    "advise",
-    "avx2_library",
-    "is_built",
-    "is_usable",
-    "level",
-    "library",
-    "pointer",
-    "release_threads",
-    "required",
-    "vnni",
-]
-
 # The number in native.h; a library with another number is not used.
 INTERFACE = 21
 

@@ -15,24 +15,6 @@ import ctypes
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from typing import NamedTuple
 
-__all__ = [
-    "BF16",
-    "INT8",
-    "INT8_IN_GROUPS",
-    "AttentionCall",
-    "AttentionStep",
-    "Layer",
-    "LayerRun",
-    "Merger",
-    "Norm",
-    "Screen",
-    "Segment",
-    "Weight",
-    "declare",
-    "expected_layout",
-    "library_layout",
-]
-
 
 class Segment(NamedTuple):
     """Fields of int32: a row of an array `[segments, 7]`."""

@@ -12,16 +12,6 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = [
-    "POPULATE_READ",
-    "POPULATE_WRITE",
-    "ReadyMemory",
-    "advise_pages",
-    "drop_pages",
-    "make_huge_pages",
-    "request_huge_pages",
-]
-
 # Python has no names for them.
 POPULATE_READ = 22
 """MADV_POPULATE_READ (Linux 5.14): map all pages at once, as if each were read."""

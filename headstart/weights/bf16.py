@@ -24,15 +24,6 @@ from headstart.weights.format import WeightFormat, check_numbers, multiply_tiles
 from headstart.weights.memory import Arena, has_memory
 from headstart.weights.products import CompiledProduct, choose_product
 
-__all__ = [
-    "MANY_ROWS",
-    "Bf16Weight",
-    "PackedWeight",
-    "can_halve",
-    "can_pack",
-    "packed_bytes",
-]
-
 _PANEL = 32  # outputs
 MANY_ROWS = 64
 """From this many rows on torch's product is faster; fewer read the weight once, compiled."""

@@ -15,8 +15,6 @@ from headstart.weights.format import WeightKind
 from headstart.weights.quantize import StoredValues
 from headstart.weights.scheme import UnsupportedLayerError
 
-__all__ = ["FLOATS", "SAVED_SO", "Checkpoint", "Entry", "SafetensorsCheckpoint"]
-
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

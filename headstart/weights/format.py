@@ -18,21 +18,6 @@ from headstart.errors import ConfigError
 from headstart.native.bindings import Weight
 from headstart.weights.products import CompiledProduct
 
-__all__ = [
-    "PREQUANTIZED_REVISION",
-    "REVISIONS",
-    "Embedding",
-    "Linear",
-    "WeightFormat",
-    "WeightKind",
-    "check_numbers",
-    "find_kind",
-    "scratch",
-    "multiply_tiles",
-    "tile_outputs",
-    "widen_tiles",
-]
-
 WeightKind = Literal["int8", "int5", "int4"]
 """The bits of linear layers' weights, if they are not floats."""
 

@@ -34,17 +34,6 @@ from headstart.weights.format import WeightKind
 from headstart.weights.grouped import GROUP, Form, Grid, GroupedValues, pack_groups
 from headstart.weights.scheme import UnsupportedLayerError
 
-__all__ = [
-    "ARCHITECTURES",
-    "FORMATS",
-    "ROPE_FACTORS",
-    "GGUFCheckpoint",
-    "Metadata",
-    "import_gguf",
-    "read_architecture",
-    "read_weight",
-]
-
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor with a factor for each pair of elements that are rotated together."""
 

@@ -20,8 +20,6 @@ from headstart.native.bindings import Screen
 from headstart.native.pages import request_huge_pages
 from headstart.weights.bf16 import PackedWeight
 
-__all__ = ["MOST_INPUTS", "GreedyHead", "every_token", "greedy_tokens", "mask_logits"]
-
 _ALIGNMENT = 64
 MOST_INPUTS = 32_768
 """Sums of this many products of 8 bits fit in 32 bits; a `GreedyHead` takes no more."""

@@ -32,16 +32,6 @@ from headstart.weights.format import (
 )
 from headstart.weights.products import CompiledProduct, choose_product
 
-__all__ = [
-    "GROUP",
-    "Form",
-    "Grid",
-    "GroupedValues",
-    "GroupedWeight",
-    "pack_groups",
-    "quantize_groups",
-]
-
 GROUP = 32
 """Inputs that share a step."""
 _TINY = 1e-30

@@ -40,8 +40,6 @@ from headstart.weights.products import (
     fbgemm_unpack,
 )
 
-__all__ = ["Int8Values", "Int8Weight", "quantize_int8"]
-
 _WIDE_PANEL = 32  # outputs, see native/linear.h
 _PANEL, _GROUP = 16, 32  # outputs and inputs, see native/narrow/integers.h
 _LEVELS = 127

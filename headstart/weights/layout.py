@@ -24,8 +24,6 @@ from headstart.errors import DamagedModelError
 from headstart.weights.checkpoint import Entry
 from headstart.weights.scheme import Method, Scheme, UnsupportedLayerError
 
-__all__ = ["NAMES", "Module", "find_described", "find_modules"]
-
 
 class _Names(NamedTuple):
     """The names of the tensors of a weight; order: the group of each input."""

@@ -21,8 +21,6 @@ from headstart.native.pages import (
     request_huge_pages,
 )
 
-__all__ = ["Arena", "has_memory", "map_pages", "move_to_huge_pages"]
-
 _ALIGNMENT = 4096
 _FEWEST = 32 << 20  # bytes of weights for which it is worth a thread
 _APART = 1 << 21  # tensors nearer to one another share pages

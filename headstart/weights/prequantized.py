@@ -34,8 +34,6 @@ from headstart.weights.layout import NAMES, Module, find_described, find_modules
 from headstart.weights.quantize import StoredValues
 from headstart.weights.scheme import Scheme
 
-__all__ = ["Grouped", "PrequantizedCheckpoint", "read_grouped"]
-
 _log = logging.getLogger(__name__)
 _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word, in the order of the outputs
 _TINY = 1e-30

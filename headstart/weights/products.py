@@ -24,17 +24,6 @@ from torch import Tensor
 from headstart.native import AMX, avx2_library, level, library, required
 from headstart.native.bindings import Weight
 
-__all__ = [
-    "CompiledProduct",
-    "Product",
-    "WeightForm",
-    "choose_product",
-    "fbgemm_multiply",
-    "fbgemm_pack",
-    "fbgemm_unpack",
-    "has_fbgemm",
-]
-
 WeightForm = Literal["bfloat16", "int8", "int8 in groups", "fewer bits"]
 """A stored weight: bfloat16; 8 bits with one scale for each output; 8 bits, or 5 or 4, with steps
 for groups of inputs."""

@@ -9,8 +9,6 @@ from headstart.weights.format import WeightFormat, WeightKind
 from headstart.weights.grouped import GroupedValues, quantize_groups
 from headstart.weights.int8 import Int8Values, quantize_int8
 
-__all__ = ["FORMATS", "StoredValues", "is_made_of", "kind_of_layer", "quantize"]
-
 StoredValues = Int8Values | GroupedValues
 """The values of a quantized matrix before they are laid out for a product."""
 

@@ -20,8 +20,6 @@ from headstart.weights.memory import Arena
 from headstart.weights.products import choose_product
 from headstart.weights.quantize import FORMATS, kind_of_layer
 
-__all__ = ["Outline", "Reader", "TorchReader", "WeightReader"]
-
 _EMBEDDING = "model.embed_tokens.weight"
 _LARGEST_SCALE = 1e28
 """Times the whole numbers of weight and row, of thousands of inputs, it is far from infinite."""

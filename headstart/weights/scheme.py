@@ -5,14 +5,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
-__all__ = [
-    "Method",
-    "Scheme",
-    "UnsupportedLayerError",
-    "is_read",
-    "read_scheme",
-]
-
 
 class UnsupportedLayerError(Exception):
     """Raised for layers or weights that headstart's own modules do not run; says what they are."""

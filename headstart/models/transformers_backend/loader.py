@@ -77,8 +77,13 @@ def check_decoder(folder: Path, config: PreTrainedConfig, ignored: Collection[st
     if getattr(config, "quantization_config", None) is None:  # whose tensors have other shapes
         _check_experts(folder, shapes)
         _check_sizes(folder, text, shapes)
-    if text is config:
-        _check_positions(folder, text, shapes)
+    wanted = getattr(text, "max_position_embeddings", None) or 0
+    for name, shape in shapes.items() if text is config else ():
+        if _LEARNED_POSITIONS.fullmatch(name) and shape[0] < wanted:
+            raise DamagedModelError(
+                f"{_unfit(folder)}: max_position_embeddings is {wanted}, and {name} holds "
+                f"{shape[0]} positions"
+            )
 
 
 def check_speaker(folder: Path, config: Any) -> None:
@@ -97,12 +102,12 @@ def _check_layers(folder: Path, config: PreTrainedConfig, names: Iterable[str]) 
     drafts = getattr(config, _DRAFT_LAYERS, None)
     counts = {wanted, wanted + drafts} if isinstance(drafts, int) else {wanted}
     stacks: dict[str, set[int]] = defaultdict(set)
-    for stack, layer in map(split_layer, names):
-        if layer:
-            stacks[stack].add(int(layer))
-    if any(len(found) in counts and max(found) < len(found) for found in stacks.values()):
+    for stack, layer in map(_split_layer, names):
+        if layer is not None:
+            stacks[stack].add(layer)
+    if any(len(layers) in counts and max(layers) < len(layers) for layers in stacks.values()):
         return
-    held = ", ".join(f"{len(found)} in {stack}" for stack, found in sorted(stacks.items()))
+    held = ", ".join(f"{len(layers)} in {stack}" for stack, layers in sorted(stacks.items()))
     raise DamagedModelError(
         f"{_unfit(folder)}: num_hidden_layers is {wanted}, and the weights hold these layers: "
         f"{held or 'none'}"
@@ -113,9 +118,9 @@ def _check_experts(folder: Path, names: Iterable[str]) -> None:
     """Check that all experts of a list have the same parameters; transformers hides gaps."""
     held: dict[tuple[str, str], set[int]] = defaultdict(set)
     counts: dict[str, int] = defaultdict(int)
-    for found in filter(None, map(_EXPERT.fullmatch, names)):
-        held[found[1], found[3]].add(int(found[2]))
-        counts[found[1]] = max(counts[found[1]], int(found[2]) + 1)
+    for match in filter(None, map(_EXPERT.fullmatch, names)):
+        held[match[1], match[3]].add(int(match[2]))
+        counts[match[1]] = max(counts[match[1]], int(match[2]) + 1)
     missing = (
         f"{experts}.{number}.{rest}"
         for (experts, rest), numbers in held.items()
@@ -140,7 +145,10 @@ def _check_sizes(
                 f"{_unfit(folder)}: {name} is {value}, and no tensor has a side of this size"
             )
     total = sum(map(math.prod, shapes.values()))
-    varied = _varied(config)
+    # Such a configuration refuses to read names that differ between layers.
+    is_varied = getattr(config, "is_heterogeneous", False)
+    layers = config.to_dict()["per_layer_config"].values() if is_varied else ()
+    varied = {name for layer in layers for name in layer}
     for names in (("intermediate_size",), ("num_attention_heads", "head_dim")):
         if varied.intersection(names):
             continue
@@ -152,103 +160,66 @@ def _check_sizes(
             )
 
 
-def _varied(config: PreTrainedConfig) -> set[str]:
-    """Return the names that differ between layers: the configuration refuses to read them.
-
-    The first releases of transformers 5 have no such configurations.
-    """
-    if not getattr(config, "is_heterogeneous", False):
-        return set()
-    return {name for layer in config.to_dict()["per_layer_config"].values() for name in layer}
-
-
-def _check_positions(
-    folder: Path, config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    wanted = getattr(config, "max_position_embeddings", None) or 0
-    for name, shape in shapes.items():
-        if _LEARNED_POSITIONS.fullmatch(name) and shape[0] < wanted:
-            raise DamagedModelError(
-                f"{_unfit(folder)}: max_position_embeddings is {wanted}, and {name} holds "
-                f"{shape[0]} positions"
-            )
-
-
 def check_report(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
     """Raise `DamagedModelError` if loading left a parameter at random or skipped a weight.
 
     `report` is transformers' loading info.
     """
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise DamagedModelError(
-            f"{_unfit(folder)}: {len(missing)} parameters are missing, {_some(missing)}"
-        )
     mismatched = [
         f"{name} is {list(found)} and not {list(wanted)}"
         for name, found, wanted in sorted(report["mismatched_keys"])
     ]
-    if mismatched:
-        raise DamagedModelError(
-            f"{_unfit(folder)}: {len(mismatched)} parameters have another shape, "
-            f"{_some(mismatched)}"
-        )
-    known = _Known(model)
-    unused = sorted(name for name in report["unexpected_keys"] if known.misses(name))
-    if unused:
-        raise DamagedModelError(
-            f"{_unfit(folder)}: {len(unused)} parameters have no place in such a model, "
-            f"{_some(unused)}"
-        )
+    for names, what in (
+        (sorted(report["missing_keys"]), "are missing"),
+        (mismatched, "have another shape"),
+        (_needed(model, report["unexpected_keys"]), "have no place in such a model"),
+    ):
+        if names:
+            raise DamagedModelError(
+                f"{_unfit(folder)}: {len(names)} parameters {what}, {_some(names)}"
+            )
 
 
-class _Known:
-    """A loaded model's parameters; tells if a weight that it did not load was needed."""
+def _needed(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Return the names of weights that were not loaded, and without which answers differ.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        modules = dict(model.named_modules())
-        self._modules = modules.keys()
-        self._leaves = {
-            name
-            for name, module in modules.items()
-            if next(module.parameters(recurse=False), None) is not None
-        }
-        drafts = getattr(model.config.get_text_config(), _DRAFT_LAYERS, None)
-        self._drafts = drafts if isinstance(drafts, int) else 0
-        self._counts: dict[str, int] = {}  # of layers in each list
-        for stack, layer in (split_layer(name) for name, _ in model.named_parameters()):
-            if layer:
-                self._counts[stack] = max(self._counts.get(stack, 0), int(layer) + 1)
-
-    def misses(self, name: str) -> bool:
-        """True if skipping this parameter changes answers.
-
-        True for parameters of a module that has other parameters, or of a list of layers. False for
-        draft layers, for parts of other models (a vision tower, another head), and for buffers of
-        old versions, which belong to modules without parameters.
-        """
-        parent, _, leaf = name.rpartition(".")
-        stack, layer = split_layer(name)
-        if leaf not in ("weight", "bias"):
-            return False
-        if parent in self._modules:
-            return parent in self._leaves
-        if not layer or stack not in self._counts:
-            return False
-        return not self._counts[stack] <= int(layer) < self._counts[stack] + self._drafts
-
-
-def split_layer(name: str) -> tuple[str, str]:
-    """The list of layers that a parameter belongs to, and its layer's number in it.
-
-    >>> split_layer("model.layers.7.mlp.up_proj.weight")
-    ('model.layers', '7')
-    >>> split_layer("model.norm.weight")
-    ('', '')
+    These are parameters of a module that has other parameters, or of a list of layers. Not needed
+    are draft layers, parts of other models (a vision tower, another head), and buffers of old
+    versions, which belong to modules without parameters.
     """
-    parts = name.split(".")
-    place = next((at for at, part in enumerate(parts) if re.fullmatch(r"\d{1,9}", part)), None)
-    return ("", "") if place is None else (".".join(parts[:place]), parts[place])
+    modules = dict(model.named_modules())
+    drafts = getattr(model.config.get_text_config(), _DRAFT_LAYERS, None) or 0
+    counts: dict[str, int] = {}  # of layers in each list
+    for stack, layer in (_split_layer(name) for name, _ in model.named_parameters()):
+        if layer is not None:
+            counts[stack] = max(counts.get(stack, 0), layer + 1)
+    needed = []
+    for name in sorted(names):
+        parent, _, leaf = name.rpartition(".")
+        stack, layer = _split_layer(name)
+        if leaf not in ("weight", "bias"):
+            continue
+        if parent in modules:
+            is_needed = next(modules[parent].parameters(recurse=False), None) is not None
+        elif layer is None or stack not in counts:
+            is_needed = False
+        else:
+            is_needed = not counts[stack] <= layer < counts[stack] + drafts
+        if is_needed:
+            needed.append(name)
+    return needed
+
+
+def _split_layer(name: str) -> tuple[str, int | None]:
+    """Return the list of layers that a parameter belongs to, and its layer's number in it.
+
+    >>> _split_layer("model.layers.7.mlp.up_proj.weight")
+    ('model.layers', 7)
+    >>> _split_layer("model.norm.weight")
+    ('', None)
+    """
+    match = re.match(r"(?:(.*?)\.)?(\d{1,9})(?:\.|$)", name)
+    return (match[1] or "", int(match[2])) if match else ("", None)
 
 
 def _unfit(folder: Path) -> str:
@@ -260,7 +231,7 @@ def _some(names: list[str]) -> str:
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
-    """transformers' configuration of the model in `folder`.
+    """Return transformers' configuration of the model in `folder`.
 
     Raises `DamagedModelError`, `UnsupportedModelError` for an architecture, or a way to quantise
     weights, that transformers does not have, and `OutOfMemoryError`.
@@ -278,7 +249,16 @@ def load_config(folder: Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         assert isinstance(config, PreTrainedConfig)
         for part in (config, config.get_text_config(decoder=True)):
-            _check_method(folder, getattr(part, "quantization_config", None))
+            # transformers loads unknown kinds as they are, without their scales.
+            scheme = getattr(part, "quantization_config", None)
+            method = scheme.get("quant_method") if isinstance(scheme, dict) else None
+            if method is not None and not (
+                isinstance(method, str) and AutoHfQuantizer.supports_quant_method(scheme)
+            ):
+                raise UnsupportedModelError(
+                    f"the weights in {folder} are quantised by {method!r}, in a way that neither "
+                    "headstart nor transformers reads"
+                )
     return config
 
 
@@ -296,21 +276,6 @@ def reading_config(folder: Path, kind: str) -> Iterator[None]:
         raise DamagedModelError(
             f"{folder / 'config.json'} does not describe a {kind} model: {error}"
         ) from error
-
-
-def _check_method(folder: Path, quantised: object) -> None:
-    """Check that transformers reads weights of this `quantization_config`.
-
-    It loads others as they are, without their scales, and logs a warning.
-    """
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    if method is None:
-        return
-    if not isinstance(method, str) or not AutoHfQuantizer.supports_quant_method(quantised):
-        raise UnsupportedModelError(
-            f"the weights in {folder} are quantised by {method!r}, in a way that neither headstart "
-            "nor transformers reads"
-        )
 
 
 def load_weights(
@@ -353,7 +318,7 @@ def load_transformers(
     ready_memory: ReadyMemory | None = None,
     weights: WeightKind | None = None,
 ) -> TransformersDecoder:
-    """The model in `folder`, if transformers has its architecture and it runs over paged K/V.
+    """Load the model in `folder` if transformers has its architecture and it runs over paged K/V.
 
     Raises `DamagedModelError`, `UnsupportedModelError` or `OutOfMemoryError`.
     """
@@ -363,7 +328,12 @@ def load_transformers(
         with reading_config(folder, config.model_type):
             check_config(config)
         if config.model_type not in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_MODELS}:
-            raise UnsupportedModelError(_why_not(config.model_type))
+            raise UnsupportedModelError(
+                f"model_type {config.model_type!r} speaks: Omni and headstart serve run it"
+                if config.model_type in OMNI_TYPES
+                else f"model_type {config.model_type!r} is not a causal language model: "
+                "transformers has no decoder for it that gives the next token's logits"
+            )
         loaded = _load_weights(folder, config, dtype)
         loaded = loaded.to(device).eval()  # type: ignore[arg-type]
         if weights is None:
@@ -375,15 +345,6 @@ def load_transformers(
     if not decoder.has_its_files:
         raise DamagedModelError(f"the files in {folder} were written to while they were read")
     return decoder
-
-
-def _why_not(kind: str) -> str:
-    if kind in OMNI_TYPES:
-        return f"model_type {kind!r} speaks: Omni and headstart serve run it"
-    return (
-        f"model_type {kind!r} is not a causal language model: transformers has no decoder for it "
-        "that gives the next token's logits"
-    )
 
 
 def _load_weights(

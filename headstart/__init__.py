@@ -41,9 +41,14 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from headstart.frontend.async_llm import AsyncLLM, AsyncLLMEngine
-    from headstart.frontend.engine_args import AsyncEngineArgs, EngineArgs
     from headstart.frontend.llm import LLM, LLMEngine
-    from headstart.frontend.vllm_types import PromptType, TextPrompt, TokensPrompt
+    from headstart.frontend.vllm_compat import (
+        AsyncEngineArgs,
+        EngineArgs,
+        PromptType,
+        TextPrompt,
+        TokensPrompt,
+    )
     from headstart.omni.omni import AsyncOmni, Omni
     from headstart.omni.params import OmniOutput, OmniParams
 
@@ -92,11 +97,11 @@ _HOMES = {
     "SamplingParams": "headstart.engine.params",
     "StructuredOutputsParams": "headstart.engine.structured_outputs",
     "LoRARequest": "headstart.engine.adapter_names",
-    "PromptType": "headstart.frontend.vllm_types",
-    "TextPrompt": "headstart.frontend.vllm_types",
-    "TokensPrompt": "headstart.frontend.vllm_types",
-    "EngineArgs": "headstart.frontend.engine_args",
-    "AsyncEngineArgs": "headstart.frontend.engine_args",
+    "PromptType": "headstart.frontend.vllm_compat",
+    "TextPrompt": "headstart.frontend.vllm_compat",
+    "TokensPrompt": "headstart.frontend.vllm_compat",
+    "EngineArgs": "headstart.frontend.vllm_compat",
+    "AsyncEngineArgs": "headstart.frontend.vllm_compat",
     "RequestOutput": "headstart.engine.outputs",
     "CompletionOutput": "headstart.engine.outputs",
     "Omni": "headstart.omni.omni",

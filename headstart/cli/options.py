@@ -41,8 +41,14 @@ from headstart.cluster.options import ReplicaConfig
 from headstart.engine.config import count_cores, make_config
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, RequestError
-from headstart.frontend.engine_args import add_flags, read_value
-from headstart.frontend.vllm_compat import ENGINE, SERVE, read_config, read_names
+from headstart.frontend.vllm_compat import (
+    ENGINE,
+    SERVE,
+    add_flags,
+    read_config,
+    read_names,
+    read_value,
+)
 from headstart.imports import load_module
 from headstart.models.files import BUILT_IN
 from headstart.replay import SpeedModel

@@ -1,5 +1,5 @@
 """The names of `vllm.engine.arg_utils`."""
 
-from headstart.frontend.engine_args import AsyncEngineArgs, EngineArgs
+from headstart.frontend.vllm_compat import AsyncEngineArgs, EngineArgs
 
 __all__ = ["AsyncEngineArgs", "EngineArgs"]

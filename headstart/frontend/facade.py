@@ -11,15 +11,15 @@ from headstart.engine.adapter_names import LoRARequest, choose_adapters
 from headstart.engine.config import make_config
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, RequestError
-from headstart.frontend.engine_args import EngineArgs
-from headstart.frontend.vllm_compat import read_options
-from headstart.frontend.vllm_types import (
+from headstart.frontend.vllm_compat import (
     CacheView,
+    EngineArgs,
     ModelView,
     ParallelView,
     SchedulerView,
     VllmView,
-    read_config,
+    read_options,
+    view_config,
 )
 from headstart.imports import load_module
 from headstart.models.prefetch import read_ahead
@@ -201,7 +201,7 @@ class Facade:
     @property
     def vllm_config(self) -> VllmView:
         """The configuration, in vLLM's names."""
-        return read_config(self.engine, self.frontend.tokenizer)
+        return view_config(self.engine, self.frontend.tokenizer)
 
     @property
     def model_config(self) -> ModelView:

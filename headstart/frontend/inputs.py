@@ -17,7 +17,7 @@ from headstart.engine.prompt import PreparedPrompt
 from headstart.errors import RequestError
 from headstart.frontend.images.prompt import NOBODY, ImagePrompts, Tenant
 from headstart.frontend.text import TextLimit, encode_text, too_many_tokens
-from headstart.frontend.vllm_types import PromptType
+from headstart.frontend.vllm_compat import PromptType
 from headstart.validation import Number, check_absent, check_name, describe
 
 if TYPE_CHECKING:

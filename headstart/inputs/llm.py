@@ -1,5 +1,5 @@
 """The names of `vllm.inputs.llm`."""
 
-from headstart.frontend.vllm_types import PromptType, TextPrompt, TokensPrompt
+from headstart.frontend.vllm_compat import PromptType, TextPrompt, TokensPrompt
 
 __all__ = ["PromptType", "TextPrompt", "TokensPrompt"]

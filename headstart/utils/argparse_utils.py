@@ -4,7 +4,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 __all__ = ["FlexibleArgumentParser"]
@@ -30,61 +30,57 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(
         self, args: Iterable[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As of any parser, which `parse_args` asks as well."""
-        given = list(sys.argv[1:] if args is None else args)
-        stop = given.index("--") if "--" in given else len(given)  # no flags from there on
-        flags = self._join_keys(self._known_spellings(given[:stop]))
-        return super().parse_known_args([*flags, *given[stop:]], namespace)
+        """Parse arguments as any parser does; `parse_args` calls this method, too."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        stop = arguments.index("--") if "--" in arguments else len(arguments)  # no flags behind it
+        flags = self._join_keys(map(self._spell, arguments[:stop]))
+        return super().parse_known_args([*flags, *arguments[stop:]], namespace)
 
-    def _known_spellings(self, given: Sequence[str]) -> list[str]:
-        """Each flag as it was added, where it differs from that in dashes alone."""
+    def _spell(self, argument: str) -> str:
+        """Return a flag as it was added, if it differs from that in dashes alone."""
         flags = {flag.replace("_", "-"): flag for flag in self._option_string_actions}
-        found = []
-        for one in given:
-            name, equals, value = one.partition("=")
-            flag, dot, keys = name.partition(".")
-            if flag.startswith("--"):
-                dashed = flag.replace("_", "-")
-                flag = flags.get(dashed, dashed)
-            elif (level := _LEVEL.fullmatch(one)) and "--optimization-level" in flags:
-                flag, equals, value = "--optimization-level", "=", level[1]
-            elif one == "-O" and "--optimization-level" in flags:
-                flag = "--optimization-level"
-            found.append(flag + dot + keys + equals + value)
-        return found
+        name, equals, value = argument.partition("=")
+        flag, dot, keys = name.partition(".")
+        if flag.startswith("--"):
+            dashed = flag.replace("_", "-")
+            flag = flags.get(dashed, dashed)
+        elif (level := _LEVEL.fullmatch(argument)) and "--optimization-level" in flags:
+            flag, equals, value = "--optimization-level", "=", level[1]
+        elif argument == "-O" and "--optimization-level" in flags:
+            flag = "--optimization-level"
+        return flag + dot + keys + equals + value
 
-    def _join_keys(self, given: Sequence[str]) -> list[str]:
-        """`--flag.one.two 3` as `--flag '{"one": {"two": 3}}'`: one dict for all keys of a flag."""
-        found: list[str] = []
+    def _join_keys(self, arguments: Iterator[str]) -> list[str]:
+        """Join `--flag.one 3 --flag.two 4` to `--flag '{"one": 3, "two": 4}'`."""
+        joined: list[str] = []
         dicts: dict[str, dict[str, Any]] = {}
-        rest = iter(given)
-        for one in rest:
-            name, equals, value = one.partition("=")
+        for argument in arguments:
+            name, equals, value = argument.partition("=")
             flag, dot, keys = name.partition(".")
             if not dot or flag not in self._option_string_actions:
-                found.append(one)
+                joined.append(argument)
                 continue
             if not equals:
-                value = next(rest, "--")
+                value = next(arguments, "--")
                 if value.startswith("--") or value in self._option_string_actions:
                     self.error(f"argument {name}: expected one argument")
             _put(dicts.setdefault(flag, {}), keys, value)
         for flag, keyed in dicts.items():
-            found += [flag, json.dumps(keyed)]
-        return found
+            joined += [flag, json.dumps(keyed)]
+        return joined
 
 
-def _put(into: dict[str, Any], keys: str, text: str) -> None:
-    """Set what `a.b.c` stands for to a value of JSON, or a text; with `+` add to a list."""
-    *way, last = keys.removesuffix("+").split(".")
-    for key in way:
-        inner = into.setdefault(key, {})
-        into = inner if isinstance(inner, dict) else into
+def _put(target: dict[str, Any], keys: str, text: str) -> None:
+    """Set the entry `a.b.c` to a value of JSON, or a text; with `+` add to a list."""
+    *path, last = keys.removesuffix("+").split(".")
+    for key in path:
+        inner = target.setdefault(key, {})
+        target = inner if isinstance(inner, dict) else target
     if keys.endswith("+"):
-        before = into.get(last)
-        into[last] = [*(before if isinstance(before, list) else ()), *text.split(",")]
+        before = target.get(last)
+        target[last] = [*(before if isinstance(before, list) else ()), *text.split(",")]
         return
     try:
-        into[last] = json.loads(text)
+        target[last] = json.loads(text)
     except (ValueError, RecursionError):
-        into[last] = text
+        target[last] = text

@@ -1,10 +1,24 @@
-"""Requests made of conversations, which begin with the token ids of earlier turns."""
+"""Requests made of conversations, which begin with the token ids of earlier turns.
 
+The chat template writes a placeholder where an image stands. Each is replaced by a mark with the
+image's digest and shape, so that a text with other images is another text, and its ids follow from
+it alone:
+
+    user: ⟨digest 16x16⟩What is this?      <image> spelled in a message: ⟨⟩
+
+The brackets are two code points that Unicode reserves for a program's internal use and that no text
+may have; a text that has them is refused.
+"""
+
+from __future__ import annotations
+
+import re
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
+from typing import TYPE_CHECKING, Any
 
 from headstart.cache import Namespace
 from headstart.engine.outputs import RequestOutput
@@ -13,17 +27,84 @@ from headstart.engine.prompt import PreparedPrompt
 from headstart.engine.request import RequestGroup
 from headstart.errors import RequestError
 from headstart.frontend.chat.conversation import ChatPrompt, ConversationMemory, Turn
-from headstart.frontend.chat.messages import Message, TemplateOptions
+from headstart.frontend.chat.messages import (
+    Message,
+    TemplateOptions,
+    read_content,
+    read_conversation,
+)
 from headstart.frontend.frontend import Frontend
-from headstart.frontend.images.chat import ImageChat, ImageSpelling
-from headstart.frontend.images.prompt import Tenant
+from headstart.frontend.images.decoding import ImageSource, is_data_url
+from headstart.frontend.images.prompt import IMAGE_MARK, ImagePrompts, LoadedImage, Tenant
 from headstart.frontend.inputs import check_request
-from headstart.validation import describe
+from headstart.frontend.text import Spelling
+from headstart.validation import describe, shorten
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Conversation = Sequence[Message]
 """A chat so far: dicts with "role" and "content"."""
 
 _FOLLOWING = ("a", " 0")  # no tokenizer makes one beginning of both
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_QUOTED = _OPEN + _CLOSE
+_MARK = re.compile(f"({_OPEN}[^{_CLOSE}]*{_CLOSE})")
+
+
+class ImageSpelling(Spelling):
+    """Spells texts with marks for images; ids of an image's tokens are `IMAGE_MARK`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, images: ImagePrompts) -> None:
+        super().__init__(tokenizer)
+        self.images = images
+
+    def mark(self, text: str, loaded: Sequence[LoadedImage]) -> str:
+        """Return a rendered text with a mark for each of its placeholders. Raises RequestError."""
+        unquoted = text.replace(_QUOTED, "")
+        if _OPEN in unquoted or _CLOSE in unquoted:
+            raise RequestError("the conversation has U+FDD0 or U+FDD1, which are no characters")
+        marked, *others = text.split(self.images.placeholder)
+        if len(others) != len(loaded):
+            raise RequestError(
+                f"the model's chat template shows {len(others)} of {len(loaded)} images"
+            )
+        for image, other in zip(loaded, others, strict=True):
+            shape = "x".join(map(str, image.image.shape))
+            marked += f"{_OPEN}{image.digest.hex()} {shape}{_CLOSE}{other}"
+        return marked
+
+    def tokenize(self, text: str) -> list[int]:
+        token_ids: list[int] = []
+        for piece in _MARK.split(text):
+            if piece == _QUOTED:
+                token_ids += self.images.spelled
+            elif piece.startswith(_OPEN):
+                token_ids += self._expand(piece)
+            elif token_ids:
+                token_ids += self.images.tokenize_after(piece)
+            elif piece:
+                token_ids += super().tokenize(piece)
+        return token_ids
+
+    def spell(self, token_ids: Sequence[int]) -> str:
+        token = self.images.token_id
+        return super().spell([token if i == IMAGE_MARK else i for i in token_ids])
+
+    def show(self, text: str) -> str:
+        def show_mark(match: re.Match[str]) -> str:
+            mark = match[0]
+            return self.images.placeholder if mark == _QUOTED else self.spell(self._expand(mark))
+
+        return _MARK.sub(show_mark, text)
+
+    def quote(self, text: str) -> str:
+        return text.replace(self.images.placeholder, _QUOTED)
+
+    def _expand(self, mark: str) -> list[int]:
+        """Return the ids of a marked image."""
+        shape = mark[:-1].rpartition(" ")[2].split("x")
+        return self.images.marked_expansion(tuple(map(int, shape)))
 
 
 class ChatRequests:
@@ -37,15 +118,13 @@ class ChatRequests:
         self._frontend = frontend
         self.chat_template = chat_template
         self._lock = threading.Lock()
-        self._images: ImageChat | None = None
-        spelling = None
+        self._takes_parts: bool | None = None  # of the model's template, which is tried once
+        self._spelling: ImageSpelling | None = None
         if frontend.images is not None:
-            spelling = ImageSpelling(frontend.tokenizer, frontend.images)
+            self._spelling = ImageSpelling(frontend.tokenizer, frontend.images)
         self._memory = ConversationMemory(
-            frontend.tokenizer, spelling=spelling, limit=frontend.text_limit
+            frontend.tokenizer, spelling=self._spelling, limit=frontend.text_limit
         )
-        if frontend.images is not None and spelling is not None:
-            self._images = ImageChat(frontend.images, self._memory, spelling)
 
     def prepare(
         self,
@@ -69,21 +148,78 @@ class ChatRequests:
         template = template or TemplateOptions()
         if template.chat_template is None:
             template = replace(template, chat_template=self.chat_template)
-        if self._images is not None:
-            tenant = Tenant(salt, params.similar_images and params.is_stored)
-            text, loaded = self._images.read(messages, tenant, template)
-            with self._lock:
-                chat, prompt = self._images.prompt(text, loaded, namespace)
-        else:
+        spelling = self._spelling
+        if spelling is None:
             with self._lock:
                 text = self._memory.render(messages, template)
                 chat = ChatPrompt(text, self._memory.encode(text, namespace))
             prompt = PreparedPrompt(chat.token_ids, text)
+        else:
+            tenant = Tenant(salt, params.similar_images and params.is_stored)
+            text, loaded = self._read_images(messages, tenant, template, spelling)
+            with self._lock:
+                text = spelling.mark(text, loaded)
+                chat = ChatPrompt(text, self._memory.encode(text, namespace))
+            readable = _MARK.sub(spelling.images.placeholder, text)
+            prompt = spelling.images.settle(readable, chat.token_ids, loaded)
         group = self._frontend.prepare(
             prompt, params, request_id=request_id, salt=salt, adapter=adapter, priority=priority
         )
         group.chat = chat
         return group
+
+    def _read_images(
+        self,
+        messages: Conversation,
+        tenant: Tenant,
+        template: TemplateOptions,
+        spelling: ImageSpelling,
+    ) -> tuple[str, list[LoadedImage]]:
+        """Return the rendered text and, once that is not too long, the images.
+
+        Raises RequestError.
+        """
+        sources: list[ImageSource] = []
+        ids: list[str | None] = []
+
+        def take_image(place: int, part: Mapping[str, Any]) -> dict[str, Any]:
+            sources.append(_find_image(place, part))
+            ids.append(part.get("uuid"))
+            return {"type": "image"}
+
+        placeholder = spelling.images.placeholder
+        takes_parts = self._wants_parts(template, placeholder)
+        read = read_conversation(messages)
+        for place, message in enumerate(read):
+            parts = read_content(place, message, take_image)
+            for part in parts:
+                if part["type"] == "text":
+                    if _OPEN in part["text"] or _CLOSE in part["text"]:
+                        raise RequestError(
+                            f"message {place} has U+FDD0 or U+FDD1, which are no characters"
+                        )
+                    part["text"] = spelling.quote(part["text"])
+            texts = [part.get("text", placeholder) for part in parts]
+            message["content"] = parts if takes_parts else "\n".join(texts)
+        text = self._memory.apply_template(read, template)
+        return text, spelling.images.read(sources, ids, tenant)
+
+    def _wants_parts(self, template: TemplateOptions, placeholder: str) -> bool:
+        """Return True for a template that takes a message in parts, and shows an image."""
+        if template.chat_template_content_format != "auto":
+            return template.chat_template_content_format == "openai"
+        if self._takes_parts is not None and template.chat_template is None:
+            return self._takes_parts
+        parts = [{"type": "image"}, {"type": "text", "text": "text"}]
+        example = TemplateOptions(chat_template=template.chat_template)
+        try:
+            shown = self._memory.apply_template([{"role": "user", "content": parts}], example)
+        except RequestError:
+            shown = ""
+        takes_parts = shown.count(placeholder) == 1 and "'type'" not in shown
+        if template.chat_template is None:
+            self._takes_parts = takes_parts
+        return takes_parts
 
     def publish(self, prefix: str | Sequence[int]) -> int:
         """Let requests of all salts share the blocks that lie wholly in a prefix; return how many.
@@ -133,7 +269,7 @@ class ChatRequests:
                     f"reply_token_ids has {describe(token_ids)} at {describe(place)}; allowed: "
                     f"token ids by the place of a message, from 0 to {len(messages) - 1}"
                 )
-        if self._images is not None:
+        if self._spelling is not None:
             return
         size = self._frontend.facts.vocab_size
         options = TemplateOptions(chat_template=self.chat_template)
@@ -149,3 +285,23 @@ class ChatRequests:
         """Forget the answers: later turns are tokenized as a whole."""
         with self._lock:
             self._memory.clear()
+
+
+def _find_image(place: int, part: Mapping[str, Any]) -> ImageSource:
+    """Return the image of a part. Raises RequestError.
+
+    A part is `{"type": "image_url", "image_url": {"url": ...}}` with a data: URL, or `{"type":
+    "image", "image": ...}` with a Pillow image, bytes, a `pathlib.Path` or a data: URL ("image_pil"
+    is vLLM's name of it). Both may have a `"uuid"`. A text is never taken for a path, since it may
+    come from outside.
+    """
+    source = part.get(part["type"])
+    if part["type"] == "image_url" and isinstance(source, Mapping):
+        source = source.get("url")
+    if source is None or (isinstance(source, str) and not is_data_url(source)):
+        value = "None" if source is None else shorten(repr(source))
+        raise RequestError(
+            f"message {place} has an image that is {value}; allowed: a data: URL (nothing is "
+            "fetched), in Python also a Pillow image, bytes or a pathlib.Path"
+        )
+    return source

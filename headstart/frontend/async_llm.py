@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
     from headstart.frontend.chat.requests import Conversation
-    from headstart.frontend.inputs import Prompt
+    from headstart.frontend.frontend import Prompt
 
 Answer = TypeVar("Answer")
 

@@ -18,7 +18,7 @@ from headstart.engine.driver import LocalDriver
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, EngineError, RequestError, UnsupportedModelError
-from headstart.frontend.inputs import InputProcessor
+from headstart.frontend.frontend import InputProcessor
 from headstart.frontend.streams import AsyncOutputStream, OutputStream, run_all
 from headstart.frontend.text import TextLimit
 from headstart.models.files import OMNI_TYPES, find_folder, read_json

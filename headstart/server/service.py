@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
     from headstart.frontend.async_llm import AsyncLLM
-    from headstart.frontend.inputs import Prompt
+    from headstart.frontend.frontend import Prompt
     from headstart.frontend.streams import AsyncOutputStream
     from headstart.omni.params import OmniOutput
     from headstart.server.monitoring.tracing import Tracer

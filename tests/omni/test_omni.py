@@ -14,7 +14,7 @@ import torch
 
 from headstart import AsyncOmni, Omni, OmniOutput, OmniParams, SamplingParams
 from headstart.errors import EngineError, RequestError
-from headstart.frontend import inputs
+from headstart.frontend import frontend
 from headstart.omni.engine_stage import EngineStage
 from tests.forked import run_program
 from tests.omni.tiny_omni import save_qwen25
@@ -202,7 +202,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
     def tokenise(*_: object, **__: object) -> list[int]:
         raise AssertionError("it is tokenised")
 
-    monkeypatch.setattr(inputs, "encode_text", tokenise)
+    monkeypatch.setattr(frontend, "encode_text", tokenise)
     with pytest.raises(RequestError, match="bytes of text; allowed"):
         asyncio.run(async_omni.generate("hello " * 1_000_000, TEXT))
 

@@ -33,10 +33,9 @@ from headstart.frontend.chat.messages import (
     read_content,
     read_conversation,
 )
-from headstart.frontend.frontend import Frontend
+from headstart.frontend.frontend import Frontend, check_request
 from headstart.frontend.images.decoding import ImageSource, is_data_url
 from headstart.frontend.images.prompt import IMAGE_MARK, ImagePrompts, LoadedImage, Tenant
-from headstart.frontend.inputs import check_request
 from headstart.frontend.text import Spelling
 from headstart.validation import describe, shorten
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headstart.engine.outputs import CompletionOutput, Logprobs, RequestOutput
-    from headstart.frontend.inputs import Prompt
+    from headstart.frontend.frontend import Prompt
 
 __all__ = ["merge", "router"]
 

@@ -25,7 +25,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # nothing to a model, and no prefix would ever be found behind it.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
-# What clients add to an answer that they send back, and hints to a cache that needs none.
+# Fields that clients add to an answer that they send back, and hints to a cache that needs none.
 _ECHOED = frozenset({"provider_specific_fields", "cache_control", "prompt_cache_breakpoint"})
 _MESSAGE = _ECHOED | {
     *("role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio"),
@@ -37,28 +37,30 @@ _FUNCTION = _ECHOED | {"name", "arguments", "parsed_arguments"}
 _PART = _ECHOED | {"type", "annotations", "logprobs"}
 _IMAGES = frozenset({"image_url", "image", "image_pil"})
 _VALUES = {
+    "function": _FUNCTION,
+    "function_call": _FUNCTION,
     "image_url": frozenset({"url", "detail", "format"}),
     "audio_url": frozenset({"url"}),
     "input_audio": frozenset({"data", "format"}),
 }
-"""Fields of a part's value, by the type of the part."""
+"""Fields of objects within messages, calls and parts, by the field that has them."""
 
 
 def read_roles(
     tokenizer: PreTrainedTokenizerBase | None,
     messages: Sequence[Any],
-    given: str | None = None,
+    chat_template: str | None = None,
     *,
     with_tools: bool = False,
 ) -> list[Any]:
     """Return the messages with roles that templates know: OpenAI's `developer` is the system.
 
-    Claude Code's billing line is removed from system messages. given: a template in place of the
+    Claude Code's billing line is removed from system messages. chat_template: in place of the
     tokenizer's. Raises ApiError for a role that neither OpenAI nor the template knows: most
     templates write any role into the prompt, and models do not know what it means. Raises it also
     for a field that nothing reads.
     """
-    template = "" if tokenizer is None else template_text(tokenizer, given, with_tools)
+    template = "" if tokenizer is None else template_text(tokenizer, chat_template, with_tools)
     read = (_read_role(place, message, template) for place, message in enumerate(messages))
     return [message for message in read if message is not None]
 
@@ -67,7 +69,7 @@ def _read_role(place: int, message: Any, template: str) -> Any:
     """Return the message for the template; None if nothing of it is left."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str):
-        return message  # the engine says that it is no role
+        return message  # the engine refuses it
     message = check_fields(message, place, template)
     if role in ("system", "developer"):
         return _without_billing({**message, "role": "system"})
@@ -84,21 +86,19 @@ def _read_role(place: int, message: Any, template: str) -> Any:
 
 def _without_billing(message: dict[str, Any]) -> dict[str, Any] | None:
     content = message.get("content")
+    left: Any = []
     if isinstance(content, str):
-        left: Any = _BILLING.sub("", content)
-    elif isinstance(content, list):
-        left = [part for part in map(_part_without_billing, content) if part is not None]
-    else:
+        left = _BILLING.sub("", content)
+    elif not isinstance(content, list):
         return message
+    else:
+        for part in content:
+            text = part.get("text") if isinstance(part, Mapping) else None
+            if not isinstance(text, str) or not _BILLING.match(text):
+                left.append(part)
+            elif rest := _BILLING.sub("", text):
+                left.append({**part, "text": rest})
     return {**message, "content": left} if left or not content else None
-
-
-def _part_without_billing(part: Any) -> Any:
-    text = part.get("text") if isinstance(part, Mapping) else None
-    if not isinstance(text, str) or not _BILLING.match(text):
-        return part
-    left = _BILLING.sub("", text)
-    return {**part, "text": left} if left else None
 
 
 def check_fields(message: Mapping[str, Any], place: int, template: str) -> dict[str, Any]:
@@ -115,11 +115,11 @@ def check_fields(message: Mapping[str, Any], place: int, template: str) -> dict[
     calls = read.get("tool_calls")
     if isinstance(calls, list):
         read["tool_calls"] = [
-            _check_call(call, f"{where}.tool_calls[{i}]", template) for i, call in enumerate(calls)
+            _check(call, _CALL, f"{where}.tool_calls[{i}]", template)
+            if isinstance(call, Mapping)
+            else call
+            for i, call in enumerate(calls)
         ]
-    if isinstance(read.get("function_call"), Mapping):
-        field = f"{where}.function_call"
-        read["function_call"] = _check(read["function_call"], _FUNCTION, field, template)
     return read
 
 
@@ -129,34 +129,28 @@ def _check_part(part: Any, where: str, template: str) -> Any:
     if not isinstance(kind, str):
         return part
     known = _PART | ({kind, "uuid"} if kind in _IMAGES else {kind})
-    read = _check(part, known, where, template)
-    if kind in _VALUES and isinstance(read.get(kind), Mapping):
-        read[kind] = _check(read[kind], _VALUES[kind], f"{where}.{kind}", template)
-    return read
+    return _check(part, known, where, template)
 
 
-def _check_call(call: Any, where: str, template: str) -> Any:
-    if not isinstance(call, Mapping):
-        return call
-    read = _check(call, _CALL, where, template)
-    if isinstance(read.get("function"), Mapping):
-        read["function"] = _check(read["function"], _FUNCTION, f"{where}.function", template)
-    return read
-
-
-def _check(given: Mapping[str, Any], known: Set[str], where: str, template: str) -> dict[str, Any]:
-    read = {name: value for name, value in given.items() if value is not None}
+def _check(fields: Mapping[str, Any], known: Set[str], where: str, template: str) -> dict[str, Any]:
+    read = {name: value for name, value in fields.items() if value is not None}
     for name in sorted(read.keys() - known):
         if not re.search(rf"[.'\"]{re.escape(str(name))}\b", template):
-            told = f"{where} knows no {shorten(repr(name))}{hint(str(name), known)}"
-            raise ApiError(400, told, param=shorten(f"{where}.{name}"))
+            text = f"{where} knows no {shorten(repr(name))}{hint(str(name), known)}"
+            raise ApiError(400, text, param=shorten(f"{where}.{name}"))
+    for name, value in read.items():
+        if isinstance(value, Mapping) and name in _VALUES and name in known:
+            read[name] = _check(value, _VALUES[name], f"{where}.{name}", template)
     return read
 
 
-def template_text(tokenizer: PreTrainedTokenizerBase, given: str | None, with_tools: bool) -> str:
+def template_text(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str | None, with_tools: bool
+) -> str:
+    """Return the text of the chat template; empty if there is none, which the engine reports."""
     try:
-        text: str = tokenizer.get_chat_template(given, [{}] if with_tools else None)
-    except ValueError:  # there is none, which the engine will say
+        text: str = tokenizer.get_chat_template(chat_template, [{}] if with_tools else None)
+    except ValueError:
         return ""
     return text
 

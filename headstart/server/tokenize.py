@@ -60,13 +60,12 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         token_ids = await asyncio.to_thread(_encode, service, body.prompt, body)
     else:
         token_ids = await _encode_chat(service, body, request)
+    answer = await asyncio.to_thread(_spell, service, token_ids, bool(body.return_token_strs))
+    return Response(answer, media_type="application/json")
 
-    told = await asyncio.to_thread(_tell, service, token_ids, bool(body.return_token_strs))
-    return Response(told, media_type="application/json")
 
-
-def _tell(service: Service, token_ids: list[int], with_texts: bool) -> bytes:
-    """The answer of `/tokenize`, as JSON; `token_ids` are empty then.
+def _spell(service: Service, token_ids: list[int], with_texts: bool) -> bytes:
+    """Return the answer of `/tokenize`, as JSON; empties `token_ids`.
 
     Part by part from the end: one call in C for a million ids, or freeing so many objects at once,
     would stop every other thread for longer than the gap between two tokens of a stream.
@@ -92,22 +91,21 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Return the text of token ids, special tokens included."""
     service = service_of(request)
     service.adapter(body.model)
-    if len(body.tokens) > service.max_model_len:  # whose decoding would stop every other thread
+    if len(body.tokens) > service.max_model_len:  # decoding more would stop other threads
         raise RequestError(
             f"tokens has {len(body.tokens):,} entries; allowed: {service.max_model_len:,} at most "
             "(max_model_len)"
         )
-    told = await asyncio.to_thread(_decode, _tokenizer(service), body.tokens)
-    return Response(told, media_type="application/json")
+    text = await asyncio.to_thread(_decode, _tokenizer(service), body.tokens)
+    return JsonResponse({"prompt": text})
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> bytes:
-    """The answer of `/detokenize`, as JSON."""
+def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
     size = len(tokenizer)
     wrong = next((token_id for token_id in token_ids if not 0 <= token_id < size), None)
     if wrong is not None:
         raise RequestError(f"tokens has {describe(wrong)}; allowed: from 0 to {size - 1}")
-    return bytes(JsonResponse({"prompt": tokenizer.decode(token_ids)}).body)
+    return str(tokenizer.decode(token_ids))
 
 
 def _tokenizer(service: Service) -> PreTrainedTokenizerBase:

@@ -128,5 +128,5 @@ def test_an_error_names_the_field_as_its_api_does(
     """It named the field of the sampling, by which the API in part refuses it."""
     name = name or list(given)[-1]
     error = httpx.post(server.url + path, json=given, timeout=60).json()["error"]
-    assert error["message"].startswith(f"{name} is ")
+    assert error["message"].startswith(f"{name} ")
     assert error.get("param", name) == name

@@ -179,7 +179,7 @@ def test_a_kept_response_is_told_whole(client: openai.OpenAI) -> None:
     refused: dict[str, Any] = {"stream": True, "starting_after": 3, "x": 1}
     refused["include"] = ["message.output_text.logprobs"]
     for name, value in refused.items():
-        with pytest.raises(openai.BadRequestError, match=f"{name} is .* told whole") as error:
+        with pytest.raises(openai.BadRequestError, match=f"{name} is .* sent whole") as error:
             client.responses.retrieve(first.id, extra_query={name: value})
         assert error.value.param == name
 

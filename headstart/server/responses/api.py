@@ -1,9 +1,8 @@
-"""`/v1/responses`: answers as items, whole or as they come, and those that were kept."""
+"""`/v1/responses`: answers as items, whole or as they come, and stored ones."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,30 +24,24 @@ from headstart.validation import describe, shorten
 __all__ = ["router"]
 
 router = APIRouter(prefix="/v1/responses")
-_FIELDS = {"max_tokens": "max_output_tokens"}
-_HALF_AN_HOUR = 1800.0  # seconds
 _QUERY = {
     "stream": ("false",),
     "include": ("reasoning.encrypted_content",),
     "include_obfuscation": ("false", "true"),
 }
 """Query parameters of a stored response, which change nothing here."""
-_Messages = tuple[list[dict[str, Any]], list[str]]  # and the field that each came from
 
 
 @router.post("")
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, which may continue an earlier response."""
     service = service_of(request)
-    messages, places = await _read_messages(body, request)
-    with telling_form_as("text.format"):
-        call = _make_call(service, body, request, (messages, places))
-    if body.prompt_cache_options is not None and body.prompt_cache_options.ttl is not None:
-        call = replace(call, retention=max(call.retention, _HALF_AN_HOUR))
+    call, messages = await _read_call(service, body, request)
     name = service.new_id("resp")
-    with telling_form_as("tools" if call.tools.is_forced else "text.format", _FIELDS):
+    field = "tools" if call.tools.is_forced else "text.format"
+    with telling_form_as(field, {"max_tokens": "max_output_tokens"}):
         prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
-    store, tenant = _store(request), _tenant(request)
+    store, tenant = _store_of(request)
 
     def keep(response: bytes, items: list[dict[str, Any]]) -> None:
         if body.store is not False and not body.no_store:
@@ -66,16 +59,36 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     return Response(response, media_type=JsonResponse.media_type)
 
 
-async def _read_messages(body: InputTokensRequest, request: Request) -> _Messages:
-    """Return the conversation without its instructions. Raises ApiError."""
+async def _read_call(
+    service: Service, body: InputTokensRequest, request: Request
+) -> tuple[ChatCall, list[dict[str, Any]]]:
+    """Return a conversation, and its messages without the instructions. Raises ApiError."""
     leave_out_hosted(body.tools, request, "function")
     earlier = body.previous_response_id
     before = _find(request, earlier, "previous_response_id").messages if earlier else ()
     items = body.input if isinstance(body.input, list) else []
     if any(isinstance(item, ItemReference) for item in items):
-        items = await asyncio.to_thread(_resolve, items, _store(request), _tenant(request))
+        items = await asyncio.to_thread(_resolve, items, *_store_of(request))
         body = body.model_copy(update={"input": items})
-    return await read_many(len(items), partial(body.read_messages, before))
+    messages, places = await read_many(len(items), partial(body.read_messages, before))
+    shown = messages
+    if body.instructions:
+        shown = [{"role": "system", "content": body.instructions}, *messages]
+        places = ["instructions", *places]
+    with telling_form_as("text.format"):
+        sampling = body.read_sampling()
+    call = ChatCall(
+        model=body.model,
+        messages=shown,
+        places=places,
+        sampling=sampling,
+        salt=service.salt(request, body.salt),
+        retention=body.retention,
+        priority=body.priority,
+        tools=body.read_tools(),
+        template=body.read_template(),
+    )
+    return call, messages
 
 
 def _resolve(items: list[Item], store: ResponseStore, tenant: str | None) -> list[Item]:
@@ -85,45 +98,20 @@ def _resolve(items: list[Item], store: ResponseStore, tenant: str | None) -> lis
     resolved = []
     for place, item in enumerate(items):
         if isinstance(item, ItemReference):
-            found = stored.get(item.id)
-            if found is None:
+            if item.id not in stored:
                 param = f"input[{place}].id"
-                told = f"{param}: the item {describe(item.id)} is not stored here, or not any more"
-                raise ApiError(404, told, param=param)
-            [item] = as_items([found])
+                text = f"{param}: the item {describe(item.id)} is not stored here, or not any more"
+                raise ApiError(404, text, param=param)
+            [item] = as_items([stored[item.id]])
         resolved.append(item)
     return resolved
-
-
-def _make_call(
-    service: Service,
-    body: InputTokensRequest,
-    request: Request,
-    conversation: _Messages,
-) -> ChatCall:
-    messages, places = conversation
-    if body.instructions:
-        messages = [{"role": "system", "content": body.instructions}, *messages]
-        places = ["instructions", *places]
-    return ChatCall(
-        model=body.model,
-        messages=messages,
-        places=places,
-        sampling=body.read_sampling(),
-        salt=service.salt(request, body.salt),
-        retention=body.retention,
-        priority=body.priority,
-        tools=body.read_tools(),
-        template=body.read_template(),
-    )
 
 
 @router.post("/input_tokens")
 async def count_input_tokens(body: InputTokensRequest, request: Request) -> Response:
     """Count the tokens of a prompt; nothing is computed."""
     service = service_of(request)
-    messages = await _read_messages(body, request)
-    call = _make_call(service, body, request, messages)
+    call, _ = await _read_call(service, body, request)
     prepared = await prepare_chat(service, call, service.new_id("count"), stream=False)
     count = len(prepared.request.prompt_token_ids)
     return JsonResponse({"object": "response.input_tokens", "input_tokens": count})
@@ -137,53 +125,38 @@ async def compact_response(request: Request) -> Response:
 
 @router.get("/{name}")
 async def show_response(name: str, request: Request) -> Response:
-    """Show a stored response."""
-    _check_query(request)
-    return Response(_find(request, name, None).response, media_type=JsonResponse.media_type)
+    """Show a stored response. Raises ApiError for a query that would change it."""
+    for parameter, value in request.query_params.multi_items():
+        parameter = parameter.removesuffix("[]")  # as OpenAI's clients write lists
+        if value not in _QUERY.get(parameter, ()):
+            text = (
+                f"{shorten(parameter)} is {shorten(repr(value))}; stored responses are sent whole"
+            )
+            if parameter in _QUERY:
+                text += f"; allowed as {parameter}: {', '.join(_QUERY[parameter])}"
+            raise ApiError(400, text, param=shorten(parameter))
+    return Response(_find(request, name).response, media_type=JsonResponse.media_type)
 
 
 @router.delete("/{name}")
 async def delete_response(name: str, request: Request) -> Response:
     """Forget a response."""
-    if not _store(request).remove(name, _tenant(request)):
-        raise _unknown(name, None)
+    _find(request, name)
+    store, tenant = _store_of(request)
+    store.remove(name, tenant)
     return JsonResponse({"id": name, "object": "response", "deleted": True})
 
 
-def _check_query(request: Request) -> None:
-    """Raise ApiError for what would change how a response is told."""
-    for given, value in request.query_params.multi_items():
-        name = given.removesuffix("[]")  # as OpenAI's clients write lists
-        if value not in _QUERY.get(name, ()):
-            told = "a response that was kept is told whole, with all that is known of it"
-            if name in _QUERY:
-                told += f"; allowed as {name}: {', '.join(_QUERY[name])}"
-            raise ApiError(
-                400, f"{shorten(name)} is {shorten(repr(value))}: {told}", param=shorten(name)
-            )
+def _store_of(request: Request) -> tuple[ResponseStore, str | None]:
+    """Return the store, and the salt that owns a tenant's responses: that of bodies without one."""
+    return request.app.state.responses, service_of(request).salt(request, None)
 
 
-def _store(request: Request) -> ResponseStore:
-    store: ResponseStore = request.app.state.responses
-    return store
-
-
-def _tenant(request: Request) -> str | None:
-    """Return the salt that owns the responses: that of bodies without one."""
-    return service_of(request).salt(request, None)
-
-
-def _find(request: Request, name: str, param: str | None) -> StoredResponse:
-    found = _store(request).get(name, _tenant(request))
-    if found is None:
-        raise _unknown(name, param)
-    return found
-
-
-def _unknown(name: str, param: str | None) -> ApiError:
-    return ApiError(
-        404,
-        f"the response {name!r} is not kept here, or not any more",
-        param=param,
-        code="previous_response_not_found" if param else None,
-    )
+def _find(request: Request, name: str, param: str | None = None) -> StoredResponse:
+    store, tenant = _store_of(request)
+    response = store.get(name, tenant)
+    if response is None:
+        text = f"the response {name!r} is not kept here, or not any more"
+        code = "previous_response_not_found" if param else None
+        raise ApiError(404, text, param=param, code=code)
+    return response

@@ -240,6 +240,13 @@ class ResponsesRequest(InputTokensRequest):
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     user: Label | None = None
 
+    @property
+    def retention(self) -> float:
+        """Return the seconds for which the whole prompt is worth keeping, or 0."""
+        options = self.prompt_cache_options
+        has_ttl = options is not None and options.ttl is not None
+        return max(super().retention, 1800.0 if has_ttl else 0.0)
+
     def read_sampling(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams`. Raises RequestError."""
         form = self.text.format if self.text is not None else None

@@ -1,6 +1,6 @@
-"""A server that listens: from an application to a socket, and an orderly end.
+"""A listening server: from an application to a socket, and an orderly end.
 
-HTTP is Granian's, embedded in the event loop of the application: threads in Rust read requests and
+Granian serves HTTP in the event loop of the application: its threads, in Rust, read requests and
 send answers without the interpreter's lock.
 """
 
@@ -63,7 +63,7 @@ _HEAD_SECONDS = 75
 Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s): a request sent while the
 server closes the connection fails with "connection reset".
 """
-_BUFFER = 64 << 10  # bytes of a request's head, and of an answer that wait to be sent
+_BUFFER = 64 << 10  # bytes of a request's head, and of an answer that waits to be sent
 _MAX_CONNECTIONS = 1 << 16
 _BACKLOG = 2048  # connections that wait to be accepted
 _TICK = 0.05  # seconds
@@ -76,10 +76,11 @@ def listen(options: ServerOptions) -> socket.socket:
 
     Raises ConfigError if the address or the certificate cannot be used.
     """
-    _check_tls(options)
+    if options.tls_cert is not None and options.tls_key is not None:
+        _check_tls(options.tls_cert, options.tls_key)
     try:
         info = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
-        if options.port:  # below, two servers of one user would share the port
+        if options.port:  # otherwise two servers of one user could share the port
             socket.create_server(info[4][:2], family=info[0]).close()
         listener = socket.socket(info[0], socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # also after a kill
@@ -89,29 +90,28 @@ def listen(options: ServerOptions) -> socket.socket:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         listener.bind(info[4])
     except (OSError, UnicodeError) as error:
-        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        why = "another program listens there; --port N takes another port" if taken else str(error)
+        text = str(error)
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            text = "another program listens there; --port N takes another port"
         raise ConfigError(
-            f"host {options.host!r} and port {options.port} cannot be listened on: {why}"
+            f"host {options.host!r} and port {options.port} cannot be listened on: {text}"
         ) from error
     return listener
 
 
-def _check_tls(options: ServerOptions) -> None:
-    if options.tls_cert is None or options.tls_key is None:
-        return
-    for path in (options.tls_cert, options.tls_key):
+def _check_tls(certificate: str, key: str) -> None:
+    for path in (certificate, key):
         if not os.path.isfile(path):
             raise ConfigError(
                 f"there is no file {path!r}; allowed for tls_cert and tls_key: a file each"
             )
     try:
-        # A password that is none, or an encrypted key would have OpenSSL ask for one.
+        # With an empty password, OpenSSL prompts for none if the key is encrypted.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(options.tls_cert, options.tls_key, password="")
-    except (OSError, ValueError) as error:  # of which SSLError is one
+        context.load_cert_chain(certificate, key, password="")
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"tls_cert {options.tls_cert!r} and tls_key {options.tls_key!r} cannot be used: {error}"
+            f"tls_cert {certificate!r} and tls_key {key!r} cannot be used: {error}"
         ) from error
 
 
@@ -164,29 +164,28 @@ class HttpServer:
 
 
 def read_prefixes(files: Sequence[str]) -> dict[str, Prefix]:
-    """The prefix in each file: token ids of a `.json`, or a text.
+    """Return the prefix in each file: token ids of a `.json`, or else a text.
 
-    A line end that closes the text is the editor's and left out. Raises ConfigError.
+    A line end that closes the text belongs to the editor and is left out. Raises ConfigError.
     """
-    return {name: _read(Path(name)) for name in files}
-
-
-def _read(file: Path) -> Prefix:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"public_prefix {str(file)!r} cannot be read: {error}") from error
-    if file.suffix != ".json":
-        return text.removesuffix("\n").removesuffix("\r")
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"public_prefix {str(file)!r} is no JSON: {error}") from error
-    if not isinstance(content, list) or not all(type(token_id) is int for token_id in content):
-        raise ConfigError(
-            f"public_prefix {str(file)!r} has {describe(content)}; allowed: a list of token ids"
-        )
-    return content
+    prefixes: dict[str, Prefix] = {}
+    for name in files:
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"public_prefix {name!r} cannot be read: {error}") from error
+        prefixes[name] = text.removesuffix("\n").removesuffix("\r")
+        if not name.endswith(".json"):
+            continue
+        try:
+            content = prefixes[name] = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"public_prefix {name!r} is no JSON: {error}") from error
+        if not isinstance(content, list) or not all(type(token_id) is int for token_id in content):
+            raise ConfigError(
+                f"public_prefix {name!r} has {describe(content)}; allowed: a list of token ids"
+            )
+    return prefixes
 
 
 def publish(llm: AsyncLLM, prefixes: Mapping[str, Prefix]) -> None:
@@ -204,36 +203,38 @@ def publish(llm: AsyncLLM, prefixes: Mapping[str, Prefix]) -> None:
 
 
 def serve(app: FastAPI, at: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
-    """Answer requests until SIGINT or SIGTERM; `ready` is called when the first can come.
+    """Answer requests until SIGINT or SIGTERM; `ready` is called when the first can arrive.
 
-    app: of `create_app`. After a signal nothing new is taken, and what runs has `drain_seconds` to
-    end. A second signal ends it, a third kills the process. Whoever made its engine closes it.
+    app: of `create_app`. After a signal no request is accepted any more, and those under way have
+    `drain_seconds` to end. A second signal ends them, a third kills the process. The caller closes
+    the engine.
     """
     set_up_logs(app.state.service.options.log_format)
     ending = _Ending(app.state.service)
     before = {kind: signal.signal(kind, ending.handle_signal) for kind in _SIGNALS}
+
+    async def run() -> None:
+        server = HttpServer(app, at)
+        await server.start()
+        ending.loop = asyncio.get_running_loop()
+        ready()
+        await ending.drain()
+        await server.stop(_LAST_WORDS if ending.is_forced else _LAST_BYTES)
+
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.get_loop().set_default_executor(TenantQueue("headstart-server"))
-            runner.run(_serve(HttpServer(app, at), ending, ready))
+            runner.run(run())
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)
 
 
-async def _serve(server: HttpServer, ending: _Ending, ready: Callable[[], None]) -> None:
-    await server.start()
-    ending.loop = asyncio.get_running_loop()
-    ready()
-    await ending.drain()
-    await server.stop(_LAST_WORDS if ending.is_forced else _LAST_BYTES)
-
-
 class _Ending:
     """The end of a server, which continues to listen while its calls end.
 
-    takes ──signal──▶ drains: new calls are refused, /ready is 503 ──▶ closed
-                         └──nothing runs, its time is over, or a second signal──┘
+    serves ──signal──▶ drains: new calls are refused, /ready is 503 ──▶ closed
+                         └──no call is left, its time is over, or a second signal──┘
     """
 
     def __init__(self, service: BaseService[Any, Any]) -> None:
@@ -242,13 +243,13 @@ class _Ending:
         self.loop: asyncio.AbstractEventLoop | None = None  # once it listens
 
     def handle_signal(self, sig: int, frame: FrameType | None) -> None:
-        """Drain; if that is so already, end now and have the next signal kill."""
+        """Drain; while it drains, end now and let the next signal kill the process."""
         self.is_forced = self._service.is_draining
         self._service.is_draining = True
         if self.is_forced:
             for kind in _SIGNALS:
                 signal.signal(kind, signal.SIG_DFL)
-        elif self.loop is not None:  # a handler itself may stand amid another line of the log
+        elif self.loop is not None:  # the handler itself may interrupt another line of the log
             self.loop.call_soon_threadsafe(self._log_wait)
 
     def _log_wait(self) -> None:

@@ -1,7 +1,7 @@
-"""From OpenAI's messages to the prompt of a speaking model, and sounds to and from files.
+"""OpenAI's messages as the prompt of a speaking model, and sounds read from and written to files.
 
 A part of a message is `text`; `input_audio` with a file in base64, or `audio_url` with a data: URL
-of one; `image_url` with a data: URL. What the assistant said is its text, or the id of an answer.
+of one; `image_url` with a data: URL. An assistant's message has its text, or the id of an answer.
 """
 
 from __future__ import annotations
@@ -30,24 +30,30 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "MAX_SECONDS", "read_prompt", "read_sound", "write_sound"]
 
 FORMATS = ("wav", "pcm16", "flac", "mp3", "opus")
-"""Formats in which speech is written."""
-
+"""Formats of written speech."""
 MAX_SECONDS = 600
-"""The longest sound that is read."""
-
+"""Length of a sound."""
 MAX_SAMPLES = 2**26
 """Samples of all channels of a sound: 256 MiB."""
-
 RATES = range(1_000, 768_001)
-"""Samples a second of a file. The work of a change of rate grows with the ratio of the two."""
+"""Samples per second of a file. Resampling takes time in proportion to the ratio of the rates."""
+MAX_PIXELS = 2**25
+"""Pixels of one image."""
+MAX_ITEMS = 32
+"""Sounds of a conversation, and images: a model pads the features of all to those of the longest.
+A few KiB in a file may be ten minutes of silence, or a hundred MiB of one color."""
+MAX_ALL_PIXELS = 2**26
+"""Pixels of all images of a conversation."""
+MAX_ALL_SECONDS = 2 * MAX_SECONDS
+"""Length of all sounds of a conversation."""
 
 _CONTAINERS = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", None), "opus": ("OGG", "OPUS")}
 
 
 def read_sound(data: str, rate: int) -> NDArray[np.float32]:
-    """The samples `[samples]` of a file in base64 (WAV, FLAC, OGG, MP3), in one channel, at `rate`.
+    """Return a file in base64 (WAV, FLAC, OGG, MP3) as samples `[samples]` of one channel.
 
-    Raises RequestError.
+    rate: of the samples. Raises RequestError.
     """
     soundfile, soxr = _library("soundfile"), _library("soxr")
     try:
@@ -67,8 +73,10 @@ def read_sound(data: str, rate: int) -> NDArray[np.float32]:
                     f"a sound has {seconds:g} s in {file.channels} channels; allowed: up to "
                     f"{MAX_SECONDS} s, and {MAX_SAMPLES:,} samples of all channels"
                 )
-            samples = file.read(dtype="float32", always_2d=True).mean(axis=1)
-            found: NDArray[np.float32] = soxr.resample(samples, file.samplerate, rate)
+            channels = file.read(dtype="float32", always_2d=True)
+            samples: NDArray[np.float32] = soxr.resample(
+                channels.mean(axis=1), file.samplerate, rate
+            )
     except RequestError:  # which is a ValueError, too
         raise
     except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError) as error:
@@ -76,19 +84,19 @@ def read_sound(data: str, rate: int) -> NDArray[np.float32]:
         raise RequestError(
             f"a sound cannot be read: {shorten(why)}; allowed: WAV, FLAC, OGG, MP3"
         ) from error
-    return found
+    return samples
 
 
 def write_sound(samples: Tensor, rate: int, form: str) -> bytes:
-    """Samples `[samples]` from -1 to 1 as a file of one of `FORMATS`. Raises RequestError."""
+    """Return samples `[samples]` from -1 to 1 as a file of one of `FORMATS`."""
     if form == "pcm16":
         return pcm16(samples)
     if form == "wav":
         return wav_bytes(samples, rate)
     container, kind = _CONTAINERS[form]
     file = io.BytesIO()
-    heard = samples.detach().float().cpu().clamp(-1, 1).numpy()
-    _library("soundfile").write(file, heard, rate, format=container, subtype=kind)
+    values = samples.detach().float().cpu().clamp(-1, 1).numpy()
+    _library("soundfile").write(file, values, rate, format=container, subtype=kind)
     return file.getvalue()
 
 
@@ -101,40 +109,28 @@ def _library(name: str) -> Any:
         ) from error
 
 
-MAX_PIXELS = 2**25
-"""Pixels of one image."""
-
-MAX_ITEMS = 32
-"""Sounds of a conversation, and images: a model pads the features of all to those of the longest.
-A few KiB in a file may be ten minutes of silence, or a hundred MiB of one colour."""
-
-MAX_ALL_PIXELS = 2**26
-"""Pixels of all images of a conversation."""
-
-MAX_ALL_SECONDS = 2 * MAX_SECONDS
-"""Seconds of all sounds of a conversation."""
-
-
 def read_prompt(
     omni: Omni, messages: Sequence[Any], transcript: Callable[[str], str]
 ) -> Mapping[str, Any]:
-    """A prompt for `Omni.generate`. `transcript` gives the text of an earlier answer by its id.
+    """Return a prompt for `Omni.generate`. `transcript` returns an earlier answer's text by its id.
 
-    Raises RequestError, and ApiError for a role that nobody knows.
+    Raises RequestError, and ApiError for an unknown role.
     """
     if omni.tokenizer is None:
         raise RequestError("the model came without a tokenizer, so it takes no conversation")
     media = _Media(omni)
-    known = read_roles(omni.tokenizer, messages)
-    flat = [media.flatten(place, message, transcript) for place, message in enumerate(known)]
+    flat = [
+        media.flatten(place, message, transcript)
+        for place, message in enumerate(read_roles(omni.tokenizer, messages))
+    ]
     try:
         text = omni.tokenizer.apply_chat_template(flat, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # whatever a template raises
+    except Exception as error:  # templates raise anything
         raise RequestError(
             f"the model's chat template refuses the conversation: {shorten(str(error))}"
         ) from error
-    found = {"audio": media.sounds, "images": media.images}
-    return {"prompt": text, **{name: items for name, items in found.items() if items}}
+    items = {"audio": media.sounds, "images": media.images}
+    return {"prompt": text, **{name: values for name, values in items.items() if values}}
 
 
 class _Media:
@@ -144,17 +140,15 @@ class _Media:
         self._omni = omni
         self.sounds: list[Any] = []
         self.images: list[Any] = []
-        self._num_samples = 0  # at the model's rate
-        self._num_pixels = 0
 
     def flatten(self, place: int, message: Any, transcript: Callable[[str], str]) -> dict[str, str]:
         """Return a message with one text, which has a placeholder for each sound and image."""
         role = message.get("role")
         if not isinstance(role, str):
             raise RequestError(f"message {place} has the role {describe(role)}; allowed: a text")
-        content, said = message.get("content"), message.get("audio")
-        if role == "assistant" and content is None and isinstance(said, Mapping):
-            content = transcript(str(said.get("id")))
+        content, answer = message.get("content"), message.get("audio")
+        if role == "assistant" and content is None and isinstance(answer, Mapping):
+            content = transcript(str(answer.get("id")))
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list) or not content:
@@ -162,55 +156,57 @@ class _Media:
                 f"message {place} has {describe_content(content)}; allowed: a text or a list "
                 "of parts"
             )
-        text = "".join(self._read_part(place, part) for part in content)
-        return {"role": role, "content": text}
+        return {"role": role, "content": "".join(self._read(place, part) for part in content)}
 
-    def _read_part(self, place: int, part: Any) -> str:
+    def _read(self, place: int, part: Any) -> str:
         kind = kind_of_part(part)
-        if kind == "text" and isinstance(part.get("text"), str):
-            check_utf8(f"message {place}", part["text"])
-            return str(part["text"])
-        given = part.get(kind) if isinstance(part, Mapping) else None
-        key = "data" if kind == "input_audio" else "url"
-        value = given.get(key) if isinstance(given, Mapping) else None
-        if kind in ("input_audio", "audio_url") and isinstance(value, str):
-            data = value if kind == "input_audio" else _data_of(value, "audio")
-            self._add_sound(data)
-            return self._omni.spelling["audio"]
-        if kind == "image_url" and isinstance(value, str):
-            _data_of(value, "image")
-            self._add_image(value)
-            return self._omni.spelling["image"]
+        value = part.get(kind) if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(value, str):
+            check_utf8(f"message {place}", value)
+            return value
+        source = None
+        if isinstance(value, Mapping):
+            source = value.get("data" if kind == "input_audio" else "url")
+        if isinstance(source, str):
+            match kind:
+                case "input_audio":
+                    return self._add_sound(source)
+                case "audio_url":
+                    return self._add_sound(_data_of(source, "audio"))
+                case "image_url":
+                    return self._add_image(source)
         raise RequestError(
             f"message {place} has a part of type {describe(kind)} that cannot be read; allowed: "
             "text, input_audio with data, audio_url and image_url with a data: URL"
         )
 
-    def _add_sound(self, data: str) -> None:
+    def _add_sound(self, data: str) -> str:
         _check_count("sounds", self.sounds)
         rate = self._omni.sound_rate
         self.sounds.append(read_sound(data, rate))
-        self._num_samples += len(self.sounds[-1])
-        if self._num_samples > MAX_ALL_SECONDS * rate:
+        seconds = sum(map(len, self.sounds)) / rate
+        if seconds > MAX_ALL_SECONDS:
             raise RequestError(
-                f"the sounds of the conversation have {self._num_samples / rate:,.0f} s together; "
+                f"the sounds of the conversation have {seconds:,.0f} s together; "
                 f"allowed: {MAX_ALL_SECONDS:,}"
             )
+        return self._omni.spelling["audio"]
 
-    def _add_image(self, url: str) -> None:
+    def _add_image(self, url: str) -> str:
         _check_count("images", self.images)
+        _data_of(url, "image")
         self.images.append(decode_image(url, MAX_PIXELS))
-        width, height = self.images[-1].size
-        self._num_pixels += width * height
-        if self._num_pixels > MAX_ALL_PIXELS:
+        pixels = sum(image.width * image.height for image in self.images)
+        if pixels > MAX_ALL_PIXELS:
             raise RequestError(
-                f"the images of the conversation have {self._num_pixels:,} pixels together; "
+                f"the images of the conversation have {pixels:,} pixels together; "
                 f"allowed: {MAX_ALL_PIXELS:,}"
             )
+        return self._omni.spelling["image"]
 
 
 def _check_count(name: str, items: Sequence[Any]) -> None:
-    """Refuse one more of these, before it is read. Raises RequestError."""
+    """Raise RequestError before one item too many is read."""
     if len(items) >= MAX_ITEMS:
         raise RequestError(
             f"the conversation has more than {MAX_ITEMS} {name}; allowed: {MAX_ITEMS}"
@@ -220,8 +216,7 @@ def _check_count(name: str, items: Sequence[Any]) -> None:
 def _data_of(url: str, kind: str) -> str:
     """Return the base64 of a `data:` URL."""
     head, _, data = url.partition(",")
-    lower = head.lower()
-    if not lower.startswith(f"data:{kind}/") or not lower.endswith(";base64"):
+    if not head.lower().startswith(f"data:{kind}/") or not head.lower().endswith(";base64"):
         raise RequestError(
             f"a URL begins with {describe(shorten(head))}; allowed: data:{kind}/...;base64,"
         )

@@ -7,21 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headstart.server import page, tokenize
 from headstart.server.anthropic import messages
 from headstart.server.cache import api as cache
 from headstart.server.endpoints import Endpoints
+from headstart.server.errors import ApiError, JsonResponse
 from headstart.server.middleware import RequestMiddleware
-from headstart.server.monitoring import health
 from headstart.server.openai import chat, completions, models
 from headstart.server.options import ServerOptions
 from headstart.server.responses import api as responses
-from headstart.server.service import BaseService, Service
+from headstart.server.service import BaseService, Service, front_of
 from headstart.server.speech import chat as speech
-from headstart.server.speech.service import SpeechService
+from headstart.server.speech.chat import SpeechService
 from headstart.server.stores import ResponseStore
 from headstart.server.tenants import Tenants, open_tenants
 from headstart.version import __version__
@@ -33,16 +36,44 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app", "create_speech_app"]
 
+router = APIRouter()
+
+
+@router.get("/health")
+async def check_health(request: Request) -> Response:
+    """Status 200 while the engine answers, 503 when it broke."""
+    if not front_of(request).is_running:
+        raise ApiError(503, "the engine is closed")
+    return JsonResponse({"status": "ok"})
+
+
+@router.get("/ready")
+async def check_ready(request: Request) -> Response:
+    """Status 200 while new requests are taken; 503 while the server stops, or no replica runs."""
+    front = front_of(request)
+    front.check_ready()
+    if not front.has_engine:
+        raise ApiError(503, "no replica runs; requests wait until one does", retry_after=5)
+    return JsonResponse({"status": "ready"})
+
+
+@router.get("/metrics")
+async def show_metrics(request: Request) -> Response:
+    """The server's metrics as Prometheus reads them."""
+    text = await front_of(request).read_metrics()
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
 _ROUTERS = (  # the first that has a path counts
     chat.router,
     completions.router,
     messages.router,
     responses.router,
-    health.router,
+    router,
     models.router,
     tokenize.router,
 )
-_SPEECH_ROUTERS = (health.router, models.router, speech.router)
+_SPEECH_ROUTERS = (router, models.router, speech.router)
 
 
 def create_app(

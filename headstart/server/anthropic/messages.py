@@ -40,9 +40,9 @@ from headstart.server.anthropic.schema import (
 )
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat, read_many
 from headstart.server.errors import ApiError, JsonResponse, body_of, telling_form_as
-from headstart.server.hosted import leave_out_hosted
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import AnswerEvents, EventStream, Usage, frame, send_whole
+from headstart.server.tools import leave_out_hosted
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import CompletionOutput, RequestOutput

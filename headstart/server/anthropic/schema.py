@@ -24,9 +24,8 @@ from headstart.server.bodies import (
     refusals,
 )
 from headstart.server.errors import ApiError
-from headstart.server.hosted import HostedTool, tag_tool
 from headstart.server.messages import chat_content
-from headstart.server.tools import Tool, ToolUse, make_tools
+from headstart.server.tools import HostedTool, Tool, ToolUse, make_tools, tag_tool
 
 Parts = list[dict[str, Any]]
 """Parts of a chat's message, in OpenAI's form."""

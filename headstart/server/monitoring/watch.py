@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
     from headstart.frontend.async_llm import AsyncLLM
+    from headstart.server.tenants import Tenant
 
 __all__ = ["Watch"]
 
@@ -133,24 +134,21 @@ class Watch:
             traffic = self._traffics.of(namespace.salt)
             return self._adviser.explain(traffic, namespace, token_ids, missed)
 
-    def advise(self) -> dict[str, Any]:
-        """Return what would have saved most tokens of all recent prompts; see `Adviser.sum_up`."""
-        self.settle()
-        with self._lock:
-            recent, forgotten = self._traffics.recent, self._traffics.forgotten
-        prompts = [seen for tenant in recent for seen in tenant]
-        memory = advise_memory(prompts, forgotten, self._pool)
-        return self._adviser.sum_up(recent) | {"memory": memory}
+    def advise(self, tenant: Tenant) -> dict[str, Any]:
+        """Return what would have saved most tokens of recent prompts; see `Adviser.sum_up`.
 
-    def advise_tenant(self, salt: str | None) -> dict[str, Any]:
-        """Return the advice on the prompts of the tenant with this salt alone.
-
-        `memory` is None because it would depend on other tenants' data.
+        An administrator sees the prompts of all tenants, and `memory`; for any other tenant it is
+        None, because it would depend on the data of others.
         """
         self.settle()
         with self._lock:
-            recent = self._traffics.of(salt).recent
-        return self._adviser.sum_up([recent]) | {"memory": None}
+            recent, forgotten = self._traffics.recent, self._traffics.forgotten
+            if not tenant.is_admin:
+                recent = [self._traffics.of(tenant.salt).recent]
+        memory = None
+        if tenant.is_admin:
+            memory = advise_memory([seen for own in recent for seen in own], forgotten, self._pool)
+        return self._adviser.sum_up(recent) | {"memory": memory}
 
     def recent_prompts(self) -> list[Seen]:
         """Return the recent prompts of all tenants that were stored."""

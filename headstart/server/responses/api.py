@@ -12,13 +12,13 @@ from starlette.responses import Response
 
 from headstart.server.chats import ChatCall, are_many, prepare_chat, read_many
 from headstart.server.errors import ApiError, JsonResponse, telling_form_as
-from headstart.server.hosted import leave_out_hosted
 from headstart.server.responses.answer import ResponseAnswer
 from headstart.server.responses.items import Item, ItemReference, as_items
 from headstart.server.responses.schema import InputTokensRequest, ResponsesRequest, extend
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, read_whole
 from headstart.server.stores import ResponseStore, StoredResponse
+from headstart.server.tools import leave_out_hosted
 from headstart.validation import describe, shorten
 
 __all__ = ["router"]

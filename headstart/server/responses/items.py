@@ -17,9 +17,8 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
 from headstart.server.bodies import Body, ClientTool, Flag, Label, Many, Whole, refusals
 from headstart.server.errors import ApiError
-from headstart.server.hosted import HostedTool, tag_tool
 from headstart.server.messages import chat_content
-from headstart.server.tools import Tool
+from headstart.server.tools import HostedTool, Tool, tag_tool
 
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _COMMAND = {

@@ -25,7 +25,6 @@ from headstart.server.bodies import (
     refusals,
 )
 from headstart.server.errors import ApiError
-from headstart.server.hosted import HostedTool
 from headstart.server.responses.items import (
     AnyTool,
     CallKind,
@@ -34,7 +33,7 @@ from headstart.server.responses.items import (
     NamespaceTool,
     spell_name,
 )
-from headstart.server.tools import Tool, ToolUse, make_tools
+from headstart.server.tools import HostedTool, Tool, ToolUse, make_tools
 
 
 class NamedChoice(Body):

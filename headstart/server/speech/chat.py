@@ -18,17 +18,23 @@ from starlette.responses import Response
 
 from headstart.omni.params import OmniParams, pcm16
 from headstart.server.errors import ApiError, JsonResponse
+from headstart.server.monitoring.logs import current_line
+from headstart.server.monitoring.metrics import SpeechMetrics
 from headstart.server.openai.answers import Chunks
 from headstart.server.openai.schema import ChatCompletionRequest
-from headstart.server.service import unless_gone
+from headstart.server.options import ServerOptions
+from headstart.server.service import BaseService, unless_gone
 from headstart.server.speech.conversation import read_prompt, write_sound
-from headstart.server.speech.service import SpeechService
 from headstart.server.sse import EventStream, Usage
+from headstart.server.stores import Transcripts
+from headstart.server.tenants import Tenants
 
 if TYPE_CHECKING:
-    from headstart.omni.params import OmniOutput
+    from headstart.frontend.streams import AsyncOutputStream
+    from headstart.omni.omni import AsyncOmni
+    from headstart.omni.params import OmniOutput, OmniPrompt
 
-__all__ = ["router"]
+__all__ = ["SpeechService", "router"]
 
 router = APIRouter()
 
@@ -43,6 +49,55 @@ _REFUSED = (
 _UNSET: tuple[Any, ...] = (None, False, [], {}, "none")
 _LONG = 2**16
 """Samples of speech whose encoding would block the event loop for milliseconds."""
+
+
+class SpeechService(BaseService["AsyncOutputStream[OmniOutput]", "OmniOutput"]):
+    """A speaking model behind the server."""
+
+    def __init__(
+        self, omni: AsyncOmni, name: str, options: ServerOptions, tenants: Tenants
+    ) -> None:
+        super().__init__(name, options, tenants, omni.omni.max_num_seqs)
+        self.omni = omni
+        self.transcripts = Transcripts()
+        self.metrics = SpeechMetrics(self.name)
+
+    @property
+    def is_running(self) -> bool:
+        return self.omni.is_running
+
+    @property
+    def max_model_len(self) -> int:
+        return self.omni.omni.max_model_len
+
+    async def read_metrics(self) -> bytes:
+        return self.metrics.read(len(self._read))
+
+    async def start(
+        self, prompt: OmniPrompt, params: OmniParams, salt: str | None
+    ) -> AsyncOutputStream[OmniOutput]:
+        """Begin an answer. Raises RequestError."""
+        self.check_ready()
+        self.calls.count_prompt()
+        return await self.omni.start(prompt, params, cache_salt=salt)
+
+    def _open(self, work: AsyncOutputStream[OmniOutput]) -> AsyncOutputStream[OmniOutput]:
+        return work
+
+    async def _finish(self, work: AsyncOutputStream[OmniOutput], output: OmniOutput) -> None:
+        thinker = output.metrics["thinker"]
+        current_line().add_answer(
+            prompt=len(output.prompt_token_ids),
+            cached=thinker.cached_tokens,
+            generated=len(output.token_ids) + len(output.codes),
+            first=thinker.first_output,
+        )
+        self.metrics.add(output)
+        self.metrics.end(output.finish_reason or "stop")
+
+    def _end(self, work: AsyncOutputStream[OmniOutput], reason: str) -> None:
+        if reason != "answered":
+            self.metrics.end(reason)
 
 
 @router.post("/v1/chat/completions")

@@ -23,7 +23,7 @@ from headstart.omni.qwen2_5 import Qwen25Stages
 from headstart.omni.qwen3 import Qwen3Stages
 from headstart.server.app import create_speech_app
 from headstart.server.options import ServerOptions
-from headstart.server.speech.service import SpeechService
+from headstart.server.speech.chat import SpeechService
 from tests.clients import openai
 from tests.omni.tiny_omni import save_qwen25
 from tests.omni.tiny_qwen3 import save_qwen3

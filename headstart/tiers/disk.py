@@ -67,8 +67,7 @@ class DiskStore:
         # Two connections, so that a lookup does not wait for a save.
         self._reading, self._writing = threading.RLock(), threading.RLock()
         self._opening = threading.Lock()
-        self._reader: OpenIndex | None = None
-        self._writer: OpenIndex | None = None
+        self._opened: dict[str, OpenIndex] = {}  # for "lookups" and for "changes"
         self._closed = False
         self._is_read_only = not make_folder(folder)
         with self._guard():
@@ -82,13 +81,13 @@ class DiskStore:
     def find(self, names: Sequence[BlockHash]) -> int:
         if not self._lacks_index:
             with self._guard(), self._reading:
-                return len(self._open_reader().find(names))
+                return len(self._open("lookups").find(names))
         return 0
 
     def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
         with self._guard():
             with self._reading:
-                slots = self._open_reader().find(names)
+                slots = self._open("lookups").find(names)
                 if not slots:
                     return
                 file = self._file(self.model)
@@ -220,7 +219,7 @@ class DiskStore:
         Models that have no block left are forgotten, and their files are removed; their
         descriptions stay. Other processes check that a file is in place before they use it.
         """
-        index = self._open_writer()
+        index = self._open("changes")
         self._to_cut.clear()
         with index.changing():
             yield index
@@ -243,7 +242,7 @@ class DiskStore:
     def touch(self, names: Sequence[BlockHash]) -> None:
         if not self._is_read_only:
             with self._guard(), self._writing:
-                index = self._open_writer()
+                index = self._open("changes")
                 with index.changing():
                     index.touch(names, slot_bytes(self.model.block_bytes))
 
@@ -325,7 +324,7 @@ class DiskStore:
         try:
             with self._reading, self._writing:
                 self._require_open()
-                broken = {opened.inode for opened in (self._reader, self._writer) if opened}
+                broken = {opened.inode for opened in self._opened.values()}
                 self._close_indexes()
                 describe_model(self.folder, self.model)
                 rebuild_index(self.folder, broken)
@@ -340,7 +339,7 @@ class DiskStore:
         if self._lacks_index:
             return
         with self._writing:
-            index = self._open_writer()
+            index = self._open("changes")
             with index.changing():
                 if not self._is_read_only:
                     describe_model(self.folder, self.model)
@@ -354,29 +353,20 @@ class DiskStore:
                 if self.num_kept:
                     SlotFile.prepare_reading()
 
-    def _open_reader(self) -> DiskIndex:
-        """Return the connection for lookups; the caller holds its lock."""
+    def _open(self, name: str) -> DiskIndex:
+        """Return the connection for lookups or for changes; the caller holds its lock."""
         self._require_open()
-        opened, self._reader = self._reader, None
-        self._reader = reopen(self.folder, opened)
-        return self._reader.connection
-
-    def _open_writer(self) -> DiskIndex:
-        """Return the connection for changes; the caller holds its lock."""
-        self._require_open()
-        opened, self._writer = self._writer, None
-        self._writer = reopen(self.folder, opened)
-        return self._writer.connection
+        self._opened[name] = reopen(self.folder, self._opened.pop(name, None))
+        return self._opened[name].connection
 
     def _require_open(self) -> None:
         if self._closed:
             raise _Closed
 
     def _close_indexes(self) -> None:
-        for opened in (self._reader, self._writer):
-            if opened is not None:
-                opened.connection.close()
-        self._reader = self._writer = None
+        for opened in self._opened.values():
+            opened.connection.close()
+        self._opened.clear()
 
     def _known_id(self, index: DiskIndex) -> int | None:
         """Return the model's id; None while it has no blocks."""

@@ -126,7 +126,7 @@ def test_what_may_not_go_is_not_looked_at_for_each_block_that_goes(tmp_path: Pat
         for first in range(50, 2000, 100):
             store.touch(names(range(first, first + 50)))
         assert store.save(blocks(range(9000, 9010), used=1e12)) == 10
-        store._open_writer()._connection.set_progress_handler(tick, 1000)
+        store._open("changes")._connection.set_progress_handler(tick, 1000)
         assert store.save(blocks(range(9010, 9074), used=1e12)) == 64
         assert ticks < 200, "thousands of steps of SQLite"
         left = [store.find(names(range(first, first + 100))) for first in range(0, 2000, 100)]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headstart.cache import BlockHash, KVCacheManager
+from headstart.engine.image_cache import ImageLoads, KeptRows
 from headstart.engine.request import Request
 from headstart.engine.step import Batch
-from headstart.engine.tiering.images import ImageLoads, KeptRows
 from headstart.engine.tiering.loads import Loads
 from headstart.engine.tiering.offers import BlockPayload, BlockText, ComputeRate, Offers
 from headstart.errors import TierError

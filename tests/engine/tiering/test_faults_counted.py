@@ -9,6 +9,7 @@ from headstart import LLM, SamplingParams
 from headstart.engine.metrics import Counter
 from headstart.engine.tiering.tiers import TierStats
 from headstart.tiers import DiskStore
+from headstart.tiers.index import DiskIndex
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 PROMPT = {"prompt_token_ids": list(range(3, 103))}
@@ -60,12 +61,16 @@ def test_a_server_that_is_gone_costs_the_disk_nothing(model: Path, tmp_path: Pat
 def test_a_folder_that_is_gone_is_a_fault_and_what_it_did_not_take_is_told(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(store: DiskStore) -> None:
-        raise OSError("the folder is gone, on purpose")
+    real = DiskStore._open
+
+    def fail(store: DiskStore, name: str) -> DiskIndex:
+        if name == "changes":
+            raise OSError("the folder is gone, on purpose")
+        return real(store, name)
 
     with closing(make_llm(model, cache_dir=str(tmp_path))) as llm:
         with monkeypatch.context() as patch:
-            patch.setattr(DiskStore, "_open_writer", fail)
+            patch.setattr(DiskStore, "_open", fail)
             llm.generate([PROMPT], GREEDY)
             stats = counted(llm)
         assert stats.saved_blocks == 0 and stats.unsaved_blocks == {"disk": 6}

@@ -146,9 +146,10 @@ def make_parts(
     rows: the rows that stores have with K/V. is_observed: the manager is an `ObservedManager`.
     """
     vision: VisionModel | None = None
-    if decoder.takes_images:  # image processors take seconds to import
+    # Image processors take seconds to import.
+    if decoder.takes_images and decoder.folder is not None:
         backend = load_module("headstart.models.transformers_backend.image_encoder")
-        vision = backend.load_vision(decoder, tokenizer)
+        vision = backend.TransformersVision(decoder, decoder.folder, tokenizer)
     blocks = count_blocks(config, decoder, vision.bytes_per_row if vision is not None else 0)
     limit = longest_sequence(config, decoder.max_model_len, blocks)
     memory = PagedKVMemory(

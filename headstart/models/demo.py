@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from headstart.machine import multiplies_bfloat16
 from headstart.models.files import make_folder
@@ -120,7 +121,7 @@ def keep_readable(head: Tensor) -> None:
 
 def write_byte_tokenizer(folder: Path, special_tokens: Sequence[str], chat_template: str) -> None:
     """Write a byte tokenizer; special tokens follow the bytes, padding first, end of turn third."""
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -133,13 +134,3 @@ def write_byte_tokenizer(folder: Path, special_tokens: Sequence[str], chat_templ
         clean_up_tokenization_spaces=False,
         model_max_length=32768,
     ).save_pretrained(folder)
-
-
-def _byte_characters() -> list[str]:
-    """Return the character of each byte in byte-level vocabularies, as GPT-2 chose them.
-
-    A byte that prints in Latin-1 stands for itself, the others for characters from U+0100 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

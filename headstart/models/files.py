@@ -138,10 +138,6 @@ _UNWANTED = ["consolidated*", "original/*"]
 # Keys of a quantization_config, wherever it stands.
 _QUANTISED = frozenset({"quant_method", "load_in_4bit", "load_in_8bit"})
 _INTEGERS = frozenset({"BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
-# How other programs, and addresses of the hub, name a model there: `hf.co/owner/name:Q4_K_M`.
-_ON_HUB = re.compile(
-    r"(?:(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/)?(\w[\w.-]*/\w[\w.-]*)(:[\w.-]+)?/?"
-)
 _OF_OLLAMA = re.compile(r"\w[\w.-]*:[\w.-]+")  # `qwen2.5:0.5b`
 _POINTER = b"version https://git-lfs"
 # Seconds to wait for the hub's first answer.
@@ -278,7 +274,7 @@ def _hint(name: str) -> str:
             "; Ollama names models so: give a name on the hub, such as Qwen/Qwen2.5-0.5B-Instruct, "
             "or OWNER/NAME:Q4_K_M for a GGUF file"
         )
-    match = _ON_HUB.fullmatch(name)
+    match = _NAME.fullmatch(name)
     return f"; did you mean {match[1]}?" if match and match[1] != name else ""
 
 

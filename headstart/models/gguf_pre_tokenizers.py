@@ -70,115 +70,103 @@ _ASIAN = (
 _NO_STOPS = r" ?[^(\s|.,!?\x{2026}\x{3002}\x{FF0C}\x{3001}\x{964}\x{6D4}\x{60C})]+"
 _HALVED_SPACES = "|".join(rf"\s{{{1 << power}}}(?!\S)" for power in range(9, 1, -1))
 
-_default = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
-_gpt2 = PreTokenizer((_GPT2,))
-_digits = PreTokenizer((r"\p{N}", _GPT2))
-_llama3 = PreTokenizer((_LLAMA3,))
-_llama3_own = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
-_qwen2 = PreTokenizer((_QWEN2,))
-_gpt4o = PreTokenizer((_GPT4O,))
-_deepseek3 = PreTokenizer((r"\p{N}{1,3}", _CJK, _DEEPSEEK))
-_no_stops = PreTokenizer((_NO_STOPS,))
-_bailing = PreTokenizer(
-    (
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
-        rf"|\s*[\r\n]|{_SPACES}",
-    )
+_YOUTU = (
+    r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+|[\x{FF01}\x{2026}\x{201C}\x{201D}\x{2018}\x{2019}"
+    r"\x{2014}\x{FF1A}\x{FF1B}\x{FF0C}\x{3001}-\x{303F}\x{FE30}-\x{FE4F}]+|[\x{3105}-\x{312F}]+"
 )
-_aya = PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))
+_JAIS2 = (
+    rf"{_ENDS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_LINES}|{_HALVED_SPACES}|\s{{1,2}}(?!\S)|\s{{1}}"
+)
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    rf"|\s*[\r\n]|{_SPACES}"
+)
+_SEED = rf"{_ENDS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES}|{_SPACES}"
+_EXAONE = (
+    rf"{_ENDS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_SPACES}"
+)
 
-PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    "default": _default,
-    **dict.fromkeys(
-        (
-            *("gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "jina-v2-es", "jina-v2-de"),
-            *("a.x-4.0", "mellum", "modern-bert", "jina-v1-en", "jina-v2-code", "roberta-bpe"),
-            *("mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"),
+_SPLITS: tuple[tuple[str, PreTokenizer], ...] = (
+    ("default", PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))),
+    (
+        "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert "
+        "jina-v1-en jina-v2-code roberta-bpe mpt olmo jais trillion granite-docling exaone4",
+        PreTokenizer((_GPT2,)),
+    ),
+    (
+        "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
+        PreTokenizer((r"\p{N}", _GPT2)),
+    ),
+    (
+        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
+        PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
+    ),
+    ("dbrx smaug-bpe glm4 chatglm-bpe", PreTokenizer((_LLAMA3,))),
+    (
+        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+        PreTokenizer((_QWEN2,)),
+    ),
+    ("qwen35", PreTokenizer((_QWEN35,))),
+    ("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer((_GPT4O,))),
+    ("tekken", PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True)),
+    ("kimi-k2", PreTokenizer((_KIMI,))),
+    ("tiny_aya cohere2moe", PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
+    (
+        "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
+        PreTokenizer((r"\p{N}{1,3}", _CJK, _DEEPSEEK)),
+    ),
+    ("spark2_5", PreTokenizer((r"\p{N}{1,3}", _CJK, _SPARK, r"\p{N}"))),
+    (
+        "deepseek-llm",
+        PreTokenizer(
+            (r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", _MARKS, r"\s+$", _CJK_WIDE, r"\p{N}+")
         ),
-        _gpt2,
     ),
-    **dict.fromkeys(
-        (
-            *("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"),
-            "mellum2",
+    (
+        "deepseek-coder",
+        PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_WIDE, r"\p{N}")),
+    ),
+    (
+        "youtu",
+        PreTokenizer(
+            (rf"{_YOUTU}|{_CJK}", _cased(f"{_ENDS}?", r"\p{N}")),
+            ignore_merges=True,
         ),
-        _digits,
     ),
-    **dict.fromkeys(
-        (
-            *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"),
-            *("lfm2", "jina-v5-nano"),
+    ("falcon", PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"))),
+    ("poro-chat bloom gpt3-finnish", PreTokenizer((_NO_STOPS,))),
+    ("viking", PreTokenizer((_NO_STOPS, r"\p{N}"))),
+    (
+        "chameleon",
+        PreTokenizer(
+            (
+                *(r"<sentinel:[0-9]+>", r"(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z"),
+                *(r"([\t\n]|    |  )", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2),
+            ),
+            add_bos=True,
         ),
-        _llama3_own,
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _llama3),
-    **dict.fromkeys(
-        (
-            *("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan"),
-            *("solar-open", "grok-2"),
+    ("jais-2", PreTokenizer((_JAIS2,))),
+    ("superbpe", PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))"))),
+    ("bailingmoe bailingmoe2 llada-moe", PreTokenizer((_BAILING,))),
+    ("seed-coder", PreTokenizer((_SEED,))),
+    ("ufakzeka", PreTokenizer((rf"{_WORD}|\p{{N}}|{_SIGNS}|{_LINES}|{_SPACES}",))),
+    (
+        "afmoe",
+        PreTokenizer((r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _ASIAN, _DEEPSEEK)),
+    ),
+    ("laguna", PreTokenizer((r"[^\n]+|[\n]+", _QWEN2))),
+    ("exaone-moe", PreTokenizer((_EXAONE,))),
+    (
+        "minicpm5",
+        PreTokenizer(
+            (r"\p{N}{1,3}", rf"{_ENDS}|{_WORD}|\p{{N}}+|{_SIGNS}|{_LINES}|{_SPACES}"),
+            ignore_merges=True,
         ),
-        _qwen2,
     ),
-    "qwen35": PreTokenizer((_QWEN35,)),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _gpt4o),
-    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
-    "kimi-k2": PreTokenizer((_KIMI,)),
-    **dict.fromkeys(("tiny_aya", "cohere2moe"), _aya),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _deepseek3),
-    "spark2_5": PreTokenizer((r"\p{N}{1,3}", _CJK, _SPARK, r"\p{N}")),
-    "deepseek-llm": PreTokenizer(
-        (
-            *(r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", _MARKS, r"\s+$"),
-            *(_CJK_WIDE, r"\p{N}+"),
-        )
-    ),
-    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_WIDE, r"\p{N}")),
-    "youtu": PreTokenizer(
-        (
-            r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+|[\x{FF01}\x{2026}\x{201C}\x{201D}\x{2018}\x{2019}"
-            r"\x{2014}\x{FF1A}\x{FF1B}\x{FF0C}\x{3001}-\x{303F}\x{FE30}-\x{FE4F}]+|[\x{3105}-\x{312F}]+"
-            rf"|{_CJK}",
-            _cased(f"{_ENDS}?", r"\p{N}"),
-        ),
-        ignore_merges=True,
-    ),
-    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
-    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), _no_stops),
-    "viking": PreTokenizer((_NO_STOPS, r"\p{N}")),
-    "chameleon": PreTokenizer(
-        (
-            *(r"<sentinel:[0-9]+>", r"(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", r"([\t\n]|    |  )"),
-            *(r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2),
-        ),
-        add_bos=True,
-    ),
-    "jais-2": PreTokenizer(
-        (
-            rf"{_ENDS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_LINES}|{_HALVED_SPACES}"
-            r"|\s{1,2}(?!\S)|\s{1}",
-        )
-    ),
-    "superbpe": PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
-    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _bailing),
-    "seed-coder": PreTokenizer(
-        (rf"{_ENDS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES}|{_SPACES}",)
-    ),
-    "ufakzeka": PreTokenizer((rf"{_WORD}|\p{{N}}|{_SIGNS}|{_LINES}|{_SPACES}",)),
-    "afmoe": PreTokenizer((r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _ASIAN, _DEEPSEEK)),
-    "laguna": PreTokenizer((r"[^\n]+|[\n]+", _QWEN2)),
-    "exaone-moe": PreTokenizer(
-        (
-            rf"{_ENDS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
-            rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_SPACES}",
-        )
-    ),
-    "minicpm5": PreTokenizer(
-        (
-            r"\p{N}{1,3}",
-            rf"{_ENDS}|{_WORD}|\p{{N}}+|{_SIGNS}|{_LINES}|{_SPACES}",
-        ),
-        ignore_merges=True,
-    ),
-}
+)
+
+PRE_TOKENIZERS = {name: split for names, split in _SPLITS for name in names.split()}
 """By name. Not here are `gemma4`, `sarvam-moe`, `granite-embed-multi-*` and `whitespace`, whose
 models have an architecture that is not read."""

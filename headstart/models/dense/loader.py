@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -107,8 +106,11 @@ def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
         shape = read_shape(family, config)
         kinds = {layer.angles for layer in shape.layers if layer.angles is not None}
         frequencies = {kind: read_frequencies(config, kind, shape) for kind in sorted(kinds)}
-        eos_token_ids = _eos_token_ids(folder, config)
-        about = Description(folder, shape, frequencies, context_length(config), eos_token_ids)
+        path = folder / "generation_config.json"
+        eos = read_json(path).get("eos_token_id") if path.is_file() else None
+        eos = config.eos_token_id if eos is None else eos
+        ends = frozenset(map(int, [eos] if isinstance(eos, int) else eos or ()))
+        about = Description(folder, shape, frequencies, context_length(config), ends)
     except (HeadstartError, UnsupportedLayerError, MemoryError):
         raise
     # Values of a wrong type, or that are missing, raise anything.
@@ -119,15 +121,6 @@ def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
     if kept is not None and (not isinstance(kept, torch.dtype) or kept not in FLOATS):
         raise UnsupportedLayerError(f"its weights are {kept}")
     return about, kept
-
-
-def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
-    path = folder / "generation_config.json"
-    found = read_json(path).get("eos_token_id") if path.is_file() else None
-    found = config.eos_token_id if found is None else found
-    if found is None:
-        return frozenset()
-    return frozenset(map(int, [found] if isinstance(found, int) else found))
 
 
 def check_tensors(checkpoint: Checkpoint, outline: Outline, tied: bool) -> None:
@@ -144,7 +137,9 @@ def check_tensors(checkpoint: Checkpoint, outline: Outline, tied: bool) -> None:
     surplus = {
         name
         for name in held.keys() - needed.keys()
-        if not _COMPUTED.fullmatch(name) and not _adds_nothing(checkpoint, name)
+        # GPTQ's checkpoints have biases of zeros for layers without a bias.
+        if not _COMPUTED.fullmatch(name)
+        and not (name.endswith(".bias") and not checkpoint.tensor(name).any())
     }
     if tied and _HEAD in surplus:
         checkpoint.dtypes([_HEAD])
@@ -157,8 +152,3 @@ def check_tensors(checkpoint: Checkpoint, outline: Outline, tied: bool) -> None:
         raise UnsupportedLayerError(
             f"it holds {min(surplus)}{more}, which its family does not have"
         )
-
-
-def _adds_nothing(checkpoint: Checkpoint, name: str) -> bool:
-    """True for a bias of zeros, as GPTQ's checkpoints have for layers without one."""
-    return name.endswith(".bias") and not checkpoint.tensor(name).any()

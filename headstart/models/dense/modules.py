@@ -93,11 +93,9 @@ class AngleTable:
     """
 
     def __init__(self, frequencies: Frequencies, like: Tensor) -> None:
-        self._frequencies = frequencies
-        self.width = 2 * len(frequencies.values)
-        """Elements of a head that are rotated, from its first on."""
-        self._like = like
-        self._table: Angles = (like.new_empty((0, self.width)), like.new_empty((0, self.width)))
+        self._frequencies, self._like = frequencies, like
+        empty = like.new_empty((0, 2 * len(frequencies.values)))
+        self._table: Angles = (empty, empty)
 
     def __call__(self, positions: Tensor) -> Angles:
         """Two tensors `[rows, width]` for positions int64 `[rows]`, at least one."""
@@ -119,13 +117,10 @@ class AngleTable:
     def _angles(self, positions: Tensor) -> Angles:
         values, scale = self._frequencies
         places = positions.unsqueeze(1) * values
-        cos, sin = places.cos().mul_(scale), places.sin_().mul_(scale)
-        return self._both_halves(cos), self._both_halves(sin)
-
-    def _both_halves(self, pairs: Tensor) -> Tensor:
-        """A pair's number for each of its elements, which lie half a width apart."""
-        pairs = pairs.to(self._like)
-        return torch.cat((pairs, pairs), dim=-1)
+        pairs = (places.cos().mul_(scale).to(self._like), places.sin_().mul_(scale).to(self._like))
+        # The two elements of a pair lie half a width apart.
+        cos, sin = (torch.cat((part, part), dim=-1) for part in pairs)
+        return cos, sin
 
 
 def rotate(rows: Tensor, angles: Angles) -> Tensor:
@@ -214,7 +209,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, step: LayerStep, kept_rows: Tensor | None = None) -> Tensor:
         """The update of all rows, or of `kept_rows`; K and V of all rows are written."""
-        query, key, value = self._project(x)
+        if self._fused:
+            query, key, value = self.qkv_proj(x).split(self._widths, dim=-1)
+        else:
+            query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self._head_norms == "row":
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (part.view(len(x), -1, self.head_dim) for part in (query, key, value))
@@ -227,11 +225,6 @@ class Attention(nn.Module):
             attended = attended.index_select(0, kept_rows)
         out: Tensor = self.o_proj(attended.flatten(1))
         return out
-
-    def _project(self, x: Tensor) -> list[Tensor]:
-        if self._fused:
-            return list(self.qkv_proj(x).split(self._widths, dim=-1))
-        return [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
 
 
 class MLP(nn.Module):

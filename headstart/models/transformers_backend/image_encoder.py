@@ -28,7 +28,7 @@ from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedTokeniz
 
 from headstart.errors import DamagedModelError, HeadstartError, UnsupportedModelError
 from headstart.imports import install
-from headstart.models.decoder import DecoderModel, PlacedImage, ProcessedImage, VisionFacts
+from headstart.models.decoder import PlacedImage, ProcessedImage, VisionFacts
 from headstart.models.transformers_backend.decoder import TransformersDecoder
 from headstart.models.transformers_tools import silence_transformers
 
@@ -38,7 +38,6 @@ __all__ = [
     "ImageProcessor",
     "TransformersVision",
     "VISION_MODELS",
-    "load_vision",
 ]
 
 
@@ -50,6 +49,7 @@ class ImageFamily(ABC):
     """
 
     def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._config, self._tokenizer = config, tokenizer
         self._token = int(config.image_token_id)
         self.extra_rows = 0
 
@@ -73,13 +73,10 @@ class ImageFamily(ABC):
 class Fixed(ImageFamily):
     """LLaVA: every image has the processor's crop size."""
 
-    def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        super().__init__(config, tokenizer)
-        self._patch = int(config.vision_config.patch_size)
-
     def shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         height, width = inputs["pixel_values"].shape[-2:]
-        return (height // self._patch, width // self._patch)
+        patch = int(self._config.vision_config.patch_size)
+        return (height // patch, width // patch)
 
     def expand(self, shape: tuple[int, ...]) -> list[int]:
         return [self._token] * (shape[0] * shape[1] + self.extra_rows)
@@ -88,9 +85,9 @@ class Fixed(ImageFamily):
 class Grid(ImageFamily):
     """Qwen2-VL and Qwen2.5-VL: as many patches as the image has room for, and M-RoPE."""
 
-    def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        super().__init__(config, tokenizer)
-        self._merge = int(config.vision_config.spatial_merge_size)
+    @property
+    def _merge(self) -> int:
+        return int(self._config.vision_config.spatial_merge_size)
 
     def shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         return tuple(inputs["image_grid_thw"][0].tolist())
@@ -99,21 +96,23 @@ class Grid(ImageFamily):
         return [self._token] * (int(np.prod(shape)) // self._merge**2)
 
     def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
-        """Text counts on all axes alike. An image counts its frames, rows and columns from the end
+        """Return M-RoPE's positions.
+
+        Text counts on all axes alike. An image counts its frames, rows and columns from the end
         of the text before it; the text after it continues after the longest of these axes.
 
         Equal to the model's `get_rope_index`, which cannot separate two adjacent images.
         """
         parts: list[NDArray[np.int64]] = []
-        at = place = 0
+        end = place = 0
         for offset, (frames, rows, columns) in images:
-            parts.append(np.tile(np.arange(place, place + offset - at), (3, 1)))
-            place += offset - at
+            parts.append(np.tile(np.arange(place, place + offset - end), (3, 1)))
+            place += offset - end
             grid = (frames, rows // self._merge, columns // self._merge)
             parts.append(np.indices(grid, dtype=np.int64).reshape(3, -1) + place)
             place += max(grid[1:])
-            at = offset + int(np.prod(grid))
-        parts.append(np.tile(np.arange(place, place + num_tokens - at), (3, 1)))
+            end = offset + int(np.prod(grid))
+        parts.append(np.tile(np.arange(place, place + num_tokens - end), (3, 1)))
         return np.concatenate(parts, axis=1)
 
 
@@ -127,7 +126,6 @@ class Tiles(ImageFamily):
                 "around an image"
             )
         super().__init__(config, tokenizer)
-        self._tokenizer = tokenizer
         side = int(config.vision_config.image_size) // int(config.vision_config.patch_size)
         self._rows = side * side // int(config.scale_factor) ** 2
         self._image = tokenizer.convert_ids_to_tokens(int(config.image_token_id))
@@ -150,6 +148,7 @@ class Tiles(ImageFamily):
             text += "\n"
         text += "\n" if rows else ""
         text += f"{self._fake}{self._global}{tile}{self._fake}"
+        assert self._tokenizer is not None
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 
@@ -173,14 +172,27 @@ class ImageProcessor:
         self, config: PreTrainedConfig, folder: Path, tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
         """Load the image processor of a model. Raises DamagedModelError, UnsupportedModelError."""
-        self._processor = _load_processor(folder)
+        try:
+            with silence_transformers():
+                self._processor: Any = AutoImageProcessor.from_pretrained(
+                    folder, backend="pil", local_files_only=True
+                )
+        except ImportError as error:
+            raise UnsupportedModelError(
+                f"images need Pillow: {install('vision')} ({error})"
+            ) from error
+        # A damaged settings file raises OSError, ValueError, KeyError and more.
+        except Exception as error:
+            raise DamagedModelError(
+                f"the image processor in {folder} cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
         self.image_token_id = int(config.image_token_id)
         self._family = _FAMILIES[config.model_type](config, tokenizer)
 
     def process(self, image: Any) -> ProcessedImage:
-        found = self._processor(**self._family.arguments(image), return_tensors="pt")
-        shape = self._family.shape(found)
-        inputs = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        output = self._processor(**self._family.arguments(image), return_tensors="pt")
+        shape = self._family.shape(output)
+        inputs = {name: value for name, value in output.items() if isinstance(value, Tensor)}
         return ProcessedImage(inputs, shape, self.expand(shape).count(self.image_token_id))
 
     def recall(self, image: Any, shape: tuple[int, ...]) -> ProcessedImage:
@@ -193,31 +205,18 @@ class ImageProcessor:
         return self._family.positions(num_tokens, images)
 
     def settings(self) -> list[str]:
-        """The processor's class and its settings in JSON."""
+        """Return the processor's class and its settings in JSON."""
         settings = _without_places(self._processor.to_dict())
         return [type(self._processor).__name__, json.dumps(settings, sort_keys=True, default=str)]
 
 
 def _without_places(settings: Any) -> Any:
-    """Settings without the path of the folder that they were read from."""
+    """Return settings without the path of the folder that they were read from."""
     if not isinstance(settings, dict):
         return settings
     return {
         name: _without_places(value) for name, value in settings.items() if name != "_name_or_path"
     }
-
-
-def _load_processor(folder: Path) -> Any:
-    try:
-        with silence_transformers():
-            return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
-    except ImportError as error:
-        raise UnsupportedModelError(f"images need Pillow: {install('vision')} ({error})") from error
-    # A damaged settings file raises OSError, ValueError, KeyError and more.
-    except Exception as error:
-        raise DamagedModelError(
-            f"the image processor in {folder} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
 
 
 class TransformersVision(ImageProcessor):
@@ -240,11 +239,11 @@ class TransformersVision(ImageProcessor):
 
     def encode(self, image: ProcessedImage) -> Tensor:
         device, dtype = self._model.device, self._model.dtype
-        made = image.inputs if image.inputs is not None else self.process(image.pixels).inputs
-        assert made is not None
+        processed = image if image.inputs is not None else self.process(image.pixels)
+        assert processed.inputs is not None
         inputs = {
             name: value.to(device, dtype if value.is_floating_point() else None)
-            for name, value in made.items()
+            for name, value in processed.inputs.items()
         }
         with torch.inference_mode():
             output = self._model.get_image_features(**inputs, return_dict=True)
@@ -254,18 +253,15 @@ class TransformersVision(ImageProcessor):
     def fingerprint(self) -> bytes:
         with self._fingerprinting:  # or many first images would each read all weights
             if self._fingerprint is None:
-                self._fingerprint = self._compute_fingerprint()
+                # From the weights' files: weights in memory may be packed, cast, or both.
+                weights = self._decoder.fingerprint()
+                parts = [transformers.__version__, str(self._model.dtype), weights]
+                digest = hashlib.sha256()
+                for part in map(str.encode, [*parts, *self.settings()]):
+                    digest.update(len(part).to_bytes(8, "little"))
+                    digest.update(part)
+                self._fingerprint = digest.digest()
             return self._fingerprint
-
-    def _compute_fingerprint(self) -> bytes:
-        # From the weights' files: weights in memory may be packed, cast, or both.
-        parts = [transformers.__version__, str(self._model.dtype), self._decoder.fingerprint()]
-        parts += self.settings()
-        digest = hashlib.sha256()
-        for part in map(str.encode, parts):
-            digest.update(len(part).to_bytes(8, "little"))
-            digest.update(part)
-        return digest.digest()
 
     def facts(self) -> VisionFacts:
         return VisionFacts(self.fingerprint(), self.bytes_per_row, self._family.extra_rows)
@@ -293,16 +289,3 @@ class TransformersVision(ImageProcessor):
                 "placeholders: its config.json and its image processor do not fit"
             )
         return rows[0].nbytes
-
-
-def load_vision(
-    decoder: DecoderModel, tokenizer: PreTrainedTokenizerBase | None
-) -> TransformersVision | None:
-    """The vision part of a model that was loaded from a folder, None if it has none.
-
-    Raises `DamagedModelError` or `UnsupportedModelError`.
-    """
-    if not decoder.takes_images or decoder.folder is None:
-        return None
-    assert isinstance(decoder, TransformersDecoder), "our own modules take no images"
-    return TransformersVision(decoder, decoder.folder, tokenizer)

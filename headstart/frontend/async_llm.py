@@ -24,7 +24,6 @@ from headstart.errors import EngineError
 from headstart.frontend.chat.messages import TemplateOptions
 from headstart.frontend.facade import Facade, Started, check_call
 from headstart.frontend.streams import AsyncRequestStream
-from headstart.validation import check_flag
 
 # These import torch, which waits until the model's name is checked: see `start_engine`.
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class AsyncLLM(Facade):
 
     @classmethod
     def from_started(cls, started: Started) -> AsyncLLM:
-        """Make one over an engine that has been loaded."""
+        """Make an `AsyncLLM` over an engine that has been loaded."""
         llm = cls.__new__(cls)
         llm._take(started)
         return llm
@@ -85,7 +84,7 @@ class AsyncLLM(Facade):
     ) -> AsyncGenerator[RequestOutput]:
         """Stream the outputs of one request. Raises RequestError before any work.
 
-        trace_headers and session_id have no effect; vLLM's other parameters must ask for nothing.
+        trace_headers and session_id have no effect; vLLM's other parameters must be empty.
         """
         check_call(locals())
         return self._stream(
@@ -132,7 +131,7 @@ class AsyncLLM(Facade):
         priority: int | None = None,
         cache_salt: str | None = None,
     ) -> RequestGroup:
-        """Check and tokenise a request of `generate`, for `outputs`. Raises RequestError."""
+        """Check and tokenize a request of `generate`, for `outputs`. Raises RequestError."""
         make = partial(self.frontend.prepare, prompt, request_id=request_id, salt=cache_salt)
         is_short = isinstance(prompt, list) and len(prompt) <= _FEW_IDS
         return await self._prepare(
@@ -156,7 +155,7 @@ class AsyncLLM(Facade):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestGroup:
-        """Check and tokenise a conversation, as `prepare` does."""
+        """Check and tokenize a conversation, as `prepare` does."""
         template = TemplateOptions.pick(locals())
         make = partial(
             self._chats.prepare, messages, template=template, request_id=request_id, salt=cache_salt
@@ -192,7 +191,7 @@ class AsyncLLM(Facade):
         """Queue a prepared request and stream its outputs; leaving the loop aborts it.
 
         paced: between the first output and the last, those that come within 5 ms of others (1 ms
-        for each of more than five readers) may be told as one, which spares the event loop work.
+        for each of more than five readers) may be joined, which spares the event loop work.
         """
 
         async def prepared() -> RequestGroup:
@@ -231,7 +230,7 @@ class AsyncLLM(Facade):
         await asyncio.to_thread(self._driver.call, lambda: self.engine.unload_adapter(name))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter before it is first asked for."""
+        """Load an adapter before its first request."""
         self.frontend.require_open()
         await self._load(lora_request)
         return True
@@ -251,12 +250,7 @@ class AsyncLLM(Facade):
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """Forget everything cached, as `LLM.reset_prefix_cache` does."""
-        again = check_flag("reset_running_requests", reset_running_requests)
-        tiers = check_flag("reset_connector", reset_connector)
-        return await asyncio.to_thread(
-            self._driver.call,
-            lambda: self.engine.reset_prefix_cache(reset_running_requests=again, reset_tiers=tiers),
-        )
+        return await asyncio.to_thread(self._reset_cache, reset_running_requests, reset_connector)
 
     async def forget_inputs(self) -> None:
         """Forget the turns of earlier chats, and the images that no request uses."""
@@ -290,7 +284,7 @@ class AsyncLLM(Facade):
 
     @property
     def errored(self) -> bool:
-        """True if it is closed or broke."""
+        """True if it is stopped."""
         return self.is_stopped
 
     async def abort(self, request_id: str) -> None:

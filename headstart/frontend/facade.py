@@ -23,7 +23,7 @@ from headstart.frontend.vllm_compat import (
 )
 from headstart.imports import load_module
 from headstart.models.prefetch import read_ahead
-from headstart.validation import check_absent
+from headstart.validation import check_absent, check_flag
 
 # These import torch, which waits until the model's name is checked: see `start_engine`.
 if TYPE_CHECKING:
@@ -289,6 +289,13 @@ class Facade:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the sampling of calls that bring none; see `generation_config`."""
         return self._sampling.clone()
+
+    def _reset_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
+        again = check_flag("reset_running_requests", reset_running_requests)
+        tiers = check_flag("reset_connector", reset_connector)
+        return self._driver.call(
+            lambda: self.engine.reset_prefix_cache(reset_running_requests=again, reset_tiers=tiers)
+        )
 
     def _spread(
         self,

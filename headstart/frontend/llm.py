@@ -22,7 +22,6 @@ from headstart.frontend.chat.messages import TemplateOptions
 from headstart.frontend.facade import Facade, Started, check_call
 from headstart.frontend.streams import RequestStream, run_all
 from headstart.imports import load_module
-from headstart.validation import check_flag
 
 # These import torch, which waits until the model's name is checked: see `start_engine`.
 if TYPE_CHECKING:
@@ -66,11 +65,7 @@ class SyncFacade(Facade):
         reset_running_requests: compute running requests anew instead. reset_connector: also forget
         what the model has on disk or another machine.
         """
-        again = check_flag("reset_running_requests", reset_running_requests)
-        tiers = check_flag("reset_connector", reset_connector)
-        return self._driver.call(
-            lambda: self.engine.reset_prefix_cache(reset_running_requests=again, reset_tiers=tiers)
-        )
+        return self._reset_cache(reset_running_requests, reset_connector)
 
     def _require_adapter(self, choice: str | LoRARequest | None) -> str | None:
         """Return the name of an adapter, which is loaded if need be."""
@@ -110,8 +105,8 @@ class LLM(SyncFacade):
     Parameters of calls: `cache_salt`: requests of different salts share no K/V. `adapter`: the name
     of a loaded LoRA adapter; `lora_request`: the same in vLLM's form, loaded when it is first used.
     `priority`: requests of lower values run first. Of a call with several prompts, `adapter`,
-    `lora_request`, `priority` and `sampling_params` are one for all or a list. Those of chats are
-    explained in `TemplateOptions`.
+    `lora_request`, `priority` and `sampling_params` are a value for all or a list. Parameters of
+    chats are explained in `TemplateOptions`.
 
     >>> from headstart.models.demo import demo_model_path
     >>> llm = LLM(demo_model_path(), num_blocks=64)
@@ -265,7 +260,7 @@ class LLM(SyncFacade):
         self._chats.recall(messages, reply_token_ids)
 
     def load_adapter(self, name: str, path: str | Path) -> Adapter:
-        """Read a LoRA adapter from a folder in PEFT's format; `adapter=name` asks for it.
+        """Read a LoRA adapter from a folder in PEFT's format; `adapter=name` selects it.
 
         K/V belong to the adapter's content: the same adapter under two names shares them, another
         one loaded under an old name shares none. Raises AdapterError.
@@ -384,7 +379,7 @@ class LLMEngine(SyncFacade):
         """Queue a request; returns its id. Raises RequestError, and nothing is queued then.
 
         arrival_time, trace_headers and session_id have no effect; tokenization_kwargs, prompt_text
-        and kv_hints must ask for nothing.
+        and kv_hints must be empty.
         """
         check_call(locals())
         make = partial(self.frontend.prepare, request_id=request_id)
@@ -393,7 +388,7 @@ class LLMEngine(SyncFacade):
         return group.request_id
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; the outputs of the requests that it moved, as `output_kind` says.
+        """Compute one step; return outputs of the requests that it moved, by their `output_kind`.
 
         Raises the EngineError of a request that failed; the others' outputs come before it. If it
         is interrupted, such as by Ctrl-C, its outputs come with the next step.
@@ -409,7 +404,7 @@ class LLMEngine(SyncFacade):
         return outputs
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
-        """Forget requests; an id that is not known changes nothing."""
+        """Forget requests; an unknown id changes nothing."""
         names = [request_ids] if isinstance(request_ids, str) else request_ids
         self._driver.call(lambda: self._forget(names))
 

@@ -27,13 +27,12 @@ if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup
     from headstart.frontend.chat.requests import ChatRequests
 
-Answer = TypeVar("Answer")
 Output = TypeVar("Output", bound="AnyOutput")
 
 PACE = 0.005
 """Least seconds between two looks at the updates that may be late."""
 _PACE_OF_EACH, _LONGEST_PACE = 0.002, 0.064  # for each reader: it works a twentieth of that
-_MOST_UPDATES = 256  # unread ones; each has all the text so far, so one more can be left out
+_MOST_UPDATES = 256  # unread updates; each has all the text so far, so others can be left out
 
 
 class PromptProgress(NamedTuple):
@@ -65,7 +64,8 @@ class Mailbox(Generic[Output]):
 
     def receive(self, update: Output | BaseException) -> None:
         """Add an update, unless the reader is far behind: each output has all the text so far."""
-        if _is_last(update) or self._updates.qsize() < _MOST_UPDATES:
+        is_last = isinstance(update, BaseException) or update.finished
+        if is_last or self._updates.qsize() < _MOST_UPDATES:
             self._updates.put(update)
 
     def get(self) -> Output:
@@ -74,11 +74,11 @@ class Mailbox(Generic[Output]):
 
 
 def run_all(
-    driver: LocalDriver, groups: Sequence[AnyRequest], tell: Callable[[Any], None] | None = None
+    driver: LocalDriver, groups: Sequence[AnyRequest], report: Callable[[Any], None] | None = None
 ) -> list[Any]:
     """Run requests to their ends, and return their last outputs in the order of the requests.
 
-    tell: called with each of them as it comes. An error of one cancels all.
+    report: called with each of them as it comes. An error of one cancels all.
     """
     outputs: dict[str, Any] = {}
     updates: Mailbox[Any] = Mailbox(driver, groups)
@@ -88,8 +88,8 @@ def run_all(
         while len(outputs) < len(groups):
             output = updates.get()
             outputs[output.request_id] = output
-            if tell is not None:
-                tell(output)
+            if report is not None:
+                report(output)
     finally:
         if len(outputs) < len(groups):
             driver.cancel(groups)
@@ -110,7 +110,7 @@ class OutputStream(Generator[Output, None, None]):
         self._driver, self._group, self._chats, self._owner = driver, group, chats, owner
         self._shown = ShownOutputs(group.output_kind)
         self._updates: Mailbox[Any] = Mailbox(driver, [group])
-        self._unsubmitted = [group]  # until one thread takes it out: to submit it, or never to
+        self._unsubmitted = [group]  # until a thread takes it out: to submit it, or never to
         self._ended = self._aborted = self._is_left = False
 
     def send(self, value: None) -> Output:
@@ -139,7 +139,7 @@ class OutputStream(Generator[Output, None, None]):
         return super().throw(*error)
 
     def close(self) -> None:
-        """Forget the request if it is unfinished; on return it holds nothing any more."""
+        """Cancel the request if it is unfinished; on return all its memory is released."""
         if not self._ended:
             self._leave(wait=True)
         self._end()
@@ -206,8 +206,8 @@ class AsyncMailbox(Generic[Output]):
         self.paced = paced
         self.is_listed = False  # among those whose updates may be late
         self._driver = driver
-        self._loop = asyncio.get_running_loop()
-        self._waker = _WAKERS.get(self._loop) or _WAKERS.setdefault(self._loop, _Waker(self._loop))
+        self.loop = asyncio.get_running_loop()
+        self._waker = _WAKERS.get(self.loop) or _WAKERS.setdefault(self.loop, _Waker(self.loop))
         # Each update has all that those before it have.
         self._updates: deque[Output] = deque(maxlen=1 if paced else None)
         self._last: Output | BaseException | None = None
@@ -232,18 +232,10 @@ class AsyncMailbox(Generic[Output]):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def require_loop(self) -> None:
-        """Raise RequestError in the tasks of another loop."""
-        if asyncio.get_running_loop() is not self._loop:
-            raise RequestError(
-                "the stream was begun in another event loop; allowed: read one stream in one loop, "
-                "or use `LLM.stream`, which needs none"
-            )
-
     async def get(self) -> Output:
         """Wait for the next output. Raises the error that ended the request."""
         while not self._updates and self._last is None:
-            self._waiter = self._loop.create_future()
+            self._waiter = self.loop.create_future()
             try:
                 with self._driver.awaited():
                     await self._waiter
@@ -327,7 +319,7 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
         *,
         paced: bool = False,
     ) -> None:
-        """prepare: makes the request, when the first output is read. The others: as above."""
+        """prepare: makes the request, when the first output is read; see `OutputStream`."""
         self._driver, self._chats, self._owner, self._paced = driver, chats, owner, paced
         self._prepare: Callable[[], Awaitable[Any]] | None = prepare  # until it is called
         self._group: Any = None
@@ -345,8 +337,11 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
         """
         if self._ended:
             self._stop()
-        if self._group is not None:
-            self._updates.require_loop()
+        if self._group is not None and asyncio.get_running_loop() is not self._updates.loop:
+            raise RequestError(
+                "the stream was begun in another event loop; allowed: read one stream in one loop, "
+                "or use `LLM.stream`, which needs none"
+            )
         if self._is_read:
             raise RuntimeError("another task waits for this stream's next output")
         self._is_read = True
@@ -423,10 +418,6 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
 
 RequestStream = OutputStream[RequestOutput]
 AsyncRequestStream = AsyncOutputStream[RequestOutput]
-
-
-def _is_last(update: AnyOutput | BaseException) -> bool:
-    return isinstance(update, BaseException) or update.finished
 
 
 def _open(update: Output | BaseException) -> Output:

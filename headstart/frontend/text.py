@@ -171,14 +171,6 @@ class TextLimit:
                 self.max_model_len,
             )
 
-    def check_messages(self, count: int) -> None:
-        """Raise RequestError for a conversation of more messages than tokens."""
-        if count > self.max_model_len:
-            raise RequestError(
-                f"the conversation has {count:,} messages; allowed: {self.max_model_len:,} at "
-                "most (max_model_len)"
-            )
-
     @cached_property
     def max_bytes(self) -> int:
         """The longest text in UTF-8 bytes that may fit."""

@@ -245,7 +245,7 @@ def _default_of(name: str) -> Any:
 
 
 class _Fields:
-    """The fields of an `EngineArgs` are the model and the options that were given, so that
+    """The fields of an `EngineArgs` are the model and the options that were passed, so that
     `LLM(**asdict(args))` works. Those of the class are all options of vLLM's."""
 
     def __get__(self, args: EngineArgs | None, kind: type) -> dict[str, Field[Any]]:
@@ -260,8 +260,8 @@ class _Fields:
 class EngineArgs(Namespace):
     """A model and its options, for `LLM.from_engine_args` or `LLM(**asdict(engine_args))`.
 
-    Each option is an attribute, which may be set; one that was not given has its default. Raises
-    ConfigError for one that cannot be followed, ModelError for a model that is not there.
+    Each option is an attribute, which may be set; an option that was not passed has its default.
+    Raises ConfigError for an option that is not here, ModelError for a missing model.
     """
 
     __dataclass_fields__ = _Fields()
@@ -272,7 +272,7 @@ class EngineArgs(Namespace):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that were given, without the model."""
+        """The options that were passed, without the model."""
         return {name: value for name, value in vars(self).items() if name != "model"}
 
     @classmethod
@@ -283,13 +283,12 @@ class EngineArgs(Namespace):
     @classmethod
     def from_cli_args(cls, args: Namespace) -> Self:
         """Take what a parser with these flags read; the program's own flags are left alone."""
-        given = {name: getattr(args, name) for name in FLAGS if hasattr(args, name)}
-        if given.get("model") is None:
+        options = {name: getattr(args, name) for name in FLAGS if hasattr(args, name)}
+        if options.get("model") is None:
             raise ConfigError(
                 "the arguments name no model; allowed: --model, or set_defaults(model=...)"
             )
-        defaults = {name: (None, _default_of(name)) for name in given}
-        return cls(**{n: v for n, v in given.items() if v not in defaults[n]})
+        return cls(**{n: v for n, v in options.items() if v not in (None, _default_of(n))})
 
     def __getattr__(self, name: str) -> Any:
         if name in ENGINE or name in _OF_CONFIG:
@@ -351,7 +350,7 @@ def add_flags(
 
 
 def read_value(text: str) -> Any:
-    """Read a number, one with a unit such as 32k (thousands) and 32K (1,024s), JSON, or a text.
+    """Read a number, also with a unit such as 32k (thousands) or 32K (1,024s), JSON, or a text.
 
     >>> read_value("32k"), read_value("0.9"), read_value("auto")
     (32000, 0.9, 'auto')

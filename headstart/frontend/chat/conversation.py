@@ -156,7 +156,7 @@ def _size(token_ids: array[int]) -> int:
 
 
 def _make_hasher(namespace: Namespace) -> hashlib.blake2b:
-    """Return a hasher that has read adapter and salt, with their lengths to keep them apart."""
+    """Return a hasher that has read adapter and salt, separated by their lengths."""
     hasher = hashlib.blake2b(digest_size=16)
     for field in namespace:
         name = b"" if field is None else _encode(field)
@@ -233,7 +233,11 @@ class ConversationMemory:
         tokenizer = self._spelling.tokenizer
         if not (tokenizer.chat_template or options.chat_template):
             raise RequestError("the model's tokenizer has no chat template: give a prompt instead")
-        self._limit.check_messages(len(messages))
+        if len(messages) > self._limit.max_model_len:
+            raise RequestError(
+                f"the conversation has {len(messages):,} messages; allowed: "
+                f"{self._limit.max_model_len:,} at most (max_model_len)"
+            )
         try:
             tools: list[dict[str, Any]] | None = [{}] if options.tools else None
             template = tokenizer.get_chat_template(options.chat_template, tools)

@@ -62,7 +62,7 @@ def serve(replicas: int) -> None:
     def answer() -> None:
         for _ in sys.stdin:
             try:
-                told = llm._driver.call(look)
+                told = llm.driver.call(look)
             except BaseException as error:
                 told = {"error": f"{type(error).__name__}: {error}"}
             print(json.dumps(told), file=told_to)

@@ -158,7 +158,7 @@ class AsyncLLM(Facade):
         """Check and tokenize a conversation, as `prepare` does."""
         template = TemplateOptions.pick(locals())
         make = partial(
-            self._chats.prepare, messages, template=template, request_id=request_id, salt=cache_salt
+            self.chats.prepare, messages, template=template, request_id=request_id, salt=cache_salt
         )
         return await self._prepare(make, sampling_params, adapter, lora_request, priority)
 
@@ -202,11 +202,11 @@ class AsyncLLM(Facade):
     def _stream(
         self, prepare: Callable[[], Awaitable[RequestGroup]], *, paced: bool = False
     ) -> AsyncRequestStream:
-        return AsyncRequestStream(self._driver, prepare, self._chats, owner=self, paced=paced)
+        return AsyncRequestStream(self.driver, prepare, self.chats, owner=self, paced=paced)
 
     async def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function` in the engine's thread between two steps; for what reads the cache."""
-        return await self._driver.call_async(function)
+        return await self.driver.call_async(function)
 
     def read_metrics(self) -> list[Metric]:
         """The engine's counts and values of now. For the engine's thread: see `call`."""
@@ -218,16 +218,16 @@ class AsyncLLM(Facade):
         prefix: what prompts begin with, as token ids or as a text, which is also what the system
         says first in chats. For requests that are made later. Raises RequestError or CacheError.
         """
-        return self._chats.publish(prefix)
+        return self.chats.publish(prefix)
 
     async def load_adapter(self, name: str, path: str | Path) -> Adapter:
         """Read a LoRA adapter from a folder, as `LLM.load_adapter` does."""
         self.frontend.require_open()
-        return await asyncio.to_thread(self.frontend.adapters.load, name, path, self._driver.call)
+        return await asyncio.to_thread(self.frontend.adapters.load, name, path, self.driver.call)
 
     async def unload_adapter(self, name: str) -> None:
         """Take an adapter's name away, as `LLM.unload_adapter` does."""
-        await asyncio.to_thread(self._driver.call, lambda: self.engine.unload_adapter(name))
+        await asyncio.to_thread(self.driver.call, lambda: self.engine.unload_adapter(name))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter before its first request."""
@@ -237,9 +237,7 @@ class AsyncLLM(Facade):
 
     async def _load(self, choice: str | LoRARequest | None) -> str | None:
         if isinstance(choice, LoRARequest):  # which may read files
-            return await asyncio.to_thread(
-                self.frontend.adapters.require, choice, self._driver.call
-            )
+            return await asyncio.to_thread(self.frontend.adapters.require, choice, self.driver.call)
         return choice
 
     async def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -254,7 +252,7 @@ class AsyncLLM(Facade):
 
     async def forget_inputs(self) -> None:
         """Forget the turns of earlier chats, and the images that no request uses."""
-        await asyncio.to_thread(self._chats.clear)
+        await asyncio.to_thread(self.chats.clear)
         images = self.frontend.images
         if images is not None:
             await self.call(images.clear)
@@ -289,14 +287,14 @@ class AsyncLLM(Facade):
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; its stream ends with finish reason "abort"."""
-        self._driver.abort(request_id)
+        self.driver.abort(request_id)
 
     def close(self) -> None:
         """Stop the threads; requests under way end with an EngineError. Idempotent.
 
         A form that is being compiled cannot be stopped: its thread ends when that is done.
         """
-        self._driver.close()
+        self.driver.close()
         self._forms.abandon(EngineError("the engine is closed"))
 
     def shutdown(self, timeout: float | None = None) -> None:

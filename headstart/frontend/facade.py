@@ -94,11 +94,14 @@ def check_call(arguments: Mapping[str, Any]) -> None:
 
 
 class Facade:
-    """An engine, the driver that runs its steps, and the chats that become its requests."""
+    """An engine, the driver that runs its steps, and the chats that become its requests.
+
+    For the package; programs use the methods of `LLM`, `AsyncLLM` and `LLMEngine`.
+    """
 
     frontend: Frontend
     engine: EngineCore
-    _driver: Driver
+    driver: Driver
 
     # Parts of `vllm_config` that have no value here.
     speculative_config: ClassVar[None] = None
@@ -163,10 +166,10 @@ class Facade:
 
     def _take(self, started: Started) -> None:
         """Take over an engine that has been loaded."""
-        self.frontend, self._chats, self._driver, self._sampling, engine = started
+        self.frontend, self.chats, self.driver, self._sampling, engine = started
         if engine is not None:
             self.engine = engine
-        weakref.finalize(self, self._driver.close)
+        weakref.finalize(self, self.driver.close)
 
     @classmethod
     def from_engine_args(
@@ -196,7 +199,7 @@ class Facade:
     @property
     def chat_template(self) -> str | None:
         """The template of chats that bring none; None for the tokenizer's."""
-        return self._chats.chat_template
+        return self.chats.chat_template
 
     @property
     def vllm_config(self) -> VllmView:
@@ -293,7 +296,7 @@ class Facade:
     def _reset_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
         again = check_flag("reset_running_requests", reset_running_requests)
         tiers = check_flag("reset_connector", reset_connector)
-        return self._driver.call(
+        return self.driver.call(
             lambda: self.engine.reset_prefix_cache(reset_running_requests=again, reset_tiers=tiers)
         )
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class SyncFacade(Facade):
     """A facade whose methods wait for the engine."""
 
-    _driver: LocalDriver
+    driver: LocalDriver
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Return the model's tokenizer, None if it came without one."""
@@ -46,7 +46,7 @@ class SyncFacade(Facade):
 
     def get_metrics(self) -> list[Metric]:
         """Return counts of the cache and of requests, in vLLM's names."""
-        return self._driver.call(lambda: read_metrics(self.engine))
+        return self.driver.call(lambda: read_metrics(self.engine))
 
     def has_unfinished_requests(self) -> bool:
         """Return True if a request runs or waits."""
@@ -70,7 +70,7 @@ class SyncFacade(Facade):
     def _require_adapter(self, choice: str | LoRARequest | None) -> str | None:
         """Return the name of an adapter, which is loaded if need be."""
         self.frontend.require_open()
-        return self.frontend.adapters.require(choice, self._driver.call)
+        return self.frontend.adapters.require(choice, self.driver.call)
 
     def _prepare(
         self,
@@ -141,7 +141,7 @@ class LLM(SyncFacade):
             prompts, sampling_params, adapter, lora_request, priority, cache_salt
         )
         with _progress(len(groups) if use_tqdm else 0) as report:
-            return run_all(self._driver, groups, report)
+            return run_all(self.driver, groups, report)
 
     def chat(
         self,
@@ -170,15 +170,15 @@ class LLM(SyncFacade):
         tokenizing it anew would give others. Raises what `generate` does.
         """
         check_call(locals())
-        make = partial(self._chats.prepare, template=TemplateOptions.pick(locals()))
+        make = partial(self.chats.prepare, template=TemplateOptions.pick(locals()))
         chats = _as_conversations(messages)
         groups = self._prepare(
             chats, sampling_params, adapter, lora_request, priority, cache_salt, make
         )
         with _progress(len(groups) if use_tqdm else 0) as report:
-            outputs: list[RequestOutput] = run_all(self._driver, groups, report)
+            outputs: list[RequestOutput] = run_all(self.driver, groups, report)
         for group, output in zip(groups, outputs, strict=True):
-            self._chats.remember(group, output)
+            self.chats.remember(group, output)
         return outputs
 
     def beam_search(
@@ -223,7 +223,7 @@ class LLM(SyncFacade):
         [group] = self._prepare(
             [prompt], sampling_params, adapter, lora_request, priority, cache_salt
         )
-        return RequestStream(self._driver, group, owner=self)
+        return RequestStream(self.driver, group, owner=self)
 
     def stream_chat(
         self,
@@ -242,11 +242,11 @@ class LLM(SyncFacade):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestStream:
         """Stream the answer to a conversation, as `stream` does."""
-        make = partial(self._chats.prepare, template=TemplateOptions.pick(locals()))
+        make = partial(self.chats.prepare, template=TemplateOptions.pick(locals()))
         [group] = self._prepare(
             [messages], sampling_params, adapter, lora_request, priority, cache_salt, make
         )
-        return RequestStream(self._driver, group, self._chats, owner=self)
+        return RequestStream(self.driver, group, self.chats, owner=self)
 
     def recall_chat(
         self, messages: Conversation, reply_token_ids: Mapping[int, Sequence[int]]
@@ -257,7 +257,7 @@ class LLM(SyncFacade):
         `cache_dir` their K/V are found again. Raises RequestError.
         """
         self.engine.require_open()
-        self._chats.recall(messages, reply_token_ids)
+        self.chats.recall(messages, reply_token_ids)
 
     def load_adapter(self, name: str, path: str | Path) -> Adapter:
         """Read a LoRA adapter from a folder in PEFT's format; `adapter=name` selects it.
@@ -266,11 +266,11 @@ class LLM(SyncFacade):
         one loaded under an old name shares none. Raises AdapterError.
         """
         self.engine.require_open()
-        return self.frontend.adapters.load(name, path, self._driver.call)
+        return self.frontend.adapters.load(name, path, self.driver.call)
 
     def unload_adapter(self, name: str) -> None:
         """Take an adapter's name away; requests that run with it finish. Raises RequestError."""
-        self._driver.call(lambda: self.engine.unload_adapter(name))
+        self.driver.call(lambda: self.engine.unload_adapter(name))
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -288,7 +288,7 @@ class LLM(SyncFacade):
 
     def close(self) -> None:
         """End open streams with an EngineError and free the K/V memory. Idempotent."""
-        self._driver.close()
+        self.driver.close()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -384,7 +384,7 @@ class LLMEngine(SyncFacade):
         check_call(locals())
         make = partial(self.frontend.prepare, request_id=request_id)
         [group] = self._prepare([prompt], params, adapter, lora_request, priority, cache_salt, make)
-        self._driver.call(lambda: self._submit(group))
+        self.driver.call(lambda: self._submit(group))
         return group.request_id
 
     def step(self) -> list[RequestOutput]:
@@ -395,7 +395,7 @@ class LLMEngine(SyncFacade):
         """
         self.engine.require_open()
         if not self._pending:
-            self._driver.call(self._advance)
+            self.driver.call(self._advance)
         outputs: list[RequestOutput] = []
         for output in self._pending.popleft().values():
             if isinstance(output, EngineError):
@@ -406,7 +406,7 @@ class LLMEngine(SyncFacade):
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
         """Forget requests; an unknown id changes nothing."""
         names = [request_ids] if isinstance(request_ids, str) else request_ids
-        self._driver.call(lambda: self._forget(names))
+        self.driver.call(lambda: self._forget(names))
 
     # In the engine's thread
 
@@ -463,7 +463,7 @@ class LLMEngine(SyncFacade):
 
     def close(self) -> None:
         """Forget all requests and free the K/V memory. Idempotent."""
-        self._driver.close()
+        self.driver.close()
         self._shown.clear()
         self._pending.clear()
 

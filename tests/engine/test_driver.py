@@ -136,19 +136,19 @@ def test_an_id_in_use_is_refused_whatever_happens(llm: LLM) -> None:
     """The second took the first one's place until it was refused: if that was interrupted, nobody
     told the first."""
     first, second = (llm.frontend.prepare(A, LONG, request_id="mine") for _ in range(2))
-    updates = [Mailbox(llm._driver, [group]) for group in (first, second)]
+    updates = [Mailbox(llm.driver, [group]) for group in (first, second)]
 
     def broken(group: object) -> None:
         raise MemoryError("on purpose")
 
-    llm._driver.submit(first, updates[0].receive)
+    llm.driver.submit(first, updates[0].receive)
     assert not updates[0].get().finished
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm.engine, "submit", broken)
-        llm._driver.submit(second, updates[1].receive)
+        llm.driver.submit(second, updates[1].receive)
         with pytest.raises(RequestError, match="'mine' is in use"):
             updates[1].get()
-        llm._driver.cancel([second])
+        llm.driver.cancel([second])
     output = updates[0].get()
     while not output.finished:
         output = updates[0].get()
@@ -158,15 +158,15 @@ def test_an_id_in_use_is_refused_whatever_happens(llm: LLM) -> None:
 def test_a_request_that_close_overtakes_is_refused(llm: LLM) -> None:
     """It was queued after the thread had refused all others, and waited for ever."""
     group = llm.frontend.prepare(A, GREEDY)
-    updates = Mailbox(llm._driver, [group])
-    require_thread = llm._driver._require_thread
+    updates = Mailbox(llm.driver, [group])
+    require_thread = llm.driver._require_thread
 
     def overtaken() -> None:
         require_thread()
         llm.close()
 
-    llm._driver._require_thread = overtaken  # type: ignore[method-assign]
-    llm._driver.submit(group, updates.receive)
+    llm.driver._require_thread = overtaken  # type: ignore[method-assign]
+    llm.driver.submit(group, updates.receive)
     assert not updates._updates.empty()
     with pytest.raises(EngineError, match="closed"):
         updates.get()
@@ -247,7 +247,7 @@ def test_asking_from_within_a_step_is_refused(
     assert _tokens(llm.generate(A, GREEDY)[0]) == expected[A[0]]
     if ask != "read":  # whose error closed it
         assert len(_tokens(list(open_stream)[-1])) == 150
-    assert llm._driver.call(lambda: _is_clean(llm))
+    assert llm.driver.call(lambda: _is_clean(llm))
 
 
 def test_a_stream_keeps_its_llm(folder: Path, expected: dict[int, list[int]]) -> None:

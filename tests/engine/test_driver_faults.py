@@ -67,17 +67,17 @@ def test_a_fault_in_the_drivers_thread(
 ) -> None:
     """Callers get an error, and so does or is answered the next call; the memory is given back."""
     llm = make_llm(folder)
-    method = getattr(llm._driver, place)
+    method = getattr(llm.driver, place)
     left = [None]
 
     def broken(*args: Any) -> Any:
         answer = method(*args)
-        if llm._driver._followed and left:
+        if llm.driver._followed and left:
             left.pop()
             raise MemoryError("on purpose")
         return answer
 
-    monkeypatch.setattr(llm._driver, place, broken)
+    monkeypatch.setattr(llm.driver, place, broken)
     with pytest.raises(EngineError, match="on purpose"):
         llm.generate([A, B], SHORT, use_tqdm=False)
     if place == "_take_orders":
@@ -87,7 +87,7 @@ def test_a_fault_in_the_drivers_thread(
         assert _tokens(llm.generate(B, SHORT)[0]) == expected[B[0]]
         assert _is_clean(llm)
     llm.close()
-    assert not llm._driver.is_alive
+    assert not llm.driver.is_alive
     assert not llm.engine._runner._memory.keys, "the K/V memory is kept"
 
 
@@ -131,7 +131,7 @@ def test_an_engine_that_cannot_be_reset_is_closed(folder: Path) -> None:
             await asyncio.to_thread(begun.wait)
             called = asyncio.create_task(llm.call(lambda: None))
             queued = asyncio.ensure_future(anext(llm.generate(B, LONG)))
-            while llm._driver._orders.qsize() < 2:
+            while llm.driver._orders.qsize() < 2:
                 await asyncio.sleep(0)
             go.set()
             return list(await asyncio.gather(read, called, queued, return_exceptions=True))
@@ -253,7 +253,7 @@ def test_engines_whose_logits_processors_ask_one_another_are_told(folder: Path, 
             "generate": lambda: other.generate(A, SHORT),
             "stream": lambda: list(other.stream(A, SHORT)),
             "reset": other.reset_prefix_cache,
-            "call": lambda: asyncio.run(other._driver.call_async(int)),
+            "call": lambda: asyncio.run(other.driver.call_async(int)),
             "close": other.close,
         }
 

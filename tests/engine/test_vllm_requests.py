@@ -178,11 +178,11 @@ def test_a_request_may_leave_nothing_in_the_cache(llm: LLM) -> None:
 
 def test_a_turn_that_is_not_stored_is_not_remembered(tiny: LLM) -> None:
     turns = [{"role": "user", "content": "Who is never stored?"}]
-    known = len(tiny._chats._memory)
+    known = len(tiny.chats._memory)
     tiny.chat(turns, greedy(4, skip_storing_prefix_cache=True))
-    assert len(tiny._chats._memory) == known
+    assert len(tiny.chats._memory) == known
     tiny.chat(turns, greedy(4))
-    assert len(tiny._chats._memory) > known
+    assert len(tiny.chats._memory) > known
 
 
 def test_the_cache_is_reset_while_requests_run(llm: LLM) -> None:

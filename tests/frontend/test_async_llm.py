@@ -255,7 +255,7 @@ def test_a_reply_is_remembered_off_the_event_loop(demo_model: Path) -> None:
     async def ask() -> None:
         stream = llm.chat([{"role": "user", "content": "Hello"}], PARAMS)
         await anext(stream)
-        with llm._chats._lock:
+        with llm.chats._lock:
             rest = asyncio.create_task(last(stream))
             while llm.engine.has_unfinished:
                 await asyncio.to_thread(lambda: None)

@@ -149,7 +149,7 @@ def test_a_name_is_a_text(llm: LLM, field: str, value: Any) -> None:
     with pytest.raises(RequestError, match=field):
         llm.frontend.prepare([5], PARAMS, **{field: value})
     with pytest.raises(RequestError, match=field):
-        llm._chats.prepare([{"role": "user", "content": "a"}], PARAMS, **{field: value})
+        llm.chats.prepare([{"role": "user", "content": "a"}], PARAMS, **{field: value})
 
 
 @pytest.mark.parametrize("priority", ["a", True, 1.5, 2**63, [1], None])

@@ -133,7 +133,7 @@ def interrupted_step(engine: LLMEngine) -> list[RequestOutput]:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._driver, "wait", interrupt)
+        patch.setattr(engine.driver, "wait", interrupt)
         try:
             return engine.step()
         except KeyboardInterrupt:

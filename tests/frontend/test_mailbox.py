@@ -31,7 +31,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
 
 def make_box(llm: AsyncLLM, *, paced: bool = False) -> tuple[AsyncMailbox[Any], RequestOutput]:
     group = llm.frontend.prepare(PROMPT, LONG)
-    return AsyncMailbox(llm._driver, paced=paced), group.output()
+    return AsyncMailbox(llm.driver, paced=paced), group.output()
 
 
 def count_calls(loop: asyncio.AbstractEventLoop, patch: pytest.MonkeyPatch) -> list[object]:
@@ -228,7 +228,7 @@ def test_nothing_is_kept_of_a_loop(llm: AsyncLLM) -> None:
         assert finished
 
     asyncio.run(read())
-    llm._driver.call(lambda: None)  # the engine's thread has left the step that told the last one
+    llm.driver.call(lambda: None)  # the engine's thread has left the step that told the last one
     gc.collect()
     assert kept
     assert [one() for one in kept if one() is not None] == []

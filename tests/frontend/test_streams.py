@@ -53,7 +53,7 @@ class Held:
 
 def _is_clean(llm: LLM) -> bool:
     """Asked in the engine's thread: what was ordered before is done."""
-    return llm._driver.call(
+    return llm.driver.call(
         lambda: not llm.engine.has_unfinished and llm.engine.manager.num_free_blocks == 24
     )
 
@@ -112,14 +112,14 @@ def test_a_stream_that_another_thread_closes_as_it_begins_ends(
 ) -> None:
     """Its request ran on to its end, and nobody could stop it: it was cancelled, then submitted."""
     stream = llm.stream(A, LONG)
-    submit = llm._driver.submit
+    submit = llm.driver.submit
 
     def closed_before(*args: Any, **options: Any) -> None:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(stream.close).result(30)
         submit(*args, **options)
 
-    monkeypatch.setattr(llm._driver, "submit", closed_before)
+    monkeypatch.setattr(llm.driver, "submit", closed_before)
     assert list(stream) == []
     assert _is_clean(llm)
 
@@ -129,7 +129,7 @@ def test_threads_that_begin_a_stream_together_all_see_its_end(
 ) -> None:
     """Each submitted the request: one was refused as the other's twin, and closed the stream."""
     stream = llm.stream(A, LONG)
-    submit, made, pool = llm._driver.submit, streams.Mailbox, ThreadPoolExecutor(1)
+    submit, made, pool = llm.driver.submit, streams.Mailbox, ThreadPoolExecutor(1)
     others: list[Any] = []
     submitted = threading.Event()
 
@@ -150,7 +150,7 @@ def test_threads_that_begin_a_stream_together_all_see_its_end(
         submitted.set()
 
     monkeypatch.setattr(streams, "Mailbox", make_mailbox)
-    monkeypatch.setattr(llm._driver, "submit", submit_with)
+    monkeypatch.setattr(llm.driver, "submit", submit_with)
     mine = list(stream)
     theirs = others[0].result(30)
     pool.shutdown()
@@ -236,7 +236,7 @@ def test_updates_for_a_loop_that_is_busy_are_bounded(async_llm: AsyncLLM) -> Non
     """Each has all the text so far: those beyond a few hundred are left out, but never the end."""
 
     async def stay_busy() -> list[RequestOutput]:
-        box = streams.AsyncMailbox(async_llm._driver)
+        box = streams.AsyncMailbox(async_llm.driver)
         output = _group(async_llm).output()
         for _ in range(5000):
             box.receive(output)

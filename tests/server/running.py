@@ -41,11 +41,11 @@ class Running:
             manager.check()
             return manager.config.num_blocks, manager.num_free_blocks
 
-        return self.llm._driver.call(look)
+        return self.llm.driver.call(look)
 
     def running(self) -> list[Request]:
         """Return the requests that the engine computes."""
-        return self.llm._driver.call(lambda: list(self.llm.requests[0]))
+        return self.llm.driver.call(lambda: list(self.llm.requests[0]))
 
 
 @contextmanager

@@ -282,10 +282,10 @@ def test_images_and_turns_are_forgotten_too(image_server: Running) -> None:
             client.post("/v1/chat/completions", json=body).raise_for_status()
             encoded.append(llm.frontend.images.cache.num_encoded)
             assert llm.frontend.images.cache.num_rows > 0
-            assert len(llm._chats._memory) > 0
+            assert len(llm.chats._memory) > 0
             client.post("/cache/reset").raise_for_status()
             assert llm.frontend.images.cache.num_rows == 0
-            assert len(llm._chats._memory) == 0
+            assert len(llm.chats._memory) == 0
     assert encoded[1] == encoded[0] + 1
 
 

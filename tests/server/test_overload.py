@@ -101,7 +101,7 @@ def held(server: Running) -> Iterator[None]:
         inside.set()
         gate.wait(SECONDS)
 
-    thread = threading.Thread(target=server.llm._driver.call, args=[wait])
+    thread = threading.Thread(target=server.llm.driver.call, args=[wait])
     thread.start()
     assert inside.wait(SECONDS)
     try:
@@ -189,7 +189,7 @@ class Steps:
     """Counts an engine's steps, and notes when a request was cancelled and when it was gone."""
 
     def __init__(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-        engine, driver = server.llm.engine, server.llm._driver
+        engine, driver = server.llm.engine, server.llm.driver
         self.count = self.cancelled_at = self.gone_at = 0
         self.queued, self.gone = threading.Semaphore(0), threading.Event()
         step, submit, abort, cancel = engine.step, engine.submit, engine.abort, driver.cancel

@@ -29,7 +29,7 @@ def test_a_slow_reader_holds_up_nobody() -> None:
         send(slow, body(**many))
         assert watch.until(1)
         others = 0
-        while others < 3 or server.llm._driver.call(lambda: server.llm.engine.has_unfinished):
+        while others < 3 or server.llm.driver.call(lambda: server.llm.engine.has_unfinished):
             assert ask(server, max_tokens=8).json()["choices"] == expected
             others += 1
         assert watch.until(1) and server.service.calls.num_places == 1, "nobody read the answer"

@@ -110,7 +110,7 @@ def test_a_reply_that_spells_the_placeholder_is_kept(
     letters = oracle.tokenizer.encode(token, split_special_tokens=True)
     reply = [*b"It says ", *([oracle.token] if as_token else letters)]
     params = SamplingParams(temperature=0, max_tokens=len(reply), skip_special_tokens=False)
-    group = llm._chats.prepare([user("What is ", make_image(1), "?")], params)
+    group = llm.chats.prepare([user("What is ", make_image(1), "?")], params)
     llm.engine.submit(group)
     for token_id in reply:  # what the model would have chosen
         llm.engine._scheduler.schedule()
@@ -118,7 +118,7 @@ def test_a_reply_that_spells_the_placeholder_is_kept(
         group.requests[0].append(SampledToken(token_id, None, ()), 0.0)
     output = group.output()
     assert output.outputs[0].text == f"It says {token}"
-    llm._chats.remember(group, output)
+    llm.chats.remember(group, output)
     llm.engine.abort(group.request_id)
     following = [
         user("What is ", make_image(1), "?"),

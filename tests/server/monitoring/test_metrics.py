@@ -87,7 +87,7 @@ def test_the_engine_s_counts_are_those_of_get_metrics(server: Running) -> None:
     for _ in range(2):
         ask(server, 1)
     told = read(server)
-    metrics = server.llm._driver.call(lambda: read_metrics(server.llm.engine))
+    metrics = server.llm.driver.call(lambda: read_metrics(server.llm.engine))
     assert {metric.name for metric in metrics} <= set(MEANINGS)
     for metric in metrics:
         if isinstance(metric, Histogram):

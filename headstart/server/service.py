@@ -342,25 +342,20 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Answer]) -> An
     """Return the result of `work`, which is cancelled when the client disconnects: ClientGone.
 
     It runs in a separate task, so that its many waits do not pass through the caller. An error of
-    `receive` also cancels it, and is raised. If the caller is cancelled, because its time is over,
-    it gets CancelledError in any case.
+    `receive` also cancels it, and is raised. On return, `work` has ended in any case.
     """
-    caller = asyncio.current_task()
-    assert caller is not None
-    before = caller.cancelling()
     task = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_until_gone(receive))
-    watching.add_done_callback(lambda _: watching.cancelled() or task.cancel())
+    watcher = asyncio.ensure_future(_until_gone(receive))
     try:
-        return await task
-    except asyncio.CancelledError:
-        if caller.cancelling() > before or not watching.done():
-            raise
-        watching.result()
-        raise ClientGone from None
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            watcher.result()
+            raise ClientGone
+        return task.result()
     finally:
-        if not watching.cancel():  # it has ended: mark its error as read
-            watching.exception()
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -1,4 +1,4 @@
-"""`/cache`: the pool's state, why a prompt hits what it does, what would help, and orders to it."""
+"""`/cache`: the state of the pool, explanations of hits, advice, prewarming and resets."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headstart.cache import MissExplanation, MissReason
-from headstart.server.bodies import (
-    Body,
-    CacheFields,
-    Flag,
-    Many,
-    Whole,
-    refusals,
-)
+from headstart.server.bodies import Body, CacheFields, Flag, Many, Whole, refusals
 from headstart.server.chats import ChatCall, prepare_chat
 from headstart.server.errors import ApiError, JsonResponse
 from headstart.server.openai.schema import ChatCompletionRequest, CompletionRequest, TemplateFields
@@ -51,9 +44,9 @@ class CachePromptRequest(CacheFields, TemplateFields):
 
 
 class CacheResetRequest(Body):
-    """reset_running_requests: have those that run wait, and be computed anew.
+    """reset_running_requests: preempt and recompute running requests.
 
-    reset_tiers: forget what the model has on disk or another machine, too.
+    reset_tiers: also forget the model's blocks on disk or on another machine.
     """
 
     reset_running_requests: Flag = False
@@ -68,8 +61,8 @@ MAX_WATCHERS = 64  # streams of /cache/live at once
 @router.get("")
 async def show_cache(request: Request) -> Response:
     """Show the pool by state and owner, the hit rate, the largest prefixes."""
-    told = await service_of(request).live.show_now()
-    return JsonResponse(told["engine"] | told["pool"] | {"prefixes": told["prefixes"]})
+    look = await service_of(request).live.show(is_now=True)
+    return JsonResponse(look["engine"] | look["pool"] | {"prefixes": look["prefixes"]})
 
 
 @router.post("/explain")
@@ -106,7 +99,7 @@ async def explain_prompt(body: CachePromptRequest, request: Request) -> Response
 
 @router.post("/prewarm")
 async def prewarm_prompt(body: CachePromptRequest, request: Request) -> Response:
-    """Compute a prompt ahead of the requests that begin like it."""
+    """Compute a prompt ahead of the requests that begin with it."""
     service = service_of(request)
     prepared = await prepare(service, body, request, begins_reply=False)
     if body.retention:
@@ -123,7 +116,7 @@ async def prewarm_prompt(body: CachePromptRequest, request: Request) -> Response
 
 @router.post("/reset")
 async def reset_cache(request: Request, body: CacheResetRequest | None = None) -> Response:
-    """Forget everything that is cached; status 409 while requests run, unless told to."""
+    """Forget everything that is cached; status 409 while requests run, unless these are reset."""
     service = service_of(request)
     again = body is not None and body.reset_running_requests
     tiers = body is not None and body.reset_tiers
@@ -147,8 +140,8 @@ async def reset_cache(request: Request, body: CacheResetRequest | None = None) -
 async def show_advice(request: Request) -> Response:
     """Show what would have saved most tokens of the recent prompts.
 
-    An administrator's key is told of the prompts of all; any other key of its own tenant's alone,
-    and `memory` is null, since what was evicted depends on other tenants.
+    An administrator's key covers the prompts of all tenants. Any other key covers those of its own
+    tenant, and `memory` is null, since evictions depend on other tenants.
     """
     return JsonResponse(await read_advice(request))
 
@@ -165,8 +158,8 @@ async def read_advice(request: Request) -> dict[str, Any]:
 async def stream_live(request: Request) -> Response:
     """Stream the pool and the traffic, about one event a second.
 
-    Raises ApiError (429) for more than `MAX_WATCHERS` streams: each one that is not read keeps an
-    event of some 200 KB.
+    Raises ApiError (429) for more than `MAX_WATCHERS` streams: an event of some 200 KB waits in
+    each that is not read.
     """
     service = service_of(request)
     live = service.live

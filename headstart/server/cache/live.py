@@ -59,23 +59,21 @@ class Live:
         """Seconds from one look to the next."""
         return max(_SECONDS, _SHARE * self._took)
 
-    async def show(self) -> dict[str, Any]:
-        """Return the pool and the traffic of now, or of at most `pause` seconds ago."""
-        async with self._lock:
-            if time.monotonic() - self._began >= 0.9 * self.pause:
-                await self._refresh()
-        traffic = await asyncio.to_thread(self._watch.recent_requests)
-        return self._shown | {"traffic": traffic}
+    async def show(self, *, is_now: bool = False) -> dict[str, Any]:
+        """Return the pool and the traffic of now, or of at most `pause` seconds ago.
 
-    async def show_now(self) -> dict[str, Any]:
-        """Return the pool after this call, which may wait until the next look is due."""
+        is_now: return the pool after this call, which may wait until the next look is due.
+        """
         called = time.monotonic()
         async with self._lock:
-            if self._began < called:
+            if is_now and self._began < called:
                 due = self._began + _SHARE * self._took
                 await asyncio.sleep(due - time.monotonic())
                 await self._refresh()
-        return self._shown
+            elif time.monotonic() - self._began >= 0.9 * self.pause:
+                await self._refresh()
+        traffic = await asyncio.to_thread(self._watch.recent_requests)
+        return self._shown | {"traffic": traffic}
 
     async def block_text(self, block_id: int) -> dict[str, Any]:
         """Return the text in a block at the last look."""

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fastapi.exceptions import RequestValidationError
 
-from headstart.server import endpoints
+from headstart.server import app
 from headstart.server.anthropic.schema import MessagesRequest
 from headstart.server.app import _ROUTERS
 from headstart.server.bodies import Body
@@ -40,7 +40,7 @@ def test_every_list_of_every_body_is_read_up_to_its_first_mistake() -> None:
     kinds = {
         endpoint.body
         for router in (*_ROUTERS, cache.router)
-        for _, endpoint in endpoints._with_bodies(router)
+        for _, endpoint in app._with_bodies(router)
     }
     assert len(kinds) >= 9
     count = 0
@@ -75,7 +75,7 @@ def test_every_list_of_every_body_is_read_up_to_its_first_mistake() -> None:
 def test_an_error_does_not_note_every_mistake(kind: type[Body], body: dict[str, Any]) -> None:
     """The mistakes of 1 MB were noted in two seconds, in which every stream stood still."""
     with pytest.raises(RequestValidationError) as raised:
-        endpoints._read(kind, json.dumps(body).encode())
+        app._read(kind, json.dumps(body).encode())
     assert 1 <= len(raised.value.errors()) <= 4
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from headstart.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
 from headstart.frontend.grammar import GrammarCompiler
-from headstart.server import chats, endpoints
+from headstart.server import app, chats
 from headstart.server.answers import AnswerParser
 from headstart.server.anthropic import messages as breakpoints
 from headstart.server.anthropic.schema import CountTokensRequest
@@ -90,7 +90,7 @@ def test_long_bodies_are_read_in_threads(
     body: dict[str, object],
     status: int,
 ) -> None:
-    watched.watch(endpoints, "_read")
+    watched.watch(app, "_read")
     known = {"/tokenize", "/detokenize", "/cache/explain", "/cache/reset", "/v1/responses"}
     own = {} if path in known else BODY
     model = {"model": "tiny"} if path == "/v1/responses" else {}
@@ -101,7 +101,7 @@ def test_long_bodies_are_read_in_threads(
 
 def test_a_short_body_takes_no_thread(server: Running, watched: Watched) -> None:
     """Which also shows that what runs in the loop is seen."""
-    watched.watch(endpoints, "_read")
+    watched.watch(app, "_read")
     assert post(server, "/v1/completions", prompt="a").status_code == 200
     assert set(watched.threads) == watched.loops
 

@@ -28,9 +28,7 @@ class ReplicaConfig:
         Number(float, 0, above_low=True),
     )
     replica_gpus: float | None = option(
-        None,
-        "GPUs that Ray reserves for a replica; default: 1 with device cuda",
-        Number(float, 0),
+        None, "GPUs that Ray reserves for a replica; default: 1 with device cuda", Number(float, 0)
     )
     routing: str = option(
         DEFAULT_POLICY, "how a replica is chosen for a request", OneOf(tuple(POLICIES))

@@ -156,11 +156,7 @@ class Omni:
         return run_all(self._driver, groups)
 
     def stream(
-        self,
-        prompt: OmniPrompt,
-        params: OmniParams | None = None,
-        *,
-        cache_salt: str | None = None,
+        self, prompt: OmniPrompt, params: OmniParams | None = None, *, cache_salt: str | None = None
     ) -> OutputStream[OmniOutput]:
         """Stream the outputs of one prompt; each holds the whole answer so far.
 
@@ -257,11 +253,7 @@ class AsyncOmni:
         return not self.omni.pipeline.is_closed
 
     async def start(
-        self,
-        prompt: OmniPrompt,
-        params: OmniParams | None = None,
-        *,
-        cache_salt: str | None = None,
+        self, prompt: OmniPrompt, params: OmniParams | None = None, *, cache_salt: str | None = None
     ) -> AsyncOutputStream[OmniOutput]:
         """Prepare an answer, and return its outputs when it is known to be possible.
 
@@ -278,11 +270,7 @@ class AsyncOmni:
         return AsyncOutputStream(self._driver, prepared, owner=self)
 
     async def generate(
-        self,
-        prompt: OmniPrompt,
-        params: OmniParams | None = None,
-        *,
-        cache_salt: str | None = None,
+        self, prompt: OmniPrompt, params: OmniParams | None = None, *, cache_salt: str | None = None
     ) -> OmniOutput:
         """Return the whole answer to one prompt. Raises the errors of `Omni.generate`."""
         async for output in await self.start(prompt, params, cache_salt=cache_salt):

@@ -16,14 +16,7 @@ from headstart.errors import RequestError
 from headstart.omni.stage import StageMetrics
 from headstart.validation import check_fields, describe, option
 
-__all__ = [
-    "OmniOutput",
-    "OmniParams",
-    "OmniPrompt",
-    "SpokenPrompt",
-    "pcm16",
-    "wav_bytes",
-]
+__all__ = ["OmniOutput", "OmniParams", "OmniPrompt", "SpokenPrompt", "pcm16", "wav_bytes"]
 
 
 def pcm16(samples: Tensor) -> bytes:

@@ -36,13 +36,7 @@ from headstart.omni.graph import StageNode, no_options, stage_config
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import SpokenPrompt
 from headstart.omni.qwen3_model import CausalVocoder, Qwen3Omni
-from headstart.omni.stage import (
-    Chunk,
-    Input,
-    OmniRequest,
-    Stage,
-    StageSpec,
-)
+from headstart.omni.stage import Chunk, Input, OmniRequest, Stage, StageSpec
 from headstart.omni.stage_decoder import StageDecoder
 
 CODES = "codes"

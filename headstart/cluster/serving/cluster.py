@@ -215,8 +215,7 @@ class ReplicaCluster:
             graceful_shutdown_timeout_s=drain_seconds,
             graceful_shutdown_wait_loop_s=_DRAIN_LOOK,
             request_router_config=RequestRouterConfig(
-                request_router_class=_ROUTER,
-                request_router_kwargs={"application": self._name},
+                request_router_class=_ROUTER, request_router_kwargs={"application": self._name}
             ),
             **self._number(),
         )

@@ -35,13 +35,7 @@ from headstart.cluster.router import RouteRequest
 from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.cluster.serving.front import CLOSED
 from headstart.cluster.serving.heartbeat import Feeds, cancel, send_heartbeats
-from headstart.cluster.serving.messages import (
-    AnswerRequest,
-    Part,
-    RequestKey,
-    has_died,
-    read_error,
-)
+from headstart.cluster.serving.messages import AnswerRequest, Part, RequestKey, has_died, read_error
 from headstart.engine.driver import LocalDriver, Receiver, Update
 from headstart.errors import EngineError, HeadstartError, ReplicaLostError, RequestError
 

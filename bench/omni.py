@@ -36,7 +36,7 @@ from rich.table import Table
 from examples.small_models.omni import demo_omni_path
 from headstart.cache import BlockKey, Namespace
 from headstart.omni.engine_stage import EngineStage
-from headstart.omni.feeds import Conditions
+from headstart.omni.feeds import TalkerFeed
 from headstart.omni.output_cache import ENTRY_BYTES, NODE_BYTES, BlockPath, OutputCache
 
 TEXT, SPEECH, LIMIT, WARM_UP = 16, 32, 0.02, 3
@@ -141,7 +141,7 @@ def cost_of_a_miss(
     with (
         timed(thinker.rows, "computed", spent),
         timed(thinker.engine.manager, "block_hashes", spent),
-        timed(Conditions, "_identify", spent),
+        timed(TalkerFeed, "_identify", spent),
     ):
         for at in range(rounds):
             prompt = framed(folder, [rng.randrange(32, 127) for _ in range(tokens)])

@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,121 +66,20 @@ class PromptFeed(Feed):
         return self._prompt
 
 
-class Conditions:
-    """Rows that a stage's tokens are conditioned on, one per position, as they arrive.
+@dataclass(kw_only=True, eq=False)
+class TalkerFeed(Feed):
+    """A talker's feed: makes its prompt and its rows, one per position, of the thinker's rows.
 
-    An `EmbeddingSource`: `combine(position, token_ids, rows)` makes the embeddings of tokens from
-    their rows. `names` are identities of upstream blocks that align with this stage's blocks; rows
-    of other blocks are hashed. With `anonymous` rows are neither named nor hashed, and the request
-    shares no block with any other. A stage without caching uses it.
-    """
-
-    def __init__(
-        self,
-        block_size: int,
-        combine: Callable[[int, Sequence[int], Tensor], Tensor],
-        *,
-        anonymous: bool = False,
-    ) -> None:
-        self._block_size = block_size
-        self._combine = combine
-        self._private = os.urandom(16) if anonymous else None
-        self._buffer: Tensor | None = None  # doubled when full
-        self._num_given = 0
-        self._pad: Tensor | None = None
-        self.items: list[MultiModalItem] = []
-        """The identities of all whole blocks so far."""
-        self._names: Sequence[bytes] = ()
-        self._sequence: TokenSequence | None = None
-        self.token_ids: Sequence[int] = ()
-        """The prompt's tokens, set before there is a sequence, then those of the sequence."""
-        self.count = 0
-        """Number of positions whose rows have arrived."""
-
-    def name(self, names: Sequence[bytes]) -> None:
-        """Set the names of the first blocks, before any row is added."""
-        self._names = names
-
-    def add(self, rows: Tensor) -> None:
-        """Add the rows `[n, ...]` of the next positions."""
-        held, end = self._buffer, self.count + len(rows)
-        if held is None or end > len(held):
-            self._buffer = rows.new_empty((max(64, 2 * end), *rows.shape[1:]))
-            if held is not None:
-                self._buffer[: self.count] = held[: self.count]
-        assert self._buffer is not None
-        self._buffer[self.count : end] = rows
-        self.count = self._num_given = end
-        self._identify(self.count)
-
-    def close(self, rows: Tensor, pad: Tensor, limit: int) -> None:
-        """Add the last rows `[n, ...]`; `pad` is the row of every later position below `limit`."""
-        self.add(rows)
-        self._pad = pad
-        size = self._block_size
-        border = -(-self.count // size) * size
-        self.count = max(limit, self.count)
-        self._identify(min(border, self.count))
-        digest = self._private or b"rows" + _rows_digest(pad.expand(size, *pad.shape))
-        while (len(self.items) + 1) * size <= self.count:
-            self._append_item(digest)
-
-    def begin(self, sequence: TokenSequence) -> None:
-        """Take tokens from this sequence from now on, and add further block identities to it."""
-        self._sequence = sequence
-        self.token_ids = sequence.token_ids
-        for item in self.items[len(sequence.items) :]:
-            sequence.add_item(item, self._block_size)
-
-    def between(self, start: int, stop: int) -> Iterable[PlacedRows]:
-        """Embeddings of positions `start` to `stop - 1`."""
-        ids = self.token_ids[start:stop]
-        yield PlacedRows(start, self._combine(start, ids, self.rows(start, stop)))
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """The rows of positions `start` to `stop - 1`, which must have arrived."""
-        assert self._buffer is not None and stop <= self.count
-        there = self._buffer[start : min(stop, self._num_given)]
-        missing = stop - max(start, self._num_given)
-        if missing <= 0:
-            return there
-        assert self._pad is not None
-        return torch.cat([there, self._pad.expand(missing, *self._pad.shape)])
-
-    def _identify(self, stop: int) -> None:
-        """Add the identities of the blocks up to position `stop`."""
-        size = self._block_size
-        while (block := len(self.items)) * size + size <= stop:
-            if self._private is not None:
-                digest = self._private
-            elif block < len(self._names):
-                digest = b"block" + self._names[block]
-            else:
-                digest = b"rows" + _rows_digest(self.rows(block * size, block * size + size))
-            self._append_item(digest)
-
-    def _append_item(self, digest: bytes) -> None:
-        item = MultiModalItem(digest, len(self.items) * self._block_size, self._block_size)
-        self.items.append(item)
-        if self._sequence is not None:
-            self._sequence.add_item(item, self._block_size)
-
-
-def _rows_digest(rows: Tensor) -> bytes:
-    digest = hashlib.sha256(f"{rows.dtype}{list(rows.shape)}".encode())
-    digest.update(rows.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.digest()
-
-
-@dataclass(frozen=True, kw_only=True)
-class TalkerPlan:
-    """The parts of one request's talker prompt.
+    An `EmbeddingSource`: `_combine` makes the embeddings of tokens from their rows. Blocks that
+    align with the thinker's are identified by the names of those, others by a digest of their rows.
 
     rows: the thinker's output that feeds it. bos, eos, pad: rows `[width]`, the only rows besides
     the thinker's. voice: part of the identity; talkers of different voices share no block.
-    positions: None for 0, 1, 2, ...
+    positions: None for 0, 1, 2, ... anonymous: rows have no identity, and the request shares no
+    block with any other; for a stage without caching.
     """
 
+    request: OmniRequest
     rows: Input
     block_size: int
     bos: Tensor
@@ -192,38 +90,36 @@ class TalkerPlan:
     positions: RotaryPositions | None = None
     anonymous: bool = False
 
-
-Plan = TypeVar("Plan", bound=TalkerPlan)
-
-
-class TalkerFeed(Feed, Generic[Plan]):
-    """A talker's feed: makes its prompt and its rows of the thinker's rows, as they arrive."""
-
-    def __init__(self, request: OmniRequest, plan: Plan) -> None:
-        self._request = request
-        self._plan = plan
+    def __post_init__(self) -> None:
         self._prompt_tokens: int | None = None  # of the thinker
-        self._num_rows = 0
-        self._conditions = Conditions(plan.block_size, self._combine, anonymous=plan.anonymous)
+        self._num_rows = 0  # of the thinker
+        self._private = os.urandom(16) if self.anonymous else None
+        self._buffer: Tensor | None = None  # doubled when full
+        self._num_given = 0
+        self._padding: Tensor | None = None
+        self._items: list[MultiModalItem] = []  # the identities of all whole blocks so far
+        self._names: Sequence[bytes] = ()
+        self._sequence: TokenSequence | None = None
+        self._tokens: Sequence[int] = ()  # of the prompt, then of the sequence
+        self._count = 0  # positions whose rows have arrived
 
     def take(self, source: str, event: OutputEvent | StageStarted) -> None:
-        rows = self._plan.rows
-        if source != rows.stage:
+        if source != self.rows.stage:
             return
         if isinstance(event, StageStarted):
             self._prompt_tokens = event.prompt_tokens
-            if event.block_size == self._plan.block_size:
-                self._name(event.names)
-        elif event.chunk.output == rows.output:
-            self._add(event.chunk.rows)
+            if event.block_size == self.block_size:
+                self._names = self._aligned(event.names)
+        elif event.chunk.output == self.rows.output:
+            self._take_rows(event.chunk.rows)
 
     def end(self, source: str) -> None:
-        rows, count = self._plan.rows, self._prompt_tokens
-        if source != rows.stage:
+        if source != self.rows.stage:
             return
+        count = self._prompt_tokens
         if count is None or self._num_rows < count:
             raise EngineError(
-                f"{source!r} ended with {self._num_rows} rows of {rows.output!r} "
+                f"{source!r} ended with {self._num_rows} rows of {self.rows.output!r} "
                 f"for a prompt of {count} tokens"
             )
         self._end_rows()
@@ -232,26 +128,81 @@ class TalkerFeed(Feed, Generic[Plan]):
         token_ids = self._token_ids()
         if token_ids is None:
             return None
-        plan, conditions = self._plan, self._conditions
-        conditions.token_ids = token_ids
-        items = tuple(conditions.items[: len(token_ids) // plan.block_size])
-        extras = PromptExtras(items, conditions, plan.positions)
-        salt = json.dumps([self._request.salt, plan.voice])
-        return StagePrompt(PreparedPrompt(token_ids, extras=extras), plan.params, salt)
+        self._tokens = token_ids
+        items = tuple(self._items[: len(token_ids) // self.block_size])
+        extras = PromptExtras(items, self, self.positions)
+        salt = json.dumps([self.request.salt, self.voice])
+        return StagePrompt(PreparedPrompt(token_ids, extras=extras), self.params, salt)
 
     def begin(self, sequence: TokenSequence) -> None:
-        self._conditions.begin(sequence)
+        self._sequence = sequence
+        self._tokens = sequence.token_ids
+        for item in self._items[len(sequence.items) :]:
+            sequence.add_item(item, self.block_size)
 
     def is_ready(self, num_tokens: int) -> bool:
-        return num_tokens <= self._conditions.count
+        return num_tokens <= self._count
+
+    def between(self, start: int, stop: int) -> Iterable[PlacedRows]:
+        """Yield the embeddings of positions `start` to `stop - 1`."""
+        yield PlacedRows(
+            start, self._combine(start, self._tokens[start:stop], self._rows_of(start, stop))
+        )
+
+    def _add(self, rows: Tensor) -> None:
+        """Add the rows `[n, ...]` of the next positions."""
+        buffer, end = self._buffer, self._count + len(rows)
+        if buffer is None or end > len(buffer):
+            larger = rows.new_empty((max(64, 2 * end), *rows.shape[1:]))
+            if buffer is not None:
+                larger[: self._count] = buffer[: self._count]
+            self._buffer = buffer = larger
+        buffer[self._count : end] = rows
+        self._count = self._num_given = end
+        self._identify(end)
+
+    def _close(self, limit: int) -> None:
+        """Add the row `eos`, and `pad` for every later position below `limit`."""
+        self._add(self.eos[None])
+        self._padding = self.pad
+        size = self.block_size
+        border = -(-self._count // size) * size
+        self._count = max(limit, self._count)
+        self._identify(min(border, self._count))
+        pads = self._private or b"rows" + _rows_digest(self.pad.expand(size, *self.pad.shape))
+        self._identify(self._count, pads)
+
+    def _rows_of(self, start: int, stop: int) -> Tensor:
+        """Return the rows of positions `start` to `stop - 1`, which must have arrived."""
+        assert self._buffer is not None and stop <= self._count
+        rows = self._buffer[start : min(stop, self._num_given)]
+        missing = stop - max(start, self._num_given)
+        if missing <= 0:
+            return rows
+        assert self._padding is not None
+        return torch.cat([rows, self._padding.expand(missing, *self._padding.shape)])
+
+    def _identify(self, stop: int, digest: bytes | None = None) -> None:
+        """Add the identities of the blocks up to position `stop`."""
+        size = self.block_size
+        while (block := len(self._items)) * size + size <= stop:
+            identity = self._private or digest
+            if identity is None and block < len(self._names):
+                identity = b"block" + self._names[block]
+            if identity is None:
+                identity = b"rows" + _rows_digest(self._rows_of(block * size, block * size + size))
+            item = MultiModalItem(identity, block * size, size)
+            self._items.append(item)
+            if self._sequence is not None:
+                self._sequence.add_item(item, size)
 
     # For each family
 
-    def _name(self, names: Sequence[bytes]) -> None:
-        """Take the names of the thinker's blocks, which have the size of the talker's."""
-        self._conditions.name(names)
+    def _aligned(self, names: Sequence[bytes]) -> Sequence[bytes]:
+        """Return the names of the thinker's blocks that align with the talker's."""
+        return names
 
-    def _add(self, rows: Tensor) -> None:
+    def _take_rows(self, rows: Tensor) -> None:
         """Take the thinker's next rows."""
         raise NotImplementedError
 
@@ -266,3 +217,9 @@ class TalkerFeed(Feed, Generic[Plan]):
     def _combine(self, position: int, token_ids: Sequence[int], rows: Tensor) -> Tensor:
         """Return the embeddings of tokens from `position` on, with these rows."""
         raise NotImplementedError
+
+
+def _rows_digest(rows: Tensor) -> bytes:
+    digest = hashlib.sha256(f"{rows.dtype}{list(rows.shape)}".encode())
+    digest.update(rows.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.digest()

@@ -1,4 +1,4 @@
-"""Audio and image inputs of the Qwen-Omni family: features, and their placeholders in a prompt.
+"""Audio and images in prompts of the Qwen-Omni family: features, and their placeholders.
 
 The checkpoint's own processors turn audio and images into features. Each item has a run of
 placeholders in the prompt, one per embedding that the model's encoder makes of it.
@@ -86,7 +86,7 @@ class Media:
         return int(self._extractor.sampling_rate)
 
     def hear(self, sounds: Sequence[Any]) -> dict[str, Tensor]:
-        """Features of sounds, arrays `[samples]` at the extractor's rate; empty without sounds.
+        """Return features of sounds, arrays `[samples]` at the extractor's rate.
 
         Raises RequestError for an invalid sound, ModelError without a feature extractor.
         """
@@ -95,7 +95,7 @@ class Media:
             return {}
         extractor = self._extractor
         try:
-            found = extractor(
+            features = extractor(
                 waves,
                 sampling_rate=extractor.sampling_rate,
                 padding=self._padding,
@@ -104,18 +104,18 @@ class Media:
             )
         except (RuntimeError, ValueError) as error:  # a sound shorter than the reflection padding
             raise RequestError(f"sounds cannot be read: {type(error).__name__}: {error}") from error
-        if not found["input_features"].isfinite().all():
+        if not features["input_features"].isfinite().all():
             peak = max(float(np.abs(wave).max()) for wave in waves)
             raise RequestError(f"a sound has samples of up to {peak:.3g}; allowed: -1 to 1")
-        mask = found["attention_mask"]
+        mask = features["attention_mask"]
         longest = int(mask.sum(-1).max())
         return {
-            "input_features": found["input_features"][..., :longest],
+            "input_features": features["input_features"][..., :longest],
             "feature_attention_mask": mask[:, :longest],
         }
 
     def see(self, images: Sequence[Any]) -> dict[str, Tensor]:
-        """Features of Pillow images or arrays; empty without images. Opens and fetches no files.
+        """Return features of Pillow images or arrays. Opens and fetches no files.
 
         Raises RequestError for an invalid image, ModelError without an image processor.
         """
@@ -127,11 +127,11 @@ class Media:
         if not images:
             return {}
         try:
-            found = self._image_processor(images=list(images), return_tensors="pt")
+            features = self._image_processor(images=list(images), return_tensors="pt")
         # Pillow and numpy raise ValueError, TypeError, OSError and more for unreadable images.
         except Exception as error:
             raise RequestError(f"images cannot be read: {type(error).__name__}: {error}") from error
-        return {name: found[name] for name in ("pixel_values", "image_grid_thw")}
+        return {name: features[name] for name in ("pixel_values", "image_grid_thw")}
 
     def place(
         self, token_ids: Sequence[int], features: Mapping[str, Tensor]
@@ -183,10 +183,7 @@ class Media:
         lengths = self._sound_lengths(counts).tolist()
         if min(lengths, default=1) < 1:
             raise RequestError(f"a sound of {int(counts.min())} frames is too short to be heard")
-        contents = [
-            {name: features[name][at : at + 1] for name in names} for at in range(len(lengths))
-        ]
-        return lengths, contents
+        return lengths, [{name: features[name][i : i + 1] for name in names} for i in range(sounds)]
 
     def _images(self, features: Mapping[str, Tensor]) -> tuple[list[int], list[dict[str, Tensor]]]:
         if "pixel_values" not in features:
@@ -206,58 +203,54 @@ class Media:
                 f"the image grids make {sum(patches)} patches; "
                 f"pixel_values have {len(features['pixel_values'])}"
             )
-        merged = self._merge_size**2
         pieces = torch.split(features["pixel_values"], patches)
         contents = [
-            {"pixel_values": piece, "image_grid_thw": grids[at : at + 1]}
-            for at, piece in enumerate(pieces)
+            {"pixel_values": piece, "image_grid_thw": grids[i : i + 1]}
+            for i, piece in enumerate(pieces)
         ]
-        return [count // merged for count in patches], contents
+        return [count // side**2 for count in patches], contents
 
 
-def as_items(given: object) -> list[Any]:
-    """One item or several as a list; an array is one item."""
-    if isinstance(given, Sequence) and not isinstance(given, (str, bytes, bytearray)):
-        return list(given)
-    return [given]
+def as_items(value: object) -> list[Any]:
+    """Return one item or several as a list; an array is one item."""
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
+        return list(value)
+    return [value]
 
 
-def read_features(given: object) -> dict[str, Tensor]:
-    """A prompt's tensors as transformers' processor makes them. Raises RequestError.
+def read_features(values: object) -> dict[str, Tensor]:
+    """Return a prompt's tensors as transformers' processor makes them. Raises RequestError.
 
     Checks names, dtypes and numbers of axes, but not that the tensors fit one another.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(values, Mapping):
         raise RequestError(
-            f"features are {describe(given)}, a {type(given).__name__}; allowed: a mapping of "
+            f"features are {describe(values)}, a {type(values).__name__}; allowed: a mapping of "
             f"tensors, which may have the keys {', '.join(_AXES)}"
         )
-    return {name: _read_feature(name, value) for name, value in given.items()}
-
-
-def _read_feature(name: object, value: object) -> Tensor:
-    if name not in _AXES:
-        raise RequestError(f"the model takes no {describe(name)}; it takes {', '.join(_AXES)}")
-    axes, floats = _AXES[name], name in _FLOATS
-    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
-        value = torch.as_tensor(value)
-    if not isinstance(value, Tensor):
-        raise RequestError(f"{name} is {describe(value)}; allowed: a tensor [{', '.join(axes)}]")
-    if value.ndim != len(axes) or value.is_floating_point() != floats or value.is_complex():
-        raise RequestError(
-            f"{name} has the shape {list(value.shape)} and the type {value.dtype}; allowed: "
-            f"[{', '.join(axes)}] of {'floats' if floats else 'integers'}"
-        )
-    if not value.isfinite().all():
-        raise RequestError(f"{name} has values that are not finite")
-    return value
+    features = {}
+    for name, value in values.items():
+        if name not in _AXES:
+            raise RequestError(f"the model takes no {describe(name)}; it takes {', '.join(_AXES)}")
+        axes, floats = ", ".join(_AXES[name]), name in _FLOATS
+        if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+            value = torch.as_tensor(value)
+        if not isinstance(value, Tensor):
+            raise RequestError(f"{name} is {describe(value)}; allowed: a tensor [{axes}]")
+        is_wrong = value.is_floating_point() != floats or value.is_complex()
+        if value.ndim != len(_AXES[name]) or is_wrong:
+            raise RequestError(
+                f"{name} has the shape {list(value.shape)} and the type {value.dtype}; allowed: "
+                f"[{axes}] of {'floats' if floats else 'integers'}"
+            )
+        if not value.isfinite().all():
+            raise RequestError(f"{name} has values that are not finite")
+        features[name] = value
+    return features
 
 
 def _wave(sound: Any) -> NDArray[np.float32]:
-    """A sound's samples `[samples]` as floats; integers are scaled to -1 .. 1.
-
-    Raises RequestError for an invalid sound.
-    """
+    """Return samples `[samples]` as floats, integers scaled to -1 .. 1. Raises RequestError."""
     try:
         if isinstance(sound, Tensor):
             sound = sound.detach().cpu()

@@ -77,10 +77,9 @@ class SpokenPrompt:
 class OmniOutput:
     """A request and its answer so far.
 
-    token_ids: of the text. codes: of the speech, int64 `[codes, ...]`. metrics: those of
-    the stages that have ended, by name. finish_reason: None while it runs, else the thinker's
-    ("stop", "length") or "abort". prompt_token_ids: with a token for each embedding of a sound or
-    an image.
+    token_ids: of the text. codes: of the speech, int64 `[codes, ...]`. metrics: those of the stages
+    that have ended, by name. finish_reason: None while it runs, else the thinker's ("stop",
+    "length") or "abort". prompt_token_ids: with a token for each embedding of a sound or an image.
     """
 
     request_id: str

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from headstart.engine.params import RequestOutputKind
@@ -82,7 +83,13 @@ class Pipeline:
                 self._check_given(taken, f"stage {stage.spec.name!r} takes")
         for taken in collects:
             self._check_given(taken, "the pipeline collects")
-        self._order = _in_order(stages)
+        sorter = TopologicalSorter(
+            {stage.spec.name: {taken.stage for taken in stage.spec.takes} for stage in stages}
+        )
+        try:
+            self._order = [self.stages[name] for name in sorter.static_order()]
+        except CycleError as error:
+            raise ConfigError(f"stages take from one another: {error.args[1]}") from error
         used = {*collects, *(taken for stage in stages for taken in stage.spec.takes)}
         for name, stage in self.stages.items():
             stage.limit_to({taken.output for taken in used if taken.stage == name})
@@ -237,18 +244,3 @@ def _locate(name: str, error: HeadstartError) -> HeadstartError:
         located.__cause__ = error
         return located
     return error
-
-
-def _in_order(stages: Sequence[Stage]) -> list[Stage]:
-    """Return the stages in topological order. Raises ConfigError for a cycle."""
-    ordered: list[Stage] = []
-    names: set[str] = set()
-    left = list(stages)
-    while left:
-        free = [s for s in left if {taken.stage for taken in s.spec.takes} <= names]
-        if not free:
-            raise ConfigError(f"stages take from one another: {[s.spec.name for s in left]}")
-        ordered += free
-        names |= {stage.spec.name for stage in free}
-        left = [stage for stage in left if stage not in free]
-    return ordered

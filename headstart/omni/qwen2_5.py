@@ -30,7 +30,7 @@ from headstart.errors import DamagedModelError
 from headstart.models.files import find_folder
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.family import OmniStages
-from headstart.omni.feeds import Feed, TalkerFeed, TalkerPlan
+from headstart.omni.feeds import Feed, TalkerFeed
 from headstart.omni.function_stage import Job, WholeStage
 from headstart.omni.graph import StageNode, no_options, stage_config
 from headstart.omni.media import Media, Placed
@@ -172,12 +172,12 @@ def _load_voices(file: Path) -> dict[str, Voice]:
         ) from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class CodecTalkerPlan(TalkerPlan):
-    """The parts of one request's talker prompt.
+@dataclass(kw_only=True, eq=False)
+class CodecTalkerFeed(TalkerFeed):
+    """One request's feed; it is ready when the thinker is one row ahead.
 
-    mask_id, lead_ids: its token ids. embed: token ids int64 `[n]` to embeddings `[n, width]`.
-    positions: of the thinker's prompt and the lead. limit: maximum number of tokens.
+    mask_id, lead_ids: the prompt's token ids. embed: token ids int64 `[n]` to embeddings `[n,
+    width]`. positions: of the thinker's prompt and the lead. limit: maximum number of tokens.
     """
 
     mask_id: int
@@ -185,31 +185,27 @@ class CodecTalkerPlan(TalkerPlan):
     embed: Callable[[Tensor], Tensor]
     limit: int
 
-
-class CodecTalkerFeed(TalkerFeed[CodecTalkerPlan]):
-    """One request's feed; it is ready when the thinker is one row ahead."""
-
-    def _add(self, rows: Tensor) -> None:
+    def _take_rows(self, rows: Tensor) -> None:
         """Add rows; the bos row goes between the thinker's prompt and its reply."""
         assert self._prompt_tokens is not None
         left = self._prompt_tokens - self._num_rows
         self._num_rows += len(rows)
         if left > 0:
-            self._conditions.add(rows[:left])
+            self._add(rows[:left])
             if len(rows) >= left:
-                self._conditions.add(self._plan.bos[None].to(rows))
+                self._add(self.bos[None].to(rows))
             rows = rows[left:]
         if len(rows):
-            self._conditions.add(rows)
+            self._add(rows)
 
     def _end_rows(self) -> None:
-        self._conditions.close(self._plan.eos[None], self._plan.pad, self._plan.limit)
+        self._close(self.limit)
 
     def _token_ids(self) -> list[int] | None:
-        length, lead = self._prompt_tokens, self._plan.lead_ids
-        if length is None or self._conditions.count < length + len(lead):
+        length, lead = self._prompt_tokens, self.lead_ids
+        if length is None or self._count < length + len(lead):
             return None
-        return [self._plan.mask_id] * length + list(lead)
+        return [self.mask_id] * length + list(lead)
 
     def _combine(self, position: int, token_ids: Sequence[int], rows: Tensor) -> Tensor:
         """Return the rows, plus the embeddings of the token ids from the lead on."""
@@ -217,7 +213,7 @@ class CodecTalkerFeed(TalkerFeed[CodecTalkerPlan]):
         first = max(0, self._prompt_tokens - position)
         if first >= len(rows):
             return rows
-        own = self._plan.embed(torch.tensor(token_ids[first:]))
+        own = self.embed(torch.tensor(token_ids[first:]))
         return torch.cat([rows[:first].to(own), rows[first:].to(own) + own])
 
 
@@ -270,7 +266,8 @@ class Qwen25Stages(OmniStages):
         def feed(request: OmniRequest) -> Feed:
             voice = self.voice(request)
             bos = model.voices[voice].bos_token
-            plan = CodecTalkerPlan(
+            return CodecTalkerFeed(
+                request=request,
                 rows=node.spec.takes[0],
                 block_size=config.block_size,
                 mask_id=ids.tts_codec_mask_token_id,
@@ -285,7 +282,6 @@ class Qwen25Stages(OmniStages):
                 positions=self._talker_positions(request.prompt, bos),
                 anonymous=not node.spec.enable_prefix_caching,
             )
-            return CodecTalkerFeed(request, plan)
 
         stage = EngineStage(node.spec, decoder, feed, config, self._cache)
         return stage

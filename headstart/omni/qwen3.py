@@ -30,7 +30,7 @@ from headstart.engine.step import Batch
 from headstart.errors import EngineError, RequestError
 from headstart.omni.engine_stage import EngineStage, TokenEvent
 from headstart.omni.family import OmniStages
-from headstart.omni.feeds import TalkerFeed, TalkerPlan
+from headstart.omni.feeds import TalkerFeed
 from headstart.omni.function_stage import FramesPlan, FramesStage
 from headstart.omni.graph import StageNode, no_options, stage_config
 from headstart.omni.output_cache import OutputCache
@@ -49,9 +49,9 @@ _OTHERS = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
 """transformers' sampling of the other codes, independent of the first code's sampling."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FrameTalkerPlan(TalkerPlan):
-    """The parts of one request's talker prompt.
+@dataclass(kw_only=True, eq=False)
+class FrameTalkerFeed(TalkerFeed):
+    """One request's feed. A step needs the previous frame and the thinker's next row.
 
     spoken_to: bool `[prompt]`, the user's turns in the thinker's prompt; is_media: of these only,
     true for audio and images. answer_start: the position where the answer's turn begins. lead_ids:
@@ -66,37 +66,28 @@ class FrameTalkerPlan(TalkerPlan):
     model: Qwen3Omni
     generator: torch.Generator
 
-    @property
-    def num_user(self) -> int:
-        """Number of rows of the user's turns."""
-        return len(self.is_media)
-
-
-class FrameTalkerFeed(TalkerFeed[FrameTalkerPlan]):
-    """One request's feed. A step needs the previous frame and the thinker's next row."""
-
-    def __init__(self, request: OmniRequest, plan: FrameTalkerPlan) -> None:
-        super().__init__(request, plan)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._answer: list[Tensor] = []
         self._ended = False
         self._frames: list[Tensor] = []
-        params = SamplingParams(temperature=0) if plan.params.is_greedy else _OTHERS
-        self.sampling = SamplingState(params, (), [], plan.generator, frozenset())
+        params = SamplingParams(temperature=0) if self.params.is_greedy else _OTHERS
+        self.sampling = SamplingState(params, (), [], self.generator, frozenset())
         """The sampling parameters of the other codes."""
-        self._num_prompt = plan.num_user + _NOW + len(plan.lead_ids)
+        self._num_user = len(self.is_media)  # rows of the user's turns
+        self._num_prompt = self._num_user + _NOW + len(self.lead_ids)
 
-    def _name(self, names: Sequence[bytes]) -> None:
-        plan = self._plan
-        if bool(plan.spoken_to[: plan.num_user].all()):  # its blocks begin as ours do
-            super()._name(names[: plan.num_user // plan.block_size])
+    def _aligned(self, names: Sequence[bytes]) -> Sequence[bytes]:
+        is_prefix = bool(self.spoken_to[: self._num_user].all())
+        return names[: self._num_user // self.block_size] if is_prefix else ()
 
-    def _add(self, rows: Tensor) -> None:
-        plan, first = self._plan, self._num_rows
+    def _take_rows(self, rows: Tensor) -> None:
+        first, mask = self._num_rows, self.spoken_to
         self._num_rows += len(rows)
-        chosen = rows[: max(0, len(plan.spoken_to) - first)][plan.spoken_to[first : self._num_rows]]
+        chosen = rows[: max(0, len(mask) - first)][mask[first : self._num_rows]]
         if len(chosen):
-            self._conditions.add(self._with_others(chosen))
-        self._answer += rows[max(0, plan.answer_start - first) :]
+            self._add(self._with_others(chosen))
+        self._answer += rows[max(0, self.answer_start - first) :]
         self._advance()
 
     def _end_rows(self) -> None:
@@ -111,54 +102,52 @@ class FrameTalkerFeed(TalkerFeed[FrameTalkerPlan]):
 
     def _advance(self) -> None:
         """Add the rows of all positions whose inputs have arrived."""
-        conditions, plan = self._conditions, self._plan
-        if conditions.count == plan.num_user and (row := self._row(_NOW)) is not None:
-            pads = [plan.pad] * (len(plan.lead_ids) - 2)
-            now = [self._row(at) for at in range(_NOW)]
-            rows = [known for known in now if known is not None] + pads + [plan.bos, row]
-            conditions.add(self._with_others(torch.stack([known.to(row) for known in rows])))
-        at = conditions.count - self._num_prompt
-        while 0 <= at < len(self._frames) and (row := self._row(_NOW + 1 + at)) is not None:
-            conditions.add(self._with_others(row[None], self._frames[at][None]))
-            at += 1
+        if self._count == self._num_user and (row := self._row(_NOW)) is not None:
+            pads = [self.pad] * (len(self.lead_ids) - 2)
+            first = (self._row(index) for index in range(_NOW))
+            rows = [early for early in first if early is not None] + pads + [self.bos, row]
+            self._add(self._with_others(torch.stack([early.to(row) for early in rows])))
+        frame = self._count - self._num_prompt
+        while 0 <= frame < len(self._frames) and (row := self._row(_NOW + 1 + frame)) is not None:
+            self._add(self._with_others(row[None], self._frames[frame][None]))
+            frame += 1
 
-    def _row(self, at: int) -> Tensor | None:
-        """The row of the answer's token, eos or pad after its end, or None if not there yet."""
-        if at < len(self._answer):
-            return self._answer[at]
+    def _row(self, index: int) -> Tensor | None:
+        """Return the row of the answer's token, eos or pad after its end, None if not there yet."""
+        if index < len(self._answer):
+            return self._answer[index]
         if not self._ended:
             return None
-        return self._plan.eos if at == len(self._answer) else self._plan.pad
+        return self.eos if index == len(self._answer) else self.pad
 
     def _with_others(self, rows: Tensor, others: Tensor | None = None) -> Tensor:
-        """Rows with the frames' other codes appended, in float32, which holds both exactly."""
+        """Append the frames' other codes to rows, in float32, which holds both exactly."""
         if others is None:
-            others = torch.zeros(len(rows), self._plan.model.num_others)
+            others = torch.zeros(len(rows), self.model.num_others)
         return torch.cat([rows.float().cpu(), others.float()], dim=1)
 
     def _token_ids(self) -> list[int] | None:
-        if self._conditions.count < self._num_prompt:
+        if self._count < self._num_prompt:
             return None
-        return [self._plan.blank_id] * (self._plan.num_user + _NOW) + list(self._plan.lead_ids)
+        return [self.blank_id] * (self._num_user + _NOW) + list(self.lead_ids)
 
     def _combine(self, position: int, token_ids: Sequence[int], rows: Tensor) -> Tensor:
-        """Rows projected for the talker, plus the tokens' embeddings from U + 3 on."""
-        plan, count = self._plan, self._plan.model.num_others
-        stop = position + len(rows)
+        """Return rows projected for the talker, plus the tokens' embeddings from U + 3 on."""
+        model, count = self.model, self.model.num_others
         is_media = torch.zeros(len(rows), dtype=torch.bool)
-        known = plan.is_media[position:stop]
-        is_media[: len(known)] = known
-        made = plan.model.project(rows[:, :-count], is_media)
-        first = max(0, plan.num_user + _NOW - position)
+        part = self.is_media[position : position + len(rows)]
+        is_media[: len(part)] = part
+        embeddings = model.project(rows[:, :-count], is_media)
+        first = max(0, self._num_user + _NOW - position)
         frames = max(first, self._num_prompt - position)
         ids = torch.tensor(token_ids, dtype=torch.int64)
         with torch.inference_mode():
             if first < min(frames, len(rows)):
-                made[first:frames] += plan.model.embed_codes(ids[first:frames])
+                embeddings[first:frames] += model.embed_codes(ids[first:frames])
             if frames < len(rows):
                 others = rows[frames:, -count:].long()
-                made[frames:] += plan.model.embed_codes(ids[frames:], others)
-        return made
+                embeddings[frames:] += model.embed_codes(ids[frames:], others)
+        return embeddings
 
 
 class FrameTalker(EngineStage):
@@ -282,7 +271,8 @@ class Qwen3Stages(OmniStages):
             spoken_to, start = self._turns(token_ids)
             user = token_ids[spoken_to]
             media = torch.tensor(list(model.placeholders.values()))
-            plan = FrameTalkerPlan(
+            return FrameTalkerFeed(
+                request=request,
                 rows=node.spec.takes[0],
                 block_size=config.block_size,
                 spoken_to=spoken_to,
@@ -307,7 +297,6 @@ class Qwen3Stages(OmniStages):
                 positions=self._positions(user.tolist(), prompt),
                 anonymous=not node.spec.enable_prefix_caching,
             )
-            return FrameTalkerFeed(request, plan)
 
         return FrameTalker(node.spec, model.talker(), feed, config, self._cache, model)
 

@@ -23,7 +23,6 @@ from transformers import (
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeCausalConvNet,
     Qwen3OmniMoeCausalTransConvNet,
-    Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration,
     _get_feat_extract_output_lengths,
 )
 
@@ -39,42 +38,6 @@ from headstart.omni.stage_decoder import (
 
 Choose = Callable[[Tensor], Sequence[int]]
 """Chooses one code for each row of logits float32 `[rows, codes]`."""
-
-
-class CodePredictor:
-    """A predictor of many frames at once. `others`: codes after a frame's first."""
-
-    def __init__(
-        self, predictor: Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration
-    ) -> None:
-        self._predictor: Any = predictor
-        self.others = int(predictor.config.num_code_groups) - 1
-        self.vocab_size = int(predictor.config.vocab_size)
-
-    def embed(self, codes: Tensor) -> Tensor:
-        """Return embeddings `[n, others, hidden]` of codes int64 `[n, others]`."""
-        tables = self._predictor.get_input_embeddings()
-        return torch.stack([table(codes[:, at]) for at, table in enumerate(tables)], dim=1)
-
-    def predict(self, hidden: Tensor, first: Tensor, choose: Choose) -> Tensor:
-        """Return the other codes int64 `[n, others]` of frames, on the host.
-
-        `hidden` are the talker's rows `[n, hidden]` that gave the first codes, `first` those
-        codes' embeddings `[n, hidden]`.
-        """
-        tables = self._predictor.get_input_embeddings()
-        past, others = None, []
-        with torch.inference_mode():
-            inputs = torch.stack([hidden.to(first), first], dim=1)
-            for table, head in zip(tables, self._predictor.lm_head, strict=True):
-                output = self._predictor.model(
-                    inputs_embeds=inputs, past_key_values=past, use_cache=True
-                )
-                past = output.past_key_values
-                codes = torch.tensor(choose(head(output.last_hidden_state[:, -1]).float()))
-                others.append(codes)
-                inputs = table(codes.to(first.device))[:, None]
-        return torch.stack(others, dim=1)
 
 
 _UNSPOKEN = 1024
@@ -104,8 +67,11 @@ class Qwen3Omni(OmniModel):
             padding=True,
         )
         self.voices = dict(self.codec.speaker_id or {})
-        self._predictor = CodePredictor(self._talker.code_predictor)
-        self.num_others, self.num_codes = self._predictor.others, self._predictor.vocab_size
+        self._predictor = self._talker.code_predictor
+        self.num_others = int(self._predictor.config.num_code_groups) - 1
+        """Number of codes of a frame after the first."""
+        self.num_codes = int(self._predictor.config.vocab_size)
+        """Number of values of each of these codes."""
         self.vocoder = CausalVocoder(self._whole.code2wav)
 
     def thinker(self) -> StageDecoder:
@@ -140,16 +106,29 @@ class Qwen3Omni(OmniModel):
         with torch.inference_mode():
             rows: Tensor = self._talker.get_input_embeddings()(ids.to(device))
             if others is not None:
-                all_rows = [rows[:, None], self._predictor.embed(others.to(device))]
-                rows = torch.cat(all_rows, dim=1).sum(1)
+                codes, tables = others.to(device), self._predictor.get_input_embeddings()
+                embedded = [table(codes[:, index]) for index, table in enumerate(tables)]
+                rows = torch.cat([rows[:, None], torch.stack(embedded, dim=1)], dim=1).sum(1)
         return rows
 
     def predict_others(self, hidden: Tensor, first: Tensor, choose: Choose) -> Tensor:
-        """Return the other codes int64 `[n, others]` of frames, on the host.
+        """Return the other codes int64 `[n, others]` of many frames at once, on the host.
 
         `hidden` are the talker's rows `[n, hidden]` that gave the first codes int64 `[n]`.
         """
-        return self._predictor.predict(hidden, self.embed_codes(first), choose)
+        tables, embedded = self._predictor.get_input_embeddings(), self.embed_codes(first)
+        past, others = None, []
+        with torch.inference_mode():
+            inputs = torch.stack([hidden.to(embedded), embedded], dim=1)
+            for table, head in zip(tables, self._predictor.lm_head, strict=True):
+                output = self._predictor.model(
+                    inputs_embeds=inputs, past_key_values=past, use_cache=True
+                )
+                past = output.past_key_values
+                codes = torch.tensor(choose(head(output.last_hidden_state[:, -1]).float()))
+                others.append(codes)
+                inputs = table(codes.to(embedded.device))[:, None]
+        return torch.stack(others, dim=1)
 
     def project(self, rows: Tensor, is_media: Tensor) -> Tensor:
         """Return the thinker's rows `[n, hidden]`, projected for the talker.

@@ -203,10 +203,9 @@ class StageRows:
             for name, rows in outputs.items()
             if self._is_taken(name) and (self._find_outputs or name in self._outputs)
         }
-        if self._cache is not None:
-            for name in self._detector.refutes(outputs, num_tokens):
+        for name in self._detector.observe(outputs, num_tokens, len(parts)):
+            if self._cache is not None:
                 self._cache.drop(self._stage, name)
-        self._detector.observe(outputs, num_tokens, len(parts))
         named = {
             name: rows
             for name, rows in outputs.items()

@@ -1,4 +1,4 @@
-"""A stage's outputs, and the alignment of their rows with its tokens.
+"""Stages, their outputs, and the alignment of their rows with a stage's tokens.
 
     token          one row per token of the stage's sequence: cached block by block
     frames(ratio)  `ratio` rows per token, a vocoder's samples for instance: cached likewise
@@ -111,29 +111,26 @@ class AlignmentDetector:
         self._dense: set[str] = set()  # matched a pass with more tokens than requests
         self._refuted: set[str] = set()
 
-    def refutes(self, outputs: Mapping[str, Tensor], num_tokens: int) -> list[str]:
-        """Return the candidates that a pass over `num_tokens` rules out.
+    def observe(
+        self, outputs: Mapping[str, Tensor], num_tokens: int, num_requests: int
+    ) -> list[str]:
+        """Record the output shapes of one pass; return the candidates that it rules out.
 
-        The caller must drop their cached rows. Changes nothing.
+        The caller must drop their cached rows.
         """
-        candidates = self._lengths.keys() - self._refuted
-        return [
-            name
-            for name, tensor in outputs.items()
-            if name in candidates and not _has_rows(tensor, num_tokens)
-        ]
-
-    def observe(self, outputs: Mapping[str, Tensor], num_tokens: int, num_requests: int) -> None:
-        """Record the output shapes of one pass over `num_tokens` of `num_requests`."""
+        refuted = []
         for name, tensor in outputs.items():
             if name in self._declared or name in self._refuted:
                 continue
-            if not _has_rows(tensor, num_tokens):
+            if tensor.ndim == 0 or tensor.shape[0] != num_tokens:
                 self._refuted.add(name)
+                if name in self._lengths:
+                    refuted.append(name)
                 continue
             self._lengths.setdefault(name, set()).add(num_tokens)
             if num_tokens > num_requests:
                 self._dense.add(name)
+        return refuted
 
     def is_by_token(self, name: str) -> bool:
         """True if the output's rows belong to tokens, by declaration or by two passes."""
@@ -157,10 +154,6 @@ class AlignmentDetector:
     def ratio(self, name: str) -> int:
         """Return the number of rows per token."""
         return self._declared[name].ratio if name in self._declared else 1
-
-
-def _has_rows(tensor: Tensor, count: int) -> bool:
-    return tensor.ndim > 0 and tensor.shape[0] == count
 
 
 TOKENS = "tokens"
@@ -196,22 +189,23 @@ class StageSpec:
             raise ConfigError(f"stage {self.name!r} gives {sorted(twice)} twice")
 
     def takes_from(self, stage: str) -> bool:
-        """True if an input comes from this stage."""
+        """Return True if an input comes from this stage."""
         return any(taken.stage == stage for taken in self.takes)
 
     def offers(self, output: str) -> bool:
-        """True if another stage may take this output."""
-        declared = {known.name for known in self.gives}
-        return output in declared or self.find_outputs or (self.autoregressive and output == TOKENS)
+        """Return True if another stage may take this output."""
+        if self.find_outputs or (self.autoregressive and output == TOKENS):
+            return True
+        return any(declared.name == output for declared in self.gives)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OmniRequest:
-    """A user's request to a pipeline: a prompt, and parameters for each stage.
+    """A user's request to a pipeline.
 
     prompt: the input of the first stage's feeder. params: of autoregressive stages, by name.
     options: of any stage, by name, such as a speaker or a seed. salt: requests of different salts
-    share nothing in any stage. stages: names of the stages that take part; None is all.
+    share nothing. stages: names of the stages that take part; None is all.
     """
 
     request_id: str
@@ -227,9 +221,8 @@ class StageMetrics:
     """The metrics of one request in one stage.
 
     seconds: time of the steps that it was in. first_output, total: seconds from its arrival in the
-    pipeline. tokens: of prompt and answer; cached_tokens: not computed; loaded_tokens:
-    of these, from disk or another machine. hit_rows: tokens whose rows came from the store, by
-    output.
+    pipeline. tokens: of prompt and answer; cached_tokens: not computed; loaded_tokens: of these,
+    from disk or another machine. hit_rows: tokens whose rows came from the store, by output.
     """
 
     seconds: float = 0.0

@@ -17,7 +17,7 @@ from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
 from headstart.omni.function_stage import FramesPlan, FramesStage
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.pipeline import Pipeline, Progress
-from headstart.omni.qwen2_5 import CodecTalkerFeed, CodecTalkerPlan
+from headstart.omni.qwen2_5 import CodecTalkerFeed
 from headstart.omni.stage import TOKENS, Input, OmniRequest, Output, StageSpec, parse_alignment
 from headstart.omni.stage_decoder import PassTensors, StageDecoder, StageParts
 
@@ -152,7 +152,8 @@ class Speech:
 
     def _talk(self, request: OmniRequest) -> Feed:
         options = request.options.get("talker", {})
-        plan = CodecTalkerPlan(
+        return CodecTalkerFeed(
+            request=request,
             rows=Input("thinker", "hidden"),
             block_size=self.talker.engine.manager.block_size,
             mask_id=MASK,
@@ -166,7 +167,6 @@ class Speech:
             limit=self.talker.engine.max_model_len,
             anonymous=bool(options.get("anonymous", not self.talker.spec.enable_prefix_caching)),
         )
-        return CodecTalkerFeed(request, plan)
 
     def run(self, *requests: OmniRequest) -> list[Progress]:
         """All of them at once, to their end; every invariant is checked at each step."""

@@ -8,9 +8,7 @@ from headstart.omni.stage import Alignment, AlignmentDetector, Kind, Output, par
 
 
 def look(detector: AlignmentDetector, rows: int, tokens: int, requests: int = 1) -> list[str]:
-    refuted = detector.refutes({"x": torch.zeros(rows, 3)}, tokens)
-    detector.observe({"x": torch.zeros(rows, 3)}, tokens, requests)
-    return refuted
+    return detector.observe({"x": torch.zeros(rows, 3)}, tokens, requests)
 
 
 def test_one_length_is_not_enough_and_two_are() -> None:

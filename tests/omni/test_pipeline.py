@@ -306,8 +306,8 @@ def test_a_request_that_waits_for_its_rows_with_the_blocks_that_another_needs(
     is_ready = TalkerFeed.is_ready
     waits = iter(range(40))
 
-    def late(feed: TalkerFeed[Any], num_tokens: int) -> bool:
-        held_up = num_tokens == 18 and feed._request.request_id == "first" and next(waits, None)
+    def late(feed: TalkerFeed, num_tokens: int) -> bool:
+        held_up = num_tokens == 18 and feed.request.request_id == "first" and next(waits, None)
         return is_ready(feed, num_tokens) and not held_up
 
     monkeypatch.setattr(TalkerFeed, "is_ready", late)

@@ -75,16 +75,10 @@ class Dispatcher:
         self._waiting: dict[str, _Waiting] = {}
         self._metrics: dict[str, list[Metric]] = {}
         self._past: list[Metric] = []
-        self._on_change: Callable[[], object] = lambda: None
-        self._on_route: Callable[[], object] = lambda: None
-
-    def call_on_change(self, function: Callable[[], object]) -> None:
-        """Call `function`, in any thread, when replicas start or stop."""
-        self._on_change = function
-
-    def call_on_route(self, function: Callable[[], object]) -> None:
-        """Call `function`, in any thread, when a replica is chosen: `catch_up` is then due."""
-        self._on_route = function
+        self.on_change: Callable[[], object] = lambda: None
+        """Called, in any thread, when replicas start or stop."""
+        self.on_route: Callable[[], object] = lambda: None
+        """Called, in any thread, when a replica is chosen: `catch_up` is then due."""
 
     @property
     def replicas(self) -> list[str]:
@@ -129,7 +123,7 @@ class Dispatcher:
                 self._numbers[name] = number = self._free.pop()
                 self._router.set_alive(number, True)
         if gone or new:
-            self._on_change()
+            self.on_change()
 
     def note_silent(self, replica: str) -> set[str]:
         """Stop sending requests to a replica; return the ids of its requests.
@@ -174,7 +168,7 @@ class Dispatcher:
             number = self._router.route(waiting.request, time.monotonic(), avoid)
             chosen = next(name for name, other in numbers.items() if other == number)
             sent[chosen] += 1
-        self._on_route()
+        self.on_route()
         return chosen
 
     def catch_up(self) -> None:

@@ -165,8 +165,8 @@ class ReplicaDriver:
         self._thread = threading.Thread(target=self._loop.run_forever, name="headstart-replicas")
         self._thread.daemon = True
         self._thread.start()
-        dispatcher.call_on_change(lambda: self._soon(self._feeds.match))
-        dispatcher.call_on_route(lambda: self._soon(dispatcher.catch_up))
+        dispatcher.on_change = lambda: self._soon(self._feeds.match)
+        dispatcher.on_route = lambda: self._soon(dispatcher.catch_up)
         self._soon(self._feeds.match)
         for task in (send_heartbeats(handle, self._name, front.silence), self._feeds.watch()):
             asyncio.run_coroutine_threadsafe(task, self._loop)

@@ -133,7 +133,7 @@ def test_nobody_is_chosen_where_nobody_runs_or_nobody_asks() -> None:
 
 def test_a_change_of_replicas_is_told_once() -> None:
     made, told = books("a"), []
-    made.call_on_change(lambda: told.append(made.replicas))
+    made.on_change = lambda: told.append(made.replicas)
     made.set_replicas(["a"])
     made.set_replicas(["a", "b"])
     made.set_replicas(["b"])
@@ -162,7 +162,7 @@ def test_there_are_no_replicas_unless_asked_for() -> None:
 def test_a_request_is_on_its_way_before_what_it_computes_is_noted() -> None:
     made = books("a", "b")
     noted: list[bool] = []
-    made.call_on_route(lambda: noted.append(bool(num_expected(made))))
+    made.on_route = lambda: noted.append(bool(num_expected(made)))
     assert send(made, "one") is not None
     assert noted == [False]
     made.catch_up()

@@ -1,4 +1,4 @@
-"""LoRA adapters in requests, and the names by which they ask for them."""
+"""LoRA adapters in requests, by name."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ class LoRARequest:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter as it was loaded: its name, its folder, and the digest that its K/V go by."""
+    """An adapter as it was loaded: its name, its folder, and the digest in its K/V's identity."""
 
     name: str
     path: Path
@@ -99,20 +99,20 @@ class AdapterNames(ABC):
 
     @property
     def named(self) -> list[Adapter]:
-        """The adapters that requests may ask for."""
+        """The adapters that requests may use."""
         return list(self._named.values())
 
     @abstractmethod
     def load(self, name: str, path: str | Path, in_engine: InEngine) -> Adapter:
-        """Read the adapter in folder `path`; requests may ask for it by `name` from now on.
+        """Read the adapter in folder `path`; requests may use it by `name` from now on.
 
-        It is read in this thread and named in the engine's. An adapter that had the name loses
-        it. Raises AdapterError, ConfigError when adapters are switched off or the name is no
-        name, and what `in_engine` raises; nothing has changed then.
+        It is read in this thread and named in the engine's. An adapter that had the name loses it.
+        Raises AdapterError, ConfigError when adapters are off or the name is invalid, and the
+        exceptions of `in_engine`; nothing has changed then.
         """
 
     def unload(self, name: str) -> None:
-        """Take the name away; requests that have the adapter finish. Raises RequestError."""
+        """Remove the name; requests that have the adapter finish. Raises RequestError."""
         self.find(name)
         self._named = {n: adapter for n, adapter in self._named.items() if n != name}
 
@@ -126,7 +126,7 @@ class AdapterNames(ABC):
         return named[name]
 
     def require(self, choice: str | LoRARequest | None, in_engine: InEngine) -> str | None:
-        """Return the name of an adapter, which is loaded if need be. Raises what `load` does."""
+        """Return the name of an adapter, loaded if necessary. Raises the errors of `load`."""
         if not isinstance(choice, LoRARequest):
             return choice
         folder = adapter_folder(choice.lora_path)

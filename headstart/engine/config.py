@@ -39,10 +39,10 @@ class EngineConfig(CacheOptions):
     # The cache takes any size, the attention kernels these.
     block_size: int = option(16, "tokens in a KV block", OneOf(BLOCK_SIZES))
     num_blocks: int | None = option(
-        None, "KV blocks in the pool; default: what the memory holds", _COUNTS
+        None, "KV blocks in the pool; default: as many as the memory holds", _COUNTS
     )
     kv_cache_memory: int | None = option(
-        None, "bytes for K/V; default: a share of what is free", _COUNTS
+        None, "bytes for K/V; default: a share of the free memory", _COUNTS
     )
     kv_cache_dtype: str = option("auto", "bits of K/V: auto (the model's dtype), int8", _KV_DTYPES)
     kv_cache_fraction: float = option(0.4, "the share of free memory that K/V may take", _SHARES)

@@ -184,7 +184,7 @@ class SamplingParams:
     flat_logprobs: object = False
     routed_experts_prompt_start: object = 0
     watermarking: object = None
-    # Fields of vLLM's that must ask for nothing.
+    # Fields of vLLM's that must be empty.
     prompt_logprob_token_ids: object = None
     prompt_logprob_start: object = None
     logprob_token_ids: object = None

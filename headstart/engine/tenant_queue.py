@@ -1,7 +1,7 @@
 """Jobs of many tenants that share a few threads, fairly.
 
-First come, first served, the many jobs of one tenant would delay those of all others: a request
-body of many objects takes a thread 0.1 s, and a grammar may take seconds to compile.
+In the order of arrival, the many jobs of one tenant would delay those of all others: a request body
+of many objects takes a thread 0.1 s, and a grammar may take seconds to compile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
-"""The tenant of the jobs that are submitted in this context. Jobs of no tenant count as one's."""
+"""The tenant of jobs submitted in this context. Jobs without a tenant share one."""
 
 
 class _Job(NamedTuple):

@@ -40,8 +40,8 @@ _BATCH = 32
 class ModelState(NamedTuple):
     """A model's blocks in a folder.
 
-    hits: blocks that were loaded. saved_seconds: the time that computing those would have taken.
-    made and used: of the oldest block, and of the one used last, in seconds since 1970.
+    hits: blocks that were loaded. saved_seconds: the time to compute those. made and used: of the
+    oldest block, and of the block used last, in seconds since 1970.
     """
 
     model: KeptModel
@@ -62,10 +62,10 @@ class KeptPrefix:
 
     @property
     def words(self) -> str:
-        """The beginning of its text, on one line; empty where none is stored."""
+        """The beginning of its text, on one line; empty where no text is stored."""
         some = b"".join(block.words for block in self.stretch[:_BLOCKS_OF_WORDS])
         text = some.decode("utf-8", "replace").replace("\ufffd", "")  # halves of characters
-        return " ".join("".join(one if one.isprintable() else " " for one in text).split())
+        return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
     @property
     def name(self) -> BlockHash:
@@ -164,11 +164,11 @@ def read_model(path: Path) -> ModelRecord:
 
 
 def import_blocks(store: DiskStore, path: Path, now: float) -> int:
-    """Save the blocks of a file up to the first that is not whole; return how many are new.
+    """Save the blocks of a file up to the first damaged one; return how many are new.
 
     now: the time of their use, in seconds since 1970. Raises CacheError if the file is of another
-    model, or no such file; and, when the whole ones are saved, if it lacks others, or the folder
-    has no room for all.
+    model, or not an export; and, after saving, if blocks are missing, or the folder has no room for
+    all.
     """
     size = store.model.block_size
     num_new = num_read = num_held = 0
@@ -207,19 +207,19 @@ def _read_model(file: BinaryIO, path: Path) -> ModelRecord:
     begins = file.read(len(_MAGIC))
     if begins != _MAGIC:
         if begins.startswith(_KIND):
-            raise CacheError(f"{path} is of another version of headstart; export its blocks anew")
+            raise CacheError(f"{path} is of another version of headstart; export its blocks again")
         raise CacheError(f"{path} is no file that `headstart cache export` wrote")
     try:
         model = parse_description(file.readline(_LONGEST))
-    except Exception as error:  # whatever a damaged file causes
-        raise CacheError(f"{path} does not tell of which model it is") from error
+    except Exception as error:  # any kind, from a damaged file
+        raise CacheError(f"{path} does not name its model") from error
     if model is None:
-        raise CacheError(f"{path} tells of blocks of a size that none has")
+        raise CacheError(f"{path} has blocks of an impossible size")
     return model
 
 
 def _read_block(file: BinaryIO, model: ModelRecord, now: float) -> StoredBlock | None:
-    """Return the next block of a file; None at the end, and for one that is not whole."""
+    """Return the next block of a file; None at the end, and for a damaged block."""
     head = file.read(HEADER_BYTES)
     header = read_header(head)
     if header is None or header.length != model.block_bytes:

@@ -1,6 +1,6 @@
 """The files of a disk store: blocks of one model in slots of one size, and files opened safely.
 
-Someone who could write to the folder may have put a link in a file's place, so that the store
+Another user with access to the folder may have put a link in a file's place, so that the store
 overwrites the link's target. A file is accepted only if it is a regular file with one name that
 belongs to this user or to root; anything else with its name is removed before a file is written.
 """
@@ -37,7 +37,7 @@ _NUM_BUFFERS = 8  # of so many bytes that wait for the next read
 
 
 def is_accepted(state: os.stat_result) -> bool:
-    """True for a regular file with one name that belongs to this user or to root."""
+    """Return True for a regular file with one name that belongs to this user or to root."""
     return stat.S_ISREG(state.st_mode) and state.st_nlink <= 1 and state.st_uid in (os.geteuid(), 0)
 
 

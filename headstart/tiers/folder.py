@@ -1,4 +1,4 @@
-"""The folder of a disk store: made for its owner alone; its index is opened, or rebuilt."""
+"""The folder of a disk store, for its owner alone: its index is opened, or rebuilt."""
 
 import fcntl
 import json
@@ -43,8 +43,8 @@ def default_folder() -> Path:
 def make_folder(folder: Path) -> bool:
     """Make a folder that its owner alone may enter; return True if it can be written.
 
-    A folder with other files is refused, since its mode would change for them too. Files of a
-    folder that other users could write are removed. Raises ConfigError.
+    A folder with other files is refused, since its mode would change for them too. If other users
+    could write the folder, its files are removed. Raises ConfigError.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def make_folder(folder: Path) -> bool:
             )
         if state.st_uid not in (os.geteuid(), 0):
             raise ConfigError(
-                f"cache folder {folder} belongs to another user; give one of your own"
+                f"cache folder {folder} belongs to another user; allowed: a folder of this user"
             )
         is_writable = os.access(folder, os.W_OK | os.X_OK) and state.st_uid == os.geteuid()
         if state.st_mode & 0o022 and not is_writable:
@@ -128,14 +128,20 @@ def rebuild_index(folder: Path, broken: Collection[int]) -> None:
     is sound. Raises sqlite3.Error or OSError.
     """
     with _locked(folder):
-        if _inode(folder) not in (None, *broken) and _is_sound(folder):
-            return
+        if _inode(folder) not in (None, *broken):
+            try:
+                with closing(DiskIndex(folder / INDEX)) as index:
+                    is_sound = index.is_sound()
+            except Exception as error:  # any kind, from a damaged file
+                is_sound = is_passing(error)
+            if is_sound:
+                return
         partial = folder / f"{INDEX}.tmp"
         partial.unlink(missing_ok=True)
         os.close(open_file(partial, os.O_RDWR, create=True))
         records = list(described_models(folder))
         for path in slot_files(folder) - {slot_path(folder, record) for record in records}:
-            path.unlink(missing_ok=True)  # nobody could find what is in it, or bound its size
+            path.unlink(missing_ok=True)  # its blocks cannot be found, nor its size bounded
         with closing(DiskIndex(partial, create=True)) as index, index.changing():
             for record in records:
                 if (path := slot_path(folder, record)).exists():
@@ -175,15 +181,6 @@ def _inode(folder: Path) -> int | None:
         return None
 
 
-def _is_sound(folder: Path) -> bool:
-    """True if the index can be read from end to end, or cannot be read just now."""
-    try:
-        with closing(DiskIndex(folder / INDEX)) as index:
-            return index.is_sound()
-    except Exception as error:  # whatever a damaged file causes: it is rebuilt
-        return is_passing(error)
-
-
 def described_models(folder: Path) -> Iterator[ModelRecord]:
     """Yield the models whose descriptions can be read."""
     for path in sorted(folder.glob("*.json")):
@@ -195,7 +192,7 @@ def described_models(folder: Path) -> Iterator[ModelRecord]:
 def _read_description(path: Path) -> ModelRecord | None:
     try:
         return parse_description(read_file(path))
-    except Exception:  # whatever a damaged file causes
+    except Exception:  # any kind, from a damaged file
         return None
 
 

@@ -161,10 +161,20 @@ class GuardedStore:
             return
         is_waiting = True
         try:
-            while answers := self._take(call, seconds := min(deadline, patience())):
+            while True:
+                seconds = min(deadline, patience())
+                with self._changed:
+                    self._changed.wait_for(lambda: call.answers or call.is_done, seconds)
+                    answers = list(call.answers)
+                    call.answers.clear()
+                    self._changed.notify_all()
+                if not answers:
+                    break
                 is_waiting = False
                 yield from answers
                 is_waiting = True
+            if call.error is not None:
+                raise call.error
             if call.is_done:
                 self.pause.answered()
             elif seconds == deadline:
@@ -197,17 +207,6 @@ class GuardedStore:
             self._running.discard(call)
             self._late.discard(call)
             self._changed.notify_all()
-
-    def _take(self, call: _Call[T], seconds: float) -> list[T]:
-        """Return the answers that are there, at least one; none if it is over, or late."""
-        with self._changed:
-            self._changed.wait_for(lambda: call.answers or call.is_done, seconds)
-            answers = list(call.answers)
-            call.answers.clear()
-            self._changed.notify_all()
-        if not answers and call.error is not None:
-            raise call.error
-        return answers
 
 
 class StoreChain:

@@ -1,12 +1,13 @@
-"""The index of a disk store: which block lies in which slot of which file, and what it is worth.
+"""The index of a disk store: the slot and the worth of each block.
 
 SQLite, with a journal file and no shared memory: several processes may use one index, a process
 that is killed leaves it whole, and a damaged file is an exception and never a crash. It is not
 synced to the disk. After a power loss it may be damaged, and is rebuilt from the records.
 
 A block's worth is GreedyDual-Size (Cao and Irani, 1997): `clock + seconds to compute / bytes`,
-where the clock is the worth of the last block that was evicted. So what was used lately stays, and
-among models what is costly for its size stays longer. Of a prefix only the last block may go.
+where the clock is the worth of the last block that was evicted. So recently used blocks stay, and
+among models blocks that are costly for their size stay longer. Only the last block of a prefix may
+be evicted.
 """
 
 import os
@@ -24,9 +25,9 @@ from headstart.tiers.store import ModelRecord, StoredBlock
 
 _PATIENCE = 5.0  # seconds to wait for another process's transaction
 _AT_ONCE = 500  # names in a query
-_LONGEST = 1e6  # seconds that computing a block may have taken
-_SAMPLE = 64  # blocks whose average says what computing a block takes
-_FIRST = 8  # of a lookup: most prompts that are new miss there
+_LONGEST = 1e6  # seconds to compute a block
+_SAMPLE = 64  # blocks in the average of the time to compute a block
+_FIRST = 8  # names of a lookup: most new prompts miss there
 _VERSION = 3  # of the tables, written last: a file without it is no index
 _MARK = _VERSION * 0x010101  # three times, so that no flipped bit makes another version of it
 _SCHEMA = f"""
@@ -46,26 +47,18 @@ INSERT INTO clock VALUES (1, 0);
 PRAGMA user_version = {_MARK};
 """
 
-# Errors that say nothing against the index: it is busy, the disk is full, and the like.
+# Errors that are no sign of damage: the index is busy, the disk is full, and similar.
 _PASSING = frozenset(
     getattr(sqlite3, f"SQLITE_{name}")
-    for name in [
-        "BUSY",
-        "LOCKED",
-        "NOMEM",
-        "READONLY",
-        "INTERRUPT",
-        "IOERR",
-        "FULL",
-        "CANTOPEN",
-        "PERM",
-        "PROTOCOL",
-    ]
+    for name in (
+        *("BUSY", "LOCKED", "NOMEM", "READONLY", "INTERRUPT"),
+        *("IOERR", "FULL", "CANTOPEN", "PERM", "PROTOCOL"),
+    )
 )
 
 
 def is_passing(error: BaseException) -> bool:
-    """True if an error of SQLite says nothing against the index itself."""
+    """Return True if an error of SQLite is no sign of damage."""
     return getattr(error, "sqlite_errorcode", -1) & 0xFF in _PASSING
 
 
@@ -125,24 +118,17 @@ class DiskIndex:
             self._execute("PRAGMA secure_delete = ON")  # no text of dropped blocks stays
             if create:
                 self._connection.executescript(_SCHEMA)
-            else:
-                self._require_version()
+                return
+            [mark] = self._execute("PRAGMA user_version").fetchone()
+            if _MARK < mark <= 0xFFFFFF and mark % 0x010101 == 0:  # it is left as it is
+                raise ConfigError(
+                    "its index is of a later version of headstart; allowed: another folder"
+                )
+            if mark != _MARK:
+                raise ValueError("these are not the tables of an index")
         except BaseException:
             self._connection.close()
             raise
-
-    def _require_version(self) -> None:
-        """Raise ConfigError for a later version's index, ValueError for any other that is not ours.
-
-        The index of a later version is left as it is.
-        """
-        [mark] = self._execute("PRAGMA user_version").fetchone()
-        if _MARK < mark <= 0xFFFFFF and mark % 0x010101 == 0:
-            raise ConfigError(
-                "its index is of a later version of headstart; allowed: another folder"
-            )
-        if mark != _MARK:
-            raise ValueError("these are not the tables of an index")
 
     def close(self) -> None:
         self._connection.close()
@@ -192,7 +178,7 @@ class DiskIndex:
         return 0 if last is None else int(last) + 1
 
     def block_seconds(self, model: int) -> float:
-        """Return the seconds that computing some blocks of a model took; 0 if that is not known."""
+        """Return the average seconds to compute a block of a model; 0 if that is not known."""
         row = self._execute(
             "SELECT avg(seconds) FROM (SELECT seconds FROM blocks WHERE model = ? "
             f"ORDER BY slot DESC LIMIT {_SAMPLE}) WHERE seconds > 0 AND seconds < {_LONGEST}",
@@ -204,14 +190,14 @@ class DiskIndex:
 
     def find(self, names: Sequence[BlockHash]) -> list[tuple[BlockHash, int]]:
         """Return the blocks from the first on, with their slots, up to one that is missing."""
-        found: list[tuple[BlockHash, int]] = []
+        blocks: list[tuple[BlockHash, int]] = []
         for some in (names[:_FIRST], *_cut(names[_FIRST:])):
             slots = self._slots(some)
             for name in some:
                 if name not in slots:
-                    return found
-                found.append((name, slots[name]))
-        return found
+                    return blocks
+                blocks.append((name, slots[name]))
+        return blocks
 
     def known(self, names: Sequence[BlockHash]) -> set[BlockHash]:
         """Return those of the names that are there."""
@@ -252,7 +238,7 @@ class DiskIndex:
         return [KeptBlock(*row) for row in rows]
 
     def insert(self, model: int, slot: int, block: StoredBlock, worth: float) -> None:
-        """List a block in a slot, instead of what was there."""
+        """List a block in a slot, replacing another block there."""
         name, parent, depth, seconds, used, _, text = block
         words, now = text.encode(errors="replace"), time.time()
         self._execute("DELETE FROM blocks WHERE model = ? AND slot = ?", (model, slot))
@@ -264,7 +250,7 @@ class DiskIndex:
             raise ValueError("it counts fewer blocks than there are")
 
     def move(self, model: int, source: int, target: int) -> None:
-        """List the block of one slot in another, instead of what was there."""
+        """List the block of one slot in another, replacing another block there."""
         self._execute("DELETE FROM blocks WHERE model = ? AND slot = ?", (model, target))
         self._change_one(
             "UPDATE blocks SET slot = ? WHERE model = ? AND slot = ?", (target, model, source)
@@ -291,10 +277,10 @@ class DiskIndex:
         return float(self._execute("SELECT worth FROM clock").fetchone()[0])
 
     def victim(self, before: float) -> tuple[KeptBlock, float] | None:
-        """Return the block that goes first of those last used before a time; and its worth.
+        """Return the block to evict first of those last used before a time, and its worth.
 
-        A block that others continue stays, since without it they cannot be found. A block that was
-        used in the future was used before the clock was set back.
+        A block that others continue stays, since without it they cannot be found. A block with a
+        time in the future was used before the clock was set back.
         """
         continued: list[tuple[int, BlockHash]] = []
         rows = self._execute(  # of columns that the order of eviction has by itself
@@ -308,7 +294,7 @@ class DiskIndex:
             if is_continued:
                 continued.append((depth, name))
                 continue
-            rows.close()  # it would see what is changed now
+            rows.close()  # it would see the changes below
             self._place_behind(continued)
             block = self.block(name)
             if block is None:
@@ -317,7 +303,7 @@ class DiskIndex:
         return None
 
     def _place_behind(self, continued: list[tuple[int, BlockHash]]) -> None:
-        """Make blocks, with their depths, go right after those that continue them.
+        """Place blocks, with their depths, right after their children in the order of eviction.
 
         They stay until then. If they were worth less, each eviction would pass all of them.
         """
@@ -334,7 +320,7 @@ class DiskIndex:
         self._execute("UPDATE clock SET worth = max(worth, ?)", (worth,))
 
     def use(self, name: BlockHash, used: float) -> None:
-        """Note that a block was used at this time, or later; its worth stays."""
+        """Note that a block was used at this time; its worth stays."""
         self._execute("UPDATE blocks SET used = max(used, ?) WHERE name = ?", (used, name))
 
     def touch(self, names: Iterable[BlockHash], block_bytes: int) -> None:
@@ -347,5 +333,4 @@ class DiskIndex:
 
 
 def _cut(names: Sequence[BlockHash]) -> Iterator[Sequence[BlockHash]]:
-    for at in range(0, len(names), _AT_ONCE):
-        yield names[at : at + _AT_ONCE]
+    return (names[start : start + _AT_ONCE] for start in range(0, len(names), _AT_ONCE))

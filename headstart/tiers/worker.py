@@ -83,20 +83,19 @@ class Loader:
         """Look these blocks up, and load as many as `choose` returns for the number found."""
         job = LoadJob(names, choose)
         with self._changed:
-            job.done = self._is_closed or not self._has_threads()
+            if self._is_closed:
+                job.done = True
+                return job
+            for work in (self._look_up, self._load)[len(self._threads) :]:
+                thread = start_thread(partial(self._run, work), f"headstart{work.__name__}")
+                if thread is None:  # the machine has no more threads
+                    break
+                self._threads.append(thread)
+            job.done = len(self._threads) < 2
             if not job.done:
                 self._started.append(job)
                 self._changed.notify_all()
         return job
-
-    def _has_threads(self) -> bool:
-        """Start the threads that do not run; return False if the machine has no more threads."""
-        for work in (self._look_up, self._load)[len(self._threads) :]:
-            thread = start_thread(partial(self._run, work), f"headstart{work.__name__}")
-            if thread is None:
-                return False
-            self._threads.append(thread)
-        return True
 
     def take(self, job: LoadJob, most: int) -> list[LoadedBlock]:
         """Return up to `most` of the blocks that have arrived, in order."""

@@ -1,1 +1,1 @@
-"""The pool's blocks and their tiers: what is offered to a store, and what is loaded from it."""
+"""The pool's blocks and their tiers: offers to stores, and loads from them."""

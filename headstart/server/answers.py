@@ -90,7 +90,8 @@ class Source:
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self._returned: list[str] = []  # characters that were put back, the next one last
-        self._record: list[str] | None = None
+        self.record: list[str] | None = None
+        """Characters that are read, where they are recorded."""
         self.left_out = ""
         """White space that `until` left out before the last marker."""
 
@@ -107,24 +108,15 @@ class Source:
         character = self._returned.pop() if self._returned else (yield)
         if character == END:
             self._returned.append(END)
-        elif self._record is not None:
-            self._record.append(character)
+        elif self.record is not None:
+            self.record.append(character)
         return character
 
     def back(self, text: str) -> None:
         """Put back the characters that were read last; END needs no putting back."""
         self._returned += reversed(text)
-        if self._record is not None and text:
-            del self._record[-len(text) :]
-
-    def start_record(self) -> None:
-        """Record what is read from here on, up to `end_record`."""
-        self._record = []
-
-    def end_record(self) -> str:
-        """Return the text read since `start_record`, and stop recording."""
-        record, self._record = self._record or [], None
-        return "".join(record)
+        if self.record is not None and text:
+            del self.record[-len(text) :]
 
     def space(self) -> Reading[str]:
         """Read white space, up to the next other character."""
@@ -151,7 +143,7 @@ class Source:
         return True
 
     def until(
-        self, markers: Sequence[str], tell: Callable[[str], None], *, keeps_space: bool = True
+        self, markers: Sequence[str], emit: Callable[[str], None], *, keeps_space: bool = True
     ) -> Reading[str]:
         """Pass on the text up to the first marker, and return that, or END at the end.
 
@@ -167,14 +159,14 @@ class Source:
                 first, held = held[0], held[1:]
                 space += first
                 if not first.isspace():
-                    tell(space)
+                    emit(space)
                     space = ""
             if held in markers:
                 self.left_out = space
                 return held
             if character == END:
                 if space and keeps_space:
-                    tell(space)
+                    emit(space)
                 return END
 
 
@@ -288,7 +280,8 @@ def read_call(
         else:
             early.append(text)
 
-    source.start_record()
+    read: list[str] = []
+    source.record = read
     with suppress(_MalformedError):
         yield from _expect(source, "{")
         while (character := (yield from source.solid())) != "}":
@@ -310,8 +303,8 @@ def read_call(
                 yield from read_value(source, lambda text: None)
         if name and not has_arguments:
             add_arguments("{}")
-    text = source.end_record()
-    return None if name else text
+    source.record = None
+    return None if name else "".join(read)
 
 
 def _expect(source: Source, character: str) -> Reading[None]:
@@ -330,33 +323,33 @@ def _read_string(source: Source, opening: str) -> Reading[str]:
         raise _MalformedError from error
 
 
-def _read_quoted(source: Source, tell: Callable[[str], None]) -> Reading[None]:
+def _read_quoted(source: Source, emit: Callable[[str], None]) -> Reading[None]:
     """Pass on a string with its quotes; line breaks in it, which are no JSON, as escapes."""
-    tell('"')
+    emit('"')
     is_escaped = False
     while (character := (yield from source.next())) != END:
-        tell(character if character >= " " else json.dumps(character)[1:-1])
+        emit(character if character >= " " else json.dumps(character)[1:-1])
         if character == '"' and not is_escaped:
             return
         is_escaped = character == "\\" and not is_escaped
 
 
-def read_value(source: Source, tell: Callable[[str], None]) -> Reading[None]:
+def read_value(source: Source, emit: Callable[[str], None]) -> Reading[None]:
     """Read a value of JSON and pass it on; an object or a list bit by bit, as it was written."""
     opening = yield from source.solid()
     if opening in _PAIRS:
         depth = 1
-        tell(opening)
+        emit(opening)
         while depth and (character := (yield from source.next())) != END:
             if character == '"':
-                yield from _read_quoted(source, tell)
+                yield from _read_quoted(source, emit)
             else:
-                tell(character)
+                emit(character)
                 depth += (character in _PAIRS) - (character in _PAIRS.values())
     elif opening == '"':
         pieces: list[str] = []
         yield from _read_quoted(source, pieces.append)
-        tell(_unquote("".join(pieces)))
+        emit(_unquote("".join(pieces)))
     elif opening in _ENDS:
         source.back(opening)
     else:
@@ -364,7 +357,7 @@ def read_value(source: Source, tell: Callable[[str], None]) -> Reading[None]:
         while (character := (yield from source.next())) not in _ENDS:
             text += character
         source.back(character)
-        tell("{}" if text.strip() == "null" else text.strip())
+        emit("{}" if text.strip() == "null" else text.strip())
 
 
 def _unquote(text: str) -> str:

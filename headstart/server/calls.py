@@ -1,9 +1,9 @@
-"""Calls under way: how many there are, whose they are, and how long they may take.
+"""Calls in progress: their number, their tenants, and how long they may take.
 
     arrives ──place──▶ body read, prompts prepared, queued, computed, sent ──▶ place given back
 
 A call has its place from before its body is read until its answer is sent or its client is gone,
-so whatever holds memory for it is counted. A call of several prompts has a place for each.
+so all that holds memory for it is counted. A call of several prompts has a place for each.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Outputs(Protocol):
     """The outputs of a request, whatever its model."""
 
     def fail(self, error: Exception) -> None:
-        """Cancel the request if it is unfinished; who waits for an output gets this error."""
+        """Cancel the request if it is unfinished; its reader gets this error."""
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One call: its tenant, its places, and when it must be done, in the event loop's time.
+    """One call: its tenant, its places, and its deadline in the event loop's time.
 
-    trace: the headers by which its client says of which trace it is part. read: the outputs that
-    are read for its answer.
+    trace: the headers with the trace that it is part of. read: the outputs that are read for its
+    answer.
     """
 
     tenant: Tenant
@@ -82,10 +82,10 @@ async def time_limit(
 
 
 class Calls:
-    """All calls under way, of one event loop.
+    """All calls in progress, of one event loop.
 
     most: places in all. most_of_tenant: places of one tenant; None for no such limit. seconds:
-    how long a call may take.
+    the time of a call.
     """
 
     def __init__(self, most: int, most_of_tenant: int | None, seconds: float) -> None:
@@ -96,12 +96,12 @@ class Calls:
 
     @property
     def num_places(self) -> int:
-        """Places that are taken."""
+        """Return the places that are taken."""
         return self._places.total()
 
     @contextmanager
     def call(self, tenant: Tenant) -> Iterator[Call]:
-        """Have a place for what is done inside. Raises ApiError (429) if there is none."""
+        """Hold a place for the work inside. Raises ApiError (429) if there is none."""
         self._take(tenant)
         call = Call(tenant, asyncio.get_running_loop().time() + self._seconds)
         token, before = _CALL.set(call), TENANT.set(tenant.key)
@@ -114,7 +114,7 @@ class Calls:
             self._places += Counter()  # drops tenants without any
 
     def count_prompt(self) -> None:
-        """The call under way has one more prompt; all but the first need a place of their own.
+        """Count a prompt of the current call; all but the first need one more place.
 
         Raises ApiError (429) if there is none. Does nothing outside calls.
         """
@@ -137,20 +137,20 @@ class Calls:
 
 
 def current_call() -> Call | None:
-    """The call under way; None outside calls."""
+    """Return the current call; None outside calls."""
     return _CALL.get()
 
 
 def new_name() -> str:
-    """A name that nobody can guess: 32 hexadecimal digits.
+    """Return a name that cannot be guessed: 32 hexadecimal digits.
 
-    Each call of the system lets go of the interpreter's lock, so one has random bytes for many.
+    Each system call releases the interpreter's lock, so one draws random bytes for many names.
     """
     try:
         return _NAMES.pop()
     except IndexError:  # also where another thread took the last one
         fresh = os.urandom(16 * 64).hex()
-        _NAMES.extend(fresh[at : at + 32] for at in range(32, len(fresh), 32))
+        _NAMES.extend(fresh[start : start + 32] for start in range(32, len(fresh), 32))
         return fresh[:32]
 
 

@@ -25,7 +25,7 @@ from headstart.server.answers import (
     read_reasoning,
     shows_reasoning,
 )
-from headstart.server.errors import ApiError, as_api_error, telling_form_as
+from headstart.server.errors import ApiError, as_api_error, naming_form
 from headstart.server.messages import read_roles, template_text
 from headstart.server.service import Service
 from headstart.server.tools import Thought, ToolUse, after_reasoning, force_calls
@@ -169,7 +169,7 @@ async def _naming_fields(service: Service, call: ChatCall) -> AsyncIterator[None
             raise
         for place, tool in enumerate(call.tools.tools):
             if call.tools.name in (None, tool.name):
-                with telling_form_as(f"tools[{place}]"):
+                with naming_form(f"tools[{place}]"):
                     form = StructuredOutputsParams(json=tool.schema)
                     await service.llm.prepare([0], SamplingParams(structured_outputs=form))
         raise

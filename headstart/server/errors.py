@@ -38,7 +38,7 @@ from headstart.errors import (
     TierError,
 )
 from headstart.server.bodies import encode
-from headstart.server.openai.compat import tell_missing
+from headstart.server.openai.compat import describe_missing
 from headstart.validation import in_one_line, shorten
 
 __all__ = [
@@ -47,7 +47,7 @@ __all__ = [
     "as_api_error",
     "as_route_error",
     "body_of",
-    "telling_form_as",
+    "naming_form",
 ]
 
 _LOG = logging.getLogger("headstart.server")
@@ -129,7 +129,7 @@ def as_api_error(error: BaseException) -> ApiError:
 def as_route_error(error: HTTPException, scope: Scope) -> ApiError:
     """Return the refusal of a request without a route."""
     if error.status_code == 404:
-        return ApiError(404, tell_missing(scope["path"]))
+        return ApiError(404, describe_missing(scope["path"]))
     if error.status_code != 405:
         return as_api_error(error)
     routes = [route for route in scope["app"].routes if not isinstance(route, Mount)]
@@ -181,14 +181,14 @@ def _path(error: Mapping[str, Any]) -> tuple[Any, ...]:
     pydantic's location also has names of types, such as `list[str]`, and in lists of several
     kinds of objects the kind of each: these are left out.
     """
-    way: list[Any] = []
+    path: list[Any] = []
     for before, part in zip((None, *error["loc"]), error["loc"], strict=False):
-        is_kind = isinstance(before, int) and way[-2:-1] and way[-2] in _MIXED
+        is_kind = isinstance(before, int) and path[-2:-1] and path[-2] in _MIXED
         is_kind = is_kind or (before == "source" and part in _SOURCES)
         if isinstance(part, int) or not (is_kind or _TYPE.search(part)):
-            way.append(part)
+            path.append(part)
     field = (error.get("ctx") or {}).get("field")
-    return (*way, field) if field is not None else tuple(way)
+    return (*path, field) if field is not None else tuple(path)
 
 
 _MIXED = ("content", "input", "output")
@@ -201,7 +201,7 @@ _FIELDS = (
     *("best_of", "cache_salt", "chat_template_kwargs", "continue_final_message", "messages"),
     *("priority", "prompt", "response_format", "suffix", "tool_choice", "tools"),
 )
-"""Fields beside those of `SamplingParams` that our errors name."""
+"""Fields besides those of `SamplingParams` that errors name."""
 
 
 def _param_of(text: str) -> str | None:
@@ -214,7 +214,7 @@ def _param_of(text: str) -> str | None:
 
 
 @contextmanager
-def telling_form_as(
+def naming_form(
     name: str | None, fields: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[None]:
     """Have errors of an answer's form name the field of the request; None if it is the same.

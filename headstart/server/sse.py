@@ -17,13 +17,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headstart.server.bodies import encode
-from headstart.server.errors import ApiError, JsonResponse, as_api_error
+from headstart.server.errors import ApiError, as_api_error
 from headstart.server.service import ClientGone, unless_gone
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
 
-__all__ = ["AnswerEvents", "EventStream", "Usage", "frame", "read_whole", "send_whole"]
+__all__ = ["AnswerEvents", "EventStream", "Usage", "frame", "read_whole"]
 
 
 @dataclass(slots=True)
@@ -109,13 +109,6 @@ async def read_whole(outputs: Sequence[RequestOutput], make: Callable[[], Answer
         for answer in output.outputs:
             size += len(answer.text) + sum(map(len, answer.logprobs or ()))
     return make() if size <= _LONG else await asyncio.to_thread(make)
-
-
-async def send_whole(
-    outputs: Sequence[RequestOutput], make: Callable[[], dict[str, Any]]
-) -> Response:
-    """Return the result of `make` as a response, like `read_whole`."""
-    return await read_whole(outputs, lambda: JsonResponse(make()))
 
 
 class AnswerEvents(ABC):

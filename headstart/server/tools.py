@@ -1,4 +1,4 @@
-"""The tools of a request, whatever API it came by, and answers that must call one."""
+"""The tools of a request of any API, and answers that must call one."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def leave_out_hosted(tools: Sequence[Any] | None, request: Request, own: str) ->
         request.state.ignored = shorten(names)
 
 
-Given = TypeVar("Given")
+Item = TypeVar("Item")
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
-# Between JSON's tokens is what templates write there: the next turn's prompt then spells a call as
-# it was generated, and hits it.
+# The white space that templates write between JSON's tokens: the next turn's prompt then spells a
+# call as it was generated, and hits it.
 _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 _THOUGHT = "thought gap "
@@ -86,7 +86,7 @@ Thought = Literal["none", "possible", "begun"]
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may ask for; `parameters` is a JSON schema of an object."""
+    """A function that the model may call; `parameters` is a JSON schema of an object."""
 
     name: str
     description: str | None = None
@@ -101,29 +101,31 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema of the arguments."""
+        """Return the schema of the arguments."""
         return {"type": "object", **(self.parameters or {"properties": {}})}
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool as chat templates expect it."""
-        told = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        function = {key: value for key, value in told.items() if value is not None}
-        return {"type": "function", "function": {"parameters": self.schema, **function}}
+        parameters = self.schema if self.parameters is None else self.parameters
+        function = {"parameters": parameters, "name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        return {"type": "function", "function": function}
 
 
-def make_tools(given: Sequence[Given], make: Callable[[Given], Tool]) -> tuple[Tool, ...]:
+def make_tools(items: Sequence[Item], make: Callable[[Item], Tool]) -> tuple[Tool, ...]:
     """Return the tools of a request. Raises RequestError for too many, before the first is made."""
-    if len(given) > MAX_TOOLS:
-        raise RequestError(f"there are {len(given)} tools; allowed: {MAX_TOOLS} at most")
-    return tuple(map(make, given))
+    if len(items) > MAX_TOOLS:
+        raise RequestError(f"there are {len(items)} tools; allowed: {MAX_TOOLS} at most")
+    return tuple(map(make, items))
 
 
 @dataclass(frozen=True)
 class ToolUse:
     """The tools of a request, and a choice: the answer may call them, must, or must call `name`.
 
-    parallel: whether it may be more than one call. allowed: names of the tools that may be called;
-    None for all. The prompt shows all tools. Raises RequestError.
+    parallel: True if the answer may have several calls. allowed: names of the tools that may be
+    called; None for all. The prompt shows all tools. Raises RequestError.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -145,7 +147,7 @@ class ToolUse:
                 )
             object.__setattr__(self, "names", self.allowed)
         if self.choice == "required" and not self.names:
-            raise RequestError("tool_choice asks for a call, and there are no tools")
+            raise RequestError("tool_choice requires a call, and there are no tools")
         if self.name is not None and self.name not in self.names:
             raise RequestError(f"tool_choice is {describe(self.name)}, which is none of the tools")
 
@@ -165,9 +167,9 @@ def force_calls(
 ) -> StructuredOutputsParams:
     """Return the form of an answer that calls tools as the model would, by their schemas.
 
-    The call begins at once, after reasoning only if the prompt began that: a model that may reason
-    first could do so until `max_tokens`. special: ids of the tokens that spell no text. Raises
-    RequestError.
+    The call begins at once; it follows reasoning only if the prompt began that: a model that may
+    reason first could do so until `max_tokens`. special: ids of the tokens that spell no text.
+    Raises RequestError.
     """
     names = use.names if use.name is None else {use.name}
     tools = [tool for tool in use.tools if tool.name in names]

@@ -164,7 +164,7 @@ def test_a_conversation_goes_on(client: openai.OpenAI, server: Running) -> None:
         lambda: client.responses.delete(first.id),
         lambda: ask(client, "And Anna?", previous_response_id=first.id),
     ):
-        with pytest.raises(openai.NotFoundError, match="is not kept here"):
+        with pytest.raises(openai.NotFoundError, match="is not stored here"):
             call()
     third = ask(client, "And Anna?", previous_response_id=second.id)  # which has all of it
     assert third.usage is not None and third.usage.input_tokens > second.usage.input_tokens
@@ -305,7 +305,7 @@ TOOL = {"type": "function", "name": "f"}
         ({"input": [], "instructions": "Be brief."}, 400, "input is empty"),
         ({"input": 7}, 400, "input"),
         ({"model": "x"}, 404, "does not exist"),
-        ({"previous_response_id": "resp-x"}, 404, "is not kept"),
+        ({"previous_response_id": "resp-x"}, 404, "is not stored"),
         ({"background": True}, 400, "background"),
         ({"conversation": "c"}, 400, "conversation"),
         (

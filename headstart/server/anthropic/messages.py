@@ -39,9 +39,9 @@ from headstart.server.anthropic.schema import (
     count_blocks,
 )
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat, read_many
-from headstart.server.errors import ApiError, JsonResponse, body_of, telling_form_as
+from headstart.server.errors import ApiError, JsonResponse, body_of, naming_form
 from headstart.server.service import Service, service_of, unless_gone
-from headstart.server.sse import AnswerEvents, EventStream, Usage, frame, send_whole
+from headstart.server.sse import AnswerEvents, EventStream, Usage, frame, read_whole
 from headstart.server.tools import leave_out_hosted
 
 if TYPE_CHECKING:
@@ -185,17 +185,17 @@ router = APIRouter()
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
-    with telling_form_as("output_config.format"):
+    with naming_form("output_config.format"):
         call = await _read_call(service, body, request)
     form = "tools" if call.tools.is_forced else "output_config.format"
-    with telling_form_as(form, {"stop": "stop_sequences"}):
+    with naming_form(form, {"stop": "stop_sequences"}):
         prepared = await prepare_chat(service, call, service.new_id("msg"), stream=body.stream)
     marked = await apply_breakpoints(service, body, call, prepared)
     message = _Message(body, prepared, marked, request.state.request_id)
     if body.stream:
         return EventStream(message.stream(service.run(prepared.request)))
     output = await unless_gone(request.receive, service.answer(prepared.request))
-    return await send_whole([output], lambda: message.whole(output))
+    return await read_whole([output], lambda: JsonResponse(message.whole(output)))
 
 
 @router.post("/v1/messages/count_tokens")

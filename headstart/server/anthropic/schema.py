@@ -1,7 +1,7 @@
 """The bodies of Anthropic's requests, and the chats that they are.
 
 A field that is not here is an error. Fields without effect, such as `metadata`, take only values
-that ask for nothing: docs/apis.md has a table.
+that change nothing: docs/apis.md has a table.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class TextBlock(Marked):
     citations: list[Any] | None = None
 
     def as_parts(self) -> Parts:
-        """Return the text as parts of a chat's message."""
         return text_parts(self.text)
 
 
@@ -78,7 +77,6 @@ class ImageBlock(Marked):
     source: ImageData
 
     def as_parts(self) -> Parts:
-        """Return the image as parts of a chat's message."""
         url = f"data:{self.source.media_type};base64,{self.source.data}"
         return [{"type": "image_url", "image_url": {"url": url}}]
 
@@ -165,7 +163,6 @@ class SearchResultBlock(Marked):
     citations: Citations | None = None
 
     def as_parts(self) -> Parts:
-        """Return the result as parts of a chat's message."""
         texts = "\n".join(block.text for block in self.content)
         return text_parts(f"Search result: {self.title} ({self.source})\n{texts}")
 
@@ -177,7 +174,6 @@ class ToolReferenceBlock(Marked):
     tool_name: Label
 
     def as_parts(self) -> Parts:
-        """Return the reference as parts of a chat's message."""
         return text_parts(f"The tool {self.tool_name} is available.")
 
 
@@ -347,7 +343,7 @@ class MessagesToolChoice(Body):
 class Thinking(Body):
     """The switch of reasoning; templates without one ignore it.
 
-    A budget is not kept: reasoning ends where the model ends it.
+    A budget has no effect: reasoning ends where the model ends it.
     """
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -370,7 +366,7 @@ class OutputConfig(Body):
 
 
 class ClearThinking(Body):
-    """Leaves all reasoning in the prompt; whether a model reads it, its chat template says."""
+    """An edit that leaves all reasoning in the prompt, for chat templates that show it."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
@@ -383,7 +379,7 @@ class ContextManagement(Body):
 
 
 class Diagnostics(Body):
-    """A wish for reasons of cache misses; an answer has none, and `headstart` tells them itself."""
+    """A request for reasons of cache misses; `/cache/explain` returns them, and no answer does."""
 
     previous_message_id: Label | None = None
 
@@ -395,7 +391,7 @@ class RequestMetadata(Body):
 
 
 class CountTokensRequest(CacheFields):
-    """`POST /v1/messages/count_tokens`, and what messages have in common with it."""
+    """`POST /v1/messages/count_tokens`, and its fields that messages have, too."""
 
     model: str
     messages: Annotated[Many[Turn], Field(min_length=1)]

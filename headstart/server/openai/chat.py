@@ -13,11 +13,11 @@ from starlette.responses import Response
 from headstart.frontend.streams import prompt_progress
 from headstart.server.answers import Part, join
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
-from headstart.server.errors import ApiError, telling_form_as
+from headstart.server.errors import ApiError, JsonResponse, naming_form
 from headstart.server.openai.answers import Chunks, chat_logprobs, prompt_logprobs
 from headstart.server.openai.schema import ChatCompletionRequest
 from headstart.server.service import service_of, unless_gone
-from headstart.server.sse import EventStream, send_whole
+from headstart.server.sse import EventStream, read_whole
 
 if TYPE_CHECKING:
     from headstart.engine.outputs import CompletionOutput, RequestOutput
@@ -40,7 +40,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     body = body.model_copy(update={"model": body.model or service.name})
     tools = body.read_tools()
     named = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-    with telling_form_as("tools" if tools.is_forced else body.form_field, named):
+    with naming_form("tools" if tools.is_forced else body.form_field, named):
         call = ChatCall(
             model=body.model,
             messages=body.messages,
@@ -58,7 +58,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
         outputs = service.run(prepared.request)
         return EventStream(answers.stream(answers.with_progress(outputs)))
     output = await unless_gone(request.receive, service.answer(prepared.request))
-    return await send_whole([output], lambda: answers.whole(output))
+    return await read_whole([output], lambda: JsonResponse(answers.whole(output)))
 
 
 class _Answers(Chunks):

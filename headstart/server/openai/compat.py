@@ -3,7 +3,7 @@
 from headstart.server.bodies import refusals
 from headstart.validation import in_one_line
 
-__all__ = ["ACCEPTED", "CHAT_REFUSED", "COMPLETION_REFUSED", "tell_missing"]
+__all__ = ["ACCEPTED", "CHAT_REFUSED", "COMPLETION_REFUSED", "describe_missing"]
 
 ACCEPTED = frozenset(
     [
@@ -36,8 +36,8 @@ _REFUSED = refusals(
         "no code of others runs in the server": "logits_processors=[]",
         "weights do not change": "return_weight_versions=false",
         "no routing data are returned": "routed_experts_prompt_start=0",
-        "ask for `logprobs` and read those you want": "logprob_token_ids=[]",
-        "ask for `prompt_logprobs` and read those you want": (
+        "request `logprobs` and read those you want": "logprob_token_ids=[]",
+        "request `prompt_logprobs` and read those you want": (
             "prompt_logprob_token_ids prompt_logprob_start=0 trace_decode_token_ids"
         ),
         "bound the answer by `max_tokens`, or by a stop string": (
@@ -45,10 +45,10 @@ _REFUSED = refusals(
         ),
         "give `frequency_penalty` or `repetition_penalty`": "no_repeat_ngram_size=0",
         "`temperature=0` is greedy, any other draws": "do_sample",
-        "every step is told": "stream_interval=1",
+        "every step is sent": "stream_interval=1",
         "the name is `max_tokens`": "max_new_tokens max_length",
         "there is no speculative decoding": "prediction",
-        "its fields stand beside the others; it is a name of Python's client": "extra_body",
+        "give its fields next to the others; it is an argument of Python's client": "extra_body",
         "give `n`": "best_of=1 num_return_sequences=1",
     }
 )
@@ -56,20 +56,20 @@ CHAT_REFUSED = _REFUSED | refusals(
     {
         "the chat template spells the special tokens": "add_special_tokens=false",
         "the answer has its own text alone": "echo=false",
-        "reasoning is told apart, as `reasoning`; leave it unread": "include_reasoning=true",
-        "`POST /tokenize` and `/detokenize` tell the prompt": "return_prompt_text=false",
+        "reasoning is a field of its own, `reasoning`; leave it unread": "include_reasoning=true",
+        "`POST /tokenize` and `/detokenize` return the prompt": "return_prompt_text=false",
         "images are read by the model's own processor": "mm_processor_kwargs={} media_io_kwargs={}",
         'give `chat_template_kwargs`, such as {"enable_thinking": false}': (
             "enable_thinking thinking"
         ),
-        "the name is `messages`, or ask `/v1/completions`": "prompt",
+        "the name is `messages`, or call `/v1/completions`": "prompt",
     }
 )
 COMPLETION_REFUSED = _REFUSED | refusals(
     {
-        "the name is `prompt`, or ask `/v1/chat/completions`": "messages",
+        "the name is `prompt`, or call `/v1/chat/completions`": "messages",
         "the name is `max_tokens`": "max_completion_tokens",
-        "ask `/v1/chat/completions`": (
+        "call `/v1/chat/completions`": (
             'tools tool_choice="none" chat_template chat_template_kwargs'
         ),
         "the name is `logprobs`": "top_logprobs",
@@ -88,14 +88,14 @@ _PATHS = refusals(
         "adapters are given at the start, by `--lora-modules NAME=PATH`": (
             "/v1/load_lora_adapter /v1/unload_lora_adapter"
         ),
-        "ask `POST /cache/reset`": "/reset_prefix_cache /reset_mm_cache /reset_encoder_cache",
-        "ask `GET /health`": "/ping",
-        "ask `GET /metrics`": "/load",
+        "call `POST /cache/reset`": "/reset_prefix_cache /reset_mm_cache /reset_encoder_cache",
+        "call `GET /health`": "/ping",
+        "call `GET /metrics`": "/load",
         "`GET /openapi.json` has the version": "/version /server_info",
         "`POST /tokenize` and `/detokenize` are there": (
             "/tokenizer_info /v1/completions/render /v1/chat/completions/render"
         ),
-        "ask `/v1/chat/completions` or `/v1/completions`": (
+        "call `/v1/chat/completions` or `/v1/completions`": (
             "/invocations /inference/v1/generate /generate /v1/chat/completions/batch "
             "/v1/engines /chat/completions /completions"
         ),
@@ -107,8 +107,8 @@ _PATHS = refusals(
 )
 
 
-def tell_missing(path: str) -> str:
-    """Return what to say of a path that does not exist."""
+def describe_missing(path: str) -> str:
+    """Return the error text for a path that does not exist."""
     refusal = _PATHS.get(path.rstrip("/"))
     instead = refusal.note if refusal is not None else "GET /docs shows what there is"
     return f"there is no {in_one_line(path)}: {instead}"

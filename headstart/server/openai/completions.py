@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headstart.errors import RequestError
-from headstart.server.errors import telling_form_as
+from headstart.server.errors import JsonResponse, naming_form
 from headstart.server.openai.answers import Chunks, completion_logprobs, prompt_logprobs
 from headstart.server.openai.schema import CompletionRequest
 from headstart.server.service import service_of, unless_gone
-from headstart.server.sse import EventStream, send_whole
+from headstart.server.sse import EventStream, read_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +38,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     adapter = service.adapter(body.model)
     salt = service.salt(request, body.salt)
     name = service.new_id("cmpl")
-    with telling_form_as(body.form_field):
+    with naming_form(body.form_field):
         params = service.params(body.read_sampling(), stream=bool(body.stream))
         requests = []
         for place, prompt in enumerate(_prompts(body.prompt)):
@@ -61,7 +61,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     if body.stream:
         return EventStream(answers.stream(outputs))
     whole = await unless_gone(request.receive, _gather(outputs, ids))
-    return await send_whole(whole, lambda: answers.whole(whole))
+    return await read_whole(whole, lambda: JsonResponse(answers.whole(whole)))
 
 
 def _prompts(given: Any) -> Sequence[Prompt]:

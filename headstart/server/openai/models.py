@@ -1,6 +1,6 @@
 """`GET /v1/models`: the model, and the adapters that a request may name in its place.
 
-OpenAI's clients ask this path and Anthropic's.
+OpenAI's clients and Anthropic's read this path.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ async def list_models(request: Request) -> Response:
 
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, request: Request) -> Response:
-    """Show one of them."""
+    """Show the model, or an adapter."""
     front = front_of(request)
-    front.adapter(name)  # raises what any request does that names what there is not
+    front.adapter(name)  # raises ApiError for another name
     return JsonResponse(next(card for card in _cards(front) if card["id"] == name))

@@ -1,6 +1,6 @@
-"""The bodies of OpenAI's requests for completions and chats, with vLLM's fields beside them.
+"""The bodies of OpenAI's requests for completions and chats, and vLLM's fields for them.
 
-A field that is not here is an error: nothing is dropped in silence. Fields that say nothing to a
+A field that is not here is an error: nothing is dropped in silence. Fields without meaning for a
 server of one model (`user`, `metadata`, `store`, ...) are taken and have no effect.
 """
 
@@ -28,7 +28,7 @@ from headstart.validation import describe, shorten
 
 
 class StreamOptions(Body):
-    """include_usage: a last event tells the counts of tokens; continuous_usage_stats: each does."""
+    """include_usage: the last event has the usage; continuous_usage_stats: all events have it."""
 
     include_usage: Flag = False
     continuous_usage_stats: Flag | None = None
@@ -209,7 +209,7 @@ class CompletionRequest(SamplingFields):
 
 
 class Function(Body):
-    """A function that a model may ask for; `parameters` is a JSON schema."""
+    """A function that a model may call; `parameters` is a JSON schema."""
 
     name: str
     description: str | None = None

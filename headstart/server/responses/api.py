@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headstart.server.chats import ChatCall, are_many, prepare_chat, read_many
-from headstart.server.errors import ApiError, JsonResponse, telling_form_as
+from headstart.server.errors import ApiError, JsonResponse, naming_form
 from headstart.server.responses.answer import ResponseAnswer
 from headstart.server.responses.items import Item, ItemReference, as_items
 from headstart.server.responses.schema import InputTokensRequest, ResponsesRequest, extend
@@ -39,7 +39,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     call, messages = await _read_call(service, body, request)
     name = service.new_id("resp")
     field = "tools" if call.tools.is_forced else "text.format"
-    with telling_form_as(field, {"max_tokens": "max_output_tokens"}):
+    with naming_form(field, {"max_tokens": "max_output_tokens"}):
         prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
     store, tenant = _store_of(request)
 
@@ -75,7 +75,7 @@ async def _read_call(
     if body.instructions:
         shown = [{"role": "system", "content": body.instructions}, *messages]
         places = ["instructions", *places]
-    with telling_form_as("text.format"):
+    with naming_form("text.format"):
         sampling = body.read_sampling()
     call = ChatCall(
         model=body.model,
@@ -156,7 +156,7 @@ def _find(request: Request, name: str, param: str | None = None) -> StoredRespon
     store, tenant = _store_of(request)
     response = store.get(name, tenant)
     if response is None:
-        text = f"the response {name!r} is not kept here, or not any more"
+        text = f"the response {name!r} is not stored here, or not any more"
         code = "previous_response_not_found" if param else None
         raise ApiError(404, text, param=param, code=code)
     return response

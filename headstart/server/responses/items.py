@@ -33,13 +33,13 @@ _COMMAND = {
 
 
 class CacheBreakpoint(Body):
-    """A mark of the cache, which keeps every full block of every prompt anyway."""
+    """A mark of the cache, which stores every full block of every prompt anyway."""
 
     mode: Literal["explicit"]
 
 
 class InputText(Body):
-    """A text, of whoever speaks; `parsed` is a copy of it that OpenAI's client makes."""
+    """A text of any role; `parsed` is a copy of it that OpenAI's client makes."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -130,6 +130,10 @@ class ItemFields(Body):
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
+    def as_message(self) -> dict[str, Any]:
+        """Return the item as a message of a chat. Raises ApiError."""
+        raise NotImplementedError
+
 
 class Message(ItemFields):
     """A message; one of the assistant may be an item of an earlier answer."""
@@ -173,7 +177,6 @@ class FunctionCall(Called):
     parsed_arguments: Any = None
 
     def as_message(self) -> dict[str, Any]:
-        """Return the item as a message of a chat."""
         return _call(self.call_id, spell_name(self.name, self.namespace), self.arguments)
 
 
@@ -185,7 +188,6 @@ class CustomCall(Called):
     input: str
 
     def as_message(self) -> dict[str, Any]:
-        """Return the item as a message of a chat."""
         arguments = json.dumps({"input": self.input}, ensure_ascii=False)
         return _call(self.call_id, spell_name(self.name, self.namespace), arguments)
 
@@ -198,7 +200,6 @@ class FunctionOutput(Called):
     name: Label | None = None
 
     def as_message(self) -> dict[str, Any]:
-        """Return the item as a message of a chat."""
         return _result(self.call_id, _chat_content(self.output))
 
 
@@ -221,7 +222,6 @@ class ShellCall(ItemFields):
     action: ShellAction
 
     def as_message(self) -> dict[str, Any]:
-        """Return the item as a message of a chat."""
         action = self.action.model_dump(exclude_none=True, exclude={"type"})
         arguments = {name: value for name, value in action.items() if value != {}}
         return _call(self.call_id, "local_shell", json.dumps(arguments, ensure_ascii=False))
@@ -235,12 +235,11 @@ class ShellOutput(ItemFields):
     output: str
 
     def as_message(self) -> dict[str, Any]:
-        """Return the item as a message of a chat."""
         return _result(self.id, self.output)
 
 
-class ItemReference(Body):
-    """An item of an earlier answer that the server stores."""
+class ItemReference(ItemFields):
+    """An item of an earlier answer, which takes the place of the reference."""
 
     type: Literal["item_reference"] = "item_reference"
     id: str
@@ -262,7 +261,6 @@ class ReasoningItem(ItemFields):
     encrypted_content: str | None = None
 
     def as_message(self) -> dict[str, Any]:
-        """Return the item as a message of a chat."""
         text = "\n".join(part.text for part in self.content or self.summary)
         text = text or decode_reasoning(self.encrypted_content or "")
         return {"role": "assistant", "content": "", "reasoning_content": text}
@@ -311,9 +309,9 @@ Item = Annotated[
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
-def as_items(told: list[dict[str, Any]]) -> list[Item]:
-    """Items of an answer as those of an input, which they may become."""
-    return _ITEMS.validate_python(told)
+def as_items(items: list[dict[str, Any]]) -> list[Item]:
+    """Return items of an answer as items of an input."""
+    return _ITEMS.validate_python(items)
 
 
 class CallKind(NamedTuple):
@@ -338,7 +336,6 @@ class ResponseFunctionTool(ClientTool):
     defer_loading: Flag | None = None
 
     def read(self, namespace: str | None = None) -> tuple[CallKind, Tool]:
-        """Return the kind of the tool's calls, and the tool as one of any API."""
         tool = Tool(spell_name(self.name, namespace), self.description, self.parameters)
         return CallKind("function_call", self.name, namespace), tool
 
@@ -362,7 +359,6 @@ class CustomTool(Body):
     defer_loading: Flag | None = None
 
     def read(self, namespace: str | None = None) -> tuple[CallKind, Tool]:
-        """Return the kind of the tool's calls, and the tool as one of any API."""
         texts = [self.description] if self.description else []
         if self.format is not None and self.format.definition:
             syntax = self.format.syntax or "a"

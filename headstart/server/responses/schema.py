@@ -1,7 +1,7 @@
 """The bodies of OpenAI's Responses, and the chats that they are.
 
 A field that is not here is an error, and so is what OpenAI runs itself: its tools, prompts, stored
-conversations, background work. Fields that mean nothing to a server of one model are taken.
+conversations, background work. Fields without meaning for a server of one model are accepted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from headstart.server.responses.items import (
     AnyTool,
     CallKind,
     Item,
-    ItemReference,
     NamespaceTool,
     spell_name,
 )
@@ -97,7 +96,7 @@ class TextConfig(Body):
 
 
 class Reasoning(Body):
-    """`effort` is for templates that read it; reasoning is told whole."""
+    """`effort` is for templates that read it; reasoning is never summarized."""
 
     effort: Label | None = None
     summary: Label | None = None
@@ -267,7 +266,6 @@ def extend(
     """
     messages, places = list(earlier), ["previous_response_id"] * len(earlier)
     for number, item in enumerate(items):
-        assert not isinstance(item, ItemReference), "replaced by the item that it names"
         message = item.as_message()
         last = messages[-1] if messages else {}
         if message["role"] == "assistant" == last.get("role"):

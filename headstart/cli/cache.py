@@ -163,13 +163,10 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
         raise click.UsageError("give names, or --model, or --all")
     with _opened(folder, writes=True) as path:
         states = _find_models(path, model) if model is not None else read_models(path)
-        names = [as_typed(name) for name in names]
-        _require_kept(path, states, names)
         num_dropped = 0
-        for state in states:
+        for state, prefixes in _select(path, states, names):
+            dropped = _block_names(prefixes)
             with closing(_open_store(path, state.model.record)) as store:
-                prefixes = _all_of(path, state)
-                dropped = _block_names(_chosen(prefixes, names) if names else prefixes)
                 num_dropped += store.remove(dropped)
             if set(dropped) & set(_block_names(_all_of(path, state))):
                 raise CacheError(
@@ -212,12 +209,8 @@ def verify(repair: bool, folder: str | None) -> None:
 def export(name: str, file: Path, folder: str | None) -> None:
     """Write the prefix NAME, as ls shows it, with all before and after it, to a new FILE."""
     with _opened(folder) as path:
-        states = read_models(path)
-        names = [as_typed(name)]
-        _require_kept(path, states, names)
-        state, prefix = next(
-            (state, prefix) for state in states for prefix in _chosen(_all_of(path, state), names)
-        )
+        selected = _select(path, read_models(path), [name])
+        state, prefix = next((state, prefix) for state, prefixes in selected for prefix in prefixes)
         record = state.model.record
         blocks = [*_before(path, state, prefix), *prefix.all_blocks()]
         with closing(_open_store(path, record)) as store:
@@ -303,27 +296,16 @@ def _block_names(prefixes: Sequence[KeptPrefix]) -> list[BlockHash]:
     return [block.name for prefix in prefixes for block in prefix.all_blocks()]
 
 
-def _chosen(prefixes: Sequence[KeptPrefix], names: Sequence[str]) -> list[KeptPrefix]:
-    """Return the first prefixes on each path whose names begin so."""
-    chosen: list[KeptPrefix] = []
-    pending = [*prefixes]
-    while pending:
-        prefix = pending.pop()
-        if any(_is_named(prefix, name) for name in names):
-            chosen.append(prefix)
-        else:
-            pending += prefix.then
-    return chosen
+def _select(
+    path: Path, states: Sequence[ModelState], names: Sequence[str]
+) -> list[tuple[ModelState, list[KeptPrefix]]]:
+    """Return each model with the first prefixes on each path whose names begin so.
 
-
-def _is_named(prefix: KeptPrefix, name: str) -> bool:
-    return bool(_NAME.fullmatch(name)) and prefix.name.hex().startswith(name.lower())
-
-
-def _require_kept(path: Path, states: Sequence[ModelState], names: Sequence[str]) -> None:
-    """Raise CacheError for a name that no prefix has, or several."""
-    roots = [prefix for state in states for prefix in _all_of(path, state)]
-    prefixes = [prefix for _, prefix in _in_order(roots)]
+    Without names these are all prefixes. Raises CacheError for a name of no prefix, or of several.
+    """
+    names = [as_typed(name) for name in names]
+    trees = [(state, _all_of(path, state)) for state in states]
+    prefixes = [prefix for _, roots in trees for _, prefix in _in_order(roots)]
     for name in names:
         if matches := [prefix.name.hex() for prefix in prefixes if _is_named(prefix, name)]:
             _check_unique(name, matches)
@@ -336,6 +318,23 @@ def _require_kept(path: Path, states: Sequence[ModelState], names: Sequence[str]
         if not _NAME.fullmatch(name):
             wrong = f"{name!r} is no name; allowed: {_SHORTEST} hexadecimal digits of one or more"
         raise CacheError(f"{wrong}; kept: {kept}; headstart cache ls MODEL prints their names")
+    return [(state, _first_named(roots, names) if names else roots) for state, roots in trees]
+
+
+def _first_named(prefixes: Sequence[KeptPrefix], names: Sequence[str]) -> list[KeptPrefix]:
+    named: list[KeptPrefix] = []
+    pending = [*prefixes]
+    while pending:
+        prefix = pending.pop()
+        if any(_is_named(prefix, name) for name in names):
+            named.append(prefix)
+        else:
+            pending += prefix.then
+    return named
+
+
+def _is_named(prefix: KeptPrefix, name: str) -> bool:
+    return bool(_NAME.fullmatch(name)) and prefix.name.hex().startswith(name.lower())
 
 
 def _before(path: Path, state: ModelState, prefix: KeptPrefix) -> list[KeptBlock]:

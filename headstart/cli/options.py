@@ -371,10 +371,10 @@ class ServeCommand(GroupedCommand):
         given = read_names({**filed, **typed}, _VLLM_OPTIONS, _spell)
         first, *aliases = given.pop("served_model_name", [None])
         adapters = tuple(map(_read_module, given.pop("lora_modules", ())))
-        if adapters:
-            _forget_environment(ctx, "adapters", ())
-        if _is_given("limit_mm_per_prompt", given):
-            _forget_environment(ctx, "max_images", None)
+        has_limit = _is_given("limit_mm_per_prompt", given)
+        for name, is_given in (("adapters", bool(adapters)), ("max_images", has_limit)):
+            if is_given and ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+                ctx.params[name] = () if name == "adapters" else None  # not the environment's
         ours = _as_ours(given if first is None else given | {"served_model_name": first})
         for theirs, name in _OUR_NAMES.items():
             is_typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
@@ -410,16 +410,10 @@ class ServeCommand(GroupedCommand):
             if option.type.name == "boolean":
                 switches |= {*option.opts, *option.secondary_opts}
         own, *_ = self.make_parser(ctx).parse_args([*rest])
-        known = {_SAME.get(name, name) for name in typed if _is_given(name, typed)} | own.keys()
+        given = {_SAME.get(name, name) for name in typed if _is_given(name, typed)} | own.keys()
         entries = _read_config(typed["config"], {_field(flag) for flag in switches}, lists)
-        return _read(
-            [
-                argument
-                for name, arguments in entries
-                if _SAME.get(name, name) not in known
-                for argument in arguments
-            ]
-        )
+        entries = [entry for entry in entries if _SAME.get(entry[0], entry[0]) not in given]
+        return _read([argument for _, arguments in entries for argument in arguments])
 
 
 def _field(flag: str) -> str:
@@ -457,32 +451,30 @@ def _read_config(
     switches: fields without a value; lists: those that may be given several times. An error does
     not quote the file, which may hold a key. Raises ConfigError.
     """
-    yaml = load_module("yaml")
+    yaml, wrong = load_module("yaml"), f"--config is {describe(path)};"
     try:
         text = Path(path).expanduser().read_text("utf-8")
         # Scalars are passed on as they are written, as on a command line: 0123 is no 83.
         content, written = yaml.safe_load(text), yaml.load(text, yaml.BaseLoader)
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config is {describe(path)}; {error}") from None
+        raise ConfigError(f"{wrong} {error}") from None
     except (yaml.YAMLError, ValueError, TypeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = "it" if mark is None else f"line {mark.line + 1}"
-        raise ConfigError(f"--config is {describe(path)}; {where} is not valid YAML") from None
+        raise ConfigError(f"{wrong} {where} is not valid YAML") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"--config is {describe(path)}; it is no mapping of flags")
+        raise ConfigError(f"{wrong} it is no mapping of flags")
     entries = []
-    for number, ((name, value), texts) in enumerate(
-        zip(content.items(), written.values(), strict=True), start=1
-    ):
+    pairs = zip(content.items(), written.values(), strict=True)
+    for number, ((name, value), texts) in enumerate(pairs, start=1):
         match = _FLAG.fullmatch(name) if isinstance(name, str) else None
         if match is None:
             raise ConfigError(
-                f"--config is {describe(path)}; entry {number} in it has no name of a flag, such "
-                "as max-model-len"
+                f"{wrong} entry {number} in it has no name of a flag, such as max-model-len"
             )
         field = match[1].replace("-", "_")
         if field == "config":
-            raise ConfigError(f"--config is {describe(path)}; it names another file; allowed: one")
+            raise ConfigError(f"{wrong} it names another file; allowed: one")
         if value is None:
             continue
         if isinstance(value, bool) and field in switches:
@@ -491,7 +483,7 @@ def _read_config(
         if not (isinstance(value, list) and field in lists):
             value, texts = [value], [texts]
         if None in value:
-            raise ConfigError(f"--config is {describe(path)}; an item of {name} in it has no value")
+            raise ConfigError(f"{wrong} an item of {name} in it has no value")
         is_json = match[2] is not None  # such as default-chat-template-kwargs.enable_thinking
         arguments = [
             json.dumps(item, default=str) if is_json or isinstance(item, dict | list) else text
@@ -507,12 +499,6 @@ def _is_given(name: str, given: Mapping[str, Any]) -> bool:
     if name == "limit_mm_per_prompt":
         return isinstance(value, Mapping) and value.get("image") is not None
     return value is not None and (value is not False or name != "disable_uvicorn_access_log")
-
-
-def _forget_environment(ctx: click.Context, name: str, nothing: object) -> None:
-    """Forget the environment's value of an option that is given by another name."""
-    if ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
-        ctx.params[name] = nothing
 
 
 def _as_ours(given: Mapping[str, Any]) -> dict[str, Any]:

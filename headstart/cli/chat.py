@@ -478,7 +478,7 @@ def piped_messages() -> Iterator[str]:
 
 def terminal_messages() -> Iterator[str]:
     """Yield what the user types until Ctrl-D, or Ctrl-C twice."""
-    leaving = _Leaving()
+    bindings = _Bindings()
     output = create_output(always_prefer_tty=True)
     if isinstance(output, Vt100_Output):
         output.enable_cpr = False  # prompt_toolkit would warn in terminals that do not answer
@@ -486,68 +486,58 @@ def terminal_messages() -> Iterator[str]:
         _PROMPT,
         output=output,
         history=_history(),
-        key_bindings=_bindings(leaving),
+        key_bindings=bindings,
         completer=_CommandCompleter(),
         complete_style=CompleteStyle.READLINE_LIKE,
         complete_while_typing=False,
-        placeholder=lambda: FormattedText([("ansibrightblack", leaving.hint)]),
+        placeholder=lambda: FormattedText([("ansibrightblack", bindings.hint)]),
         prompt_continuation="  ",
     )
-    session.default_buffer.on_text_changed += lambda buffer: leaving.forget()
+    session.default_buffer.on_text_changed += bindings.forget
     while True:
-        leaving.forget()
+        bindings.forget()
         try:
             yield _unquote(session.prompt())
         except EOFError:
             return
 
 
-class _Leaving:
-    """Remembers if the last key was Ctrl-C."""
+class _Bindings(KeyBindings):
+    """Keys of the prompt; `hint` depends on the last key being Ctrl-C."""
 
-    pressed = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.forget()
+        is_empty = Condition(lambda: not get_app().current_buffer.text)
+        is_open = Condition(lambda: _is_open(get_app().current_buffer.text))
+        self.add("c-c")(self._clear_or_leave)
+        self.add("c-d", filter=is_empty)(self._leave)
+        self.add(Keys.BracketedPaste)(self._paste)
+        for key in (Keys.Vt100MouseEvent, Keys.CPRResponse):
+            self.add(key)(lambda event: None)  # colours of a paste that the terminal did not mark
+        self.add("escape", "enter")(self._new_line)
+        self.add("enter", filter=is_open)(self._new_line)
 
-    @property
-    def hint(self) -> str:
-        return "Ctrl-C again, or Ctrl-D, ends the chat" if self.pressed else "a message, or /help"
+    def forget(self, buffer: object = None) -> None:
+        self.is_leaving, self.hint = False, "a message, or /help"
 
-    def forget(self) -> None:
-        self.pressed = False
-
-
-def _bindings(leaving: _Leaving) -> KeyBindings:
-    bindings = KeyBindings()
-
-    def leave(event: KeyPressEvent) -> None:
+    def _leave(self, event: KeyPressEvent) -> None:
         event.app.erase_when_done = True
         event.app.exit(exception=EOFError)
 
-    @bindings.add("c-c")
-    def _clear_or_leave(event: KeyPressEvent) -> None:
-        if leaving.pressed:
-            leave(event)
+    def _clear_or_leave(self, event: KeyPressEvent) -> None:
+        if self.is_leaving:
+            self._leave(event)
             return
         event.current_buffer.reset()
-        leaving.pressed = True
+        self.is_leaving, self.hint = True, "Ctrl-C again, or Ctrl-D, ends the chat"
 
-    bindings.add("c-d", filter=Condition(lambda: not get_app().current_buffer.text))(leave)
-
-    @bindings.add(Keys.BracketedPaste)
-    def _paste(event: KeyPressEvent) -> None:
-        text = event.data.replace("\r\n", "\n").replace("\r", "\n")
-        event.current_buffer.insert_text(_ESCAPES.sub("", text))
-
-    @bindings.add(Keys.Vt100MouseEvent)
-    @bindings.add(Keys.CPRResponse)
-    def _ignore(event: KeyPressEvent) -> None:
-        """Ignore colours of a pasted text, in a terminal that does not mark pastes."""
-
-    @bindings.add("escape", "enter")
-    @bindings.add("enter", filter=Condition(lambda: _is_open(get_app().current_buffer.text)))
-    def _new_line(event: KeyPressEvent) -> None:
+    def _new_line(self, event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    return bindings
+    def _paste(self, event: KeyPressEvent) -> None:
+        text = event.data.replace("\r\n", "\n").replace("\r", "\n")
+        event.current_buffer.insert_text(_ESCAPES.sub("", text))
 
 
 class _CommandCompleter(Completer):

@@ -74,7 +74,13 @@ def _lines() -> Iterator[tuple[str, str]]:
     yield "GPUs", ", ".join(gpus) or "none that torch can use"
     yield "dtype", _auto()
     yield from _extras()
-    yield from (("faster", hint) for hint in _hints(bool(gpus)))
+    is_fit = platform.machine() in X86 and cpu_flags() >= native.NEEDED_FOR_AVX2
+    if is_fit and not native.is_built():
+        yield "faster", "install g++, then headstart again: compiled kernels"
+    if is_fit and os.environ.get("HEADSTART_NATIVE") != "0":
+        yield "faster", "--weights int8: a token reads half of what it does in bfloat16"
+    if gpus:
+        yield "faster", "--device cuda"
 
 
 def _kernels() -> str:
@@ -123,13 +129,3 @@ def _is_installed(package: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
-
-
-def _hints(has_gpu: bool) -> Iterator[str]:
-    is_fit = platform.machine() in X86 and cpu_flags() >= native.NEEDED_FOR_AVX2
-    if is_fit and not native.is_built():
-        yield "install g++, then headstart again: compiled kernels"
-    if is_fit and os.environ.get("HEADSTART_NATIVE") != "0":
-        yield "--weights int8: a token reads half of what it does in bfloat16"
-    if has_gpu:
-        yield "--device cuda"

@@ -112,7 +112,7 @@ def test_settings_are_taken_as_they_are_typed(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == "temperature is now 0.7\n"
     with pytest.raises(RequestError, match="the form is /set NAME VALUE"):
         COMMANDS["/set"].run(chat, "temperature=0.7")
-    with pytest.raises(RequestError, match="stop is"):
+    with pytest.raises(RequestError, match="stop has 1; allowed: texts"):
         replace(SamplingParams(), **parse_sampling("stop", "[1]"))
 
 

@@ -142,7 +142,7 @@ def test_what_is_discarded_or_reset_is_not_kept() -> None:
     pool.manager.discard([sequence])
     pool.manager.commit_step()
     pool.manager.check()
-    assert not pool.manager.pool.free._marks  # type: ignore[attr-defined]
+    assert not pool.manager.pool.marks
     pool.ask(pool.text(4), Mark(99, 5 * MINUTES))
     assert pool.manager.reset_prefix_cache()
     pool.manager.check()

@@ -11,17 +11,6 @@ from typing import Any
 
 from headstart.errors import DamagedModelError
 
-__all__ = [
-    "LAYER_COUNTS",
-    "WIDTHS",
-    "check_experts",
-    "check_values",
-    "context_bound",
-    "context_length",
-    "find_values",
-]
-
-
 # Configuration keys for the longest sequence, in order of preference.
 _LENGTH_NAMES = (
     "max_position_embeddings",

@@ -20,16 +20,6 @@ from headstart.weights.format import Embedding, Linear
 from headstart.weights.greedy_head import greedy_tokens, mask_logits
 from headstart.weights.quantize import is_made_of
 
-__all__ = [
-    "DecoderModel",
-    "EmbeddingOverlay",
-    "PlacedImage",
-    "ProcessedImage",
-    "VisionFacts",
-    "VisionModel",
-    "Widths",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class ProcessedImage:
@@ -181,7 +171,7 @@ class DecoderModel(ABC):
         return weight.detach() if isinstance(weight, Tensor) else None
 
     def holds(self, name: str, weight: Tensor) -> bool:
-        """True if the layer of this dotted name was made of this weight."""
+        """Return True if the layer of this dotted name was made of this weight."""
         module = dict(self.module.named_modules()).get(name)
         weight = weight.to(self.device)
         # Made of the file's weight, or of a converted one.
@@ -191,9 +181,9 @@ class DecoderModel(ABC):
         return own is not None and torch.equal(weight.to(own.dtype), own)
 
     def fingerprint(self) -> str:
-        """SHA-256 in hex of configuration and weights; the first call reads all weights.
+        """Return SHA-256 in hex of configuration and weights; the first call reads all weights.
 
-        Weights whose files were replaced since they were loaded have one that nothing else has.
+        Weights whose files were replaced since they were loaded have a random digest.
         """
         if self._fingerprint is None:
             digest = self._compute_fingerprint()
@@ -249,7 +239,7 @@ class DecoderModel(ABC):
         logit_rows: Tensor,
         embeddings: EmbeddingOverlay | None = None,
     ) -> Tensor:
-        """Logits float32 `[rows, vocab]` of the rows in `logit_rows` int64 `[rows]`.
+        """Return logits float32 `[rows, vocab]` of the rows in `logit_rows` int64 `[rows]`.
 
         `token_ids` is int64 `[tokens]`, `positions` the same or, for M-RoPE, `[axes, tokens]`.
         The attached backend's step must have begun, with slots for exactly these tokens.
@@ -263,7 +253,7 @@ class DecoderModel(ABC):
         embeddings: EmbeddingOverlay | None = None,
         allowed: np.ndarray | None = None,
     ) -> list[int]:
-        """The greedy token of each row: argmax of `forward`'s logits, often in less time.
+        """Return the greedy token of each row: argmax of `forward`'s logits, often in less time.
 
         Ties go to the lowest id. -1 for a row whose largest logit is not finite: one with NaN or
         +inf, or with only -inf. With `allowed` uint8 `[rows, bytes]` only tokens whose bit is set

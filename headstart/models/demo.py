@@ -23,8 +23,6 @@ from headstart.machine import multiplies_bfloat16
 from headstart.models.files import make_folder
 from headstart.version import __version__
 
-__all__ = ["demo_model_path", "keep_readable", "made_once", "write_byte_tokenizer"]
-
 _SEED = 20
 _SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 _PAD, _, _END_OF_TURN = range(256, 256 + len(_SPECIAL_TOKENS))
@@ -60,20 +58,16 @@ def made_once(name: str, recipes: Sequence[Path], write: Callable[[Path], None])
     Its name has a digest of `recipes`.
     """
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in recipes)).hexdigest()[:8]
-    folder = _cache_folder() / f"{name}-{__version__}-{digest}"
-    return make_folder(folder, "HEADSTART_DEMO_DIR", write)
-
-
-def _cache_folder() -> Path:
     if chosen := os.environ.get("HEADSTART_DEMO_DIR"):
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        base = Path("~/Library/Caches")
+        base = Path(chosen)
+    elif sys.platform == "darwin":
+        base = Path("~/Library/Caches/headstart")
     elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", "~/AppData/Local"))
+        base = Path(os.environ.get("LOCALAPPDATA", "~/AppData/Local")) / "headstart"
     else:
-        base = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
-    return base.expanduser() / "headstart"
+        base = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "headstart"
+    folder = base.expanduser() / f"{name}-{__version__}-{digest}"
+    return make_folder(folder, "HEADSTART_DEMO_DIR", write)
 
 
 def _write_model(folder: Path, dtype: torch.dtype) -> None:

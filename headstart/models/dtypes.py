@@ -17,46 +17,34 @@ from headstart.validation import describe
 from headstart.weights.bf16 import can_halve
 from headstart.weights.scheme import is_read
 
-__all__ = [
-    "computes_wider",
-    "fast_dtype",
-    "find_device",
-    "find_dtype",
-    "is_out_of_memory",
-    "own_dtype",
-]
-
-
 # On a CPU torch raises a RuntimeError with one of these texts; the second is also an OSError's.
-_SAID = ("DefaultCPUAllocator: can't allocate", os.strerror(errno.ENOMEM))
+_TEXTS = ("DefaultCPUAllocator: can't allocate", os.strerror(errno.ENOMEM))
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """True if memory ran out, or no more can be mapped."""
+    """Return True if memory ran out, or no more can be mapped."""
     kinds = (MemoryError, torch.OutOfMemoryError)
-    return isinstance(error, kinds) or any(said in str(error) for said in _SAID)
+    return isinstance(error, kinds) or any(text in str(error) for text in _TEXTS)
 
 
 _log = logging.getLogger(__name__)
 
 _DTYPES = {
-    "float32": torch.float32,
-    "float": torch.float32,
+    **dict.fromkeys(("float32", "float"), torch.float32),
     "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
+    **dict.fromkeys(("float16", "half"), torch.float16),
 }
 
 
 def find_dtype(name: str) -> str | torch.dtype:
-    """The dtype of this name, or "auto" for the checkpoint's own; raises `ConfigError`."""
+    """Return the dtype of this name, or "auto" for the checkpoint's own; raises `ConfigError`."""
     if not isinstance(name, str) or (name != "auto" and name not in _DTYPES):
         raise ConfigError(f"dtype is {describe(name)}; it may be auto, {', '.join(_DTYPES)}")
     return _DTYPES.get(name, name)
 
 
 def fast_dtype(dtype: str | torch.dtype, folder: Path, device: torch.device) -> str | torch.dtype:
-    """`dtype`, but float32 for "auto" on an x86 CPU without instructions for the 16-bit dtype.
+    """Return `dtype`, but float32 for "auto" on an x86 CPU without instructions for 16 bits.
 
     On such a CPU a prefill in bfloat16 takes 9 times as long as in float32. The checkpoint's dtype
     is kept if its weights in float32 would take more than half of the free memory.
@@ -75,10 +63,10 @@ def fast_dtype(dtype: str | torch.dtype, folder: Path, device: torch.device) -> 
 
 
 def computes_wider(dtype: str | torch.dtype, folder: Path, device: torch.device) -> bool:
-    """True if "auto" stands for float32 arithmetic over weights that stay in bfloat16.
+    """Return True if "auto" stands for float32 arithmetic over weights that stay in bfloat16.
 
-    So it is on a CPU without instructions for bfloat16 that the compiled products serve: they take
-    neither the memory of float32 nor the time of bfloat16.
+    On a CPU without instructions for bfloat16 the compiled products then take neither the memory of
+    float32 nor the time of bfloat16.
     """
     halves = can_halve({torch.bfloat16}, torch.float32, device)
     return dtype == "auto" and halves and _slow_dtypes(folder, device) == {"bfloat16"}
@@ -91,7 +79,7 @@ def own_dtype(kept: torch.dtype, held: Set[torch.dtype], device: torch.device) -
 
 
 def _slow_dtypes(folder: Path, device: torch.device) -> set[str]:
-    """The 16-bit dtypes of the checkpoint, if this is an x86 CPU without instructions for them."""
+    """Return the checkpoint's 16-bit dtypes if this is an x86 CPU without instructions for them."""
     if device.type != "cpu" or platform.machine() not in X86 or multiplies_bfloat16() is not False:
         return set()
     content = read_json(folder / "config.json")
@@ -102,7 +90,7 @@ def _slow_dtypes(folder: Path, device: torch.device) -> set[str]:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of this name, if torch can use it here; raises `ConfigError`."""
+    """Return the device of this name if torch can use it here; raises `ConfigError`."""
     if not isinstance(name, str | torch.device):
         raise ConfigError(f"device is {describe(name)}; allowed: a text such as cpu or cuda")
     try:
@@ -110,7 +98,6 @@ def find_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         why = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            f"device is {describe(name)}, which torch cannot use here: {why}"
-        ) from error
+        wrong = f"device is {describe(name)}, which torch cannot use here: {why}"
+        raise ConfigError(wrong) from error
     return device

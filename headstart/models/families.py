@@ -14,18 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 from headstart.weights.scheme import UnsupportedLayerError
 
-__all__ = [
-    "Activation",
-    "DecoderShape",
-    "FAMILIES",
-    "Family",
-    "LayerShape",
-    "NormKind",
-    "UnknownFamilyError",
-    "read_shape",
-]
-
-
 NormKind = Literal["llama", "gemma", "olmo"]
 """llama: rounds, then multiplies by the weight. gemma: multiplies by 1 + weight, then rounds.
 olmo: multiplies by the weight, then rounds."""

@@ -31,30 +31,6 @@ from headstart.models.config_values import (
 )
 from headstart.validation import describe, shorten
 
-__all__ = [
-    "BUILT_IN",
-    "FileStamp",
-    "HubName",
-    "OMNI_TYPES",
-    "check_files",
-    "choose_file",
-    "download_gguf",
-    "download_model",
-    "find_folder",
-    "find_gguf",
-    "fingerprint_files",
-    "is_gguf",
-    "is_omni",
-    "label_files",
-    "make_folder",
-    "parse_name",
-    "read_json",
-    "stamp_files",
-    "tensor_shapes",
-    "weight_files",
-]
-
-
 # Also as an address: `hf.co/owner/name:Q4_K_M`.
 _NAME = re.compile(
     r"(?:(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/)?"
@@ -326,8 +302,8 @@ def check_files(folder: Path) -> None:
     """
     config = folder / "config.json"
     if not config.is_file():
-        file = min(folder.glob("*.gguf"), default=None)
-        hint = f"; a model in GGUF is named by its file: {file}" if file is not None else ""
+        gguf = min(folder.glob("*.gguf"), default=None)
+        hint = f"; a model in GGUF is named by its file: {gguf}" if gguf is not None else ""
         raise ModelNotFoundError(f"{folder} is not a model: it has no config.json{hint}")
     content = read_json(config)
     check_values(config, content)
@@ -336,7 +312,15 @@ def check_files(folder: Path) -> None:
         check_values(generation, read_json(generation))
     headers = _read_headers(folder)
     check_experts(config, content, headers)
-    _check_floats(content, headers)
+    if not any(find_values(content, _QUANTISED)):
+        for name, (file, shape, dtype) in headers.items():
+            # Masks and positions are no weights: a mask that is named "bias" has four axes.
+            is_weight = name.endswith(".weight") or (name.endswith(".bias") and len(shape) == 1)
+            if is_weight and dtype in _INTEGERS:
+                raise DamagedModelError(
+                    f"{file}: {name} is of integers ({dtype}), and config.json has no "
+                    "quantization_config that says which weights they stand for"
+                )
     num_weights = sum(math.prod(header.shape) for header in headers.values())
     limits = ((LAYER_COUNTS, len(headers), "tensors"), (WIDTHS, num_weights, "weights"))
     for keys, most, what in limits if headers else ():
@@ -355,23 +339,6 @@ class _Header(NamedTuple):
     dtype: str
 
 
-def _check_floats(content: dict[str, Any], headers: dict[str, _Header]) -> None:
-    """Check that weights are floats where nothing says what integers stand for.
-
-    Masks and positions, which some checkpoints hold, are no weights: a mask that is named "bias"
-    has four axes.
-    """
-    if any(find_values(content, _QUANTISED)):
-        return
-    for name, (file, shape, dtype) in headers.items():
-        is_weight = name.endswith(".weight") or (name.endswith(".bias") and len(shape) == 1)
-        if is_weight and dtype in _INTEGERS:
-            raise DamagedModelError(
-                f"{file}: {name} is of integers ({dtype}), and config.json has no "
-                "quantization_config that says which weights they stand for"
-            )
-
-
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor by name, from the headers of safetensors files.
 
@@ -386,11 +353,8 @@ def file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _read_headers(folder: Path) -> dict[str, _Header]:
-    headers: dict[str, _Header] = {}
-    for file in weight_files(folder):
-        if file.suffix == ".safetensors":
-            headers |= _read_header(file)
-    return headers
+    files = (file for file in weight_files(folder) if file.suffix == ".safetensors")
+    return {name: header for file in files for name, header in _read_header(file).items()}
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -27,9 +27,6 @@ from headstart.models.transformers_tools import silence_transformers
 from headstart.weights.gguf import ROPE_FACTORS, Metadata, import_gguf, read_architecture
 from headstart.weights.scheme import UnsupportedLayerError
 
-__all__ = ["gguf_folder"]
-
-
 # transformers' model_type where it is another name.
 _MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 # Texts of tokens that end a reply, as llama.cpp lists them (special_eog_ids).
@@ -289,14 +286,22 @@ def gguf_folder(file: Path) -> Path:
 def _write(gguf: Any, file: Path, folder: Path) -> None:
     try:
         _check_header(file)
-        reader = _open(gguf, file)
+        try:
+            reader = gguf.GGUFReader(file)
+        except (ValueError, IndexError) as error:
+            if not any(text in str(error) for text in _BEYOND):
+                raise
+            size = file.stat().st_size
+            raise ValueError(
+                f"it ends within its tensors, after {size:,} bytes{CUT_OFF}"
+            ) from error
         split = reader.fields.get("split.count")
         if split is not None and split.contents() > 1:
             raise UnsupportedModelError(
                 f"{file} is one of {split.contents()} files of a model; allowed: one file, as "
                 "llama.cpp's `llama-gguf-split --merge` makes it of them"
             )
-        content = make_config(reader, _check_keys(reader))
+        content = make_config(reader, _read_architecture(reader))
         with silence_transformers():
             tokenizer = _read_tokenizer(file, reader)
     except UnsupportedLayerError as error:
@@ -316,19 +321,7 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
     (folder / "model.gguf").symlink_to(file)
 
 
-def _open(gguf: Any, file: Path) -> Any:
-    """Return the package's reader; raises `ValueError` for a file that ends within its tensors."""
-    try:
-        return gguf.GGUFReader(file)
-    except (ValueError, IndexError) as error:
-        if not any(text in str(error) for text in _BEYOND):
-            raise
-        raise ValueError(
-            f"it ends within its tensors, after {file.stat().st_size:,} bytes{CUT_OFF}"
-        ) from error
-
-
-def _check_keys(reader: Any) -> str:
+def _read_architecture(reader: Any) -> str:
     """Return the architecture; raises `ValueError` for metadata without what llama.cpp needs, too.
 
     Raises `UnsupportedLayerError` for an architecture that is not read.

@@ -7,8 +7,6 @@ the pieces that the one before it left.
 
 from typing import NamedTuple
 
-__all__ = ["PRE_TOKENIZERS", "PreTokenizer"]
-
 
 class PreTokenizer(NamedTuple):
     """A split, and the facts that llama.cpp derives from its name.

@@ -59,21 +59,6 @@ from headstart.weights.prequantized import Grouped
 from headstart.weights.reader import Outline, TorchReader
 from headstart.weights.scheme import UnsupportedLayerError
 
-__all__ = [
-    "Plan",
-    "SCHEME",
-    "Written",
-    "apply_units",
-    "check_target",
-    "cut_windows",
-    "make_step",
-    "pack",
-    "plan_quantizing",
-    "quantize",
-    "see_inputs",
-    "stages",
-]
-
 SCHEME: Mapping[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",

@@ -22,8 +22,6 @@ from torch import Tensor
 from headstart.weights.grouped import GROUP
 from headstart.weights.prequantized import Grouped
 
-__all__ = ["Rows", "round_weight"]
-
 BITS = 4
 _MOST = (1 << BITS) - 1
 _BLOCK = 4 * GROUP  # inputs whose errors reach the inputs behind them in one product

@@ -17,8 +17,6 @@ from headstart.native.pages import ReadyMemory
 from headstart.weights.format import find_kind
 from headstart.weights.scheme import UnsupportedLayerError
 
-__all__ = ["load_model"]
-
 _log = logging.getLogger(__name__)
 
 

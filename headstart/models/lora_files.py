@@ -30,16 +30,6 @@ from torch import Tensor
 from headstart.errors import AdapterNotFoundError, DamagedAdapterError, UnsupportedAdapterError
 from headstart.models.decoder import DecoderModel, Widths
 
-__all__ = [
-    "CONFIG_NAME",
-    "LoraPair",
-    "LoraSettings",
-    "LoraWeights",
-    "WEIGHTS_NAME",
-    "read_settings",
-    "read_weights",
-]
-
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"

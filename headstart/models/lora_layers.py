@@ -34,12 +34,8 @@ from headstart.models.lora_files import LoraPair, LoraWeights
 from headstart.weights.bf16 import PackedWeight, can_pack
 from headstart.weights.products import choose_product
 
-__all__ = ["AdapterRun", "AdapterStack", "LoraLayers", "StackedLayer"]
-
-
-# Sibling layers that models call with the same input.
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
+# Sibling layers that models call with the same input, and the first of them.
+_FIRST = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 
 # Up to this many rows the compiled kernel is faster: 4 us instead of torch's 16 us.
 _FEW_ROWS = 32
@@ -55,7 +51,7 @@ class Product:
         self._packed: PackedWeight | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product: `[rows, inputs]` to `[rows, outputs]`."""
+        """Return the product: `[rows, inputs]` to `[rows, outputs]`."""
         packed = self._pack(len(x))
         return x @ self.matrix.t() if packed is None else packed.multiply(x)
 
@@ -98,7 +94,8 @@ class AdapterStack:
         indices: dict[tuple[int, ...], int] = {}
         groups: dict[str, list[str]] = {}
         for layer in dict.fromkeys(layer for pairs in adapters for layer in pairs):
-            groups.setdefault(_group_of(layer), []).append(layer)
+            parent, _, name = layer.rpartition(".")
+            groups.setdefault(f"{parent}.{_FIRST.get(name, name)}", []).append(layer)
         for group, layers in groups.items():
             downs: list[Tensor] = []
             owners: list[int] = []
@@ -121,19 +118,6 @@ class AdapterStack:
 
 def _concatenate(matrices: list[Tensor], axis: int) -> Tensor:
     return matrices[0] if len(matrices) == 1 else torch.cat(matrices, axis)
-
-
-def _group_of(layer: str) -> str:
-    """The name of the group with the layer's input: the name of the group's first layer.
-
-    >>> _group_of("model.layers.3.self_attn.v_proj"), _group_of("model.layers.3.mlp.down_proj")
-    ('model.layers.3.self_attn.q_proj', 'model.layers.3.mlp.down_proj')
-    """
-    parent, _, name = layer.rpartition(".")
-    for together in _TOGETHER:
-        if name in together:
-            return f"{parent}.{together[0]}"
-    return layer
 
 
 class ResidentAdapter:
@@ -173,14 +157,9 @@ class _Piece:
     """
 
     def __init__(
-        self,
-        stack: AdapterStack,
-        rows: slice | Tensor,
-        masks: list[Tensor] | None = None,
+        self, stack: AdapterStack, rows: slice | Tensor, masks: list[Tensor] | None = None
     ) -> None:
-        self._stack = stack
-        self._rows = rows
-        self._masks = masks
+        self._stack, self._rows, self._masks = stack, rows, masks
         self._input: Tensor | None = None
         self._group = ""
         self._hidden = torch.empty(0)

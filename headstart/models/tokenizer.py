@@ -12,8 +12,6 @@ from headstart.models.files import find_folder, read_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Tokenizer", "has_vocabulary", "load_tokenizer"]
-
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 """A model's tokenizer; only transformers' own type says more, and takes a second to import."""
 

@@ -21,9 +21,6 @@ from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.families import FAMILIES
 from headstart.models.files import read_json
 
-__all__ = ["load_auto_tokenizer", "plain_backend"]
-
-
 _SILENT = 50  # logging.CRITICAL
 
 

@@ -18,8 +18,6 @@ from headstart.native.bindings import Layer, LayerRun, Norm, Weight
 from headstart.weights.bf16 import MANY_ROWS
 from headstart.weights.format import Linear
 
-__all__ = ["CompiledLayers", "compile_layers"]
-
 
 def compile_layers(
     layers: Sequence[DecoderLayer], shape: DecoderShape, dtype: torch.dtype

@@ -18,8 +18,6 @@ from headstart.weights.format import Linear
 from headstart.weights.greedy_head import MOST_INPUTS, GreedyHead
 from headstart.weights.reader import Reader
 
-__all__ = ["DenseDecoder", "DenseModules", "Description"]
-
 
 class Description(NamedTuple):
     """A decoder without its weights: where it is from, and what its configuration says.

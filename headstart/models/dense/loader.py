@@ -23,9 +23,6 @@ from headstart.weights.prequantized import PrequantizedCheckpoint
 from headstart.weights.reader import Outline, WeightReader
 from headstart.weights.scheme import Scheme, UnsupportedLayerError, read_scheme
 
-__all__ = ["check_tensors", "describe_decoder", "load_dense"]
-
-
 # Buffers of old versions, which are computed from the configuration.
 _COMPUTED = re.compile(r".*rotary_emb\.inv_freq")
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

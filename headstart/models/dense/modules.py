@@ -20,20 +20,6 @@ from headstart.weights.format import Linear
 from headstart.weights.reader import Reader
 from headstart.weights.scheme import UnsupportedLayerError
 
-__all__ = [
-    "AngleTable",
-    "Angles",
-    "Attention",
-    "DecoderLayer",
-    "Frequencies",
-    "LayerStep",
-    "MLP",
-    "RMSNorm",
-    "read_frequencies",
-    "rotate",
-]
-
-
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines, each `[rows, width]`, `width` at most the head dim."""
 

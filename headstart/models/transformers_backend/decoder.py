@@ -25,17 +25,6 @@ from headstart.models.config_values import context_length
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay, Widths
 from headstart.weights.format import Linear
 
-__all__ = [
-    "TransformersDecoder",
-    "check_rows",
-    "compute_all_rows",
-    "fingerprint_memory",
-    "forward_rows",
-    "rows_apart",
-    "text_part",
-]
-
-
 _NAME = "headstart_all_rows"
 _ROWS = 16
 _CUTS = (1, 6, 11, 15)

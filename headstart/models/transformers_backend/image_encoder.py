@@ -32,14 +32,6 @@ from headstart.models.decoder import PlacedImage, ProcessedImage, VisionFacts
 from headstart.models.transformers_backend.decoder import TransformersDecoder
 from headstart.models.transformers_tools import silence_transformers
 
-__all__ = [
-    "Fixed",
-    "ImageFamily",
-    "ImageProcessor",
-    "TransformersVision",
-    "VISION_MODELS",
-]
-
 
 class ImageFamily(ABC):
     """The differences between model families; made of a configuration and a tokenizer.

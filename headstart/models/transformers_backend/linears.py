@@ -21,9 +21,6 @@ from headstart.weights.memory import Arena, has_memory, map_pages
 from headstart.weights.products import choose_product
 from headstart.weights.quantize import kind_of_layer, quantize
 
-__all__ = ["leave_file", "pack_linears", "quantize_linears"]
-
-
 _ROWS = 3
 _PROMPT = 5
 # Two correct results in bfloat16 differ by less than this part of their norm, wrong ones by more.

@@ -45,17 +45,6 @@ from headstart.models.transformers_tools import silence_transformers
 from headstart.native.pages import ReadyMemory
 from headstart.weights.format import WeightKind
 
-__all__ = [
-    "check_decoder",
-    "check_report",
-    "check_speaker",
-    "load_config",
-    "load_transformers",
-    "load_weights",
-    "reading_config",
-]
-
-
 # Multi-token prediction: layers after the last one that draft tokens and are not run here.
 _DRAFT_LAYERS = "num_nextn_predict_layers"
 _MATRIX = ("num_hidden_layers", "hidden_size")  # of every layer, times what it makes of a row
@@ -334,7 +323,16 @@ def load_transformers(
                 else f"model_type {config.model_type!r} is not a causal language model: "
                 "transformers has no decoder for it that gives the next token's logits"
             )
-        loaded = _load_weights(folder, config, dtype)
+        sees = config.model_type in VISION_MODELS
+        auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        families = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING
+        family: Any = families[type(config)]
+        with reading_config(folder, config.model_type):
+            check_decoder(folder, config, family._keys_to_ignore_on_load_unexpected or ())
+        eager = {"text_config": "eager"} if sees else "eager"
+        loaded = load_weights(
+            auto.from_pretrained, folder, config=config, dtype=dtype, attn_implementation=eager
+        )
         loaded = loaded.to(device).eval()  # type: ignore[arg-type]
         if weights is None:
             pack_linears(loaded, ready_memory)
@@ -345,18 +343,3 @@ def load_transformers(
     if not decoder.has_its_files:
         raise DamagedModelError(f"the files in {folder} were written to while they were read")
     return decoder
-
-
-def _load_weights(
-    folder: Path, config: PreTrainedConfig, dtype: str | torch.dtype
-) -> PreTrainedModel:
-    sees = config.model_type in VISION_MODELS
-    auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    families = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING
-    family: Any = families[type(config)]
-    with reading_config(folder, config.model_type):
-        check_decoder(folder, config, family._keys_to_ignore_on_load_unexpected or ())
-    eager = {"text_config": "eager"} if sees else "eager"
-    return load_weights(
-        auto.from_pretrained, folder, config=config, dtype=dtype, attn_implementation=eager
-    )

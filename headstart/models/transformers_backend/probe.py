@@ -46,8 +46,6 @@ from headstart.models.transformers_backend.decoder import forward_rows, rows_apa
 from headstart.weights.checkpoint import SAVED_SO
 from headstart.weights.format import Linear
 
-__all__ = ["Attending", "check_config", "check_far_positions", "probe_model", "probe_once"]
-
 
 class Attending:
     """A context in which `function` is the model's attention; counts its calls per layer."""

@@ -37,8 +37,8 @@ from headstart.engine.tiering.tiers import Tiers
 from headstart.errors import ConfigError, EngineError, RequestError
 from headstart.models.decoder import DecoderModel
 from headstart.models.loader import load_model
+from headstart.models.prefetch import ReadyMemory
 from headstart.models.tokenizer import Tokenizer, load_tokenizer
-from headstart.native.pages import ReadyMemory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,6 +15,8 @@ from headstart.models.files import check_files, find_folder, read_json, weight_f
 from headstart.native import is_usable, level
 from headstart.native.pages import ReadyMemory
 
+__all__ = ["ReadyMemory", "read_ahead"]
+
 # Mixtures of experts leave most weights in the file, and larger models wait for the disk.
 _MOST = 4  # at most this fraction (1 / 4) of the machine's memory is prefaulted
 

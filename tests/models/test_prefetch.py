@@ -11,8 +11,9 @@ from headstart.errors import DamagedModelError, ModelNotFoundError
 from headstart.machine import multiplies_bfloat16
 from headstart.models import prefetch
 from headstart.models.loader import load_model
+from headstart.models.prefetch import read_ahead
 from headstart.native import avx2_library, library
-from headstart.native.pages import ReadyMemory, read_ahead
+from headstart.native.pages import ReadyMemory
 from headstart.weights.bf16 import Bf16Weight, PackedWeight, packed_bytes
 from headstart.weights.format import Linear
 from headstart.weights.memory import Arena

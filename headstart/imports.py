@@ -12,7 +12,7 @@ from types import FrameType, ModuleType
 # transformers imports torchao wherever it is installed: it warns of kernels for other machines, and
 # torch of the way in which it registers its classes.
 _WARNS_ON_IMPORT = ("torchao", "torch.utils._pytree")
-_MAY_GO_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_MAY_CONTINUE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def install(extra: str) -> str:
@@ -36,7 +36,13 @@ def load_module(name: str) -> ModuleType:
         with _silent_packages():
             module = import_module(name)
         if was_enabled:
-            _clear_frames()
+            # Frames in reference cycles that the import left behind, as torch.fx does. Once frozen,
+            # they would keep all objects of their callers alive, such as the first engine of a
+            # process. Collecting all garbage instead would take several times as long.
+            for entry in gc.get_objects(generation=0):  # older objects were collected before
+                if type(entry) is FrameType and not entry.f_code.co_flags & _MAY_CONTINUE:
+                    with suppress(RuntimeError):  # it runs
+                        entry.clear()
         return module
     finally:
         if was_enabled:
@@ -56,15 +62,3 @@ def _silent_packages() -> Iterator[None]:
     finally:
         for logger in silenced:
             logger.setLevel(logging.NOTSET)
-
-
-def _clear_frames() -> None:
-    """Clear the frames in reference cycles that the import left behind, as torch.fx does.
-
-    Once frozen, they would keep all objects of their callers alive, such as the first engine of a
-    process. Collecting all garbage instead would take several times as long.
-    """
-    for one in gc.get_objects(generation=0):  # what is older was collected, and is older now
-        if type(one) is FrameType and not one.f_code.co_flags & _MAY_GO_ON:
-            with suppress(RuntimeError):  # it runs
-                one.clear()

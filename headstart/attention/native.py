@@ -162,10 +162,19 @@ class NativeAttention:
                 f"attention was given {tokens} rows of {heads} query heads; this step and layer "
                 f"have {len(self._nonfinite)} rows, and a multiple of {call.kv_heads} query heads"
             )
-        step = self._step_for(options.sliding_window)
+        plan, step, window = self._plan, self._shared, options.sliding_window
+        assert plan is not None
+        if step is None or (window is not None and window < self._longest):
+            # Layers whose window hides any token share nothing. A decoding span's keys are split, a
+            # part for each thread.
+            if self._plain is None:
+                work = len(plan.decoding) * self._memory.layouts[0].kv_heads
+                kv_splits = max(1, torch.get_num_threads() // work) if work else 1
+                self._plain = self._next_step(plan, None, kv_splits)
+            step = self._plain
         step.struct.nonfinite = self._nonfinite_address
         call.heads = heads
-        call.window = min(options.sliding_window or 0, _MOST_POSITIONS)
+        call.window = min(window or 0, _MOST_POSITIONS)
         call.scaling = options.scaling
         call.softcap = abs(options.softcap or 0.0)  # the sign changes nothing; kernels want none
         if step.num_partials:
@@ -178,18 +187,6 @@ class NativeAttention:
                 self._partials[is_shared] = torch.empty(numbers)
             step.struct.partials = self._partials[is_shared].data_ptr()
         return step
-
-    def _step_for(self, window: int | None) -> "NativeStep":
-        """Return the step's segments; layers whose window hides any token share nothing."""
-        plan, shared = self._plan, self._shared
-        assert plan is not None
-        if shared is not None and (window is None or window >= self._longest):
-            return shared
-        if self._plain is None:  # a decoding span's keys are split, a part for each thread
-            work = len(plan.decoding) * self._memory.layouts[0].kv_heads
-            kv_splits = max(1, torch.get_num_threads() // work) if work else 1
-            self._plain = self._next_step(plan, None, kv_splits)
-        return self._plain
 
     def _next_step(self, plan: StepPlan, shared: SharedPlan | None, kv_splits: int) -> "NativeStep":
         """Return the previous step if this one only continues its decoding, else a new one."""
@@ -206,35 +203,34 @@ def make_backend(memory: PagedKVMemory, *, share: bool = True) -> AttentionBacke
 
     With `share`, decoding rows attend once to the prefix that their sequences share.
     """
-    if _is_supported(memory):
-        library = _find_library(memory)
-        if library is not None:
-            return NativeAttention(memory, library, share=share)
-        native.advise()
-    return TorchAttention(memory, share=share)
+    library = _find_library(memory)
+    if library is None:
+        return TorchAttention(memory, share=share)
+    return NativeAttention(memory, library, share=share)
 
 
 def name_backend(memory: PagedKVMemory) -> str:
     """Return the name of the backend that `make_backend` gives for `memory`."""
-    is_native = _is_supported(memory) and _find_library(memory) is not None
-    return (NativeAttention if is_native else TorchAttention).__name__
+    return (TorchAttention if _find_library(memory) is None else NativeAttention).__name__
 
 
-def _is_supported(memory: PagedKVMemory) -> bool:
-    """True if kernels can read this memory, and support at least one layer of it."""
+def _find_library(memory: PagedKVMemory) -> ctypes.CDLL | None:
+    """Return the kernels for this memory; None if they support no layer of it, or are not here."""
     size = memory.block_size
-    return (
+    is_supported = (
         memory.dtype in _FUNCTIONS
         and memory.device.type == "cpu"
         and size > 0
         and size & (size - 1) == 0  # they find a block by shifting a position
         and any(_make_call(memory, layer) is not None for layer in range(len(memory.layouts)))
     )
-
-
-def _find_library(memory: PagedKVMemory) -> ctypes.CDLL | None:
-    """Return the kernels if they are there and this CPU has what `memory`'s dtype needs."""
-    return native.library() if memory.dtype == torch.bfloat16 else native.avx2_library()
+    if not is_supported:
+        return None
+    is_bf16 = memory.dtype == torch.bfloat16
+    library = native.library() if is_bf16 else native.avx2_library()
+    if library is None:
+        native.advise()
+    return library
 
 
 def _make_call(memory: PagedKVMemory, layer: int) -> AttentionCall | None:

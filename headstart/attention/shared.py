@@ -79,7 +79,13 @@ def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> Sh
     waiting = [(order, 0, 0)]  # neighbours, their common blocks, the blocks already in groups
     while waiting:
         members, common, covered = waiting.pop()
-        for sharing in _split(members, tables, common):
+        runs: dict[int, list[int]] = {}  # neighbours with the same next block
+        for member in members:
+            if len(tables[member]) > common:
+                runs.setdefault(tables[member][common], []).append(member)
+        for sharing in runs.values():
+            if len(sharing) < 2:
+                continue
             depth = _common(tables[sharing[0]], tables[sharing[-1]], common)
             first, last = covered * block_size, depth * block_size
             done = covered
@@ -90,16 +96,6 @@ def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> Sh
                     own_first[member] = last
             waiting.append((sharing, depth, done))
     return SharedPlan(tuple(groups), tuple(own_first))
-
-
-def _split(members: list[int], tables: list[list[int]], depth: int) -> list[list[int]]:
-    """Return runs of neighbours with the same block at `depth`; runs of one are left out."""
-    groups: dict[int, list[int]] = {}
-    for member in members:
-        table = tables[member]
-        if len(table) > depth:
-            groups.setdefault(table[depth], []).append(member)
-    return [group for group in groups.values() if len(group) > 1]
 
 
 def _common(left: list[int], right: list[int], least: int) -> int:

@@ -54,35 +54,31 @@ class PackedWeight(WeightFormat):
     name = "PackedLinear"
     table_name = "PackedEmbedding"
     product: CompiledProduct
+    panels: Tensor
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, arena: Arena | None = None
+        self,
+        weight: "Tensor | PackedWeight",
+        bias: Tensor | None = None,
+        arena: Arena | None = None,
     ) -> None:
-        kernels = required(library())
-        assert can_pack(weight)
-        outputs, inputs = weight.shape
-        size = packed_bytes(outputs, inputs)
-        panels = (arena or Arena([size])).take(size)
-        source = weight.detach().contiguous()
-        kernels.headstart_pack(
-            source.data_ptr(), outputs, inputs, panels.data_ptr(), torch.get_num_threads()
-        )
-        self._use(panels, (outputs, inputs), bias)
-
-    def _use(self, panels: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
-        self.panels = panels
-        self.product = CompiledProduct(torch.bfloat16, BF16, shape, panels, bias)
+        if isinstance(weight, PackedWeight):  # the same memory, with another bias
+            shape, self.panels = (weight.outputs, weight.inputs), weight.panels
+        else:
+            kernels = required(library())
+            assert can_pack(weight)
+            shape, source = (weight.shape[0], weight.shape[1]), weight.detach().contiguous()
+            size = packed_bytes(*shape)
+            self.panels = (arena or Arena([size])).take(size)
+            kernels.headstart_pack(
+                source.data_ptr(), *shape, self.panels.data_ptr(), torch.get_num_threads()
+            )
+        self.product = CompiledProduct(torch.bfloat16, BF16, shape, self.panels, bias)
         super().__init__(*shape, self.product.bias)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pack again in a copy: panels are aligned to pages."""
         return PackedWeight, (self.unpack(), self.bias)
-
-    def with_bias(self, bias: Tensor) -> "PackedWeight":
-        """Return the same weight, in the same memory, with a bias `[outputs]`."""
-        other = PackedWeight.__new__(PackedWeight)
-        other._use(self.panels, (self.outputs, self.inputs), bias)
-        return other
 
     @property
     def tensors(self) -> list[Tensor]:

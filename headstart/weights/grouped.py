@@ -51,19 +51,9 @@ class Form(NamedTuple):
     in_bytes: bool
 
     @property
-    def number(self) -> int:
-        """Its number in the compiled kernels."""
-        return INT8_IN_GROUPS if self.bits == 8 else 2 * (self.bits == 5) + self.in_bytes
-
-    @property
     def zero(self) -> int:
         """The value whose weight is the start."""
         return 128 if self.bits == 8 else 0
-
-    @property
-    def levels(self) -> int:
-        """The largest value."""
-        return (1 << self.bits) - 1
 
     @property
     def start_unit(self) -> float:
@@ -166,8 +156,9 @@ def _round(groups: Tensor, form: Form) -> tuple[Grid, Tensor]:
     A group's first grid reaches from its smallest to its largest element; the second is nearest to
     the elements at the values that they have there. Grids begin at zero or below.
     """
+    levels = (1 << form.bits) - 1
     low, high = groups.aminmax(dim=-1, keepdim=True)
-    step = ((high - low) / form.levels).clamp_min_(_TINY)
+    step = ((high - low) / levels).clamp_min_(_TINY)
     values = ((groups - low) / step).round_()
     mean_value, mean = values.mean(dim=-1, keepdim=True), groups.mean(dim=-1, keepdim=True)
     values -= mean_value
@@ -175,14 +166,14 @@ def _round(groups: Tensor, form: Form) -> tuple[Grid, Tensor]:
     fitted = (values * groups).sum(dim=-1, keepdim=True) / squares
     step = torch.where(squares > 0, fitted, step).squeeze(-1)
     low = (mean - mean_value * step.unsqueeze(-1)).squeeze(-1).clamp_max_(0)
-    high = torch.maximum(low + step * form.levels, groups.new_zeros(()))
-    largest = torch.maximum((high - low) / form.levels, low / form.start_unit)
+    high = torch.maximum(low + step * levels, groups.new_zeros(()))
+    largest = torch.maximum((high - low) / levels, low / form.start_unit)
     units = largest.amax(dim=1, keepdim=True).div_(_MOST).clamp_min_(_TINY)
     starts = low.div_(units * form.start_unit).round_()
     begin = starts * form.start_unit
-    steps = high.div_(units).sub_(begin).div_(form.levels).round_().clamp_(1, _MOST)
+    steps = high.div_(units).sub_(begin).div_(levels).round_().clamp_(1, _MOST)
     places = (groups / units.unsqueeze(-1)).sub_(begin.unsqueeze(-1)).div_(steps.unsqueeze(-1))
-    values = places.round_().clamp_(0, form.levels).flatten(1)
+    values = places.round_().clamp_(0, levels).flatten(1)
     grid = Grid(values.to(torch.uint8), steps.to(torch.uint8), starts.to(torch.uint8))
     return grid, units.squeeze(1)
 
@@ -250,6 +241,7 @@ class GroupedWeight(WeightFormat):
             "fewer bits" if form.bits < 8 else "int8 in groups", rows, weight.panels.device
         )
         panels, scales, columns = weight.panels.contiguous(), weight.scales, weight.columns
+        kind = INT8_IN_GROUPS if form.bits == 8 else 2 * (form.bits == 5) + form.in_bytes
         if product == "bfloat16":
             # Two panels of 16 outputs each together, group by group, and columns of whole groups
             # (`native/linear.h`).
@@ -258,18 +250,13 @@ class GroupedWeight(WeightFormat):
             panels = panels.view(-1, 2, groups, size).transpose(1, 2).contiguous()
             columns = torch.ones(self.inputs) if columns is None else columns
             columns = nn.functional.pad(columns.float(), (0, -self.inputs % GROUP))
+            scales = scales.float().contiguous()
             self.product = CompiledProduct(
-                torch.bfloat16,
-                form.number,
-                shape,
-                panels,
-                bias,
-                scales.float().contiguous(),
-                columns,
+                torch.bfloat16, kind, shape, panels, bias, scales, columns
             )
         elif product == "integers":
             self.product = CompiledProduct(
-                torch.float32, form.number, shape, panels, own_bias, scales, columns
+                torch.float32, kind, shape, panels, own_bias, scales, columns
             )
         self._panels = panels
 

@@ -125,7 +125,11 @@ def read_grouped(scheme: Scheme, module: Module, parts: Mapping[str, Tensor]) ->
     elif scheme.method == "gptq":
         assert zeros is not None
         values = _fields(parts["qweight"].T, bits)
-        zeros = _fields(_add_to_fields(zeros, scheme.zeros_less, bits), bits)[:, :outputs].T
+        # With carry, as GPTQ's own code does it. It took 1 from whole words: a zero point of 0
+        # borrowed from the next.
+        ones = sum(1 << shift for shift in range(0, 32, bits))
+        sums = (zeros.long() + scheme.zeros_less * ones).contiguous()
+        zeros = _fields(sums.view(torch.int32)[..., ::2], bits)[:, :outputs].T  # the lower halves
         steps = steps.T
     elif scheme.method == "compressed-tensors":
         if "weight_packed" in parts:
@@ -151,16 +155,6 @@ def read_grouped(scheme: Scheme, module: Module, parts: Mapping[str, Tensor]) ->
     assert values.shape == module.shape and steps.shape == zeros.shape
     values, steps, zeros = values.contiguous(), steps.contiguous(), zeros.float().contiguous()
     return Grouped(values, steps, zeros, groups.long(), bits)
-
-
-def _add_to_fields(words: Tensor, added: int, bits: int) -> Tensor:
-    """Return words with `added` in each field, with carry, as GPTQ's own code does it.
-
-    It took 1 from whole words: a zero point of 0 borrowed from the next.
-    """
-    ones = sum(1 << shift for shift in range(0, 32, bits))
-    sums = (words.long() + added * ones).contiguous()
-    return sums.view(torch.int32)[..., ::2]  # the lower halves
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:

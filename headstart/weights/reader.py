@@ -4,8 +4,6 @@ Nothing is in memory twice: a tensor is copied (and converted, or packed) out of
 and the file is unmapped after every layer.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
@@ -23,30 +21,6 @@ from headstart.weights.quantize import FORMATS, kind_of_layer
 _EMBEDDING = "model.embed_tokens.weight"
 _LARGEST_SCALE = 1e28
 """Times the whole numbers of weight and row, of thousands of inputs, it is far from infinite."""
-
-
-class Reader(Protocol):
-    """Makes modules and tensors of a checkpoint's tensors, by dotted name."""
-
-    def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        """Return a linear layer: rows `[..., inputs]` to `[..., outputs]`."""
-        ...
-
-    def vector(self, name: str, width: int) -> Tensor:
-        """Return a norm's weight `[width]`."""
-        ...
-
-    def embedding(self, name: str, count: int, width: int) -> nn.Module:
-        """Return a module from token ids to rows `[..., width]`."""
-        ...
-
-    def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
-        """Return the LM head; with the weight of `embedding`, if that is given."""
-        ...
-
-    def release(self) -> None:
-        """Unmap what was read."""
-        ...
 
 
 class Outline:
@@ -85,27 +59,31 @@ class _Linear(nn.Linear):
 
 
 class TorchReader:
-    """Modules of torch, in one dtype, on any device."""
+    """Makes modules of torch of a checkpoint's tensors, in one dtype, on any device."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
+        """Return a linear layer: rows `[..., inputs]` to `[..., outputs]`."""
         own = self.vector(name, outputs, "bias") if bias else None
         return _torch_linear(self.vector(name, inputs), own)
 
     def vector(self, name: str, width: int, part: str = "weight") -> Tensor:
+        """Return a norm's weight `[width]`."""
         tensor = self._copy(f"{name}.{part}")
         self._check_finite(f"{name}.{part}", tensor)
         return tensor
 
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
+        """Return a module from token ids to rows `[..., width]`."""
         # Not checked: a row that is not finite harms only requests that use the token.
         weight = self._copy(f"{name}.weight")
         table: nn.Module = nn.Embedding.from_pretrained(weight)  # type: ignore[no-untyped-call]
         return table
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
+        """Return the LM head; with the weight of `embedding`, unless it is None."""
         if embedding is None:
             return self.linear(name, inputs, outputs, bias=False)
         assert isinstance(embedding, nn.Embedding)
@@ -113,6 +91,7 @@ class TorchReader:
         return _torch_linear(embedding.weight)
 
     def release(self) -> None:
+        """Unmap what was read."""
         self._checkpoint.release()
 
     def _copy(self, name: str) -> nn.Parameter:
@@ -132,6 +111,10 @@ class TorchReader:
         raise UnsupportedModelError(
             f"{name} holds weights that are not finite in {weight.dtype}; another dtype may help"
         )
+
+
+Reader = Outline | TorchReader
+"""Makes modules and tensors of a checkpoint's tensors, by dotted name."""
 
 
 class WeightReader(TorchReader):

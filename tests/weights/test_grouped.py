@@ -51,7 +51,7 @@ def draw_weight(outputs: int, inputs: int, seed: int, form: Form) -> tuple[Group
     steps, starts = draw(outputs, groups, seed).half(), draw(outputs, groups, seed + 1).half()
     if form.in_bytes:
         steps, starts = steps.mul(40).abs().byte(), starts.mul(40).abs().byte()
-    levels = max(form.zero, form.levels - form.zero)
+    levels = max(form.zero, 2**form.bits - 1 - form.zero)
     size = levels * steps.double().abs() + abs(form.start_unit) * starts.double().abs()
     common = draw(outputs, 1, seed).exp().flatten(), draw(inputs, 1, seed).exp().flatten()
     grid = Grid(values.byte(), steps, starts)
@@ -307,7 +307,7 @@ def test_all_cpus_give_the_same_bits(path: str, form: Form) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_sums_of_the_largest_values_do_not_overflow(form: Form) -> None:
     ones = torch.ones(20, 2, dtype=torch.uint8)
-    for value in (0, form.levels):
+    for value in (0, 2**form.bits - 1):
         values = torch.full((20, 64), value, dtype=torch.uint8)
         layer = GroupedWeight(pack_groups(Grid(values, ones, 0 * ones), form))
         expected = torch.full((5, 20), 64.0 * (value - form.zero))

@@ -100,7 +100,7 @@ def _swap_weight(weight: Tensor, places: list[tuple[nn.Module, str]], arena: Are
         if not isinstance(child, nn.Linear):
             setattr(parent, name, Embedding(packed, weight.dtype))
             continue
-        own = packed if child.bias is None else packed.with_bias(child.bias)
+        own = packed if child.bias is None else PackedWeight(packed, child.bias)
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(_ROWS, child.in_features, generator=generator).to(torch.bfloat16)
         found, expected = own.multiply(rows), child(rows)

@@ -103,58 +103,6 @@ class PromptKeys(Sequence[PrefixKey]):
         return cast("PrefixKey | Sequence[PrefixKey]", self._keys[index])
 
 
-class ReplicaBits:
-    """The bit of each replica.
-
-        bit      owner      in the tables
-        live     a replica  where the replica holds a block
-        retired  none       where a removed replica held a block, until a sweep
-        free     none       nowhere
-
-    A removed replica gets another bit at once, so a new replica may have its number before the
-    tables are swept.
-
-    of: the bit of each replica. live: all of these. owners: the replica by the position of its bit.
-    singles: each bit by its position, the one int object that all tables share.
-    """
-
-    def __init__(self, num_replicas: int) -> None:
-        self.of = [1 << replica for replica in range(num_replicas)]
-        self.singles = list(self.of)
-        self.owners = list(range(num_replicas))
-        self.live = (1 << num_replicas) - 1
-        self.retired = 0
-        self._used = 0
-        self._free: list[int] = []
-
-    def use(self, replica: int) -> int:
-        """Return the replica's bit, to be written to a table."""
-        bit = self.of[replica]
-        self._used |= bit
-        return bit
-
-    def renew(self, replica: int) -> None:
-        """Give the replica another bit if its bit was used."""
-        old = self.of[replica]
-        if not self._used & old:
-            return
-        if not self._free:
-            self._free.append(1 << len(self.singles))
-            self.singles.append(self._free[-1])
-            self.owners.append(replica)
-        new = self._free.pop()
-        self.of[replica] = new
-        self.owners[new.bit_length() - 1] = replica
-        self.live ^= old | new
-        self.retired |= old
-
-    def release(self, bits: int) -> None:
-        """Free these retired bits, which no table has any more."""
-        self.retired &= ~bits
-        self._used &= ~bits
-        self._free += [bit for bit in self.singles if bit & bits]
-
-
 def make_holders(num_parts: int) -> Holders:
     """Return an empty table."""
     return [{} for _ in range(num_parts)]
@@ -215,6 +163,14 @@ class _Feed:
 class ReplicaIndex:
     """The replicas that hold each block, updated by the events of each replica.
 
+        bit      owner      in the tables
+        live     a replica  where the replica holds a block
+        retired  none       where a removed replica held a block, until a sweep
+        free     none       nowhere
+
+    A removed replica gets another bit at once, so a new replica may have its number before the
+    tables are swept.
+
     shares_store: all replicas can load blocks that one of them has in a tier below its pool.
 
     Raises ConfigError for fewer than one replica.
@@ -225,7 +181,12 @@ class ReplicaIndex:
             raise ConfigError(f"num_replicas is {num_replicas}; allowed: at least 1")
         self.num_replicas = num_replicas
         self._shares_store = shares_store
-        self._bits = ReplicaBits(num_replicas)
+        self._bit_of = [1 << replica for replica in range(num_replicas)]
+        self._singles = list(self._bit_of)  # each bit by its position: tables share these ints
+        self._owners = list(range(num_replicas))  # replicas by the position of their bits
+        self._live = (1 << num_replicas) - 1
+        self._retired = self._used = 0
+        self._free: list[int] = []
         self._num_parts = max(1 << (num_replicas - 1).bit_length(), _LEAST_PARTS)
         self._holders = {tier: make_holders(self._num_parts) for tier in TIERS}
         self._lower: dict[str, Holders] = {}  # tables of tiers below the pool that were used
@@ -309,7 +270,8 @@ class ReplicaIndex:
     def _change(self, feed: _Feed, batch: EventBatch) -> Generator[None, None, None]:
         if batch.cleared:
             yield from self._clear(feed, batch)
-        bit, singles, count = self._bits.use(batch.replica), self._bits.singles, self._num_parts
+        bit, singles, count = self._bit_of[batch.replica], self._singles, self._num_parts
+        self._used |= bit
         holders = self._holders[batch.tier]
         if batch.stored:
             feed.is_empty = False
@@ -328,8 +290,8 @@ class ReplicaIndex:
     def _clear(self, feed: _Feed, batch: EventBatch) -> Generator[None, None, None]:
         """Remove a replica's blocks; examines the whole table unless the replica stored nothing."""
         if not feed.is_empty:
-            bit = self._bits.of[batch.replica]
-            yield from take_bits(self._holders[batch.tier], bit, self._bits.singles)
+            bit = self._bit_of[batch.replica]
+            yield from take_bits(self._holders[batch.tier], bit, self._singles)
             feed.is_empty = True
 
     def is_current(self, replica: int, tier: str = POOL) -> bool:
@@ -341,7 +303,16 @@ class ReplicaIndex:
 
         A new replica may have its number from now on.
         """
-        self._bits.renew(replica)
+        old = self._bit_of[replica]
+        if self._used & old:
+            if not self._free:
+                self._free.append(1 << len(self._singles))
+                self._singles.append(self._free[-1])
+                self._owners.append(replica)
+            new = self._bit_of[replica] = self._free.pop()
+            self._owners[new.bit_length() - 1] = replica
+            self._live ^= old | new
+            self._retired |= old
         for tier in TIERS:
             self._feeds[replica, tier] = _Feed()
 
@@ -351,17 +322,19 @@ class ReplicaIndex:
         Every batch does this.
         """
         if self._sweeping is None:
-            if not self._bits.retired:
+            if not self._retired:
                 return False
-            self._sweeping = self._sweep(self._bits.retired)
+            self._sweeping = self._sweep(self._retired)
         if next(self._sweeping, self) is self:
             self._sweeping = None
-        return self._sweeping is not None or bool(self._bits.retired)
+        return self._sweeping is not None or bool(self._retired)
 
     def _sweep(self, bits: int) -> Generator[None, None, None]:
         for table in (*self._holders.values(), self._expected):
-            yield from take_bits(table, bits, self._bits.singles)
-        self._bits.release(bits)
+            yield from take_bits(table, bits, self._singles)
+        self._retired &= ~bits
+        self._used &= ~bits
+        self._free += [bit for bit in self._singles if bit & bits]
 
     # Prefixes that are being computed
 
@@ -370,8 +343,8 @@ class ReplicaIndex:
 
         The caller passes them to `unexpect` when they are computed or given up.
         """
-        expected, bit = self._expected, self._bits.use(replica)
-        num_parts = self._num_parts
+        expected, bit, num_parts = self._expected, self._bit_of[replica], self._num_parts
+        self._used |= bit
         added = array("Q")  # which the garbage collector skips
         for key in keys:
             part = expected[key % num_parts]
@@ -383,9 +356,9 @@ class ReplicaIndex:
 
     def unexpect(self, replica: int, keys: Iterable[PrefixKey]) -> None:
         """Undo an `expect`, given the blocks that it returned."""
-        expected, bit = self._expected, self._bits.of[replica]
+        expected, bit = self._expected, self._bit_of[replica]
         for key in keys:
-            take_bit(expected[key % self._num_parts], key, bit, self._bits.singles)
+            take_bit(expected[key % self._num_parts], key, bit, self._singles)
 
     # Queries
 
@@ -416,7 +389,7 @@ class ReplicaIndex:
         depths, num_parts = [0] * self.num_replicas, self._num_parts
         is_of_first = True
         # Sets of replicas, each with the least and the most blocks that they can have.
-        open_ranges = [(self._bits.live, 0, reach)]
+        open_ranges = [(self._live, 0, reach)]
         while open_ranges:
             replicas, low, high = open_ranges.pop()
             while low < high:
@@ -438,7 +411,7 @@ class ReplicaIndex:
                     high = middle
             while replicas and low:  # depths begin at 0
                 bit = replicas & -replicas
-                depths[self._bits.owners[bit.bit_length() - 1]] = low
+                depths[self._owners[bit.bit_length() - 1]] = low
                 replicas ^= bit
         return depths, is_of_first
 

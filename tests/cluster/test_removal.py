@@ -121,9 +121,9 @@ class Removals(RuleBasedStateMachine):
         for (which, tier, chain), depth in self.depths.items():
             for key in KEYS[chain][:depth]:
                 part = fresh[tier][key % self.index._num_parts]
-                part[key] = part.get(key, 0) | self.index._bits.of[which]
+                part[key] = part.get(key, 0) | self.index._bit_of[which]
         assert self.index._holders == fresh
-        assert not self.index._bits.retired
+        assert not self.index._retired
         for which in range(REPLICAS):
             self.remove(which)
         sweep(self.index)
@@ -175,7 +175,7 @@ def test_batches_sweep_out_what_was_removed_and_bits_are_used_again() -> None:
         most = max(most, len(index))
         index.remove(0)
     assert most <= 1.5 * 10_000
-    assert len(index._bits.singles) <= 5
+    assert len(index._singles) <= 5
 
 
 @pytest.mark.parametrize("num_steps", [1, 4, 7])
@@ -211,14 +211,14 @@ def test_replicas_that_never_told_anything_need_no_new_bits() -> None:
     index = ReplicaIndex(64)
     for replica in range(64):
         index.remove(replica)
-    assert len(index._bits.singles) == 64
+    assert len(index._singles) == 64
     for _ in range(3):
         index.apply(EventBatch(0, 0, 0, stored=NAMES[0][0]))
         index.remove(0)
         sweep(index)
         index.remove(0)
-    assert len(index._bits.singles) == 65
-    assert not index._bits.retired
+    assert len(index._singles) == 65
+    assert not index._retired
 
 
 @pytest.mark.parametrize("tier", [POOL, DISK])

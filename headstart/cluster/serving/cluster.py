@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar
 
 # Read when Ray is imported. Otherwise a thread of Ray Serve that runs after the end of Ray starts
@@ -37,7 +36,7 @@ from ray.serve.context import _set_global_client
 from ray.serve.exceptions import RayServeException
 
 from headstart.cluster.options import ReplicaConfig
-from headstart.cluster.serving.dispatch import Dispatcher, register, unregister
+from headstart.cluster.serving.dispatch import DISPATCHERS, Dispatcher
 from headstart.cluster.serving.driver import ReplicaDriver
 from headstart.cluster.serving.front import ReplicaAdapters, ReplicaFrontend
 from headstart.cluster.serving.heartbeat import SILENCE, check_port, watch_ray
@@ -91,7 +90,7 @@ class ReplicaCluster:
         self._is_own_app = False
         self._is_over = threading.Event()
         self._is_lost = False  # Ray, and the replicas with it
-        self._unregister: Callable[[], None] = lambda: None
+        self._dispatcher: Dispatcher | None = None
         self._is_own_ray = self._connect(engine)
         try:
             is_new = self._name not in _call(serve.status).applications
@@ -99,8 +98,7 @@ class ReplicaCluster:
             # On a cluster, machines may or may not share a folder.
             shares = bool(engine.remote_cache or (engine.kept_folder and self._is_own_ray))
             dispatcher = Dispatcher(config.routing, most, shares_store=shares)
-            register(self._name, dispatcher)
-            self._unregister = partial(unregister, self._name, dispatcher)
+            self._dispatcher = DISPATCHERS[self._name] = dispatcher
             if is_new:
                 self._check_resources(engine)
                 self._is_own_app = True
@@ -228,7 +226,12 @@ class ReplicaCluster:
             replicas = deployment.bind(model, engine_options, self._silence)
             serve.run(replicas, name=self._name, route_prefix=None)
         except (RayError, RayServeException, RuntimeError) as error:
-            raise EngineError(f"the replicas did not start: {self._reason(error)}") from error
+            app = serve.status().applications.get(self._name)
+            message = app.deployments[_DEPLOYMENT].message if app is not None else ""
+            # The error of a replica, or Ray's.
+            ours = [line for line in message.splitlines() if "headstart.errors." in line]
+            reason = ours[-1].partition("headstart.errors.")[2] if ours else error
+            raise EngineError(f"the replicas did not start: {reason}") from error
         finally:
             is_over.set()
 
@@ -258,13 +261,6 @@ class ReplicaCluster:
                 least if least == most else f"{least} to {most}",
             )
         return count
-
-    def _reason(self, error: Exception) -> str:
-        """Return a replica's error when it did not start, or Ray's."""
-        app = serve.status().applications.get(self._name)
-        message = app.deployments[_DEPLOYMENT].message if app is not None else ""
-        ours = [line for line in message.splitlines() if "headstart.errors." in line]
-        return ours[-1].partition("headstart.errors.")[2] if ours else str(error)
 
     def _number(self) -> dict[str, Any]:
         """Return the options of a deployment that set the number of replicas."""
@@ -303,7 +299,8 @@ class ReplicaCluster:
         except HeadstartError as error:
             _LOG.warning("the replicas may not have saved what they cached: %s", error)
         finally:
-            self._unregister()
+            if DISPATCHERS.get(self._name) is self._dispatcher:  # and not another server's
+                DISPATCHERS.pop(self._name, None)
             ray.shutdown()
             # Ray Serve stores its controller's handle in this process, also after the end of Ray.
             _set_global_client(None)

@@ -24,7 +24,8 @@ from headstart.cluster.events import EventBatch
 from headstart.cluster.router import Router, RouteRequest, make_policy
 from headstart.engine.metrics import Counter, Gauge, Histogram, Metric
 
-_DISPATCHERS: dict[str, Dispatcher] = {}
+DISPATCHERS: dict[str, Dispatcher] = {}
+"""The dispatcher of each application whose server is in this process."""
 _TRIES = 3
 """The number of times a request is sent to a replica that does not accept it.
 
@@ -33,20 +34,12 @@ hangs delays no request for long.
 """
 
 
-def register(application: str, dispatcher: Dispatcher) -> None:
-    """Have the request router of an application use this dispatcher."""
-    _DISPATCHERS[application] = dispatcher
-
-
-def unregister(application: str, dispatcher: Dispatcher) -> None:
-    """Undo `register`, unless another dispatcher was registered since."""
-    if _DISPATCHERS.get(application) is dispatcher:
-        del _DISPATCHERS[application]
-
-
 def dispatcher_of(application: str) -> Dispatcher | None:
-    """Return an application's dispatcher, None in a process that is not its server."""
-    return _DISPATCHERS.get(application)
+    """Return an application's dispatcher, None in a process that is not its server.
+
+    The request router is sent by value and may refer to this function, but not to the table.
+    """
+    return DISPATCHERS.get(application)
 
 
 @dataclass(slots=True)

@@ -192,7 +192,16 @@ class ReplicaDriver:
 
         Their ids are free for the next requests.
         """
-        self._order(lambda: self._forget(groups))
+
+        def forget() -> None:
+            for group in groups:
+                running = self._running.get(group.request_id)
+                if running is not None and running.group is group:  # and not another of its id
+                    running.receive = lambda update: None
+                    running.cancel()
+                    self._release(running)
+
+        self._order(forget)
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its last update has finish reason "abort". Returns at once."""
@@ -310,14 +319,6 @@ class ReplicaDriver:
         """Free the request's id."""
         if self._running.get(running.group.request_id) is running:
             del self._running[running.group.request_id]
-
-    def _forget(self, groups: Sequence[RequestGroup]) -> None:
-        for group in groups:
-            running = self._running.get(group.request_id)
-            if running is not None and running.group is group:  # and not another of its id
-                running.receive = lambda update: None
-                running.cancel()
-                self._release(running)
 
     async def _answer(self, running: _Running) -> Update:
         """Have a request answered, by several replicas if they die; return its last update."""

@@ -34,6 +34,13 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("headstart.server")
 
 
+_VALUES: dict[type, dict[str, str]] = {
+    Counter: {"_total": "value"},
+    Gauge: {"": "value"},
+    Histogram: {"_count": "count", "_sum": "sum"},
+}
+
+
 class RayGauges:
     """The engine's metrics for Ray: `vllm:...` as `ray_vllm_...`, by replica.
 
@@ -47,20 +54,12 @@ class RayGauges:
     def update(self, values: list[Metric]) -> None:
         """Set the gauges to these values."""
         for metric in values:
-            if isinstance(metric, Counter):
-                self._set(metric, "_total", metric.value)
-            elif isinstance(metric, Gauge):
-                self._set(metric, "", metric.value)
-            elif isinstance(metric, Histogram):
-                self._set(metric, "_count", metric.count)
-                self._set(metric, "_sum", metric.sum)
-
-    def _set(self, metric: Metric, ending: str, value: float) -> None:
-        name = metric.name.replace(":", "_") + ending
-        if name not in self._gauges:
-            meaning, labels = MEANINGS[metric.name], tuple(metric.labels)
-            self._gauges[name] = metrics.Gauge(name, meaning, tag_keys=labels)
-        self._gauges[name].set(value, tags=metric.labels)
+            for ending, attribute in _VALUES[type(metric)].items():
+                name = metric.name.replace(":", "_") + ending
+                if name not in self._gauges:
+                    meaning, labels = MEANINGS[metric.name], tuple(metric.labels)
+                    self._gauges[name] = metrics.Gauge(name, meaning, tag_keys=labels)
+                self._gauges[name].set(getattr(metric, attribute), tags=metric.labels)
 
 
 class EngineReplica:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headstart.cluster.options import ReplicaConfig
-from headstart.cluster.serving.dispatch import Dispatcher, dispatcher_of, register
+from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.cluster.serving.messages import read_error
 from headstart.errors import (
     ConfigError,
@@ -162,14 +162,16 @@ def test_all_replicas_of_another_server_get_requests(
 
     fake, made = Fake(["RUNNING"], running=9), list[Dispatcher]()
 
-    def note(application: str, dispatcher: Dispatcher) -> None:
-        register(application, dispatcher)
-        made.append(dispatcher)
+    class Noted(dict[str, Dispatcher]):
+        def __setitem__(self, application: str, dispatcher: Dispatcher) -> None:
+            super().__setitem__(application, dispatcher)
+            made.append(dispatcher)
 
-    monkeypatch.setattr(cluster, "register", note)
+    noted = Noted()
+    monkeypatch.setattr(cluster, "DISPATCHERS", noted)
     with pytest.raises(EngineError, match="ConnectionError"):  # once they run
         start(fake)
-    assert dispatcher_of(fake.name) is None
+    assert not noted
     [dispatcher] = made
     dispatcher.set_replicas([str(number) for number in range(9)])
     assert len(dispatcher.replicas) == 9

@@ -63,7 +63,7 @@ def _read_table() -> tuple[dict[str, Option], dict[str, Option]]:
 ENGINE, SERVE = _read_table()
 """vLLM's options of an engine and of its server; for flags of a server the latter come first."""
 
-_DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
+_OF_CONFIG = {option.name: option for option in fields(EngineConfig)}
 _GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 """Sampling parameters that are read from a generation_config.json, as in vLLM."""
 
@@ -123,7 +123,7 @@ def read_names(
 
 
 def _read(options: Mapping[str, Any]) -> dict[str, Any]:
-    own = dict.fromkeys(_DEFAULTS, Option("works", "value", "", []))
+    own = dict.fromkeys(_OF_CONFIG, Option("works", "value", "", []))
     read = read_names(options, ENGINE | own)
     return {name: value for name, value in read.items() if value is not None or name not in ENGINE}
 
@@ -141,7 +141,7 @@ def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
     policy = options.get("scheduling_policy", "fcfs")
     if policy not in ("fcfs", "priority"):
         raise ConfigError(f"scheduling_policy is {describe(policy)}; allowed: fcfs, priority")
-    config = {name: value for name, value in options.items() if name in _DEFAULTS}
+    config = {name: value for name, value in options.items() if name in _OF_CONFIG}
     dtype = config.get("dtype")
     if type(dtype).__name__ in ("str", "dtype"):  # torch's dtypes, and vLLM's two further names
         name = str(dtype).removeprefix("torch.")
@@ -155,8 +155,9 @@ def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
             value = _count_images(value)
         if value is None:
             continue
-        other = config.get(field_name, _DEFAULTS[field_name])
-        if other not in (None, _DEFAULTS[field_name], value):
+        default = _OF_CONFIG[field_name].default
+        other = config.get(field_name, default)
+        if other not in (None, default, value):
             raise ConfigError(
                 f"{field_name} is {describe(other)}, and {describe(value)} by {name}; allowed: one "
                 "of the two"
@@ -233,7 +234,6 @@ LOG_FLAGS = ("enable_log_requests", "disable_log_requests")  # of `AsyncEngineAr
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _COUNTED = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([kmgt])|(\d{1,15})([KMGT])")
-_OF_CONFIG = {option.name: option for option in fields(EngineConfig)}
 
 
 def _default_of(name: str) -> Any:
@@ -305,47 +305,37 @@ class AsyncEngineArgs(EngineArgs):
         return add_flags(parser, LOG_FLAGS if async_args_only else FLAGS)
 
 
-class _Switch(argparse.BooleanOptionalAction):
-    """`--x` and `--no-x`; with `--enable-x` also `--disable-x`, and the other way round."""
-
-    def __init__(self, option_strings: list[str], dest: str, inverse: str, **more: Any) -> None:
-        super().__init__(option_strings, dest, **more)
-        self._off = {f"--no-{option_strings[0].removeprefix('--')}", inverse}
-        self.option_strings = [*option_strings, *sorted(self._off - {""})]
-
-    def __call__(
-        self, parser: object, namespace: argparse.Namespace, values: object, flag: Any = None
-    ) -> None:
-        setattr(namespace, self.dest, flag not in self._off)
-
-
 def add_flags(
     parser: ArgumentParser, names: Iterable[str], *, given_only: bool = False
 ) -> ArgumentParser:
     """Add flags for options to a parser, `--max-model-len` for max_model_len, and return it.
 
-    given_only: flags that are not given have no default, and lists may be given in several parts.
+    given_only: flags that are not typed have no default, and lists may be typed in several parts.
     """
     group = parser.add_argument_group("engine")
-    options = {name: (ENGINE | SERVE)[name] for name in names}
-    flags = {f"--{name.replace('_', '-')}" for name in options}
-    for name, option in options.items():
-        flag = f"--{name.replace('_', '-')}"
-        more: dict[str, Any] = {"type": str if option.kind in ("text", "texts") else read_value}
-        if option.kind == "switch":
-            inverse = flag  # the other of --enable-x and --disable-x
-            for prefix, other in (("--enable-", "--disable-"), ("--disable-", "--enable-")):
-                if flag.startswith(prefix):
-                    inverse = other + flag.removeprefix(prefix)
-            more = {"action": partial(_Switch, inverse="" if inverse in flags else inverse)}
-        elif option.kind in ("list", "texts"):
-            more |= {"nargs": "+", "action": "extend" if given_only else "store"}
+    table = ENGINE | SERVE
+    flags = {name: f"--{name.replace('_', '-')}" for name in names}
+    for name, flag in flags.items():
+        option = table[name]
         help_text = "no effect" if option.state == "ignored" else "see docs/vllm.md"
         if name in _OF_CONFIG:
             help_text = str(_OF_CONFIG[name].metadata["help"]).replace("%", "%%")
         default = argparse.SUPPRESS if given_only else _default_of(name)
+        add = partial(group.add_argument, dest=name, default=default, help=help_text)
         spelled = [flag, *option.short.split()]
-        group.add_argument(*spelled, dest=name, default=default, help=help_text, **more)
+        if option.kind == "switch":  # also --no-x, and the other of --enable-x and --disable-x
+            inverse = flag.replace("--enable-", "--disable-")
+            if inverse == flag:
+                inverse = flag.replace("--disable-", "--enable-")
+            others = {f"--no-{flag.removeprefix('--')}", inverse} - set(flags.values())
+            add(*spelled, action="store_true")
+            add(*sorted(others), action="store_false")
+            continue
+        kind = str if option.kind in ("text", "texts") else read_value
+        if option.kind in ("list", "texts"):
+            add(*spelled, type=kind, nargs="+", action="extend" if given_only else "store")
+        else:
+            add(*spelled, type=kind)
     return parser
 
 

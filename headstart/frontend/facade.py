@@ -103,6 +103,19 @@ class Facade:
     engine: EngineCore
     driver: Driver
 
+    config: EngineConfig
+    """The options of the engine."""
+    max_model_len: int
+    """Tokens of the longest prompt with its answer."""
+    block_size: int
+    """Tokens in a KV block."""
+    num_blocks: int
+    """KV blocks in the pool, or in all pools."""
+    kv_cache_bytes: int
+    """Bytes of these blocks."""
+    takes_images: bool
+    """True if the model sees images."""
+
     # Parts of `vllm_config` that have no value here.
     speculative_config: ClassVar[None] = None
     quant_config: ClassVar[None] = None
@@ -169,6 +182,11 @@ class Facade:
         self.frontend, self.chats, self.driver, self._sampling, engine = started
         if engine is not None:
             self.engine = engine
+        config, facts = self.frontend.config, self.frontend.facts
+        self.config, self.block_size = config, config.block_size
+        self.max_model_len = facts.max_model_len
+        self.num_blocks, self.kv_cache_bytes = facts.num_blocks, facts.kv_cache_bytes
+        self.takes_images = self.frontend.images is not None
         weakref.finalize(self, self.driver.close)
 
     @classmethod
@@ -225,36 +243,6 @@ class Facade:
     def parallel_config(self) -> ParallelView:
         """Processes and devices in `vllm_config`."""
         return self.vllm_config.parallel_config
-
-    @property
-    def config(self) -> EngineConfig:
-        """The options of the engine."""
-        return self.frontend.config
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of the longest prompt with its answer."""
-        return self.frontend.facts.max_model_len
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a KV block."""
-        return self.frontend.config.block_size
-
-    @property
-    def num_blocks(self) -> int:
-        """KV blocks in the pool, or in all pools."""
-        return self.frontend.facts.num_blocks
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        """Bytes of these blocks."""
-        return self.frontend.facts.kv_cache_bytes
-
-    @property
-    def takes_images(self) -> bool:
-        """True if the model sees images."""
-        return self.frontend.images is not None
 
     @property
     def adapters(self) -> list[Adapter]:

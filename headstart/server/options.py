@@ -1,6 +1,7 @@
 """The options of a server; command line flags are made from these fields."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ MOST_LOGGED = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How a server is reached, and how much it takes. Raises ConfigError."""
+    """The address, limits, keys and logs of a server. Raises ConfigError."""
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 takes a free one", Number(int, 0, 65_535))
@@ -109,14 +110,13 @@ class ServerOptions:
 
 
 def read_template_options(text: str | None) -> dict[str, Any]:
-    """What chat templates read, from JSON. Raises ConfigError."""
-    try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+    """Return the options of chat templates from JSON. Raises ConfigError."""
+    options: Any = None
+    with suppress(ValueError, RecursionError):
+        options = json.loads(text or "{}")
+    if not isinstance(options, dict):
         raise ConfigError(
             f"default_chat_template_kwargs is {describe(text)}; allowed: an object in JSON, such "
             'as {"enable_thinking": false}'
         )
-    return found
+    return options

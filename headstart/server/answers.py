@@ -21,10 +21,10 @@ import secrets
 import string
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 __all__ = [
     "HERMES",
@@ -50,17 +50,16 @@ Result = TypeVar("Result")
 Reading = Generator[None, str, Result]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A piece of content, of reasoning or of a tool call.
 
     text: of a call, a piece of its arguments, which together are JSON if the model wrote it well.
-    index: number of the call in its answer, from 0. name: of a call, in its first piece alone.
+    number: of the call in its answer, from 0. name: of a call, in its first piece alone.
     """
 
     kind: Literal["content", "reasoning", "call"]
     text: str
-    index: int = 0
+    number: int = 0
     name: str = ""
 
 
@@ -75,12 +74,11 @@ def join(parts: Iterable[Part], *, whole_calls: bool = False) -> list[Part]:
     >>> [(part.name, part.text) for part in join(pieces, whole_calls=True)]
     [('f', '{}')]
     """
+    groups = groupby(parts, lambda part: (part.kind, part.number, "" if whole_calls else part.name))
     joined = []
-    for _, (first, *rest) in groupby(
-        parts, lambda part: (part.kind, part.index, "" if whole_calls else part.name)
-    ):
+    for _, (first, *rest) in groups:
         text = "".join([first.text, *(part.text for part in rest)])
-        joined.append(replace(first, text=text) if rest else first)
+        joined.append(Part(first.kind, text, first.number, first.name))
     return joined
 
 
@@ -230,7 +228,7 @@ class AnswerParser:
 
     def _is_shown(self, part: Part) -> bool:
         if part.kind == "call":
-            return self._max_calls is None or part.index < self._max_calls
+            return self._max_calls is None or part.number < self._max_calls
         return part.kind == "reasoning" or not self._only_calls
 
 

@@ -143,7 +143,7 @@ def test_how_a_text_is_cut_changes_nothing(
     parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     whole = parts_of(FORMATS[name], text, is_open=is_open)
     assert parts_of(FORMATS[name], *parts, is_open=is_open) == whole
-    begun = [part.index for part in whole if part.name]
+    begun = [part.number for part in whole if part.name]
     assert begun == list(range(len(begun)))
 
 

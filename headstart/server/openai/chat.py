@@ -193,7 +193,7 @@ class _Answers(Chunks):
         function["arguments"] = part.text
         if self._body.functions is not None:
             return {"function_call": function}
-        piece: dict[str, Any] = {"index": part.index, "function": function}
+        piece: dict[str, Any] = {"index": part.number, "function": function}
         if part.name:
             piece |= {"id": self._prepared.dialect.calls.new_id("call_"), "type": "function"}
         return {"tool_calls": [piece]}

@@ -39,9 +39,9 @@ from tests.attention.rows import (
 BF16, FLOAT32, INT8 = torch.bfloat16, torch.float32, torch.int8
 
 
-def make(
+def make_sequences(
     dtype: torch.dtype, lengths: list[int], layout: LayerLayout, heads: int, seed: int = 0
-) -> tuple[NativeAttention, list[Sequence]]:
+) -> tuple[PagedKVMemory, list[Sequence]]:
     torch.manual_seed(seed)
     needed = [-(-length // BLOCK) for length in lengths]
     blocks = torch.randperm(sum(needed) + 3).tolist()
@@ -50,6 +50,13 @@ def make(
         Sequence(length, layout, heads, [blocks.pop() for _ in range(count)]).to(dtype)
         for length, count in zip(lengths, needed, strict=True)
     ]
+    return memory, sequences
+
+
+def make(
+    dtype: torch.dtype, lengths: list[int], layout: LayerLayout, heads: int
+) -> tuple[NativeAttention, list[Sequence]]:
+    memory, sequences = make_sequences(dtype, lengths, layout, heads)
     return NativeAttention(memory, kernels(dtype)), sequences
 
 
@@ -111,8 +118,9 @@ def test_any_batch_whatever_others_left_in_the_memory(
     """
     lengths = data.draw(st.lists(st.integers(1, 140), min_size=1, max_size=4))
     layout, heads, options = data.draw(cases())
-    backend, sequences = make(dtype, lengths, layout, heads, seed)
-    spoil(backend._memory)
+    memory, sequences = make_sequences(dtype, lengths, layout, heads, seed)
+    backend = NativeAttention(memory, kernels(dtype))
+    spoil(memory)
     lost = data.draw(st.none() | st.sampled_from(sequences))
     if lost is not None:
         for rows in (lost.k, lost.v):
@@ -177,8 +185,8 @@ def test_rows_are_bitwise_blind_to_block_ids_neighbours_and_threads(
     pieces = ((8, 3), (80, 0), (61, 8), (1, 1))
     if dtype != BF16:
         pieces = ((1, 2), (7, 3), (80, 0), (1, 0), (60, 8), (1, 1))
-    backend, (c, b) = make(dtype, [150, 30], layout, 6)
-    memory = backend._memory
+    memory, (c, b) = make_sequences(dtype, [150, 30], layout, 6)
+    backend = NativeAttention(memory, kernels(dtype))
     stale = torch.randn(2, memory.scratch_slot + 1, 2, width) * 100
     memory.write(0, torch.arange(memory.scratch_slot + 1), *stale.to(row_dtype(dtype)))
     c.q, c.k, c.v = a.q, a.k, a.v

@@ -11,13 +11,13 @@
      ├ AdapterError            a LoRA adapter cannot be loaded
      │  ├ AdapterNotFoundError    wrong path, or a folder without an adapter
      │  ├ DamagedAdapterError     truncated weights, broken JSON, configuration and weights differ
-     │  └ UnsupportedAdapterError it asks for what cannot be added to this model, and why
+     │  └ UnsupportedAdapterError parts that cannot be added to this model, and why
      ├ OutOfMemoryError        no memory for the model, or for even one such request
      ├ CacheError              misuse of the cache manager: double free, unknown sequence
      └ EngineError             a step failed and its requests ended, or the engine is closed
         ├ NoTokenError            a request's own bans leave no next token; it ends alone
         ├ ReplicaLostError        the replica that answered died; only its own requests end
-        └ TierError               a tier may not have forgotten what it was told to forget
+        └ TierError               a tier may still hold blocks that it should have dropped
 
 The text of an error holds the value that was wrong and the range that is allowed.
 """
@@ -60,7 +60,7 @@ class UnsupportedModelError(ModelError):
 
 
 class AdapterError(HeadstartError):
-    """A LoRA adapter cannot be loaded; those that were loaded before are as they were."""
+    """A LoRA adapter cannot be loaded; adapters loaded before are unchanged."""
 
 
 class AdapterNotFoundError(AdapterError):
@@ -72,11 +72,11 @@ class DamagedAdapterError(AdapterError):
 
 
 class UnsupportedAdapterError(AdapterError):
-    """The adapter asks for what cannot be added to this model; the text says why."""
+    """The adapter has parts that cannot be added to this model; the text says why."""
 
 
 class OutOfMemoryError(HeadstartError, MemoryError):
-    """Memory does not hold the model, or the block pool what was asked for, even when empty."""
+    """Memory is too small for the model, or the empty block pool for one request."""
 
 
 class CacheError(HeadstartError):
@@ -96,4 +96,4 @@ class ReplicaLostError(EngineError):
 
 
 class TierError(EngineError):
-    """A tier may not have forgotten what it was told to forget; the K/V in memory are."""
+    """A tier may still hold blocks that it should have dropped; those in memory are gone."""

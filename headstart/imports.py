@@ -52,7 +52,7 @@ def load_module(name: str) -> ModuleType:
 
 @contextmanager
 def _silent_packages() -> Iterator[None]:
-    """A context in which optional packages log no warning, unless their logger has a level."""
+    """Silence warnings of optional packages in a context, unless their logger has a level."""
     loggers = [logging.getLogger(name) for name in _WARNS_ON_IMPORT]
     silenced = [logger for logger in loggers if logger.level == logging.NOTSET]
     for logger in silenced:

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from headstart.attention.backend import AttentionBackend, AttentionOptions
 from headstart.errors import EngineError, UnsupportedModelError
 
-# transformers treats a name with "sdpa", "flash" or "flex" in it as one of its own.
+# transformers treats a name with "sdpa", "flash" or "flex" in it as its built-in attention.
 _names = map("headstart_paged_{}".format, itertools.count())
 
 

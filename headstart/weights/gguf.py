@@ -1,6 +1,6 @@
 """The tensors of a GGUF file, llama.cpp's format, under transformers' names, one at a time.
 
-Its formats of 4, 5 and 8 bits become weights of ours with the same values; steps are rounded to
+Its formats of 4, 5 and 8 bits become weights with the same values; steps are rounded to
 float16:
 
     Q4_0    32 weights: d, 16 bytes                     weight = d * (value - 8)
@@ -9,7 +9,7 @@ float16:
     Q8_0    32 weights: d, 32 signed bytes              weight = d * value
 
 A byte of the first two holds the values at i and i + 16 of its block. Q5_0, Q5_1 and Q5_K have the
-fifth bits besides: 4 bytes with a bit for each weight, or 32 with a bit for each group of a block.
+fifth bits, too: 4 bytes with a bit for each weight, or 32 with a bit for each group of a block.
 The package `gguf`, an optional dependency, reads the files.
 """
 
@@ -271,7 +271,7 @@ FORMATS: dict[str, WeightKind] = {
     "Q5_K": "int5",
     "Q8_0": "int8",
 }
-"""The formats whose bits are kept, and the kinds of our own that they become."""
+"""The formats whose bits are retained, and the kinds that they become."""
 
 _BITS: dict[WeightKind, Literal[4, 5, 8]] = {"int4": 4, "int5": 5, "int8": 8}
 _OUTPUTS = 2048  # whole panels

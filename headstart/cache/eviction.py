@@ -177,14 +177,14 @@ class FairLru:
 
     def count_kept(self, taker: Owner, to_come: Mapping[str, int]) -> int:
         total = sum(map(self._shares.weight, to_come))
-        kept = 0
+        count = 0
         for owner, blocks in to_come.items():
             cached = len(self._cached.get(owner, ())) if owner != taker else 0
             if cached:
                 share = int(self._num_blocks * self._shares.weight(owner) / total)
                 held = self._used[owner] - cached
-                kept += max(0, min(cached, share - held - blocks))
-        return kept
+                count += max(0, min(cached, share - held - blocks))
+        return count
 
     def __len__(self) -> int:
         return len(self._empty) + self._num_cached

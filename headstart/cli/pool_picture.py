@@ -28,10 +28,6 @@ CELLS_PER_ROW = (64, 48, 32, 16)
 MAX_CELLS = 512
 
 
-Cell = tuple[str, int | None]
-"""Neighbouring blocks: the first state in use, and the request that computed that block."""
-
-
 class PoolPicture:
     """Watches requests and remembers which of them computed each block of a pool.
 
@@ -77,8 +73,12 @@ class PoolPicture:
 
         Rows without a used block are left out; in an empty pool only the first is drawn.
         """
-        cells = self._cells()
-        per_cell = -(-len(self._states) // len(cells))
+        per_cell = max(1, -(-len(self._states) // MAX_CELLS))
+        cells = []  # the first state in use, and the request that computed that block
+        for start in range(0, len(self._states), per_cell):
+            states = self._states[start : start + per_cell]
+            state = min(states, key=(HELD, CACHED, EMPTY).index)
+            cells.append((state, self._owners[start + states.index(state)]))
         picture = Text()
         width = max(5, len(f"{len(self._states):,}"))
         per_row = next((n for n in CELLS_PER_ROW if width + 2 + n <= columns), CELLS_PER_ROW[-1])
@@ -93,15 +93,6 @@ class PoolPicture:
             picture.append("\n")
         picture.append(self._legend(per_cell, " " * (width + 2), columns))
         return picture
-
-    def _cells(self) -> list[Cell]:
-        per_cell = max(1, -(-len(self._states) // MAX_CELLS))
-        cells = []
-        for start in range(0, len(self._states), per_cell):
-            states = self._states[start : start + per_cell]
-            state = min(states, key=(HELD, CACHED, EMPTY).index)
-            cells.append((state, self._owners[start + states.index(state)]))
-        return cells
 
     def _legend(self, per_cell: int, indent: str, columns: int) -> Text:
         counts = Counter(self._states)

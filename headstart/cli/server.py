@@ -78,7 +78,10 @@ def run_server(
                 more["cache_api"] = load_module("headstart.cluster.serving.llm").router
             else:
                 llm = stack.enter_context(closing(_open_engine(model, engine)))
-                address.bounds = _describe_bounds(llm)
+                address.bounds = f"K/V pool {show_bytes(llm.kv_cache_bytes)}"
+                if llm.tiers is not None:
+                    size = show_bytes(llm.tiers.queue_bytes)
+                    address.bounds += f", blocks and images to save and blocks to load {size} each"
             asyncio.run(_load_adapters(llm, adapters))
             launch.publish(llm, prefixes)
             app = launch.create_app(llm, model, options, tenants, tracer=tracer, **more)
@@ -102,7 +105,7 @@ def _check_speech(
     engine: Mapping[str, Any],
 ) -> None:
     """Raise ConfigError for options that a model that speaks does not have."""
-    given = {
+    refused = {
         "replicas": replicas.is_wanted,
         "adapter": bool(adapters),
         "public_prefix": bool(options.public_prefix),
@@ -111,8 +114,9 @@ def _check_speech(
         "default_chat_template_kwargs": options.default_chat_template_kwargs is not None,
         **{name: name in engine for name in (*_PATHS, "override_generation_config")},
     }
-    for name in (name for name, is_given in given.items() if is_given):
-        raise ConfigError(f"{name} is given; allowed with a model that speaks: none")
+    for name, is_given in refused.items():
+        if is_given:
+            raise ConfigError(f"{name} is given; allowed with a model that speaks: none")
 
 
 def _open_omni(model: str, engine: Mapping[str, Any]) -> Any:
@@ -149,15 +153,6 @@ def _open_replicas(
 def _absolute(path: str) -> str:
     """Return the absolute path of a file that exists: replicas run in another folder."""
     return os.path.abspath(path) if os.path.exists(path) else path
-
-
-def _describe_bounds(llm: Any) -> str:
-    """Describe what bounds the memory of a server, except for weights."""
-    bounds = [f"K/V pool {show_bytes(llm.kv_cache_bytes)}"]
-    if llm.tiers is not None:
-        size = show_bytes(llm.tiers.queue_bytes)
-        bounds.append(f"blocks and images to save and blocks to load {size} each")
-    return ", ".join(bounds)
 
 
 def _import_optional(module: str, extra: str) -> Any:
@@ -247,8 +242,8 @@ def list_keys(folder: str | None) -> None:
     width = max(len(key.name) for key in rows)
     groups = max(len(key.group or "-") for key in rows)
     for key in rows:
-        made = time.strftime("%Y-%m-%d", time.localtime(key.created))
-        line = f"{key.name:<{width}}  {key.group or '-':<{groups}}  weight {key.weight:g}  {made}"
+        date = time.strftime("%Y-%m-%d", time.localtime(key.created))
+        line = f"{key.name:<{width}}  {key.group or '-':<{groups}}  weight {key.weight:g}  {date}"
         click.echo(f"{line}  admin" if key.admin else line)
 
 

@@ -119,7 +119,9 @@ def _node(name: str, table: Mapping[str, Any]) -> StageNode:
         gives=tuple(_output(key, value) for key, value in table.get("gives", {}).items()),
         **switches,
     )
-    return StageNode(spec, str(table.get("kind", name)), table.get("options", {}))
+    options = table.get("options", {})
+    _refuse(options, _OF_STORES)
+    return StageNode(spec, str(table.get("kind", name)), options)
 
 
 def _output(name: str, value: str | Mapping[str, Any]) -> Output:
@@ -171,12 +173,6 @@ def check_options(options: Mapping[str, Any]) -> None:
     _refuse(options, _REFUSED)
     if make_config({"partial_hits": False, **options}).partial_hits:  # rows are in whole blocks
         raise ConfigError("partial_hits is True; in a stage it must be False")
-
-
-def check_graph(graph: Graph) -> None:
-    """Raise ConfigError if a graph gives one stage an option of all stages."""
-    for node in graph.nodes:
-        _refuse(node.options, _OF_STORES)
 
 
 def stage_config(node: StageNode) -> EngineConfig:

@@ -24,7 +24,7 @@ from headstart.frontend.text import TextLimit
 from headstart.models.files import OMNI_TYPES, find_folder, read_json
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.family import OmniStages
-from headstart.omni.graph import check_graph, check_options, read_graph
+from headstart.omni.graph import check_options, read_graph
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt
 from headstart.omni.pipeline import Progress
@@ -73,8 +73,6 @@ class Omni:
         settings = dict(options or {})
         check_options(settings)
         graph = None if pipeline is None else read_graph(pipeline)
-        if graph is not None:
-            check_graph(graph)
         threads = settings.pop("num_threads", None)
         if threads is not None:
             torch.set_num_threads(threads)
@@ -205,13 +203,13 @@ class Omni:
             prompt = {key: prompt[key] for key in _TEXT if key in prompt}
         spoken = self._stages.prepare(self._inputs.process(prompt), media, salt)
         sampling = {"thinker": params.text or self._stages.text_params, "talker": params.speech}
-        if any(given is not None and given.n != 1 for given in sampling.values()):
+        if any(each is not None and each.n != 1 for each in sampling.values()):
             raise RequestError("a spoken answer is one answer: n must be 1")
         voice = {} if params.voice is None else {"voice": params.voice}
         request = OmniRequest(
             request_id=f"omni-{next(self._names)}",
             prompt=spoken,
-            params={name: given for name, given in sampling.items() if given is not None},
+            params={name: each for name, each in sampling.items() if each is not None},
             options={"talker": voice, self._stages.audio.stage: {"seed": params.seed}},
             stages=None if params.audio else frozenset(["thinker"]),
             salt=salt,

@@ -184,22 +184,24 @@ class OutputCache:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         assert self._bytes <= self.max_bytes, f"{self._bytes} of {self.max_bytes} bytes"
-        found = {}
+        sizes_of_rows = {}
         for root in self._tree.roots():
-            assert root.child is not None, "a root is kept for nothing"
+            assert root.child is not None, "a root has no children"
         for node in self._nodes():
-            assert node.rows or node.child is not None, "a node is kept for nothing"
+            assert node.rows or node.child is not None, "a node has neither rows nor children"
             sizes = [self._order[node, name] for name in node.rows]
-            assert node.nbytes == NODE_BYTES + len(node.key) + sum(sizes), "its bytes are others"
+            assert node.nbytes == NODE_BYTES + len(node.key) + sum(sizes), (
+                "a node's bytes are counted wrong"
+            )
             for name, rows in node.rows.items():
-                found[node, name] = rows.nbytes + ENTRY_BYTES
+                sizes_of_rows[node, name] = rows.nbytes + ENTRY_BYTES
                 assert rows.untyped_storage().nbytes() == rows.nbytes, "rows hold more than theirs"
-        assert found == dict(self._order), "the order is not that of the rows"
+        assert sizes_of_rows == dict(self._order), "the order is not that of the rows"
         counted = sum(node.nbytes for node in self._nodes())
         assert self._bytes == counted, "the bytes are counted wrong"
 
     def _nodes(self) -> list[_Node]:
-        """All nodes but the roots."""
+        """Return all nodes but the roots."""
         nodes: list[PrefixNode] = [*self._tree.roots()]
         for node in nodes:  # it grows meanwhile
             nodes += node.children()

@@ -44,7 +44,7 @@ class HostCopy:
         self._source = source  # keeps the memory allocated until the copy is done
 
     def wait(self) -> Mapping[str, Tensor]:
-        """Wait for the copy; returns the rows."""
+        """Wait for the copy and return the rows."""
         if self._event is not None:
             self._event.synchronize()
         self._event = self._source = None
@@ -119,7 +119,7 @@ class Checkpoint(NamedTuple):
 class StageParts:
     """The parts of a stage's decoder.
 
-    text_model: layers over embeddings, with token embeddings of its own. head: hidden rows to
+    text_model: layers over embeddings, with token embeddings. head: hidden rows to
     logits. give: makes a pass's outputs, `[tokens, ...]` by name. project: from embedding width to
     the text model's. needs_layers: `give` reads `layers`. hidden_ids: tokens never sampled.
     num_deep: number of first layers after which rows are added where embeddings are given
@@ -152,12 +152,12 @@ class StageDecoder(TransformersDecoder):
         self._hidden_ids = torch.tensor(parts.hidden_ids, dtype=torch.int64, device=self.device)
 
     def take_passes(self) -> list[HostCopy]:
-        """The outputs of each pass since the last call, as copies to host memory."""
+        """Return the outputs of each pass since the last call, as copies to host memory."""
         passes, self._passes = self._passes, []
         return passes
 
     def outputs_of_one(self) -> Mapping[str, Tensor]:
-        """The outputs of a pass over one token, of no meaning: what they look like."""
+        """Return outputs of a pass over one token, for their dtypes and shapes."""
         width = self.embed(torch.zeros(1, dtype=torch.int64, device=self.device)).shape[1]
         embedded, hidden = (
             torch.zeros(1, count, dtype=self.dtype, device=self.device)
@@ -169,7 +169,7 @@ class StageDecoder(TransformersDecoder):
             return self._parts.give(PassTensors(embedded, is_own, layers, hidden))
 
     def _compute_fingerprint(self) -> str:
-        """That of the whole checkpoint, encoders included; in memory, of all that K/V come from."""
+        """Return the digest of the checkpoint; in memory, of all that K/V depend on."""
         own = super()._compute_fingerprint()
         if self._parts.checkpoint is not None or self._parts.project is None:
             return own
@@ -178,7 +178,7 @@ class StageDecoder(TransformersDecoder):
         ).hexdigest()
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Embeddings `[tokens, width]` of token ids."""
+        """Return embeddings `[tokens, width]` of token ids."""
         with torch.inference_mode():
             rows: Tensor = self.module.get_input_embeddings()(token_ids)
         return rows
@@ -196,8 +196,8 @@ class StageDecoder(TransformersDecoder):
             is_own = torch.ones_like(token_ids, dtype=torch.bool)
             if embeddings is not None:
                 is_own[embeddings.rows] = False
-                given = embeddings.values.to(embedded)[:, : embedded.shape[1]]
-                embedded = embedded.index_copy(0, embeddings.rows, given)
+                rows = embeddings.values.to(embedded)[:, : embedded.shape[1]]
+                embedded = embedded.index_copy(0, embeddings.rows, rows)
             entering = embedded if parts.project is None else parts.project(embedded)
             output: Any = self.module(
                 inputs_embeds=entering.unsqueeze(0),
@@ -216,7 +216,7 @@ class StageDecoder(TransformersDecoder):
         return logits
 
     def _deep_rows(self, embeddings: EmbeddingOverlay | None, is_own: Tensor) -> dict[str, Any]:
-        """The rows added after the first layers, as arguments of transformers' text models."""
+        """Return the rows added after the first layers, as arguments of text models."""
         if embeddings is None or not self._parts.num_deep:
             return {}
         width = embeddings.values.shape[1] // (1 + self._parts.num_deep)
@@ -228,7 +228,7 @@ class StageDecoder(TransformersDecoder):
 
 
 def text_layouts(model: PreTrainedModel) -> tuple[LayerLayout, ...]:
-    """K and V of one token in each layer of a text model of the Llama family."""
+    """Return the layout of K and V in each layer of a text model of the Llama family."""
     config = model.config.get_text_config()
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     layers = int(config.num_hidden_layers)

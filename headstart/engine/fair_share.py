@@ -203,7 +203,7 @@ class FairShare:
         _, _, start = self._admissions.get(request, (0, 0, 0))
         computed = request.sequence.num_computed_tokens - start
         weight = self._shares.weight(self._name(request))
-        return request.priority, request.turn + max(0, computed) / weight
+        return request.group.priority, request.turn + max(0, computed) / weight
 
     def _first(self, owner: _Owner) -> Request | None:
         """Return the prompt of an owner that is next by its turn."""

@@ -72,10 +72,6 @@ class Request:
     token_gaps: "array[float]" = field(default_factory=lambda: array("d"))
 
     @property
-    def priority(self) -> int:
-        return self.group.priority
-
-    @property
     def rank(self) -> tuple[int, float]:
         """The order of scheduling: by priority, and then by the owners' turns."""
         return self.group.priority, self.turn
@@ -99,7 +95,10 @@ class Request:
             self.num_cached_tokens = num_cached_tokens
             self.missed = missed
             if self.index == 0:
-                self.group.count_loaded(num_cached_tokens)
+                counts: Counter[str] = Counter()
+                for tier, tokens in self.group.loaded:
+                    counts[tier] += max(0, min(tokens.stop, num_cached_tokens) - tokens.start)
+                self.group.loaded_tokens = dict(+counts)
 
     def withdrawn(self, start: int) -> None:
         """Forget the first admission if its step, from `start` on, failed: hits may be gone."""
@@ -197,13 +196,6 @@ class RequestGroup:
         """
         for request in self.requests if self.params.is_stored else ():
             request.sequence.marks = [*request.sequence.marks, Mark(num_tokens, seconds)]
-
-    def count_loaded(self, num_cached_tokens: int) -> None:
-        """Count the hits that were loaded for it, by tier."""
-        counts: Counter[str] = Counter()
-        for tier, tokens in self.loaded:
-            counts[tier] += max(0, min(tokens.stop, num_cached_tokens) - tokens.start)
-        self.loaded_tokens = dict(+counts)
 
     @property
     def finished(self) -> bool:

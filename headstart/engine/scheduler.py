@@ -30,12 +30,14 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
+from operator import attrgetter
 
 from headstart.cache import Allocation, ComputedBlocks, KVCacheManager, RowCopy
 from headstart.engine.hooks import EngineHooks, Limit
 from headstart.engine.request import Request
 from headstart.engine.step import Batch, ScheduledTokens
 
+_rank = attrgetter("rank")
 LOOKAHEAD = 16  # waiting requests that are looked up to find the best hit
 
 
@@ -278,7 +280,7 @@ class Scheduler:
             due = request.times_bypassed >= self._max_bypassed
             era += due
             hit = 0 if due else self._look_up(request).num_tokens
-            ranked.append((request.priority, era, not due, -hit, index, request))
+            ranked.append((request.group.priority, era, not due, -hit, index, request))
         return [entry[-1] for entry in sorted(ranked, key=lambda entry: entry[:-1])]
 
     def _look_up(self, request: Request) -> ComputedBlocks:
@@ -318,10 +320,6 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.insert(_place_after(self.running, request), request)
         return is_due
-
-
-def _rank(request: Request) -> tuple[int, float]:
-    return request.rank
 
 
 def _place_after(queue: Sequence[Request], request: Request) -> int:

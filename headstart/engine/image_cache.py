@@ -94,43 +94,43 @@ class ImageLoads(KeptRows):
 
     A request that shows an image is scheduled once the tiers have answered whether they have it;
     other requests run meanwhile. A lookup is forgotten when its request leaves; another request
-    that waits for the same image then starts a new one.
+    that waits for the same image then starts a new one. lookups: those that were not taken.
     """
 
     def __init__(self, objects: ObjectStore) -> None:
         super().__init__(objects)
         self._thread = TenantQueue("headstart-images", 1)
-        self._asked: dict[EncoderKey, Future[Tensor | None]] = {}
+        self.lookups: dict[EncoderKey, Future[Tensor | None]] = {}
         self._running: set[Future[Tensor | None]] = set()  # also of images that were forgotten
 
     @property
     def are_under_way(self) -> bool:
         """True while an image is looked up."""
-        return not all(lookup.done() for lookup in self._asked.values())
+        return not all(lookup.done() for lookup in self.lookups.values())
 
     def is_coming(self, key: EncoderKey) -> bool:
-        if key not in self._asked:
-            if len(self._asked) >= _MOST:
+        if key not in self.lookups:
+            if len(self.lookups) >= _MOST:
                 return False
             try:
                 lookup = self._thread.submit(super().load, key)
             except RuntimeError:  # it is closed, or the machine has no more threads
                 return False
-            self._asked[key] = lookup
+            self.lookups[key] = lookup
             self._running.add(lookup)
             lookup.add_done_callback(self._running.discard)
-        return not self._asked[key].done()
+        return not self.lookups[key].done()
 
     def load(self, key: EncoderKey) -> Tensor | None:
         """Return the embeddings `[rows, hidden]`; without an earlier lookup, wait for them."""
-        if (lookup := self._asked.pop(key, None)) is None:
+        if (lookup := self.lookups.pop(key, None)) is None:
             return super().load(key)
         with suppress(Exception):  # a damaged object: the image is encoded
             return lookup.result()
         return None
 
     def forget(self, key: EncoderKey) -> None:
-        if (lookup := self._asked.pop(key, None)) is not None:
+        if (lookup := self.lookups.pop(key, None)) is not None:
             lookup.cancel()
 
     def forget_all(self, timeout: float) -> bool:
@@ -138,13 +138,13 @@ class ImageLoads(KeptRows):
 
         An image of a farther tier is saved in all tiers: that has then ended, too.
         """
-        for key in list(self._asked):
+        for key in list(self.lookups):
             self.forget(key)
         return not futures.wait(self._running.copy(), timeout).not_done
 
     def wait(self, timeout: float) -> None:
         """Wait until another lookup has ended."""
-        pending = [lookup for lookup in self._asked.values() if not lookup.done()]
+        pending = [lookup for lookup in self.lookups.values() if not lookup.done()]
         futures.wait(pending, timeout, futures.FIRST_COMPLETED)
 
     def close(self, timeout: float) -> None:

@@ -60,6 +60,7 @@ class Loader:
 
     max_bytes bounds the bytes that have arrived and were not taken, up to a chunk. compute: returns
     the seconds to compute so many blocks. rate: recent bytes a second; None before the first load.
+    queued_bytes: of blocks that wait to be taken.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Loader:
         self._started: deque[LoadJob] = deque()  # to be looked up
         self._found: deque[LoadJob] = deque()  # to be loaded
         self._preferred: LoadJob | None = None
-        self._nbytes = 0  # of blocks that wait to be taken
+        self.queued_bytes = 0
         self._has_news = False
         self._is_closed = False
         self._changed = threading.Condition()
@@ -119,7 +120,7 @@ class Loader:
             job.arrived.clear()
 
     def _release(self, blocks: Iterable[LoadedBlock]) -> None:
-        self._nbytes -= sum(block.payload.nbytes for block in blocks)
+        self.queued_bytes -= sum(block.payload.nbytes for block in blocks)
         self._changed.notify_all()
 
     def wait(self, timeout: float) -> None:
@@ -176,8 +177,8 @@ class Loader:
     def _has_room(self, job: LoadJob) -> bool:
         """Return True if more blocks of a job may arrive now."""
         if job is self._preferred:
-            return self._nbytes < self._max_bytes or not job.arrived
-        return self._nbytes < self._max_bytes // 2
+            return self.queued_bytes < self._max_bytes or not job.arrived
+        return self.queued_bytes < self._max_bytes // 2
 
     def _look_up(self, job: LoadJob) -> bool:
         """Find out how many blocks of a job to load; return True if there are any."""
@@ -228,7 +229,7 @@ class Loader:
                 return False
             job.arrived.extend(chunk)
             job.num_loaded += len(chunk)
-            self._nbytes += sum(block.payload.nbytes for block in chunk)
+            self.queued_bytes += sum(block.payload.nbytes for block in chunk)
             self._has_news = True
             self._changed.notify_all()
             if job.num_loaded == job.count:
@@ -249,6 +250,7 @@ class Saver:
     """Blocks saved in a thread. Only `flush`, `drop` and `close` wait for it.
 
     num_dropped: blocks that were offered while the queue was full; they may be offered again.
+    queued_bytes: of blocks that wait to be saved, or are being saved.
     faults: counts exceptions of a store. drained: called when the queue is empty after many bytes,
     whose memory is free now. While an engine computes on the cores that saving needs, `rest` makes
     the thread rest `_REST` times as long as it worked.
@@ -270,7 +272,7 @@ class Saver:
         self._blocks: deque[StoredBlock] = deque()
         self._touched: dict[BlockHash, None] = {}
         self._stored: deque[BlockHash] = deque(maxlen=_MOST_STORED)
-        self._nbytes = 0
+        self.queued_bytes = 0
         self._is_busy = False
         self._is_closed = False
         self._rests = False
@@ -280,7 +282,7 @@ class Saver:
 
     def has_room(self, nbytes: int) -> bool:
         """Return True if an offer of so many bytes would be accepted."""
-        fits = not self._blocks or self._nbytes + nbytes <= self.max_bytes
+        fits = not self._blocks or self.queued_bytes + nbytes <= self.max_bytes
         return fits and not self._is_closed
 
     def offer(self, blocks: Sequence[StoredBlock]) -> bool:
@@ -291,7 +293,7 @@ class Saver:
                 self.num_dropped += len(blocks)
                 return False
             self._blocks.extend(blocks)
-            self._nbytes += nbytes
+            self.queued_bytes += nbytes
             self._wake()
         return True
 
@@ -359,7 +361,7 @@ class Saver:
                 self._drained()
                 unreturned = 0
             with self._changed:
-                self._nbytes -= nbytes
+                self.queued_bytes -= nbytes
                 self._is_busy = False
                 self._stored.extend(stored)
                 self._changed.notify_all()
@@ -404,7 +406,7 @@ class Saver:
             return is_idle
 
     def _forget_queued(self) -> None:
-        self._nbytes -= _count_bytes(self._blocks)
+        self.queued_bytes -= _count_bytes(self._blocks)
         self._blocks.clear()
         self._touched.clear()
 

@@ -46,9 +46,9 @@ def test_a_load_that_nobody_takes_keeps_no_other_from_coming() -> None:
         settle(loader, first, second)
         assert len(first.arrived) == 2 and not second.arrived, "half is for the preferred one"
         assert arrived(loader, second) == 40, "the preferred one waits for no other"
-        assert loader._nbytes == SIZE * len(first.arrived) <= BOUND
+        assert loader.queued_bytes == SIZE * len(first.arrived) <= BOUND
         assert arrived(loader, first) == 20
-        assert loader._nbytes == 0
+        assert loader.queued_bytes == 0
 
 
 def test_a_load_that_is_preferred_no_more_continues_where_it_was() -> None:
@@ -91,7 +91,7 @@ def test_loads_by_the_hundred_in_any_order_get_each_its_blocks() -> None:
                 got[job] += taken(loader, job, chance.randint(1, 5))
                 if done and not job.arrived:
                     break
-            assert loader._nbytes <= BOUND + 8 * SIZE, "a chunk of each at most beyond it"
+            assert loader.queued_bytes <= BOUND + 8 * SIZE, "a chunk of each at most beyond it"
             assert got[job] == [payload(number) for number in jobs[job]][: len(got[job])]
             if done and not job.arrived:
                 assert len(got[job]) == len(jobs[job])
@@ -123,7 +123,7 @@ def run_until(llm: LLM, *groups: RequestGroup) -> None:
         if all(group.finished for group in groups):
             return
         if tiers.loads.are_under_way:
-            settle(tiers._loader, *(load.job for load in tiers.loads._waiting.values()))
+            settle(tiers._loader, *(load.job for load in tiers.loads.waiting.values()))
         llm.engine.step()
         llm.engine.manager.check()
     raise AssertionError("requests wait for ever")
@@ -179,4 +179,4 @@ def test_loads_that_wait_for_one_another_all_come(
         assert [group.output().num_loaded_tokens for group in groups] == [208, 208, 32]
         assert [answer(group) for group in groups] == answers
         assert llm.engine.manager.num_free_blocks == 16
-        assert llm.engine.tiers is not None and llm.engine.tiers._loader._nbytes == 0
+        assert llm.engine.tiers is not None and llm.engine.tiers._loader.queued_bytes == 0

@@ -237,7 +237,7 @@ def test_jobs_by_the_thousand_that_are_cancelled_at_any_time() -> None:
                 assert job.done and not job.arrived
         for job in jobs:
             assert arrived(loader, job) <= 12
-        assert loader._nbytes == 0
+        assert loader.queued_bytes == 0
         assert arrived(loader, loader.start(names(range(12)), everything)) == 12
 
 
@@ -292,7 +292,7 @@ def test_what_is_dropped_is_not_saved_later() -> None:
         gate.opened.set()
         assert saver.drop(FOREVER) and saver.flush(FOREVER)
         assert store.saved == [name(0)] and not store.touched
-        assert saver._nbytes == 0
+        assert saver.queued_bytes == 0
         saver.offer([block(9)])
     assert store.saved == [name(0), name(9)]
 

@@ -65,7 +65,8 @@ class Load:
 class Loads:
     """The current loads; a `Limit` of the engine's scheduler.
 
-    before_writing: called when blocks were taken, before their rows are overwritten.
+    waiting: the load that a request waits for. before_writing: called when blocks were taken,
+    before their rows are overwritten.
     """
 
     def __init__(
@@ -82,13 +83,13 @@ class Loads:
         self._choose = choose
         self._before_writing = before_writing
         self._loads: dict[BlockHash, Load] = {}
-        self._waiting: dict[Request, Load] = {}
+        self.waiting: dict[Request, Load] = {}
         self._tried: dict[Request, int] = {}  # preempted, and how many blocks it hit at its load
 
     @property
     def are_under_way(self) -> bool:
         """True if a request waits for blocks."""
-        return bool(self._waiting)
+        return bool(self.waiting)
 
     def queue(self, group: RequestGroup) -> None:
         """Look for the blocks of a new request's prompt that the pool lacks."""
@@ -96,7 +97,7 @@ class Loads:
         load = self._begin(request, len(request.sequence.token_ids) - 1)
         if load is not None:
             load.requests.update(group.requests)
-            self._waiting |= dict.fromkeys(group.requests, load)
+            self.waiting |= dict.fromkeys(group.requests, load)
 
     def _begin(self, request: Request, num_tokens: int) -> Load | None:
         """Look for a request's first tokens that the pool lacks; return None if it has all."""
@@ -118,10 +119,10 @@ class Loads:
     # As a limit
 
     def applies(self, request: Request) -> bool:
-        return request in self._waiting or request.num_preemptions > 0
+        return request in self.waiting or request.num_preemptions > 0
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
-        load = self._waiting.get(request)
+        load = self.waiting.get(request)
         if load is not None:
             return start if load.lacks_room else None
         if request.num_preemptions and start < request.num_read and self._load_again(request):
@@ -147,7 +148,7 @@ class Loads:
         self._tried = {r: n for r, n in self._tried.items() if r.finish_reason is None}
         self._tried[request] = hit
         load.requests.add(request)
-        self._waiting[request] = load
+        self.waiting[request] = load
         return True
 
     def enter(self, request: Request, start: int, stop: int) -> None:
@@ -156,11 +157,11 @@ class Loads:
 
     def leave(self, request: Request) -> None:
         """Stop waiting; a load that no request waits for gives its blocks back."""
-        load = self._waiting.get(request)
+        load = self.waiting.get(request)
         if load is None:
             return
-        if any(self._waiting.get(other) is load for other in load.requests - {request}):
-            del self._waiting[request]
+        if any(self.waiting.get(other) is load for other in load.requests - {request}):
+            del self.waiting[request]
         else:
             self._end(load)
 
@@ -170,7 +171,7 @@ class Loads:
         """Put arrived blocks into the pool; return their numbers by tier, to be committed."""
         written: Counter[str] = Counter()
         preferred: LoadJob | None = None
-        for load in list(dict.fromkeys(self._waiting.values())):
+        for load in list(dict.fromkeys(self.waiting.values())):
             if load.is_wanted and self._has_room(load):
                 written.update(block.tier for block in self._insert(load))
                 preferred = preferred or load.job
@@ -182,7 +183,7 @@ class Loads:
 
         Their blocks are committed.
         """
-        loads = dict.fromkeys(self._waiting.values())
+        loads = dict.fromkeys(self.waiting.values())
         ended = [load for load in loads if load.has_all or not load.is_wanted]
         for load in ended:
             self._end(load)
@@ -214,7 +215,7 @@ class Loads:
             return True
         if not (load.job.arrived or load.job.count):
             return False
-        if any(other.sequence is not None for other in self._waiting.values()):
+        if any(other.sequence is not None for other in self.waiting.values()):
             return False
         computed = self._manager.get_computed_blocks(load.request.sequence)
         load.lacks_room = not self._manager.can_admit(computed)
@@ -256,11 +257,11 @@ class Loads:
         if self._loads.get(load.job.names[0]) is load:
             del self._loads[load.job.names[0]]
         for request in load.requests:
-            if self._waiting.get(request) is load:
-                del self._waiting[request]
+            if self.waiting.get(request) is load:
+                del self.waiting[request]
 
     def end_all(self) -> None:
         """End every load; blocks in the pool stay."""
         self._tried.clear()
-        for load in {*self._loads.values(), *self._waiting.values()}:
+        for load in {*self._loads.values(), *self.waiting.values()}:
             self._end(load)

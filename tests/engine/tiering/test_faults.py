@@ -49,7 +49,7 @@ def begin(llm: LLM) -> list[RequestGroup]:
     assert engine.tiers is not None and engine.tiers.flush(30)
     assert engine.reset_prefix_cache()
     groups = submit(llm, PROMPTS)
-    while not all(load.job.done for load in engine.tiers.loads._waiting.values()):
+    while not all(load.job.done for load in engine.tiers.loads.waiting.values()):
         engine.tiers.wait()
     return groups
 
@@ -70,9 +70,9 @@ def check(engine: EngineCore) -> None:
     assert engine.tiers is not None
     engine.manager.check()
     living = {request.sequence for group in engine._groups.values() for request in group.requests}
-    loads = {load.sequence for load in engine.tiers.loads._waiting.values()}
+    loads = {load.sequence for load in engine.tiers.loads.waiting.values()}
     assert set(engine.manager.sequences) <= living | loads, "blocks are held for nobody"
-    assert engine.tiers.loads.are_under_way or engine.tiers._loader._nbytes == 0
+    assert engine.tiers.loads.are_under_way or engine.tiers._loader.queued_bytes == 0
 
 
 @pytest.mark.parametrize("begin", [begin, begin_again])

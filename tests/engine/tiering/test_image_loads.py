@@ -91,7 +91,7 @@ def test_others_run_while_an_image_is_looked_for(
         gate.set()
         assert run(llm, seeing) == [kept[1]]
         assert counts(llm) == (0, 2)
-        assert llm.engine.tiers is not None and not llm.engine.tiers.image_loads._asked
+        assert llm.engine.tiers is not None and not llm.engine.tiers.image_loads.lookups
 
 
 def test_what_an_aborted_request_asked_for_is_forgotten(
@@ -107,7 +107,7 @@ def test_what_an_aborted_request_asked_for_is_forgotten(
         assert not loads.are_under_way
         gate.set()
         run(llm, submit(llm, "Only text"))
-        assert not loads._asked and counts(llm) == (0, 0)
+        assert not loads.lookups and counts(llm) == (0, 0)
         assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [kept[1]]
 
 
@@ -136,15 +136,15 @@ def test_what_was_found_before_all_is_forgotten_is_encoded_anew(
             shown.cache.is_coming((group.requests[0], at), image)
         while loads.are_under_way:
             loads.wait(4)
-        assert len(loads._asked) == 2
+        assert len(loads.lookups) == 2
         llm.engine.abort(group.request_id)
-        assert not loads._asked, "it left, and nobody else asked for them"
+        assert not loads.lookups, "it left, and nobody else asked for them"
         for image in shown.images:
             loads.is_coming(image.key)
         while loads.are_under_way:
             loads.wait(4)
         assert llm.reset_prefix_cache(reset_connector=True)
-        assert not loads._asked
+        assert not loads.lookups
         assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [kept[1]]
         assert counts(llm) == (2, 0)
 

@@ -105,7 +105,7 @@ def test_a_preempted_request_that_is_aborted_while_it_is_loaded(
         assert engine.tiers.flush(10)
         if engine.tiers.is_loading:
             break
-    waiting = [group for group in groups if group.requests[0] in engine.tiers.loads._waiting]
+    waiting = [group for group in groups if group.requests[0] in engine.tiers.loads.waiting]
     assert waiting
     for group in waiting:
         engine.abort(group.request_id)
@@ -129,12 +129,12 @@ def test_a_preempted_request_is_loaded_after_all_loads_were_ended(
         if loads._tried:
             break
     [request] = loads._tried
-    assert request in loads._waiting
+    assert request in loads.waiting
     loads.end_all()
     assert not loads.are_under_way
     assert not loads._tried, "it would be computed, though the store has it"
     assert loads.reach(request, 0, 1) is None
-    assert request in loads._waiting
+    assert request in loads.waiting
     finish(llm, groups)
     llm.close()
 

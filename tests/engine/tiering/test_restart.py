@@ -283,7 +283,7 @@ def test_whoever_is_loaded_is_bypassed_no_more_than_others(model: Path, tmp_path
         group = llm.frontend.prepare({"prompt_token_ids": large}, GREEDY)
         engine.submit(group)
         assert engine.tiers is not None
-        load = engine.tiers.loads._waiting[group.requests[0]]
+        load = engine.tiers.loads.waiting[group.requests[0]]
         while not load.job.done:
             engine.tiers.wait()
         for _ in range(2000):

@@ -64,40 +64,34 @@ class VisionModel(Protocol):
 
     def process(self, image: Any) -> ProcessedImage:
         """Process an image (Pillow, RGB). Raises ValueError if the image processor does."""
-        ...
 
     def recall(self, image: Any, shape: tuple[int, ...]) -> ProcessedImage:
-        """An image of known shape; it is processed only if it is encoded."""
-        ...
+        """Return an image of known shape; it is processed only if it is encoded."""
 
     def expand(self, shape: tuple[int, ...]) -> list[int]:
-        """The token ids that replace the placeholder of an image of this shape."""
-        ...
+        """Return the token ids that replace the placeholder of an image of this shape."""
 
     def encode(self, image: ProcessedImage) -> Tensor:
-        """The embeddings of its placeholders `[rows, hidden]`, in the dtype of the weights.
+        """Return the embeddings of its placeholders `[rows, hidden]`, in the dtype of the weights.
 
         Takes one image at a time, so that embeddings do not depend on other images.
         """
-        ...
 
     def positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64] | None:
-        """Position ids int64 `[axes, tokens]` of a prompt with `images`, which are in order.
+        """Return position ids int64 `[axes, tokens]` of a prompt with `images`, which are in order.
 
         None for a model whose positions are always 0, 1, 2, ... A generated token at index p has
         the position p + `table.max()` + 1 - `num_tokens`.
         """
-        ...
 
     def fingerprint(self) -> bytes:
-        """SHA-256 over all that determines embeddings except the image: weights, configuration,
-        dtype, processor, version of transformers. Reads all weights on the first call.
+        """Return SHA-256 over weights, configuration, dtype, processor and transformers' version.
+
+        Reads all weights on the first call.
         """
-        ...
 
     def facts(self) -> VisionFacts:
         """Return the facts for other processes. Reads all weights on the first call."""
-        ...
 
 
 class Widths(NamedTuple):

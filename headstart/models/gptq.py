@@ -261,17 +261,17 @@ def see_inputs(
     return None, inputs
 
 
+@dataclass(frozen=True)
 class _Windows:
     """Attention of rows that are whole windows of `length` tokens, one behind another."""
 
-    def __init__(self, length: int) -> None:
-        self._length = length
+    length: int
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         """Attend like `AttentionBackend.attend`, without storing K/V."""
-        queries, keys, values = (torch.split(part, self._length) for part in (query, key, value))
+        queries, keys, values = (torch.split(part, self.length) for part in (query, key, value))
         windows = zip(queries, keys, values, strict=True)
         return torch.cat([_attend(*window, options) for window in windows])
 

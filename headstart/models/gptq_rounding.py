@@ -1,8 +1,8 @@
 """GPTQ: rounding of a weight input by input, in which later inputs make up for losses.
 
 Frantar et al. 2022, https://arxiv.org/abs/2210.17323. An output is a sum over inputs, so what one
-element loses others can partly undo, where their inputs are alike. How alike they are is told by
-`products`, the mean of x x^T over the rows x of a text. The inputs are rounded in their order; the
+element loses others can partly undo, where their inputs are alike. `products` measures this: the
+mean of x x^T over the rows x of a text. The inputs are rounded in their order; the
 error of each is spread over all that follow, by the Cholesky factor of the inverse of `products`.
 A group's grid is chosen when its first input is reached, for the elements as they then are. At the
 end the steps of an output's groups are fitted together by least squares, with the values as found.
@@ -25,8 +25,8 @@ from headstart.weights.prequantized import Grouped
 BITS = 4
 _MOST = (1 << BITS) - 1
 _BLOCK = 4 * GROUP  # inputs whose errors reach the inputs behind them in one product
-_DAMPING = 0.05  # of the mean of an input's square; without it a short text is learnt by heart
-_SHIFT = 0.5  # of the way to what the float model gives; more learns the text by heart
+_DAMPING = 0.05  # of the mean of an input's square; without it a short text is overfitted
+_SHIFT = 0.5  # of the way to what the float model gives; more overfits the text
 _OUTPUTS = 256  # whose steps are fitted at once
 _NONE = 1e-12  # instead of zero
 _SPANS = (1.0, 1.1, 0.9)  # of a grid, in units of the way from smallest to largest
@@ -39,7 +39,7 @@ class _Grid(NamedTuple):
     zeros: Tensor
 
     def values(self, elements: Tensor) -> Tensor:
-        """The nearest values of elements `[..., outputs]`."""
+        """Return the nearest values of elements `[..., outputs]`."""
         return (elements / self.steps).add_(self.zeros).round_().clamp_(0, _MOST)
 
     def elements(self, values: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def round_weight(weight: Tensor, rows: Rows, kept: torch.dtype) -> Grouped:
 def _spread_errors(
     rest: Tensor, factor: Tensor, sizes: Tensor, kept: torch.dtype
 ) -> tuple[Tensor, list[_Grid]]:
-    """Values uint8 `[inputs, outputs]`, and a grid for each group.
+    """Return values uint8 `[inputs, outputs]`, and a grid for each group.
 
     rest: the weight `[inputs, outputs]`, which is changed. factor: the upper Cholesky factor of the
     inverse of the products. sizes: their diagonal.
@@ -115,10 +115,10 @@ def _spread_errors(
 def _fit_steps(
     products: Tensor, wanted: Tensor, values: Tensor, steps: Tensor, zeros: Tensor
 ) -> Tensor:
-    """The steps `[groups, outputs]` with which these values give the wanted outputs best.
+    """Return the steps `[groups, outputs]` with which these values give the wanted outputs best.
 
     An output's steps solve a system of as many equations as there are groups. A step that would be
-    less than half of what it was, or more than twice, stays: so much only noise can ask for.
+    less than half of what it was, or more than twice, stays: only noise explains that.
     """
     count, outputs = steps.shape
     units = values.reshape(count, GROUP, outputs) - zeros.unsqueeze(1)
@@ -135,7 +135,7 @@ def _fit_steps(
 
 
 def _limits(kept: torch.dtype) -> tuple[float, float]:
-    """The least and the largest step."""
+    """Return the least and the largest step."""
     limits = torch.finfo(kept)
     return limits.smallest_normal, limits.max
 

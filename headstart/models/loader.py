@@ -1,4 +1,4 @@
-"""Loading a model: find it, check its files, load it in headstart's modules or transformers'."""
+"""Loading of a model in headstart's modules or transformers'."""
 
 import logging
 from pathlib import Path
@@ -35,39 +35,34 @@ def load_model(
     `UnsupportedModelError` (the architecture), `OutOfMemoryError`; the cheap checks come first.
     """
     try:
-        return _load(model, dtype, device, ready_memory, weights)
+        weights_dtype, wanted, kind = find_dtype(dtype), find_device(device), find_kind(weights)
+        folder = find_folder(model)
+        check_files(folder)
+        wider = computes_wider(weights_dtype, folder, wanted)
+        fast = torch.float32 if wider else fast_dtype(weights_dtype, folder, wanted)
+        try:
+            return load_dense(folder, fast, wanted, ready_memory, kind)
+        except UnsupportedLayerError as other:
+            reason = str(other)
+            level = logging.INFO if isinstance(other, UnknownFamilyError) else logging.WARNING
+        if is_gguf(folder):
+            raise UnsupportedModelError(
+                f"{model} is not a GGUF file that headstart reads: {reason}"
+            )
+        # transformers' modelling code takes seconds to import.
+        zoo = load_module("headstart.models.transformers_backend.loader")
+        if wider:  # transformers' weights are as wide as its arithmetic
+            fast = fast_dtype(weights_dtype, folder, wanted)
+        try:
+            loaded: DecoderModel = zoo.load_transformers(folder, fast, wanted, ready_memory, kind)
+        except UnsupportedModelError as error:
+            if not isinstance(error.__cause__, ImportError):
+                raise
+            wrong = f"{error}; headstart itself does not read it: {reason}"
+            raise UnsupportedModelError(wrong) from error
+        loaded.fallback_reason = reason
+        # A user of a family of headstart's expects the speed of its modules.
+        _log.log(level, "%s runs in transformers' modules, not in headstart's: %s", folder, reason)
+        return loaded
     finally:
         release_threads()  # of this thread: another one runs the model
-
-
-def _load(
-    model: str | Path, dtype: str, device: str, ready_memory: ReadyMemory | None, weights: str
-) -> DecoderModel:
-    weights_dtype, wanted, kind = find_dtype(dtype), find_device(device), find_kind(weights)
-    folder = find_folder(model)
-    check_files(folder)
-    wider = computes_wider(weights_dtype, folder, wanted)
-    fast = torch.float32 if wider else fast_dtype(weights_dtype, folder, wanted)
-    try:
-        return load_dense(folder, fast, wanted, ready_memory, kind)
-    except UnsupportedLayerError as other:
-        reason = str(other)
-        level = logging.INFO if isinstance(other, UnknownFamilyError) else logging.WARNING
-    if is_gguf(folder):
-        raise UnsupportedModelError(f"{model} is not a GGUF file that headstart reads: {reason}")
-    # transformers' modelling code takes seconds to import.
-    zoo = load_module("headstart.models.transformers_backend.loader")
-    if wider:  # transformers' weights are as wide as its arithmetic
-        fast = fast_dtype(weights_dtype, folder, wanted)
-    try:
-        loaded: DecoderModel = zoo.load_transformers(folder, fast, wanted, ready_memory, kind)
-    except UnsupportedModelError as error:
-        if not isinstance(error.__cause__, ImportError):
-            raise
-        raise UnsupportedModelError(f"{error}; headstart itself does not read it: {reason}") from (
-            error
-        )
-    loaded.fallback_reason = reason
-    # Of a family of ours its user expects our modules' speed.
-    _log.log(level, "%s runs in transformers' modules, not in headstart's: %s", folder, reason)
-    return loaded

@@ -26,7 +26,7 @@ _SILENT = 50  # logging.CRITICAL
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """A context without transformers' progress bars and log lines; restores the settings."""
+    """Silence transformers' progress bars and log lines in a context."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(_SILENT)
     logging.disable_progress_bar()
@@ -44,7 +44,7 @@ _ENCODING = ("__call__", "_encode_plus", "encode")
 
 
 def load_auto_tokenizer(folder: Path, settings: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder that has a vocabulary; `settings`: of tokenizer_config.json.
+    """Load the tokenizer of a folder that has a vocabulary; settings: of tokenizer_config.json.
 
     Raises `DamagedModelError` or `UnsupportedModelError`.
     """
@@ -88,10 +88,10 @@ def read_config(content: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _name_architecture(folder: Path) -> dict[str, Any]:
-    """AutoTokenizer's argument `config`, if the architecture is one that has no code to import.
+    """Return AutoTokenizer's argument `config`, for a family of headstart's modules.
 
-    transformers only looks at the names in it where the tokenizer's class is known, and takes
-    seconds to import the architecture's own configuration.
+    transformers reads only its names if the tokenizer's class is known; without it, it imports
+    modules that take seconds.
     """
     path = folder / "config.json"
     content = read_json(path) if path.is_file() else {}
@@ -105,7 +105,7 @@ def _name_architecture(folder: Path) -> dict[str, Any]:
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """The tokenizer that makes all of the ids; None if transformers or a subclass does a part."""
+    """Return the tokenizer that makes all ids; None if transformers or a subclass does a part."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
     own = takewhile(lambda kind: kind is not PreTrainedTokenizerFast, type(tokenizer).__mro__)

@@ -147,10 +147,8 @@ class Tiles(ImageFamily):
 
 _FAMILIES: dict[str, type[ImageFamily]] = {
     "llava": Fixed,
-    "qwen2_vl": Grid,
-    "qwen2_5_vl": Grid,
-    "idefics3": Tiles,
-    "smolvlm": Tiles,
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), Grid),
+    **dict.fromkeys(("idefics3", "smolvlm"), Tiles),
 }
 
 VISION_MODELS = frozenset(_FAMILIES)
@@ -170,9 +168,8 @@ class ImageProcessor:
                     folder, backend="pil", local_files_only=True
                 )
         except ImportError as error:
-            raise UnsupportedModelError(
-                f"images need Pillow: {install('vision')} ({error})"
-            ) from error
+            needs = f"images need Pillow: {install('vision')} ({error})"
+            raise UnsupportedModelError(needs) from error
         # A damaged settings file raises OSError, ValueError, KeyError and more.
         except Exception as error:
             raise DamagedModelError(

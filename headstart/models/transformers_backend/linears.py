@@ -49,7 +49,7 @@ def pack_linears(model: PreTrainedModel, ready_memory: ReadyMemory | None = None
 
 
 def _logits(model: PreTrainedModel) -> Tensor | None:
-    """Logits of a few tokens; None if the model does not run."""
+    """Return logits of a few tokens; None if the model does not run."""
     tokens = torch.arange(_PROMPT) % model.config.get_text_config().vocab_size
     try:
         return forward_rows(model, tokens, torch.arange(_PROMPT), torch.arange(_PROMPT))

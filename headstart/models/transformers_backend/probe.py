@@ -140,7 +140,7 @@ def _run_at(
         return call.value.repeat_interleave(shared, dim=1).transpose(1, 2).contiguous()
 
     positions = torch.arange(first, last, device=model.device)
-    tokens = torch.arange(len(positions), device=model.device) % _vocabulary(model)
+    tokens = torch.arange(len(positions), device=model.device) % _text_config(model).vocab_size
     behind: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
     try:
         with Attending(model, attend_to_self), torch.inference_mode():
@@ -166,8 +166,7 @@ _WHY_NOT = {
     "linear_attention": "its state is one running sum, which cannot be cut at a block's border",
     "conv": "it keeps a window of hidden states beside K and V",
     "chunked_attention": "what it sees starts anew at every chunk",
-    "hybrid": "it keeps a recurrent state beside K and V",
-    "hybrid_sliding": "it keeps a recurrent state beside K and V",
+    **dict.fromkeys(("hybrid", "hybrid_sliding"), "it keeps a recurrent state beside K and V"),
 }
 
 # Cuts of the self-check's prompt and of the copies of its beginning: first the beginnings, then
@@ -244,17 +243,17 @@ def _record(model: PreTrainedModel) -> list[_Call]:
     with Attending(model, return_zeros) as attending:
         AttentionMaskInterface.register(attending.name, _mask_marker)
         try:
-            _run(model, tokens % _vocabulary(model), tokens)
+            _run(model, tokens % _text_config(model).vocab_size, tokens)
         finally:
             AttentionMaskInterface._global_mapping.pop(attending.name)
     calls.sort(key=lambda call: call.layer_idx)
-    if [call.layer_idx for call in calls] != list(range(_layers(model))):
+    if [call.layer_idx for call in calls] != list(range(_text_config(model).num_hidden_layers)):
         _refuse_calls(model, attending.calls)
     return calls
 
 
 def _refuse_calls(model: PreTrainedModel, calls: Counter[int]) -> None:
-    layers = _layers(model)
+    layers = _text_config(model).num_hidden_layers
     raise UnsupportedModelError(
         f"{type(model).__name__} has {layers} layers, of which {len(calls)} called attention "
         f"({sum(calls.values())} calls in one pass): every layer must store its state of "
@@ -306,17 +305,14 @@ def _check_mask(model: PreTrainedModel, call: _Call) -> None:
         )
 
 
-class _Step(NamedTuple):
-    """One step of the self-check: its plan, and each row's position in the prompt."""
-
-    plan: StepPlan
-    places: Tensor
+_Step = tuple[StepPlan, Tensor]
+"""One step of the self-check: its plan, and each row's position in the prompt."""
 
 
 def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     length = max(cuts[-1] for cuts in _CUTS)
-    prompt = torch.randint(0, _vocabulary(model), (length,), generator=generator)
+    prompt = torch.randint(0, _text_config(model).vocab_size, (length,), generator=generator)
     prompt = prompt.to(model.device)
     expected = _run(model, prompt, torch.arange(length, device=model.device))
     if not torch.isfinite(expected).all():
@@ -351,8 +347,8 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
             "2, ... its logits differ from those that it computes without any (RoBERTa's kind "
             "begins at pad_token_id + 1)"
         )
-    for step, found in zip(steps, logits, strict=True):
-        apart = rows_apart(found, expected[step.places])
+    for (_, places), found in zip(steps, logits, strict=True):
+        apart = rows_apart(found, expected[places])
         wrong = ~(apart <= limit)  # not `apart > limit`, which is false for NaN
         if float(wrong.float().mean()) > _LENIENT_ROWS:
             raise UnsupportedModelError(
@@ -364,7 +360,7 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
 
 
 def _steps(device: torch.device) -> tuple[list[_Step], int]:
-    """The steps and the number of blocks; each sequence has its own blocks, in shuffled order."""
+    """Return the steps and the number of blocks; sequences have separate, shuffled blocks."""
     needed = [-(-cuts[-1] // _BLOCK) for cuts in _CUTS]
     blocks = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(0)).tolist()
     ends = list(accumulate(needed))
@@ -379,7 +375,7 @@ def _steps(device: torch.device) -> tuple[list[_Step], int]:
             places += range(start, end)
             slots += [table[p // _BLOCK] * _BLOCK + p % _BLOCK for p in range(start, end)]
         plan = StepPlan(torch.tensor(slots, device=device), tuple(spans))
-        steps.append(_Step(plan, torch.tensor(places, device=device)))
+        steps.append((plan, torch.tensor(places, device=device)))
     return steps, len(blocks)
 
 
@@ -390,14 +386,15 @@ def _through(
     prompt: Tensor,
     function: AttentionFunction | None = None,
 ) -> Tensor:
-    """Logits of one step over paged K/V."""
+    """Return the logits of one step over paged K/V."""
+    plan, places = step
     with Attending(model, function or attend_with(backend)) as attending:
-        backend.begin_step(step.plan)
+        backend.begin_step(plan)
         try:
-            logits = _run(model, prompt[step.places], step.places)
+            logits = _run(model, prompt[places], places)
         finally:
             backend.end_step()
-    if attending.calls != Counter(range(_layers(model))):
+    if attending.calls != Counter(range(_text_config(model).num_hidden_layers)):
         _refuse_calls(model, attending.calls)
     return logits
 
@@ -418,12 +415,8 @@ def _run(model: PreTrainedModel, tokens: Tensor, positions: Tensor | None) -> Te
         ) from error
 
 
-def _layers(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config().num_hidden_layers)
-
-
-def _vocabulary(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config().vocab_size)
+def _text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    return model.config.get_text_config()
 
 
 # The models that passed, by files, dtype, device and the classes of their modules.

@@ -13,12 +13,8 @@ from headstart.errors import DamagedModelError
 
 # Configuration keys for the longest sequence, in order of preference.
 _LENGTH_NAMES = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "max_sequence_length",
-    "seq_length",
-    "n_ctx",
+    *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"),
+    *("seq_length", "n_ctx"),
 )
 _UNKNOWN_LENGTH = 2048
 _MOST_TOKENS = 1 << 31  # a factor may be infinite

@@ -152,7 +152,7 @@ FAMILIES: dict[str, Family] = {
             "head_norms": "row",
             "exact_angles": True,
             "mlp_bias": False,
-        },
+        }
     ),
 }
 """By transformers' `model_type`."""

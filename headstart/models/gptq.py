@@ -211,14 +211,9 @@ def cut_windows(text: str, name: str, tokenizer: PreTrainedTokenizerBase, longes
 
 def stages(shape: DecoderShape) -> list[list[str]]:
     """Return the linear layers of a decoder layer in order; those of a list share their input."""
-    qkv = ["qkv"] if shape.fused else ["q", "k", "v"]
-    gate_up = ["gate_up"] if shape.fused else ["gate", "up"]
-    return [
-        [f"self_attn.{part}_proj" for part in qkv],
-        ["self_attn.o_proj"],
-        [f"mlp.{part}_proj" for part in gate_up],
-        ["mlp.down_proj"],
-    ]
+    qkv = [f"self_attn.{part}_proj" for part in (["qkv"] if shape.fused else ["q", "k", "v"])]
+    gate_up = [f"mlp.{part}_proj" for part in (["gate_up"] if shape.fused else ["gate", "up"])]
+    return [qkv, ["self_attn.o_proj"], gate_up, ["mlp.down_proj"]]
 
 
 def _linear_of(layer: DecoderLayer, name: str) -> nn.Linear:

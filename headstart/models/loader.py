@@ -42,19 +42,19 @@ def load_model(
         fast = torch.float32 if wider else fast_dtype(weights_dtype, folder, wanted)
         try:
             return load_dense(folder, fast, wanted, ready_memory, kind)
-        except UnsupportedLayerError as other:
-            reason = str(other)
-            level = logging.INFO if isinstance(other, UnknownFamilyError) else logging.WARNING
+        except UnsupportedLayerError as error:
+            reason = str(error)
+            level = logging.INFO if isinstance(error, UnknownFamilyError) else logging.WARNING
         if is_gguf(folder):
             raise UnsupportedModelError(
                 f"{model} is not a GGUF file that headstart reads: {reason}"
             )
         # transformers' modelling code takes seconds to import.
-        zoo = load_module("headstart.models.transformers_backend.loader")
+        other = load_module("headstart.models.transformers_backend.loader")
         if wider:  # transformers' weights are as wide as its arithmetic
             fast = fast_dtype(weights_dtype, folder, wanted)
         try:
-            loaded: DecoderModel = zoo.load_transformers(folder, fast, wanted, ready_memory, kind)
+            loaded: DecoderModel = other.load_transformers(folder, fast, wanted, ready_memory, kind)
         except UnsupportedModelError as error:
             if not isinstance(error.__cause__, ImportError):
                 raise

@@ -17,13 +17,15 @@ import math
 import re
 import struct
 import sys
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -35,60 +37,6 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 
 
-def _is_rank(value: object) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # false for NaN
-
-
-def _is_pattern(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and re.compile(value) is not None
-    except re.error:
-        return False
-
-
-def _is_list(value: object, check: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(check, value))
-
-
-def _is_object(value: object, check: Callable[[Any], bool]) -> bool:
-    return (
-        isinstance(value, dict) and all(map(_is_pattern, value)) and all(map(check, value.values()))
-    )
-
-
-def _are_layers(value: object) -> bool:
-    return _is_pattern(value) or _is_list(value, lambda name: isinstance(name, str))
-
-
-# The options that are read, and their values besides null.
-_READ: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "r": (_is_rank, "a rank: an integer of at least 1"),
-    "lora_alpha": (_is_number, "a number that a float can hold"),
-    "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
-    "rank_pattern": (
-        lambda value: _is_object(value, _is_rank),
-        "an object of ranks by regular expression",
-    ),
-    "alpha_pattern": (
-        lambda value: _is_object(value, _is_number),
-        "an object of numbers by regular expression",
-    ),
-    "target_modules": (_are_layers, "a list of names or a regular expression"),
-    "exclude_modules": (_are_layers, "a list of names or a regular expression"),
-    "layers_to_transform": (
-        lambda value: type(value) is int or _is_list(value, lambda layer: type(layer) is int),
-        "an integer or a list of them",
-    ),
-    "layers_pattern": (
-        lambda value: _is_pattern(value) or _is_list(value, _is_pattern),
-        "a regular expression or a list of them",
-    ),
-}
-_REQUIRED = ("r", "lora_alpha")
 # The options that may have these values only; the first is the default.
 _FIXED = {"peft_type": (None, "LORA"), "task_type": (None, "CAUSAL_LM"), "bias": ("none",)}
 # Options of training, merging and provenance; they have no effect on a forward pass.
@@ -107,47 +55,55 @@ _BASE = re.compile(r"base_model\.model\.(?P<layer>.+?)(\.base_layer)?\.weight")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-@dataclass(frozen=True, slots=True)
+@strict
+@dataclass(kw_only=True)
 class LoraSettings:
-    """The linear layers that an adapter changes, with their ranks and scales."""
+    """The options of an adapter that are read, by PEFT's names; their types are checked."""
 
-    rank: int
-    alpha: float
-    rank_stabilized: bool
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
-    targets: str | tuple[str, ...]
-    excluded: str | tuple[str, ...]
-    layers: tuple[int, ...]
-    layer_lists: tuple[str, ...]
+    r: int
+    lora_alpha: int | float
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, int | float] = field(default_factory=dict)
+    target_modules: list[str] | str = field(default_factory=list)
+    exclude_modules: list[str] | str = field(default_factory=list)
+    layers_to_transform: list[int] | int = field(default_factory=list)
+    layers_pattern: list[str] | str = field(default_factory=list)
+
+    @property
+    def is_all_linear(self) -> bool:
+        """True if all linear layers but the output layer are changed."""
+        return str(self.target_modules).lower() == ALL_LINEAR
 
     def is_target(self, name: str) -> bool:
         """Return True if the adapter changes the linear layer of this dotted name."""
-        if self.excluded and _names(self.excluded, name):
+        targets, layers, lists = self.target_modules, self.layers_to_transform, self.layers_pattern
+        if self.exclude_modules and _names(self.exclude_modules, name):
             return False
-        if self.targets == ALL_LINEAR:
+        if self.is_all_linear:
             return True
-        if not _names(self.targets, name):
+        if not _names(targets, name):
             return False
-        if isinstance(self.targets, str) or name in self.targets or not self.layers:
+        if isinstance(targets, str) or name in targets or layers == []:
             return True
-        for layer_list in self.layer_lists or (r"[^.]*",):
+        lists = [lists] if isinstance(lists, str) else lists
+        for layer_list in list(filter(None, lists)) or [r"[^.]*"]:
             if match := re.match(rf".*\.{layer_list}\.(\d+)\.", name):
-                return int(match[1]) in self.layers
+                return int(match[1]) in ([layers] if isinstance(layers, int) else layers)
         return False
 
     def rank_of(self, name: str) -> int:
         """Return the rows of A, which are the columns of B."""
-        return int(_by_pattern(self.ranks, name, self.rank))
+        return int(_by_pattern(self.rank_pattern, name, self.r))
 
     def scale_of(self, name: str) -> float:
         """Return the factor of `B @ A`: alpha over the rank, or over its root (rsLoRA)."""
         rank = self.rank_of(name)
-        alpha = _by_pattern(self.alphas, name, self.alpha)
-        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+        alpha = _by_pattern(self.alpha_pattern, name, self.lora_alpha)
+        return float(alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def _names(wanted: str | tuple[str, ...], name: str) -> bool:
+def _names(wanted: str | list[str], name: str) -> bool:
     """Return True if an expression matches the whole name, or a list has the name or its end."""
     if isinstance(wanted, str):
         return re.fullmatch(wanted, name) is not None
@@ -178,35 +134,40 @@ def read_settings(folder: Path, max_rank: int) -> LoraSettings:
     if not isinstance(content, dict):
         raise DamagedAdapterError(f"{file} holds a {type(content).__name__}, not a JSON object")
     _check_options(file, content)
-    options = {name: content[name] for name in _READ if content.get(name) is not None}
-    ranks: dict[str, int] = options.get("rank_pattern", {})
-    for name, rank in {"r": options["r"], **ranks}.items():
+    names = {option.name for option in fields(LoraSettings)}
+    options = {name: content[name] for name in names if content.get(name) is not None}
+    try:
+        settings = LoraSettings(**options)
+    except (TypeError, StrictDataclassError) as error:  # TypeError: a required option is missing
+        raise DamagedAdapterError(f"{file}: {' '.join(str(error).split())}") from error
+    for name, rank in {**settings.rank_pattern, "r": settings.r}.items():
+        if rank < 1:
+            raise DamagedAdapterError(f"{file}: {name} is {rank}; a rank is at least 1")
         if rank > max_rank:
             raise UnsupportedAdapterError(
                 f"{file}: rank {rank} ({name}) is above max_lora_rank, which is {max_rank}"
             )
-    targets, excluded = (
-        value if isinstance(value, str) else tuple(value)
-        for value in (options.get(f"{name}_modules", ()) for name in ("target", "exclude"))
-    )
-    if not targets:
+    for name, alpha in {**settings.alpha_pattern, "lora_alpha": settings.lora_alpha}.items():
+        if not abs(alpha) <= sys.float_info.max:  # also true for NaN
+            raise DamagedAdapterError(f"{file}: {name} is {alpha}; allowed: what a float can hold")
+    lists = [settings.target_modules, settings.exclude_modules]
+    patterns = [*settings.rank_pattern, *settings.alpha_pattern]
+    patterns += [entry for entry in lists if isinstance(entry, str)]
+    of_layers = settings.layers_pattern
+    for pattern in [*patterns, *([of_layers] if isinstance(of_layers, str) else of_layers)]:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise DamagedAdapterError(
+                f"{file}: {pattern!r} is no regular expression: {error}"
+            ) from error
+    if not settings.target_modules:
         raise UnsupportedAdapterError(f"{file} names no target_modules")
-    layers, lists = options.get("layers_to_transform", []), options.get("layers_pattern", [])
-    return LoraSettings(
-        rank=options["r"],
-        alpha=float(options["lora_alpha"]),
-        rank_stabilized=options.get("use_rslora", False),
-        ranks=ranks,
-        alphas={name: float(alpha) for name, alpha in options.get("alpha_pattern", {}).items()},
-        targets=ALL_LINEAR if str(targets).lower() == ALL_LINEAR else targets,
-        excluded=excluded,
-        layers=tuple(layers if isinstance(layers, list) else [layers]),
-        layer_lists=tuple(filter(None, [lists] if isinstance(lists, str) else lists)),
-    )
+    return settings
 
 
 def _check_options(file: Path, content: Mapping[str, Any]) -> None:
-    """Raise an error for the first option that is not supported or has a wrong value."""
+    """Raise an error for the first option that is not supported."""
     for name, allowed in _FIXED.items():
         value = content.get(name, allowed[0])
         if value not in allowed or (name == "peft_type" and value is None):
@@ -219,14 +180,10 @@ def _check_options(file: Path, content: Mapping[str, Any]) -> None:
             f"{file}: init_lora_weights is {start!r}, which also changes the model's own weights; "
             "save the adapter with path_initial_model_for_weight_conversion to make it plain LoRA"
         )
-    known = _READ.keys() | _FIXED.keys() | _SKIPPED
+    known = {option.name for option in fields(LoraSettings)} | _FIXED.keys() | _SKIPPED
     for name, value in content.items():
         if name not in known and value not in (None, False, [], {}, ""):
             raise UnsupportedAdapterError(f"{file}: {name} is {value!r}, which is not supported")
-    for name, (is_valid, allowed_text) in _READ.items():
-        value = content.get(name)
-        if (value is not None or name in _REQUIRED) and not is_valid(value):
-            raise DamagedAdapterError(f"{file}: {name} is {value!r}; it must be {allowed_text}")
 
 
 class LoraPair(NamedTuple):
@@ -255,7 +212,7 @@ def read_weights(folder: Path, model: DecoderModel, max_rank: int) -> LoraWeight
     settings = read_settings(folder, max_rank)
     file = folder / WEIGHTS_NAME
     matrices, linear = _read_matrices(file, model), model.linear_widths()
-    _check_layers(file, matrices.keys(), linear, settings, model.output_layer)
+    _check_layers(file, matrices.keys(), settings, model)
     digest = hashlib.sha256(b"headstart/lora/1")
     pairs = {}
     for layer in sorted(matrices):
@@ -308,21 +265,18 @@ def _read_matrices(file: Path, model: DecoderModel) -> dict[str, dict[str, Tenso
 
 
 def _check_layers(
-    file: Path,
-    layers: Set[str],
-    linear: Mapping[str, Widths],
-    settings: LoraSettings,
-    output_layer: str | None,
+    file: Path, layers: Set[str], settings: LoraSettings, model: DecoderModel
 ) -> None:
     """Check that the file's layers are those that the configuration names in this model."""
+    linear = model.linear_widths()
     if unknown := layers - linear.keys():
         raise UnsupportedAdapterError(
             f"{file} is for another model, or for layers that are not linear: "
             f"{_some(unknown)} is no linear layer of this one"
         )
     targets = {name for name in linear if settings.is_target(name)}
-    if settings.targets == ALL_LINEAR:
-        targets.discard(output_layer or "")
+    if settings.is_all_linear:
+        targets.discard(model.output_layer or "")
     if missing := targets - layers:
         raise DamagedAdapterError(
             f"{file} lacks the matrices of {_some(missing)}, which target_modules names"

@@ -255,8 +255,8 @@ class LoraLayers:
         self._mixed_stack = AdapterStack([adapter.pairs for adapter in self._mixed])
 
     def _pieces(self, rows: _Rows) -> list[_Piece]:
-        pieces = [_Piece(adapter.stack, place) for adapter, place in rows.long]
-        return [*pieces, self._short_piece(rows.short)] if rows.short else pieces
+        short = [self._short_piece(rows.short)] if rows.short else []
+        return [*(_Piece(adapter.stack, place) for adapter, place in rows.long), *short]
 
     def _short_piece(self, runs: list[tuple[ResidentAdapter, slice]]) -> _Piece:
         """Return one piece of all short runs: a range of rows, unless most of it is others'."""

@@ -107,11 +107,8 @@ class TransformersDecoder(DecoderModel):
         self._experts: str | None = None  # the implementation to return to
 
     def linear_widths(self) -> dict[str, Widths]:
-        """Widths of the linear layers that every row passes, by dotted name.
-
-        Layers of single experts and of a vision tower, whose rows are not tokens, are left out.
-        """
         found = {}
+        # Rows of single experts and of a vision tower are not tokens.
         rows = {*text_part(self.module).modules(), self.module.get_output_embeddings()}
         for name, module in self.module.named_modules():
             if module not in rows or ".experts." in name:

@@ -76,7 +76,7 @@ def check_decoder(folder: Path, config: PreTrainedConfig, ignored: Collection[st
 
 
 def check_speaker(folder: Path, config: Any) -> None:
-    """`check_decoder` for a thinker and its talker; refuses a model without a talker."""
+    """Run `check_decoder` for a thinker and its talker; raises for a model without a talker."""
     if not config.enable_audio_output:
         raise UnsupportedModelError(f"{folder} has no talker: it cannot speak")
     for part in (config.thinker_config, config.talker_config):

@@ -261,11 +261,10 @@ def _refuse_calls(model: PreTrainedModel, calls: Counter[int]) -> None:
     )
 
 
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-def _mask_marker(*, mask_function: MaskFunction, q_length: int, kv_length: int, **_: Any) -> Tensor:
-    """An empty mask that carries the rule from which transformers would make the real one."""
+def _mask_marker(
+    *, mask_function: Callable[..., Tensor], q_length: int, kv_length: int, **_: Any
+) -> Tensor:
+    """Return an empty mask that carries the rule from which transformers makes the real one."""
     marker = torch.zeros((1, 1, q_length, kv_length))
     marker.headstart_rule = mask_function  # type: ignore[attr-defined]
     return marker

@@ -116,11 +116,11 @@ class InputProcessor:
         if isinstance(prompt, PreparedPrompt):
             ready = replace(prompt, token_ids=self._read_ids(prompt.token_ids))
         elif isinstance(prompt, str):
-            ready = self._prepare({"prompt": prompt}, tenant)
+            ready = self._prepare(prompt, None)
         elif isinstance(prompt, Mapping):
-            ready = self._prepare(prompt, tenant)
+            ready = self._read(prompt, tenant)
         elif _may_be_ids(prompt):
-            ready = self._prepare({"prompt_token_ids": prompt}, tenant)
+            ready = self._prepare(None, prompt)
         else:
             raise RequestError(
                 f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
@@ -141,7 +141,7 @@ class InputProcessor:
             end = item.offset + item.length
         return ready
 
-    def _prepare(self, prompt: Mapping[Any, Any], tenant: Tenant) -> PreparedPrompt:
+    def _read(self, prompt: Mapping[Any, Any], tenant: Tenant) -> PreparedPrompt:
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if not set(prompt) <= _KEYS or not {"prompt", "prompt_token_ids"} & set(prompt):
             raise RequestError(
@@ -162,6 +162,16 @@ class InputProcessor:
             raise RequestError("the prompt has multi_modal_uuids and no images in multi_modal_data")
         if images is not None and self._images is None:
             raise RequestError("the prompt has images, and the model takes text alone")
+        return self._prepare(text, ids, images, image_ids, tenant)
+
+    def _prepare(
+        self,
+        text: str | None,
+        ids: Any,
+        images: Any = None,
+        image_ids: Any = None,
+        tenant: Tenant = NOBODY,
+    ) -> PreparedPrompt:
         if text is not None:
             self._limit.check("the prompt", text)
         if ids is not None:

@@ -80,11 +80,10 @@ class AngleTable:
 
     def __init__(self, frequencies: Frequencies, like: Tensor) -> None:
         self._frequencies, self._like = frequencies, like
-        empty = like.new_empty((0, 2 * len(frequencies.values)))
-        self._table: Angles = (empty, empty)
+        self._table: Angles = (like.new_empty(0), like.new_empty(0))
 
     def __call__(self, positions: Tensor) -> Angles:
-        """Two tensors `[rows, width]` for positions int64 `[rows]`, at least one."""
+        """Return two tensors `[rows, width]` for positions int64 `[rows]`, at least one."""
         needed = int(positions.max()) + 1
         if needed > _MOST_POSITIONS:
             return self._angles(positions.to(torch.float32).cpu())

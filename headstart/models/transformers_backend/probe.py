@@ -83,7 +83,6 @@ class Attending:
 _ROWS = 3
 _PARTS = 4  # queries, keys, values, scaling
 
-
 _Recorded = list[tuple[str, Tensor]]
 """The layers' inputs to attention, `_PARTS` per call, then the logits; the first axis is rows."""
 

@@ -34,8 +34,6 @@ from headstart.omni.qwen3_model import Qwen3Omni
 from headstart.omni.stage import TOKENS, Chunk, Input, OmniRequest
 from headstart.validation import check_fields, describe
 
-__all__ = ["DEFAULT_CACHE_BYTES", "AsyncOmni", "Omni"]
-
 Answer = TypeVar("Answer")
 
 DEFAULT_CACHE_BYTES = 1 << 30

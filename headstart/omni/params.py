@@ -16,8 +16,6 @@ from headstart.errors import RequestError
 from headstart.omni.stage import StageMetrics
 from headstart.validation import check_fields, describe, option
 
-__all__ = ["OmniOutput", "OmniParams", "OmniPrompt", "SpokenPrompt", "pcm16", "wav_bytes"]
-
 
 def pcm16(samples: Tensor) -> bytes:
     """Return samples in -1 .. 1, float `[samples]`, as little-endian 16-bit PCM; clips louder ones.

@@ -26,23 +26,6 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Literal, NamedTuple, TypeVar
 
-__all__ = [
-    "HERMES",
-    "LLAMA",
-    "MISTRAL",
-    "THINK_CLOSE",
-    "THINK_OPEN",
-    "AnswerParser",
-    "CallFormat",
-    "Part",
-    "Reading",
-    "Source",
-    "choose_format",
-    "join",
-    "read_reasoning",
-    "shows_reasoning",
-]
-
 END = ""
 """The character that a reader gets when the text has ended."""
 

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from headstart.omni.omni import AsyncOmni
     from headstart.server.monitoring.tracing import Tracer
 
-__all__ = ["create_app", "create_speech_app"]
-
 _LONG = 1 << 15  # bytes of a body beyond which it is read in a thread
 _MAX_VALUES = 1 << 20  # of a body: no other thread runs while so many are read, at most 0.1 s
 _MAX_OBJECTS = 20_000  # and as many lists; some APIs take 0.7 µs of the event loop for each

@@ -19,24 +19,6 @@ from pydantic_core import PydanticCustomError
 
 from headstart.validation import describe, shorten
 
-__all__ = [
-    "Body",
-    "CacheFields",
-    "ClientTool",
-    "Flag",
-    "Label",
-    "Many",
-    "Real",
-    "Refusal",
-    "Whole",
-    "at_most",
-    "decode",
-    "encode",
-    "hint",
-    "refusals",
-    "refuse",
-]
-
 
 def decode(data: bytes) -> Any:
     """Return what `json.loads` returns, or raise its error."""

@@ -21,8 +21,6 @@ from headstart.engine.tenant_queue import TENANT
 from headstart.server.errors import ApiError
 from headstart.server.tenants import EVERYBODY, Tenant
 
-__all__ = ["Call", "Calls", "Outputs", "current_call", "new_name", "time_limit"]
-
 _RETRY_AFTER = 1  # seconds; places come free one by one
 _CALL: ContextVar[Call | None] = ContextVar("call", default=None)
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from headstart.engine.request import RequestGroup
 
-__all__ = ["ChatCall", "PreparedChat", "are_many", "prepare_chat", "read_many"]
-
 Result = TypeVar("Result")
 
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)")

@@ -41,15 +41,6 @@ from headstart.server.bodies import encode
 from headstart.server.openai.compat import describe_missing
 from headstart.validation import in_one_line, shorten
 
-__all__ = [
-    "ApiError",
-    "JsonResponse",
-    "as_api_error",
-    "as_route_error",
-    "body_of",
-    "naming_form",
-]
-
 _LOG = logging.getLogger("headstart.server")
 _TYPES = {
     401: "authentication_error",

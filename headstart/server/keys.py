@@ -26,8 +26,6 @@ from headstart.errors import ConfigError
 from headstart.machine import data_folder
 from headstart.validation import Number, check_fields, describe, option
 
-__all__ = ["ApiKey", "KeyFolder", "KeyRing", "operator_key"]
-
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
 _SECRET_BYTES = 32

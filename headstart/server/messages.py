@@ -17,8 +17,6 @@ from headstart.validation import shorten
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["chat_content", "check_fields", "read_roles", "template_text"]
-
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 # Claude Code begins its system prompt with a line that has a digest of each request. It means

@@ -22,8 +22,6 @@ from headstart.server.options import ServerOptions
 from headstart.server.service import BaseService, stopped, too_late
 from headstart.validation import shorten
 
-__all__ = ["OPEN_PATHS", "RequestMiddleware", "check_origin"]
-
 # Without a key: probes, the API's description, and the page, which prompts for a key itself.
 OPEN_PATHS = re.compile(r"/|/health|/ready|/docs|/openapi\.json|/page/.*", re.DOTALL)
 # Paths that show or change data of other tenants. Routes ignore a line feed at the end of a path.

@@ -8,8 +8,6 @@ from typing import Any
 from headstart.errors import ConfigError
 from headstart.validation import Number, OneOf, check_fields, describe, option
 
-__all__ = ["MOST_LOGGED", "ServerOptions", "read_template_options"]
-
 _COUNTS = Number(int, 1)
 MOST_LOGGED = 2048
 """Characters of a prompt or an answer in a line of the log."""

@@ -33,17 +33,6 @@ if TYPE_CHECKING:
     from headstart.omni.params import OmniOutput
     from headstart.server.monitoring.tracing import Tracer
 
-__all__ = [
-    "BaseService",
-    "ClientGone",
-    "Service",
-    "front_of",
-    "service_of",
-    "stopped",
-    "too_late",
-    "unless_gone",
-]
-
 Answer = TypeVar("Answer")
 Work = TypeVar("Work")
 Output = TypeVar("Output", bound="RequestOutput | OmniOutput")

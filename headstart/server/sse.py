@@ -23,8 +23,6 @@ from headstart.server.service import ClientGone, unless_gone
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
 
-__all__ = ["AnswerEvents", "EventStream", "Usage", "frame", "read_whole"]
-
 
 @dataclass(slots=True)
 class Usage:

@@ -15,8 +15,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from headstart.server.errors import ApiError
 
-__all__ = ["ResponseStore", "StoredResponse", "Transcripts"]
-
 Value = TypeVar("Value")
 MAX_VALUES = 4096
 MAX_BYTES = 256 * 2**20

@@ -30,8 +30,6 @@ from headstart.server.keys import KeyFolder, KeyRing, operator_key
 from headstart.server.options import ServerOptions
 from headstart.validation import check_utf8, describe
 
-__all__ = ["EVERYBODY", "Tenant", "Tenants", "open_tenants", "tenant_of"]
-
 _LOG = logging.getLogger("headstart.server")
 
 

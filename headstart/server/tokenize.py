@@ -23,8 +23,6 @@ from headstart.validation import describe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["router"]
-
 router = APIRouter()
 _PART = 4096  # ids
 

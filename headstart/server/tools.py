@@ -17,18 +17,6 @@ from headstart.server.answers import THINK_CLOSE, CallFormat
 from headstart.server.errors import ApiError
 from headstart.validation import describe, shorten
 
-__all__ = [
-    "HostedTool",
-    "Thought",
-    "Tool",
-    "ToolUse",
-    "after_reasoning",
-    "force_calls",
-    "leave_out_hosted",
-    "make_tools",
-    "tag_tool",
-]
-
 _TYPES = re.compile(
     r"(web_search|web_fetch|code_execution|code_interpreter|tool_search|file_search"
     r"|image_generation)(_[a-z0-9_]{1,64})?"

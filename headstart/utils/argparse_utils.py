@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["FlexibleArgumentParser"]
-
 _LEVEL = re.compile(r"-O=?([^.=]+)")
 
 

@@ -47,8 +47,6 @@ from headstart.server.tools import leave_out_hosted
 if TYPE_CHECKING:
     from headstart.engine.outputs import CompletionOutput, RequestOutput
 
-__all__ = ["apply_breakpoints", "created_tokens", "read_breakpoints", "router"]
-
 
 MAX_BREAKPOINTS = 4
 _SECONDS = {"5m": 300.0, "1h": 3600.0}

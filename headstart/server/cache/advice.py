@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from headstart.cache import MissExplanation, MissReason, Namespace
 from headstart.server.cache.traffic import Closest, Seen, Tokens, Traffic, count_again
 
-__all__ = ["Adviser", "PASSAGES", "PoolSize", "advise_memory", "describe_difference"]
-
 _BEFORE, _AFTER = 64, 512  # tokens shown to `describe_difference`
 _MOST_FORKS = 10
 _LONGEST_WORD = 16  # tokens

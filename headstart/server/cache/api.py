@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from headstart.cache import BlockHash
     from headstart.engine.request import RequestGroup
 
-__all__ = ["CachePromptRequest", "CacheResetRequest", "prepare", "read_advice", "router"]
-
 
 class CachePromptRequest(CacheFields, TemplateFields):
     """A prompt: a text, token ids or messages.

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from headstart.server.monitoring.watch import Watch
     from headstart.server.tenants import Tenants
 
-__all__ = ["Live", "count_hits"]
-
 MAX_CELLS = 8192
 EMPTY, CACHED, HELD = 0, 1, 2  # states of a cell
 _MOST_PREFIXES = 64

@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 
 from headstart.cache import MissExplanation, MissReason, Namespace
 
-__all__ = ["Closest", "Seen", "Times", "Tokens", "Traffic", "Traffics", "count_again"]
-
 Tokens = NDArray[np.int32]
 _LOST = (MissReason.EVICTED, MissReason.UNSEEN, MissReason.TOKEN)
 _DIFFERENT = (MissReason.TOKEN, MissReason.ITEM, MissReason.UNSEEN)

@@ -25,8 +25,6 @@ from headstart.validation import in_one_line
 if TYPE_CHECKING:
     from headstart.server.errors import ApiError
 
-__all__ = ["Line", "current_line", "log_request", "set_up_logs"]
-
 _LOG = logging.getLogger("headstart.server.requests")
 _QUIET = ("/health", "/ready", "/metrics")  # polled: logged when they are refused
 _QUOTE = re.compile(r"(?<!\w)['\"]")  # an opening one; an apostrophe follows a letter

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from headstart.frontend.async_llm import AsyncLLM
     from headstart.omni.params import OmniOutput
 
-__all__ = ["Metrics", "SpeechMetrics"]
-
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _COUNTERS = {

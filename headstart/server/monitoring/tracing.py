@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from headstart.engine.request import RequestGroup
 
-__all__ = ["Tracer", "open_tracer"]
-
 Value = str | int | float | list[str]
 _PARTS = {
     "queue": ("arrival", "start"),

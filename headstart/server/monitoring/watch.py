@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from headstart.frontend.async_llm import AsyncLLM
     from headstart.server.tenants import Tenant
 
-__all__ = ["Watch"]
-
 _MOST_REQUESTS = 200  # shown on the page
 _MOMENT = 0.02  # seconds; by then, clients that were answered together have sent new requests
 _MOST_ENDED = 1024  # requests that wait to be recorded

@@ -14,8 +14,6 @@ from headstart.server.sse import AnswerEvents, Usage, frame
 if TYPE_CHECKING:
     from headstart.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
 
-__all__ = ["Chunks", "chat_logprobs", "completion_logprobs", "prompt_logprobs"]
-
 
 class Chunks(AnswerEvents):
     """The chunks of one call's answers, each with the usage where the request wants it."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from headstart.engine.outputs import CompletionOutput, RequestOutput
     from headstart.server.answers import AnswerParser
 
-__all__ = ["router"]
-
 router = APIRouter()
 _PROGRESS_SECONDS = 0.4  # between two events of `return_progress`
 

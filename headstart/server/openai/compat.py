@@ -3,8 +3,6 @@
 from headstart.server.bodies import refusals
 from headstart.validation import in_one_line
 
-__all__ = ["ACCEPTED", "CHAT_REFUSED", "COMPLETION_REFUSED", "describe_missing"]
-
 ACCEPTED = frozenset(
     [
         *("session_id", "request_id", "return_token_offsets", "mm_payload", "return_mm_kwargs"),

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from headstart.engine.outputs import CompletionOutput, Logprobs, RequestOutput
     from headstart.frontend.frontend import Prompt
 
-__all__ = ["merge", "router"]
-
 router = APIRouter()
 _MAX_PROMPTS = 256
 

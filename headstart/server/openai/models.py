@@ -15,8 +15,6 @@ from starlette.responses import Response
 from headstart.server.errors import JsonResponse
 from headstart.server.service import BaseService, front_of
 
-__all__ = ["router"]
-
 router = APIRouter()
 
 

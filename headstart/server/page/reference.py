@@ -19,8 +19,6 @@ from markupsafe import Markup, escape
 
 from headstart.server.middleware import OPEN_PATHS
 
-__all__ = ["complete_description", "render_reference"]
-
 Schema = Mapping[str, Any]
 _FOLDER = Path(__file__).parent
 _STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")

@@ -31,8 +31,6 @@ from headstart.server.sse import AnswerEvents, Usage, frame
 if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
 
-__all__ = ["ResponseAnswer"]
-
 Event = dict[str, Any]
 """An event without its number."""
 

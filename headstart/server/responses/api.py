@@ -21,8 +21,6 @@ from headstart.server.stores import ResponseStore, StoredResponse
 from headstart.server.tools import leave_out_hosted
 from headstart.validation import describe, shorten
 
-__all__ = ["router"]
-
 router = APIRouter(prefix="/v1/responses")
 _QUERY = {
     "stream": ("false",),

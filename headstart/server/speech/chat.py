@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from headstart.omni.omni import AsyncOmni
     from headstart.omni.params import OmniOutput, OmniPrompt
 
-__all__ = ["SpeechService", "router"]
-
 router = APIRouter()
 
 _REFUSED = (

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from headstart.omni.omni import Omni
 
-__all__ = ["FORMATS", "MAX_SECONDS", "read_prompt", "read_sound", "write_sound"]
-
 FORMATS = ("wav", "pcm16", "flac", "mp3", "opus")
 """Formats of written speech."""
 MAX_SECONDS = 600

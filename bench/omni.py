@@ -35,8 +35,7 @@ from rich.table import Table
 
 from examples.small_models.omni import demo_omni_path
 from headstart.cache import BlockKey, Namespace
-from headstart.omni.engine_stage import EngineStage
-from headstart.omni.feeds import TalkerFeed
+from headstart.omni.engine_stage import EngineStage, TalkerFeed
 from headstart.omni.output_cache import ENTRY_BYTES, NODE_BYTES, BlockPath, OutputCache
 
 TEXT, SPEECH, LIMIT, WARM_UP = 16, 32, 0.02, 3

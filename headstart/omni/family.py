@@ -17,12 +17,11 @@ from headstart.engine.prompt import (
 )
 from headstart.errors import DamagedModelError, RequestError
 from headstart.models.tokenizer import load_tokenizer
-from headstart.omni.engine_stage import EngineStage
-from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
-from headstart.omni.graph import Factory, StageNode, stage_config
+from headstart.omni.engine_stage import EngineStage, Feed, PromptFeed, StagePrompt
 from headstart.omni.media import Placed, as_items, as_rgb, read_features
 from headstart.omni.output_cache import ContentCache, OutputCache, content_digest
 from headstart.omni.params import SpokenPrompt
+from headstart.omni.pipeline import Factory, StageNode, stage_config
 from headstart.omni.stage import Input, OmniRequest, Stage
 from headstart.omni.stage_decoder import OmniModel
 

@@ -24,13 +24,11 @@ from headstart.frontend.text import TextLimit
 from headstart.models.files import OMNI_TYPES, find_folder, read_json
 from headstart.omni.engine_stage import EngineStage
 from headstart.omni.family import OmniStages
-from headstart.omni.graph import check_options, read_graph
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import OmniOutput, OmniParams, OmniPrompt
-from headstart.omni.pipeline import Progress
+from headstart.omni.pipeline import Progress, check_options, read_graph
 from headstart.omni.qwen2_5 import Qwen25Omni, Qwen25Stages
-from headstart.omni.qwen3 import Qwen3Stages
-from headstart.omni.qwen3_model import Qwen3Omni
+from headstart.omni.qwen3 import Qwen3Omni, Qwen3Stages
 from headstart.omni.stage import TOKENS, Chunk, Input, OmniRequest
 from headstart.validation import check_fields, describe
 

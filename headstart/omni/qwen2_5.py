@@ -28,14 +28,13 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import RotaryPositions
 from headstart.errors import DamagedModelError
 from headstart.models.files import find_folder
-from headstart.omni.engine_stage import EngineStage
+from headstart.omni.engine_stage import EngineStage, Feed, TalkerFeed
 from headstart.omni.family import OmniStages
-from headstart.omni.feeds import Feed, TalkerFeed
 from headstart.omni.function_stage import Job, WholeStage
-from headstart.omni.graph import StageNode, no_options, stage_config
 from headstart.omni.media import Media, Placed
 from headstart.omni.output_cache import ContentCache, OutputCache, content_digest
 from headstart.omni.params import SpokenPrompt
+from headstart.omni.pipeline import StageNode, no_options, stage_config
 from headstart.omni.stage import TOKENS, Input, OmniRequest, Stage
 from headstart.omni.stage_decoder import OmniModel, PassTensors, StageDecoder, StageParts
 

@@ -9,8 +9,8 @@ import torch
 
 from headstart.errors import ConfigError
 from headstart.omni.function_stage import Job, WholeStage
-from headstart.omni.graph import StageNode, read_graph
 from headstart.omni.output_cache import OutputCache, content_digest
+from headstart.omni.pipeline import StageNode, read_graph
 from headstart.omni.stage import Alignment, Input, Kind, OmniRequest, Output, Stage, StageSpec
 from tests.omni.pipelines import start
 

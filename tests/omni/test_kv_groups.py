@@ -19,8 +19,7 @@ from transformers import (
 
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
-from headstart.omni.engine_stage import EngineStage
-from headstart.omni.feeds import Feed, PromptFeed, StagePrompt
+from headstart.omni.engine_stage import EngineStage, Feed, PromptFeed, StagePrompt
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.pipeline import Pipeline, Progress
 from headstart.omni.stage import TOKENS, Input, OmniRequest, Output, StageSpec

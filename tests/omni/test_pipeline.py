@@ -10,7 +10,7 @@ from headstart.cache import MultiModalItem
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import GivenRows, PlacedRows, PreparedPrompt, PromptExtras
 from headstart.errors import ConfigError, EngineError, RequestError
-from headstart.omni.feeds import TalkerFeed
+from headstart.omni.engine_stage import TalkerFeed
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.pipeline import Pipeline
 from headstart.omni.stage import TOKENS, Chunk, Input, OutputEvent, StageStarted
@@ -156,7 +156,7 @@ def test_without_caching_nothing_is_kept_looked_up_or_hashed(
 
     for method in ("place", "find", "count", "touch", "put"):
         monkeypatch.setattr(OutputCache, method, never)
-    monkeypatch.setattr("headstart.omni.feeds._rows_digest", never)
+    monkeypatch.setattr("headstart.omni.engine_stage._rows_digest", never)
     monkeypatch.setattr("headstart.omni.function_stage.content_bytes", never)
     with Speech(caching=False) as speech:
         monkeypatch.setattr(speech.thinker.engine.manager, "block_hashes", never)

@@ -19,13 +19,11 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import GivenRows, PlacedRows, PreparedPrompt, PromptExtras
 from headstart.models.decoder import EmbeddingOverlay
-from headstart.omni.engine_stage import EngineStage
-from headstart.omni.feeds import PromptFeed, StagePrompt
+from headstart.omni.engine_stage import EngineStage, PromptFeed, StagePrompt
 from headstart.omni.function_stage import FramesPlan, FramesStage, WholeStage
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.pipeline import Pipeline
-from headstart.omni.qwen3 import vocoder_plan
-from headstart.omni.qwen3_model import CausalVocoder, _reach, thinker_decoder
+from headstart.omni.qwen3 import CausalVocoder, _reach, thinker_decoder, vocoder_plan
 from headstart.omni.stage import TOKENS, Input, OmniRequest, Output, StageSpec, parse_alignment
 from tests.omni.pipelines import start
 

@@ -37,8 +37,7 @@ from ray.serve.exceptions import RayServeException
 
 from headstart.cluster.options import ReplicaConfig
 from headstart.cluster.serving.dispatch import DISPATCHERS, Dispatcher
-from headstart.cluster.serving.driver import ReplicaDriver
-from headstart.cluster.serving.front import ReplicaAdapters, ReplicaFrontend
+from headstart.cluster.serving.driver import ReplicaAdapters, ReplicaDriver, ReplicaFrontend
 from headstart.cluster.serving.heartbeat import SILENCE, check_port, watch_ray
 from headstart.cluster.serving.llm import ReplicatedLLM
 from headstart.cluster.serving.messages import read_error

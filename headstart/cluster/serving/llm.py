@@ -25,8 +25,7 @@ from headstart.validation import check_flag
 
 if TYPE_CHECKING:
     from headstart.cluster.serving.dispatch import Dispatcher
-    from headstart.cluster.serving.driver import ReplicaDriver
-    from headstart.cluster.serving.front import ReplicaFrontend
+    from headstart.cluster.serving.driver import ReplicaDriver, ReplicaFrontend
     from headstart.engine.params import SamplingParams
 
 _LOG = logging.getLogger("headstart.server")

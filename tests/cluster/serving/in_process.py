@@ -11,8 +11,7 @@ from typing import Any
 
 from headstart import AsyncLLM, SamplingParams
 from headstart.cluster.serving.dispatch import Dispatcher
-from headstart.cluster.serving.driver import ReplicaDriver
-from headstart.cluster.serving.front import ReplicaAdapters, ReplicaFrontend
+from headstart.cluster.serving.driver import ReplicaAdapters, ReplicaDriver, ReplicaFrontend
 from headstart.cluster.serving.llm import ReplicatedLLM
 from headstart.cluster.serving.messages import AnswerRequest, EngineFacts
 from headstart.cluster.serving.replica import EngineReplica

@@ -11,8 +11,7 @@ from typing import Any
 
 from headstart import SamplingParams
 from headstart.cluster.serving.dispatch import Dispatcher
-from headstart.cluster.serving.driver import ReplicaDriver
-from headstart.cluster.serving.front import ReplicaAdapters, ReplicaFrontend
+from headstart.cluster.serving.driver import ReplicaAdapters, ReplicaDriver, ReplicaFrontend
 from headstart.cluster.serving.heartbeat import SILENCE
 from headstart.cluster.serving.messages import (
     AnswerPart,

@@ -15,9 +15,9 @@ from headstart.cache.block import PartialNode
 from headstart.cluster import ReplicaIndex
 from headstart.cluster.events import DISK, POOL
 from headstart.cluster.index import prefix_keys
-from headstart.cluster.serving import publisher as publishing
+from headstart.cluster.serving import replica as publishing
 from headstart.cluster.serving.messages import Report
-from headstart.cluster.serving.publisher import CachePublisher
+from headstart.cluster.serving.replica import CachePublisher
 from headstart.frontend.facade import start_engine
 
 MODEL = "headstart-tiny"

@@ -16,7 +16,7 @@ from headstart.models.files import check_files, tensor_shapes
 from headstart.models.loader import load_model
 from headstart.models.transformers_backend import loader
 from headstart.omni.qwen2_5 import Qwen25Omni
-from headstart.omni.qwen3_model import Qwen3Omni
+from headstart.omni.qwen3 import Qwen3Omni
 from headstart.weights.reader import Checkpoint
 from tests.omni.tiny_omni import save_qwen25
 from tests.omni.tiny_qwen3 import save_qwen3

@@ -17,8 +17,9 @@ os.environ["HEADSTART_CACHE_DIR"] = "off"  # or commands would hit what earlier 
 import gc
 import logging
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -103,6 +104,52 @@ def own_byte_product() -> Iterator[None]:
     yield
     if (found := native.avx2_library()) is not None:
         found.headstart_native_use_vnni(native.vnni())
+
+
+# The limits that `limits` sets, by the name of its parameter.
+TIER_LIMITS = {
+    "deadline": "tiers.guard.DEADLINE",
+    "clearing": "tiers.guard.CLEARING",
+    "chunk_bytes": "tiers.guard.CHUNK_BYTES",
+    "trial": "tiers.worker._TRIAL",
+    "least_wait": "tiers.worker._LEAST_WAIT",
+    "drain_bytes": "tiers.worker._DRAIN_BYTES",
+    "remote_patience": "tiers.remote._PATIENCE",
+    "last_saves": "engine.tiering.tiers._LAST_SAVES",
+    "queued_bytes": "engine.tiering.tiers._QUEUED_BYTES",
+}
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set limits of the tiers, so that a test need not wait for seconds or move megabytes."""
+
+    def set_limits(**values: float) -> None:
+        for name, value in values.items():
+            monkeypatch.setattr(f"headstart.{TIER_LIMITS[name]}", value)
+
+    return set_limits
+
+
+@pytest.fixture
+def disk_loads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
+    """Pass the store and the blocks of every load from a disk through a generator function."""
+    from headstart.tiers import DiskStore
+
+    load = DiskStore.load
+
+    def wrap(through: Callable[..., Any]) -> None:
+        monkeypatch.setattr(
+            DiskStore, "load", lambda store, names: through(store, load(store, names))
+        )
+
+    return wrap
+
+
+@pytest.fixture
+def loads_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load every stored prefix, however fast so small a model computes."""
+    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
 
 
 def pytest_collection_finish() -> None:

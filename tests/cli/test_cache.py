@@ -19,16 +19,12 @@ from headstart.tiers import DiskStore, ModelRecord, StoredBlock, contents
 from headstart.tiers.index import DiskIndex
 from tests.engine.tiny_llm import make_llm, save_smallest
 
+pytestmark = pytest.mark.usefixtures("loads_always")
+
 TEXT = list(range(3, 83))
 PARAMS = SamplingParams(temperature=0, max_tokens=1)
 
 Cache = Callable[..., Result]
-
-
-@pytest.fixture(autouse=True)
-def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most CPUs compute so small a model faster than a disk answers."""
-    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
 
 
 @pytest.fixture

@@ -27,32 +27,17 @@ from headstart.tiers import (
 )
 from headstart.tiers.store import make_header
 from tests.engine.tiny_llm import make_llm, save_smallest
-from tests.tiers.stores import MODEL, block, blocks, name, names, payload
+from tests.tiers.stores import MODEL, Clock, block, blocks, name, names, payload
 from tests.tiers.test_threads import FOREVER, Gate, Store, arrived, everything, loading
 
 PROMPT = {"prompt_token_ids": list(range(3, 103))}
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
-class Clock:
-    """The time of pauses, which stands still unless it is set."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        clock = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr("headstart.tiers.store.time", clock)
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
-
-
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(limits: Callable[..., None]) -> None:
     """Stores are late after a moment."""
-    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.05)
-    monkeypatch.setattr("headstart.tiers.guard.CLEARING", 0.05)
+    limits(deadline=0.05, clearing=0.05)
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -112,11 +97,11 @@ def test_a_call_that_is_interrupted_has_the_store_left_alone_until_it_returns() 
     assert not store.faults.counts, "the store did nothing wrong"
 
 
-def test_what_came_before_a_store_fell_silent_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
+def test_what_came_before_a_store_fell_silent_is_there(limits: Callable[..., None]) -> None:
+    limits(chunk_bytes=1)
     gate, begun = Gate("fourth"), iter(["first", "second", "third", "fourth"])
     store = GuardedStore(Store(lambda method: gate(next(begun)) if method == "block" else None))
-    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.5)
+    limits(deadline=0.5)
     chunks = store.load(names(range(9)))
     assert len(next(chunks)) == 1
     assert gate.reached.wait(FOREVER)
@@ -176,12 +161,10 @@ def test_a_store_that_was_late_is_left_alone_for_a_while(short: None, clock: Clo
 
 @pytest.mark.parametrize("rate", [None, 1e9])
 def test_a_load_that_takes_longer_than_computing_ends(
-    monkeypatch: pytest.MonkeyPatch, rate: float | None
+    rate: float | None, limits: Callable[..., None]
 ) -> None:
     """The first one soon, and others when computing all of it would have taken as long."""
-    monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
-    monkeypatch.setattr("headstart.tiers.worker._TRIAL", 0.06)
-    monkeypatch.setattr("headstart.tiers.worker._LEAST_WAIT", 0.01)
+    limits(chunk_bytes=1, trial=0.06, least_wait=0.01)
 
     def tick(method: str) -> None:
         time.sleep(0.05 if method == "block" else 0)  # the store is slow, and never silent
@@ -221,12 +204,12 @@ class SlowServer:
 
 @pytest.mark.parametrize("seconds", [0.01, 0.1])
 def test_a_link_that_becomes_slow_costs_a_load_what_computing_takes(
-    monkeypatch: pytest.MonkeyPatch, seconds: float
+    seconds: float, limits: Callable[..., None]
 ) -> None:
     """Requests in a row waited for 14 times as long as computing took, since the rate was an
     average over the fast loads before."""
     pytest.importorskip("redis")
-    monkeypatch.setattr("headstart.tiers.worker._LEAST_WAIT", 0.05)
+    limits(least_wait=0.05)
     server, remote = SlowServer(), RemoteStore("redis://127.0.0.1:1", MODEL)
     remote._client = server
     store = GuardedStore(remote)
@@ -259,9 +242,9 @@ def test_a_link_that_becomes_slow_costs_a_load_what_computing_takes(
 
 
 def test_a_lookup_that_is_slower_than_computing_has_the_store_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
+    limits: Callable[..., None],
 ) -> None:
-    monkeypatch.setattr("headstart.tiers.worker._LEAST_WAIT", 0.02)
+    limits(least_wait=0.02)
     gate = Gate("find")
     store = GuardedStore(Store(gate))
     with loading(store, compute=lambda count: 0.01) as loader:
@@ -343,13 +326,10 @@ def ask(llm: Any) -> Any:
 
 @pytest.mark.parametrize("server", [never, drip])
 def test_a_server_that_never_replies_costs_no_answer(
-    monkeypatch: pytest.MonkeyPatch, model: Path, alone: Any, server: Any
+    model: Path, alone: Any, server: Any, limits: Callable[..., None]
 ) -> None:
     pytest.importorskip("redis")
-    monkeypatch.setattr("headstart.tiers.remote._PATIENCE", 0.2)
-    monkeypatch.setattr("headstart.engine.tiering.tiers._LAST_SAVES", 0.1)
-    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.3)
-    monkeypatch.setattr("headstart.tiers.guard.CLEARING", 0.3)
+    limits(remote_patience=0.2, last_saves=0.1, deadline=0.3, clearing=0.3)
     with closing(Listener(server)) as listener:
         llm = make_llm(model, remote_cache=listener.url)
         assert [ask(llm) for _ in range(3)] == [alone] * 3
@@ -362,14 +342,14 @@ def test_a_server_that_never_replies_costs_no_answer(
 
 
 def test_images_are_forgotten_though_the_store_of_prefixes_does_not_answer(
-    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path, limits: Callable[..., None]
 ) -> None:
     unblocked, asked = threading.Event(), threading.Event()
     with closing(make_llm(model, cache_dir=str(tmp_path))) as llm:
         tiers = llm.engine.tiers
         assert tiers is not None
+        limits(clearing=0.05)
         with monkeypatch.context() as patch:
-            patch.setattr("headstart.tiers.guard.CLEARING", 0.05)
             patch.setattr(tiers._tiers[0].store, "clear", lambda: unblocked.wait(FOREVER))
             patch.setattr(tiers._object_tiers[0].store, "clear", lambda: asked.set() or True)
             with pytest.raises(EngineError, match="what is kept elsewhere may not be"):
@@ -379,7 +359,7 @@ def test_images_are_forgotten_though_the_store_of_prefixes_does_not_answer(
 
 
 def test_a_reset_during_a_slow_save_says_that_something_may_be_left(
-    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path, limits: Callable[..., None]
 ) -> None:
     saving, unblocked = threading.Event(), threading.Event()
     real = DiskStore.save
@@ -393,10 +373,10 @@ def test_a_reset_during_a_slow_save_says_that_something_may_be_left(
     with closing(make_llm(model, cache_dir=str(tmp_path))) as llm:
         ask(llm)
         assert saving.wait(FOREVER)
-        with monkeypatch.context() as patch:
-            patch.setattr("headstart.engine.tiering.tiers._LAST_SAVES", 0.01)
-            with pytest.raises(EngineError, match="what is kept elsewhere may not be"):
-                llm.reset_prefix_cache(reset_connector=True)
+        limits(last_saves=0.01)
+        with pytest.raises(EngineError, match="what is kept elsewhere may not be"):
+            llm.reset_prefix_cache(reset_connector=True)
+        limits(last_saves=10.0)
         unblocked.set()
         assert llm.reset_prefix_cache(reset_connector=True)
         assert llm.engine.tiers is not None and llm.engine.tiers.flush(FOREVER)
@@ -407,7 +387,12 @@ def test_a_reset_during_a_slow_save_says_that_something_may_be_left(
 
 @pytest.mark.parametrize("method", ["find", "load"])
 def test_a_disk_that_blocks_costs_no_answer(
-    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path, alone: Any, method: str
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    tmp_path: Path,
+    alone: Any,
+    method: str,
+    limits: Callable[..., None],
 ) -> None:
     llm = make_llm(model, cache_dir=str(tmp_path))
     ask(llm)
@@ -421,11 +406,11 @@ def test_a_disk_that_blocks_costs_no_answer(
         return real(store, *arguments)
 
     monkeypatch.setattr(DiskStore, method, block)
-    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.2)
+    limits(deadline=0.2)
     llm = make_llm(model, cache_dir=str(tmp_path))
     assert [ask(llm) for _ in range(3)] == [alone] * 3
     assert llm.engine.tiers is not None
     assert llm.engine.tiers.stats.late_answers == 1, "it was left alone after that"
-    monkeypatch.setattr("headstart.engine.tiering.tiers._LAST_SAVES", 0.1)
+    limits(last_saves=0.1)
     llm.close()
     unblocked.set()

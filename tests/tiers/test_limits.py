@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +26,11 @@ from tests.tiers.stores import MODEL, blocks, disk, held, name, names
 from tests.tiers.test_threads import FOREVER, Gate, Store, everything
 
 
-def test_an_image_has_one_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_image_has_one_deadline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limits: Callable[..., None]
+) -> None:
     """Its parts are found and loaded by three calls, each of which waited for a deadline."""
-    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.3)
+    limits(deadline=0.3)
     with closing(DiskStore(tmp_path, OBJECTS, 1 << 30)) as disk:
         store = GuardedStore(disk)
         saver = Saver(StoreChain([store]), 1 << 30, Faults("a test"))
@@ -42,9 +45,9 @@ def test_an_image_has_one_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         saver.close(FOREVER)
 
 
-def test_calls_that_are_late_together_are_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_are_late_together_are_a_miss(limits: Callable[..., None]) -> None:
     gate = Gate("load")
-    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.01)
+    limits(deadline=0.01)
     store = GuardedStore(Store(gate))
     found = store.call(lambda inner: inner.find(names(range(9))) + len(list(inner.load([]))), None)
     assert found is None
@@ -52,8 +55,8 @@ def test_calls_that_are_late_together_are_a_miss(monkeypatch: pytest.MonkeyPatch
     gate.opened.set()
 
 
-def test_forgetting_all_may_take_longer_than_a_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.01)
+def test_forgetting_all_may_take_longer_than_a_lookup(limits: Callable[..., None]) -> None:
+    limits(deadline=0.01)
     gate = Gate("clear")
     store = GuardedStore(Store(gate))
     threading.Timer(0.2, gate.opened.set).start()
@@ -64,7 +67,7 @@ def test_a_server_forgets_many_keys_at_once() -> None:
     pytest.importorskip("redis")
     orders: list[tuple[bytes, ...]] = []
     store = RemoteStore("redis://127.0.0.1:1", MODEL)
-    keys = [store._prefix + name(number) for number in range(2500)]
+    keys = [b"prefix " + name(number) for number in range(2500)]
     store._client = SimpleNamespace(
         scan_iter=lambda **_: iter(keys), unlink=lambda *some: orders.append(some)
     )
@@ -88,14 +91,11 @@ def test_a_late_call_opens_nothing_of_a_closed_folder(tmp_path: Path) -> None:
         assert held(again, range(8)) == 4
 
 
-def test_a_store_with_a_late_call_is_closed_once_that_returns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_store_with_a_late_call_is_closed_once_that_returns(limits: Callable[..., None]) -> None:
     gate, closed = Gate("find"), threading.Event()
     store = GuardedStore(Store(lambda method: closed.set() if method == "close" else gate(method)))
-    with monkeypatch.context() as patch:
-        patch.setattr("headstart.tiers.guard.DEADLINE", 0.01)
-        assert store.find(names(range(9))) == 0
+    limits(deadline=0.01)
+    assert store.find(names(range(9))) == 0
     store.close(0.0)
     assert not closed.wait(0.05), "a call is in it"
     gate.opened.set()

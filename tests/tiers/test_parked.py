@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -20,8 +21,8 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", SIZE)
+def small_chunks(limits: Callable[..., None]) -> None:
+    limits(chunk_bytes=SIZE)
 
 
 def settle(loader: Loader, *jobs: LoadJob) -> None:
@@ -135,17 +136,16 @@ def answer(group: RequestGroup) -> list[int]:
 
 @pytest.fixture
 def kept(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, loads_always: None, limits: Callable[..., None]
 ) -> tuple[Path, list[list[int]]]:
     """A folder that has the three prompts, their answers; and room for four blocks of loads."""
-    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
-    monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
+    limits(chunk_bytes=1)
     with closing(make_llm(model, cache_dir=str(tmp_path), num_blocks=60)) as llm:
         groups = [submit(llm, tokens) for tokens in (*LARGE, SMALL)]
         run_until(llm, *groups)
         assert llm.engine.tiers is not None and llm.engine.tiers.flush(FOREVER)
         nbytes = llm.engine.kv_cache_bytes // 60
-    monkeypatch.setattr("headstart.engine.tiering.tiers._QUEUED_BYTES", 4 * nbytes)
+    limits(queued_bytes=4 * nbytes)
     return tmp_path, [answer(group) for group in groups]
 
 

@@ -5,7 +5,6 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from headstart.errors import ConfigError
 from headstart.tiers import ModelRecord, RemoteStore, remote
 from headstart.tiers import store as records
 from tests.engine.tiny_llm import make_llm, save_smallest
-from tests.tiers.stores import MODEL, blocks, held, name, names
+from tests.tiers.stores import MODEL, Clock, blocks, held, name, names
 
 redis = pytest.importorskip("redis")
 PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
@@ -86,7 +85,7 @@ def test_a_damaged_block_is_a_miss_and_is_forgotten(server: Server) -> None:
     with closing(RemoteStore(server.url, MODEL)) as store:
         store.save(blocks(range(10)))
         for number, damage in ((2, lambda value: value[:-9]), (5, lambda value: value[::-1])):
-            key = store._prefix + name(number)
+            [key] = [key for key in server.client.scan_iter() if key.endswith(name(number))]
             server.client.set(key, damage(server.client.get(key)))
         assert held(store, range(10)) == 2
         assert store.find(names(range(2, 10))) == 0
@@ -115,12 +114,8 @@ def test_engines_of_two_versions_leave_each_other_s_blocks_alone(
 
 
 def test_a_server_that_is_down_costs_a_miss_and_is_asked_again(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, clock: Clock
 ) -> None:
-    now = 0.0
-    # Not the clock of everybody: event loops of servers in other threads would never wake up.
-    clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("headstart.tiers.store.time", clock)
     with closing(RemoteStore(server.url, MODEL)) as store:
         store.save(blocks(range(4)))
         loading = store.load(names(range(4)))
@@ -132,18 +127,16 @@ def test_a_server_that_is_down_costs_a_miss_and_is_asked_again(
         assert held(store, range(4)) == 0
         assert sum(store.faults.counts.values()) == 1, "it is left alone for a while"
         server.start()
-        now += 60
+        clock.now += 60
         assert store.save(blocks(range(4))) == 4
         assert held(store, range(4)) == 4
 
 
 @pytest.mark.parametrize("why", ["full", "replica", "reader"])
 def test_a_server_that_takes_no_blocks_still_gives_what_it_has(
-    server: Server, monkeypatch: pytest.MonkeyPatch, why: str
+    server: Server, why: str, clock: Clock
 ) -> None:
     """Each save that it refused had it left alone by those who load, too."""
-    now = 0.0
-    monkeypatch.setattr("headstart.tiers.store.time", SimpleNamespace(monotonic=lambda: now))
     orders = {
         "full": [("CONFIG SET maxmemory-policy", "noeviction"), ("CONFIG SET maxmemory", "1")],
         "replica": [("REPLICAOF", "127.0.0.1", "1")],
@@ -164,7 +157,7 @@ def test_a_server_that_takes_no_blocks_still_gives_what_it_has(
         assert store.faults.counts == {"the server gives blocks and takes none": 1}
         assert store.faults.num_unsaved == 4 + 8, "those refused, and those that were not offered"
         server.client.execute_command(*undo[why])
-        now += 60
+        clock.now += 60
         assert store.save(blocks(range(8))) == 4
         assert held(store, range(8)) == 8
 

@@ -1,6 +1,6 @@
 """Several tiers: each is left alone for itself, and the others go on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +17,8 @@ from tests.tiers.test_deadline import GREEDY, Listener, drip
 from tests.tiers.test_threads import FOREVER, Gate, Store
 
 
-def test_a_tier_that_does_not_answer_turns_no_other_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.01)
+def test_a_tier_that_does_not_answer_turns_no_other_off(limits: Callable[..., None]) -> None:
+    limits(deadline=0.01)
     gate, far = Gate("find"), Store()
     first = GuardedStore(Store(gate))
     both = StoreChain([first, GuardedStore(far)])
@@ -30,11 +30,11 @@ def test_a_tier_that_does_not_answer_turns_no_other_off(monkeypatch: pytest.Monk
 
 
 def test_a_prompt_on_disk_is_loaded_beside_a_server_that_never_replies(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tmp_path: Path, limits: Callable[..., None]
 ) -> None:
     """One pause for both had it computed, for up to five minutes."""
     pytest.importorskip("redis")
-    monkeypatch.setattr("headstart.engine.tiering.tiers._LAST_SAVES", 0.1)
+    limits(last_saves=0.1)
     model, kept = save_smallest(tmp_path / "model"), str(tmp_path / "kept")
 
     def ask(llm: object, first: int) -> RequestOutput:
@@ -46,7 +46,7 @@ def test_a_prompt_on_disk_is_loaded_beside_a_server_that_never_replies(
     with closing(make_llm(model, cache_dir=kept)) as llm:
         ask(llm, 3)
         assert llm.engine.tiers is not None and llm.engine.tiers.flush(FOREVER)
-    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.3)
+    limits(deadline=0.3)
     with (
         closing(Listener(drip)) as listener,
         closing(make_llm(model, cache_dir=kept, remote_cache=listener.url)) as llm,

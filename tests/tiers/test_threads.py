@@ -149,8 +149,8 @@ def saving(
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 2 * SIZE)
+def small_chunks(limits: Callable[..., None]) -> None:
+    limits(chunk_bytes=2 * SIZE)
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -348,9 +348,9 @@ def test_a_process_that_was_forked_waits_for_no_saver() -> None:
         gate.opened.set()
 
 
-def test_a_queue_that_is_empty_again_returns_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queue_that_is_empty_again_returns_its_memory(limits: Callable[..., None]) -> None:
     """Up to 400 MB stayed resident after all was saved."""
-    monkeypatch.setattr("headstart.tiers.worker._DRAIN_BYTES", 6 * SIZE)
+    limits(drain_bytes=6 * SIZE)
     alive: list[weakref.ref[np.ndarray[Any, Any]]] = []
     drained: list[int] = []
 

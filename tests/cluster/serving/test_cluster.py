@@ -28,13 +28,40 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what Ray warns of is its ow
 
 
 class Fake:
-    """Ray and Ray Serve, as far as a server that joins replicas asks them."""
+    """Ray and Ray Serve for a server that starts or joins replicas, and its clock."""
 
     def __init__(self, states: list[str | None], running: int = 2) -> None:
         self.states, self.running = states, running
         self.shut_down = 0
-        self.name = ""
+        self.now = 0.0
+        self.name = self.gcs_address = ""
         self.is_alive, self.gpus = True, 0.0
+        self.run: Callable[..., Any] = lambda *_, **named: None
+        self.delete: Callable[[str], Any] = lambda name: None
+
+    def init(self, *arguments: Any, **options: Any) -> None:
+        """Connect to Ray."""
+
+    def nodes(self) -> list[dict[str, bool]]:
+        return [{"Alive": self.is_alive}]
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 2.0, "GPU": self.gpus}
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(gcs_address=self.gcs_address)
+
+    def start(self, **options: Any) -> None:
+        """Start Ray Serve."""
+
+    def deployment(self, *arguments: Any, **options: Any) -> Any:
+        return SimpleNamespace(bind=lambda *arguments: None)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
     def status(self) -> Any:
         """Each call is a look at the next state; None is an application that is not there."""
@@ -75,7 +102,7 @@ def _raise(error: Exception) -> Callable[..., Any]:
 
 @pytest.fixture
 def listening() -> Iterator[int]:
-    """The port of a head that takes connections."""
+    """Return the port of a head that takes connections."""
     with socket.create_server(("127.0.0.1", 0)) as head:
         yield head.getsockname()[1]
 
@@ -84,20 +111,11 @@ def listening() -> Iterator[int]:
 def start(monkeypatch: pytest.MonkeyPatch, listening: int) -> Callable[..., Any]:
     from headstart.cluster.serving import cluster
 
-    at = SimpleNamespace(gcs_address=f"127.0.0.1:{listening}")
-    monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: at)
-
-    def start(fake: Fake, **config: Any) -> Any:
-        monkeypatch.delenv("RAY_ADDRESS", raising=False)
-        monkeypatch.setattr(cluster.ray, "init", lambda *given, **named: None)
-        monkeypatch.setattr(cluster.ray, "shutdown", fake.shutdown)
-        monkeypatch.setattr(cluster.ray, "nodes", lambda: [{"Alive": fake.is_alive}])
-        monkeypatch.setattr(
-            cluster.ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": fake.gpus}
-        )
-        monkeypatch.setattr(cluster, "serve", fake)
-        monkeypatch.setattr(cluster, "_START_LOOK", 0.0)
-        monkeypatch.setattr(cluster, "_START_PATIENCE", 1.0)
+    def start(fake: Fake, address: str = "", **config: Any) -> Any:
+        fake.gcs_address = fake.gcs_address or f"127.0.0.1:{listening}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        for module in ("ray", "serve", "time"):
+            monkeypatch.setattr(cluster, module, fake)
         return cluster.ReplicaCluster(
             MODEL, {"num_blocks": 64}, ReplicaConfig(replicas=2, **config)
         )
@@ -105,11 +123,9 @@ def start(monkeypatch: pytest.MonkeyPatch, listening: int) -> Callable[..., Any]
     return start
 
 
-def test_ray_is_left_when_it_cannot_tell_what_runs(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_is_left_when_it_cannot_tell_what_runs(start: Callable[..., Any]) -> None:
     fake = Fake([None])
-    monkeypatch.setattr(fake, "status", _raise(ConnectionError("the head is gone")))
+    fake.status = _raise(ConnectionError("the head is gone"))  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="the replicas cannot be asked: ConnectionError"):
         start(fake)
     assert fake.shut_down == 1
@@ -177,14 +193,9 @@ def test_all_replicas_of_another_server_get_requests(
     assert len(dispatcher.replicas) == 9
 
 
-def test_ray_is_left_when_the_replicas_cannot_be_deleted(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from headstart.cluster.serving.cluster import ReplicaCluster
-
+def test_ray_is_left_when_the_replicas_cannot_be_deleted(start: Callable[..., Any]) -> None:
     fake = Fake([None])
-    fake.delete = _raise(ConnectionError("the head is gone"))  # type: ignore[attr-defined]
-    monkeypatch.setattr(ReplicaCluster, "_deploy", lambda *given: None)
+    fake.delete = _raise(ConnectionError("the head is gone"))
     with pytest.raises(EngineError, match="ConnectionError"):
         start(fake)
     assert fake.shut_down == 1
@@ -199,17 +210,10 @@ def handler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("handler")
-def test_sigterm_while_replicas_start_leaves_ray_in_order(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_while_replicas_start_leaves_ray_in_order(start: Callable[..., Any]) -> None:
     """Ray's own handler ended the process with a dump; some of Ray's processes stayed."""
-    from headstart.cluster.serving.cluster import ReplicaCluster
-
     fake = Fake([None])
-    fake.delete = lambda name: None  # type: ignore[attr-defined]
-    monkeypatch.setattr(
-        ReplicaCluster, "_deploy", lambda *given: signal.raise_signal(signal.SIGTERM)
-    )
+    fake.run = lambda *_, **named: signal.raise_signal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
         start(fake)
     assert (ended.value.code, fake.shut_down) == (128 + signal.SIGTERM, 1)
@@ -227,9 +231,8 @@ def test_replicas_of_a_ray_that_died_are_not_waited_for(
     from headstart.cluster.serving import cluster
 
     fake, deleted = Fake([None]), threading.Event()
-    fake.delete = lambda name: deleted.wait(20.0)  # type: ignore[attr-defined]
+    fake.delete = lambda name: deleted.wait(20.0)
     fake.is_alive = is_alive
-    monkeypatch.setattr(cluster.ReplicaCluster, "_deploy", lambda *given: None)
     monkeypatch.setattr(cluster, "_STOP_PATIENCE", 20.0 if not is_alive else 0.1)
     try:
         with pytest.raises(EngineError, match="ConnectionError"):
@@ -243,20 +246,16 @@ def test_replicas_of_a_ray_that_died_are_not_waited_for(
 
 @pytest.mark.usefixtures("handler")
 def test_a_head_that_is_gone_is_not_asked_to_delete_replicas(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
+    start: Callable[..., Any], logged: list[logging.LogRecord]
 ) -> None:
     """Ray tried to reach it for a minute, and then ended the process: a signal to all of them."""
-    from headstart.cluster.serving import cluster
-
-    asked: list[str] = []
+    deleted: list[str] = []
     fake = Fake([None])
-    fake.delete = asked.append  # type: ignore[attr-defined]
-    monkeypatch.setattr(cluster.ReplicaCluster, "_deploy", lambda *given: None)
-    at = SimpleNamespace(gcs_address="127.0.0.1:1")
-    monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: at)
+    fake.delete = deleted.append
+    fake.gcs_address = "127.0.0.1:1"
     with pytest.raises(EngineError, match="ConnectionError"):
         start(fake)
-    assert (asked, fake.shut_down) == ([], 1)
+    assert (deleted, fake.shut_down) == ([], 1)
     assert any("ConnectionRefusedError" in record.getMessage() for record in logged)
 
 
@@ -266,19 +265,11 @@ def test_a_head_that_is_gone_is_not_asked_to_delete_replicas(
     [(1.0, 1.0, False), (1.0, 0.5, True), (2.0, 1.0, True), (2.0, 2.0, False), (1.0, 0.6, False)],
 )
 def test_gpus_that_this_machine_has_not_are_told_at_once(
-    gpus: float,
-    share: float,
-    fits: bool,
-    start: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
+    gpus: float, share: float, fits: bool, start: Callable[..., Any]
 ) -> None:
     """Ray waited for them for ever, and the server with it, without a word."""
-    from headstart.cluster.serving.cluster import ReplicaCluster
-
-    monkeypatch.setattr(ReplicaCluster, "_deploy", lambda *given: None)
     fake = Fake([None])
     fake.gpus = gpus
-    fake.delete = lambda name: None  # type: ignore[attr-defined]
     with pytest.raises(HeadstartError) as told:
         start(fake, replica_gpus=share)
     said = f"2 replicas need {share:g} GPUs each; this machine has {gpus:g}"
@@ -288,21 +279,14 @@ def test_gpus_that_this_machine_has_not_are_told_at_once(
 
 @pytest.mark.usefixtures("handler")
 def test_cpus_that_a_cluster_has_not_are_told_at_once(
-    start: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    logged: list[logging.LogRecord],
+    start: Callable[..., Any], logged: list[logging.LogRecord]
 ) -> None:
     """Ray waited for them for ever, and the server with it, without a word."""
-    from headstart.cluster.serving.cluster import ReplicaCluster
-
-    monkeypatch.setattr(ReplicaCluster, "_connect", lambda *given: False)
-    monkeypatch.setattr(ReplicaCluster, "_deploy", lambda *given: None)
     fake = Fake([None])
-    fake.delete = lambda name: None  # type: ignore[attr-defined]
     for cpus, fits in (1.5, False), (1.0, True):
         logged.clear()
         with pytest.raises(EngineError, match="ConnectionError"):
-            start(fake, replica_cpus=cpus)
+            start(fake, address="auto", replica_cpus=cpus)
         told = [record.getMessage() for record in logged]
         assert ("2 replicas need 1.5 CPUs each; the cluster has 2" in str(told)) != fits
 
@@ -322,13 +306,11 @@ def test_what_ray_serve_waits_for_is_told_once(
             return SimpleNamespace(applications={made[0]: said})
 
         made = [named["name"]]
-        monkeypatch.setattr(fake, "status", status)
+        fake.status = status  # type: ignore[method-assign]
         for _ in range(3):
             assert looks.acquire(timeout=20)
 
-    fake.run, fake.start = deploy, lambda **given: None  # type: ignore[attr-defined]
-    fake.deployment = lambda *given, **named: SimpleNamespace(bind=lambda *given: None)  # type: ignore[attr-defined]
-    fake.delete = lambda name: None  # type: ignore[attr-defined]
+    fake.run = deploy
     monkeypatch.setattr(cluster, "_WAIT_LOOK", 0.001)
     with pytest.raises(EngineError, match="ConnectionError"):
         start(fake)
@@ -336,18 +318,17 @@ def test_what_ray_serve_waits_for_is_told_once(
     assert told.count("the replicas do not all run yet: no CPU is free") == 1
 
 
-def test_a_ray_that_asks_for_a_token_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_asks_for_a_token_is_told(start: Callable[..., Any]) -> None:
     """Ray said that it failed to connect, and no more. So it is where RAY_AUTH_MODE is not set."""
-    from headstart.cluster.serving import cluster
 
     def init(*given: Any, **named: Any) -> None:
         cause = RuntimeError("Traceback ... ray.exceptions.AuthenticationError: RPC error: ...")
         raise ConnectionError("Failed to connect to Ray cluster at 192.0.2.1:6379") from cause
 
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    monkeypatch.setattr(cluster.ray, "init", init)
+    fake = Fake([None])
+    fake.init = init  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="it asks for a token; allowed: RAY_AUTH_MODE=token"):
-        cluster.ReplicaCluster(MODEL, {}, ReplicaConfig(replicas=1))
+        start(fake, address="auto")
 
 
 def test_what_ray_raises_is_read() -> None:

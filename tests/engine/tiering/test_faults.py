@@ -77,6 +77,7 @@ def check(engine: EngineCore) -> None:
 
 @pytest.mark.parametrize("begin", [begin, begin_again])
 @pytest.mark.parametrize("place", ["model", "offering", "taking in", "writing", "committing"])
+@pytest.mark.usefixtures("loads_always")
 def test_a_fault_in_a_step_that_loads(
     monkeypatch: pytest.MonkeyPatch,
     llm: LLM,
@@ -84,7 +85,6 @@ def test_a_fault_in_a_step_that_loads(
     place: str,
 ) -> None:
     """The loads go on where the model fails, and end where the engine is reset."""
-    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
     engine = llm.engine
     tiers = engine.tiers
     assert tiers is not None

@@ -1,6 +1,6 @@
 """Embeddings of images come from the tiers while other requests run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from headstart import LLM, SamplingParams
-from headstart.cache import BlockHash
 from headstart.engine.image_cache import EncoderCache, PromptImages
 from headstart.engine.request import RequestGroup
 from headstart.errors import TierError
@@ -54,16 +53,16 @@ def counts(llm: LLM) -> tuple[int, int]:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Event:
+def gate(disk_loads: Callable[..., None]) -> Event:
     """Images come from the disk once it is set."""
-    opened, load = Event(), DiskStore.load
+    opened = Event()
 
-    def wait(store: DiskStore, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
+    def wait(store: DiskStore, blocks: Iterator[LoadedBlock]) -> Iterator[LoadedBlock]:
         if store.model == OBJECTS:
             assert opened.wait(4), "somebody waits for an image within a step"
-        yield from load(store, names)
+        yield from blocks
 
-    monkeypatch.setattr(DiskStore, "load", wait)
+    disk_loads(wait)
     return opened
 
 
@@ -175,28 +174,31 @@ def test_who_waits_for_an_image_that_another_has_computed_past_gets_it(
 
 
 def test_all_is_forgotten_once_nothing_is_loaded_any_more(
-    model: Path, kept: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    kept: tuple[Path, list[int]],
+    limits: Callable[..., None],
+    disk_loads: Callable[..., None],
 ) -> None:
     """What a farther tier had was saved in all tiers, after a reset had emptied them."""
-    in_store, gate, load = Event(), Event(), DiskStore.load
+    in_store, gate = Event(), Event()
 
-    def wait(store: DiskStore, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
+    def wait(store: DiskStore, blocks: Iterator[LoadedBlock]) -> Iterator[LoadedBlock]:
         if store.model == OBJECTS:
             in_store.set()
             assert gate.wait(4)
-        yield from load(store, names)
+        yield from blocks
 
-    monkeypatch.setattr(DiskStore, "load", wait)
+    disk_loads(wait)
     with closing(open_llm(model, kept[0])) as llm:
         group = submit(llm, "One <image> and <image> two", 1, 2)
         llm.engine.step()
         assert llm.engine.tiers is not None
         assert in_store.wait(4)
         llm.engine.abort(group.request_id)
-        with monkeypatch.context() as patch:
-            patch.setattr("headstart.engine.tiering.tiers._LAST_SAVES", 0.01)
-            with pytest.raises(TierError, match="may not be"):
-                llm.engine.tiers.clear()
+        limits(last_saves=0.01)
+        with pytest.raises(TierError, match="may not be"):
+            llm.engine.tiers.clear()
+        limits(last_saves=10.0)
         gate.set()
         assert llm.reset_prefix_cache(reset_connector=True)
         assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [kept[1]]

@@ -1,6 +1,6 @@
 """Loaded tokens: of a request those that it hits, of a tier all that came into the pool."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from threading import Event
@@ -8,7 +8,6 @@ from threading import Event
 import pytest
 
 from headstart import SamplingParams
-from headstart.cache import BlockHash
 from headstart.tiers import DiskStore, LoadedBlock
 from tests.engine.tiny_llm import make_llm, save_smallest
 
@@ -30,22 +29,21 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 class GatedDisk:
     """Gives so many blocks at once, and the others when it is opened."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    def __init__(self, at_once: int) -> None:
         self.opened = Event()
-        self._load, self._at_once = DiskStore.load, at_once
-        monkeypatch.setattr(DiskStore, "load", lambda store, names: self.load(store, names))
-        monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
+        self._at_once = at_once
 
-    def load(self, store: DiskStore, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
-        for at, block in enumerate(self._load(store, names)):
+    def load(self, _: DiskStore, blocks: Iterator[LoadedBlock]) -> Iterator[LoadedBlock]:
+        for at, block in enumerate(blocks):
             assert at < self._at_once or self.opened.wait(60)
             yield block
 
 
 def test_what_another_request_computed_meanwhile_is_not_loaded(
-    kept: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+    kept: tuple[Path, str], limits: Callable[..., None], disk_loads: Callable[..., None]
 ) -> None:
-    disk = GatedDisk(monkeypatch, at_once=0)
+    limits(chunk_bytes=1)
+    disk_loads((disk := GatedDisk(at_once=0)).load)
     with closing(make_llm(kept[0], cache_dir=kept[1], debug=True)) as llm:
         engine = llm.engine
         assert engine.tiers is not None
@@ -63,9 +61,10 @@ def test_what_another_request_computed_meanwhile_is_not_loaded(
 
 
 def test_a_request_has_loaded_what_it_hits_of_another_one_s_load(
-    kept: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+    kept: tuple[Path, str], limits: Callable[..., None], disk_loads: Callable[..., None]
 ) -> None:
-    GatedDisk(monkeypatch, at_once=99)
+    limits(chunk_bytes=1)
+    disk_loads(GatedDisk(at_once=99).load)
     with closing(make_llm(kept[0], cache_dir=kept[1], debug=True)) as llm:
         prompts = [TEXT, TEXT[:50] + [9] * 20]
         outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], GREEDY)
@@ -76,15 +75,14 @@ def test_a_request_has_loaded_what_it_hits_of_another_one_s_load(
 
 
 def test_an_output_says_which_tier_its_tokens_came_from(
-    kept: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+    kept: tuple[Path, str], disk_loads: Callable[..., None]
 ) -> None:
-    load = DiskStore.load
 
-    def load_from_two(store: DiskStore, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
-        for at, block in enumerate(load(store, names)):
+    def load_from_two(_: DiskStore, blocks: Iterator[LoadedBlock]) -> Iterator[LoadedBlock]:
+        for at, block in enumerate(blocks):
             yield block if at < 3 else LoadedBlock("remote", block.payload)
 
-    monkeypatch.setattr(DiskStore, "load", load_from_two)
+    disk_loads(load_from_two)
     with closing(make_llm(kept[0], cache_dir=kept[1], debug=True)) as llm:
         prompts = [TEXT, TEXT[:50] + [9] * 20]
         outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], GREEDY)
@@ -98,10 +96,11 @@ def test_an_output_says_which_tier_its_tokens_came_from(
 
 
 def test_what_came_for_a_request_that_was_aborted_is_counted(
-    kept: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+    kept: tuple[Path, str], limits: Callable[..., None], disk_loads: Callable[..., None]
 ) -> None:
     """It is in the pool, and the next one hits it."""
-    disk = GatedDisk(monkeypatch, at_once=2)
+    limits(chunk_bytes=1)
+    disk_loads((disk := GatedDisk(at_once=2)).load)
     with closing(make_llm(kept[0], cache_dir=kept[1], debug=True)) as llm:
         engine = llm.engine
         assert engine.tiers is not None

@@ -1,6 +1,6 @@
 """Requests that were preempted: what the pool lost of them meanwhile comes back from the tiers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +8,9 @@ import pytest
 
 from headstart import LLM, SamplingParams
 from headstart.engine.request import RequestGroup
-from headstart.tiers import DiskStore
 from tests.engine.tiny_llm import make_llm, save_smallest
+
+pytestmark = pytest.mark.usefixtures("loads_always")
 
 NUM_BLOCKS = 20
 LONG = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
@@ -19,12 +20,6 @@ PROMPTS = [[3 + (7 * at + 11 * turn) % 140 for at in range(100)] for turn in ran
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_smallest(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model is so small that either may be faster, loading or computing."""
-    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
 
 
 def submit(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams = LONG) -> Any:
@@ -80,14 +75,14 @@ def test_answers_of_one_prompt_are_loaded_each_for_itself(model: Path, tmp_path:
 
 
 def test_what_the_store_does_not_have_is_computed(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, disk_loads: Callable[..., None]
 ) -> None:
     """A preempted request looks once, and does not wait for what never comes."""
     alone = make_llm(model, num_blocks=200)
     oracle = [finish(alone, submit(alone, [prompt]))[0] for prompt in PROMPTS]
     llm = make_llm(model, num_blocks=NUM_BLOCKS, cache_dir=str(tmp_path), debug=True)
     assert llm.engine.tiers is not None
-    monkeypatch.setattr(DiskStore, "load", lambda store, names: iter(()))
+    disk_loads(lambda store, blocks: iter(()))
     assert finish(llm, submit(llm, PROMPTS)) == oracle
     assert llm.engine.num_preemptions > 0 and loaded(llm) == 0
     llm.close()

@@ -1,14 +1,13 @@
 """Load or compute: what is slower is not done, and the first decision is not a blind one either."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from headstart import LLM, SamplingParams
-from headstart.cache import BlockHash
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.tiering.tiers import Tiers, is_worth_loading
 from headstart.tiers import DiskStore, LoadedBlock
@@ -45,28 +44,25 @@ def tiers_of(llm: LLM) -> Tiers:
 class SlowDisk:
     """Takes so many seconds for each block of a load after the first."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-        self.num_blocks = 0  # that it was asked for
+    def __init__(self, seconds: float) -> None:
+        self.num_blocks = 0  # that were queried
         self._seconds = seconds
-        self._load = DiskStore.load
-        monkeypatch.setattr(DiskStore, "load", lambda store, names: self.load(store, names))
-        monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
-        monkeypatch.setattr("headstart.tiers.worker._TRIAL", 0.02)
 
-    def load(self, store: DiskStore, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
-        for at, block in enumerate(self._load(store, names)):
+    def load(self, _: DiskStore, blocks: Iterator[LoadedBlock]) -> Iterator[LoadedBlock]:
+        for at, block in enumerate(blocks):
             self.num_blocks += 1
             time.sleep(self._seconds if at else 0)
             yield block
 
 
 def test_a_hit_that_is_slower_than_computing_is_not_taken(
-    model: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, kept: Path, limits: Callable[..., None], disk_loads: Callable[..., None]
 ) -> None:
     """Each took a block's K/V from a disk that is slower than computing, as the first one did."""
     with closing(make_llm(model)) as llm:
         alone = [ask(llm, tokens).outputs[0].token_ids for tokens in PROMPTS]
-    disk = SlowDisk(monkeypatch, 0.5)
+    limits(chunk_bytes=1, trial=0.02)
+    disk_loads((disk := SlowDisk(0.5)).load)
     with closing(make_llm(model, cache_dir=str(kept), debug=True)) as llm:
         outputs = [ask(llm, PROMPTS[0])]
         assert outputs[0].num_loaded_tokens == 16 and disk.num_blocks == 2, "it was tried"
@@ -82,9 +78,14 @@ def test_a_hit_that_is_slower_than_computing_is_not_taken(
 
 
 def test_a_hit_that_is_faster_than_computing_is_taken(
-    model: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    kept: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limits: Callable[..., None],
+    disk_loads: Callable[..., None],
 ) -> None:
-    disk = SlowDisk(monkeypatch, 0.001)
+    limits(chunk_bytes=1, trial=0.02)
+    disk_loads((disk := SlowDisk(0.001)).load)
     with closing(make_llm(model, cache_dir=str(kept), debug=True)) as llm:
         monkeypatch.setattr(tiers_of(llm)._rate, "add", lambda tokens, seconds: None)
         tiers_of(llm)._rate.value = 100.0  # tokens a second: a block takes 160 times as long

@@ -1,7 +1,7 @@
 """Prefixes that outlive the process: the next one hits them, and answers the same."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -11,12 +11,13 @@ import pytest
 
 from headstart import LLM, SamplingParams
 from headstart.attention import PagedKVMemory
-from headstart.cache import BlockHash
 from headstart.engine.metrics import Counter
 from headstart.engine.outputs import RequestOutput
 from headstart.models.dense.decoder import DenseDecoder
 from headstart.tiers import DiskStore, LoadedBlock
 from tests.engine.tiny_llm import make_llm, save_smallest
+
+pytestmark = pytest.mark.usefixtures("loads_always")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
 TEXT = list(range(3, 83))
@@ -26,12 +27,6 @@ PROMPTS = [TEXT + [90 + at] * 20 for at in range(3)]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_smallest(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most CPUs compute so small a model faster than a disk answers."""
-    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
 
 
 @contextmanager
@@ -172,24 +167,23 @@ def test_requests_that_begin_alike_share_a_load(model: Path, tmp_path: Path) -> 
 
 
 def test_a_request_waits_for_the_rest_of_its_prefix(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, limits: Callable[..., None], disk_loads: Callable[..., None]
 ) -> None:
     """A part of it has come and the rest has not; that a prompt is cold keeps nobody waiting."""
-    monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
+    limits(chunk_bytes=1)
     with opened(model, tmp_path) as llm:
         alone = [ask(llm, tokens) for tokens in PROMPTS]
     with opened(model, None) as llm:
         cold = ask(llm, TEXT[::-1])
     rest = Event()
-    load = DiskStore.load
 
-    def load_slowly(store: DiskStore, names: list[BlockHash]) -> Iterator[LoadedBlock]:
-        for at, found in enumerate(load(store, names)):
-            if at == 2:
+    def load_slowly(_: DiskStore, blocks: Iterator[LoadedBlock]) -> Iterator[LoadedBlock]:
+        for position, block in enumerate(blocks):
+            if position == 2:
                 assert rest.wait(60)
-            yield found
+            yield block
 
-    monkeypatch.setattr(DiskStore, "load", load_slowly)
+    disk_loads(load_slowly)
     with opened(model, tmp_path) as llm:
         engine = llm.engine
         groups = [llm.frontend.prepare({"prompt_token_ids": tokens}, GREEDY) for tokens in PROMPTS]
@@ -213,24 +207,24 @@ def test_a_request_waits_for_the_rest_of_its_prefix(
 
 
 def test_after_the_last_request_was_aborted_all_is_saved_and_no_block_is_held(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, limits: Callable[..., None], disk_loads: Callable[..., None]
 ) -> None:
     """Both waited for the next request: what was computed, and the blocks of a load for nobody."""
-    monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
+    limits(chunk_bytes=1)
     with opened(model, tmp_path) as llm:
         engine = llm.engine
         engine.submit(group := llm.frontend.prepare({"prompt_token_ids": TEXT}, GREEDY))
         engine.step()
         engine.abort(group.request_id)
         assert engine.tiers is not None
-        assert engine.tiers._saver.flush(10) and engine.tiers.stats.saved_blocks == 5
-    rest, load = Event(), DiskStore.load
+        assert engine.tiers.flush(10) and engine.tiers.stats.saved_blocks == 5
+    rest = Event()
 
-    def load_in_part(store: DiskStore, names: list[BlockHash]) -> Iterator[LoadedBlock]:
-        yield next(load(store, names))
+    def load_in_part(_: DiskStore, blocks: Iterator[LoadedBlock]) -> Iterator[LoadedBlock]:
+        yield next(blocks)
         assert rest.wait(60)
 
-    monkeypatch.setattr(DiskStore, "load", load_in_part)
+    disk_loads(load_in_part)
     with opened(model, tmp_path) as llm:
         engine = llm.engine
         engine.submit(group := llm.frontend.prepare({"prompt_token_ids": TEXT}, GREEDY))
@@ -349,21 +343,24 @@ def test_memory_is_got_ahead_for_what_a_folder_has_and_no_more(
 
 @pytest.mark.parametrize("is_aborted", [True, False])
 def test_a_load_under_way_keeps_nobody_from_forgetting_all(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_aborted: bool
+    model: Path,
+    tmp_path: Path,
+    is_aborted: bool,
+    limits: Callable[..., None],
+    disk_loads: Callable[..., None],
 ) -> None:
     """The blocks that it had taken were held until the next step, by nobody's request."""
-    monkeypatch.setattr("headstart.tiers.guard.CHUNK_BYTES", 1)
+    limits(chunk_bytes=1)
     with opened(model, tmp_path) as llm:
         alone = ask(llm, PROMPTS[0])
     rest = Event()
-    load = DiskStore.load
 
-    def load_slowly(store: DiskStore, names: list[BlockHash]) -> Iterator[LoadedBlock]:
-        for at, found in enumerate(load(store, names)):
-            assert at < 2 or rest.wait(60)
-            yield found
+    def load_slowly(_: DiskStore, blocks: Iterator[LoadedBlock]) -> Iterator[LoadedBlock]:
+        for position, block in enumerate(blocks):
+            assert position < 2 or rest.wait(60)
+            yield block
 
-    monkeypatch.setattr(DiskStore, "load", load_slowly)
+    disk_loads(load_slowly)
     with opened(model, tmp_path) as llm:
         engine = llm.engine
         groups = [llm.frontend.prepare({"prompt_token_ids": PROMPTS[0]}, GREEDY) for _ in range(2)]

@@ -27,15 +27,11 @@ from tests.omni.test_qwen3_omni import ANSWER, turn
 from tests.omni.tiny_omni import TINY, save_qwen25
 from tests.omni.tiny_qwen3 import save_qwen3
 
+pytestmark = pytest.mark.usefixtures("loads_always")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PARAMS = OmniParams(text=GREEDY, speech=GREEDY, voice="Ada", seed=3)
 PROMPT = list(range(20, 51))
-
-
-@pytest.fixture(autouse=True)
-def _loads_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept is loaded, however fast so small a model computes."""
-    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
 
 
 @pytest.fixture(scope="module")

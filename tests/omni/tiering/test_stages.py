@@ -1,19 +1,20 @@
 """Stages whose blocks outlive the process, one by one, on a pipeline that is no known model's."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 
-from headstart.cache import BlockHash
 from headstart.engine.tiering.identity import identify
 from headstart.engine.tiering.tiers import Tiers
 from headstart.omni.pipeline import Progress
 from headstart.tiers import DiskStore, LoadedBlock
 from tests.omni.pipelines import Speech, request, said, start
+
+pytestmark = pytest.mark.usefixtures("loads_always")
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
 
@@ -32,12 +33,6 @@ def run(speech: Speech, prompt: list[int] = PROMPT, **more: Any) -> Progress:
 def skipped(progress: Progress) -> tuple[int, int]:
     """Tokens that thinker and talker did not compute."""
     return progress.metrics["thinker"].cached_tokens, progress.metrics["talker"].cached_tokens
-
-
-@pytest.fixture(autouse=True)
-def _loads_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept is loaded, however fast so small a model computes."""
-    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
 
 
 def test_a_stage_may_have_several_outputs(tmp_path: Path) -> None:
@@ -71,18 +66,18 @@ def test_who_hands_on_which_rows_is_in_the_fingerprint(tmp_path: Path) -> None:
 
 
 def test_a_talker_s_rows_may_come_while_its_prefix_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, disk_loads: Callable[..., None]
 ) -> None:
     """Their names stood behind the tokens that are loaded, and the load raised in the step."""
     with Speech(cache_dir=str(tmp_path)) as speech:
         first = run(speech)
-    load, thought = DiskStore.load, Event()
+    thought = Event()
 
-    def load_late(store: DiskStore, names: list[BlockHash]) -> Iterator[LoadedBlock]:
+    def load_late(store: DiskStore, blocks: Iterator[LoadedBlock]) -> Iterator[LoadedBlock]:
         assert "talker" not in store.model.title or thought.wait(60)
-        yield from load(store, names)
+        yield from blocks
 
-    monkeypatch.setattr(DiskStore, "load", load_late)
+    disk_loads(load_late)
     with Speech(cache_dir=str(tmp_path)) as speech:
         progress = start(speech.pipeline, request("one", PROMPT))
         while "thinker" not in progress.metrics:
@@ -144,11 +139,13 @@ def test_a_pool_too_small_for_its_requests_answers_as_a_large_one(tmp_path: Path
             assert speech.thinker.engine.num_preemptions
 
 
-def test_a_store_that_is_silent_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_silent_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: Callable[..., None]
+) -> None:
     with Speech(cache_dir=str(tmp_path)) as speech:
         first = run(speech)
     late = Event()
-    monkeypatch.setattr("headstart.tiers.guard.DEADLINE", 0.05)
+    limits(deadline=0.05)
     monkeypatch.setattr(DiskStore, "find", lambda store, names: late.wait(60) and 0)
     with Speech(cache_dir=str(tmp_path)) as speech:
         progress = run(speech)

@@ -11,14 +11,10 @@ from tests.engine.tiny_llm import save_smallest
 from tests.server.running import Running, running
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
+pytestmark = pytest.mark.usefixtures("loads_always")
+
 TEXT = "A prefix that was computed once stays computed, whoever asks, and whenever. " * 4
 OPTIONS = {"num_blocks": 64, "block_size": 4}
-
-
-@pytest.fixture(autouse=True)
-def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most CPUs compute so small a model faster than a disk answers."""
-    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
 
 
 @pytest.fixture(scope="module")

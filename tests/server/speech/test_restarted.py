@@ -34,10 +34,8 @@ def ask(model: Path, kept: Path) -> tuple[int, dict[str, Any], str]:
     return cached, answer["choices"][0]["message"], told
 
 
-def test_a_restarted_speaking_server_is_warm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headstart.engine.tiering.tiers.is_worth_loading", lambda *_: True)
+@pytest.mark.usefixtures("loads_always")
+def test_a_restarted_speaking_server_is_warm(tmp_path: Path) -> None:
     model = save_qwen25(tmp_path / "model")
     cached, message, _ = ask(model, tmp_path / "kept")
     assert cached == 0

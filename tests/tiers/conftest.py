@@ -1,0 +1,16 @@
+"""Fixtures of the tests of tiers."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.tiers.stores import Clock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Stop the time of pauses. Event loops of servers in other threads have their own."""
+    clock = Clock()
+    module = SimpleNamespace(monotonic=lambda: clock.now)
+    monkeypatch.setattr("headstart.tiers.store.time", module)
+    return clock

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
 
 from fastapi import APIRouter, FastAPI
@@ -18,18 +19,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headstart.server import page, tokenize
+from headstart.server import page, speech, tokenize
 from headstart.server.anthropic import messages
 from headstart.server.bodies import Body, decode
 from headstart.server.cache import api as cache
 from headstart.server.errors import ApiError, JsonResponse
 from headstart.server.middleware import RequestMiddleware
-from headstart.server.openai import chat, completions, models
+from headstart.server.openai import api as openai
 from headstart.server.options import ServerOptions
 from headstart.server.responses import api as responses
 from headstart.server.service import BaseService, ClientGone, Service, front_of
-from headstart.server.speech import chat as speech
-from headstart.server.speech.chat import SpeechService
+from headstart.server.speech import SpeechService
 from headstart.server.stores import ResponseStore
 from headstart.server.tenants import Tenants, open_tenants
 from headstart.version import __version__
@@ -127,16 +127,52 @@ async def show_metrics(request: Request) -> Response:
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
+def _cards(service: BaseService[Any, Any]) -> list[dict[str, Any]]:
+    """Return the models with the fields of both APIs; clients ignore unknown fields."""
+    started = datetime.fromtimestamp(service.started, UTC)
+    common = {
+        "object": "model",
+        "created": service.started,
+        "owned_by": "headstart",
+        "max_model_len": service.max_model_len,
+        "root": service.name,
+        "type": "model",
+        "created_at": started.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": service.max_model_len - 1,
+        "max_tokens": service.max_model_len - 1,
+    }
+    parents = dict.fromkeys(service.names) | dict.fromkeys(service.adapters, service.name)
+    return [
+        {"id": name, "display_name": name, **common, "parent": parent}
+        for name, parent in parents.items()
+    ]
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """List the model and its adapters."""
+    cards = _cards(front_of(request))
+    page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+    return JsonResponse({"object": "list", "data": cards, **page})
+
+
+@router.get("/v1/models/{name:path}")
+async def show_model(name: str, request: Request) -> Response:
+    """Show the model, or an adapter."""
+    front = front_of(request)
+    front.adapter(name)  # raises ApiError for another name
+    return JsonResponse(next(card for card in _cards(front) if card["id"] == name))
+
+
 _ROUTERS = (  # the first that has a path counts
-    chat.router,
-    completions.router,
+    openai.router,
     messages.router,
     responses.router,
     router,
-    models.router,
     tokenize.router,
 )
-_SPEECH_ROUTERS = (router, models.router, speech.router)
+_SPEECH_ROUTERS = (router, speech.router)
 
 
 def create_app(

@@ -37,8 +37,7 @@ from headstart.errors import (
     RequestError,
     TierError,
 )
-from headstart.server.bodies import encode
-from headstart.server.openai.compat import describe_missing
+from headstart.server.bodies import encode, refusals
 from headstart.validation import in_one_line, shorten
 
 _LOG = logging.getLogger("headstart.server")
@@ -51,6 +50,37 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_INSTEAD = refusals(
+    {
+        "models here generate; for embeddings or scores use transformers or "
+        "sentence-transformers": (
+            "/v1/embeddings /v2/embed /pooling /score /v1/score /rerank /v1/rerank /v2/rerank "
+            "/classify /generative_scoring"
+        ),
+        "a model that speaks hears and answers in `/v1/chat/completions`": (
+            "/v1/audio/transcriptions /v1/audio/translations /v1/audio/speech"
+        ),
+        "adapters are given at the start, by `--lora-modules NAME=PATH`": (
+            "/v1/load_lora_adapter /v1/unload_lora_adapter"
+        ),
+        "call `POST /cache/reset`": "/reset_prefix_cache /reset_mm_cache /reset_encoder_cache",
+        "call `GET /health`": "/ping",
+        "call `GET /metrics`": "/load",
+        "`GET /openapi.json` has the version": "/version /server_info",
+        "`POST /tokenize` and `/detokenize` are there": (
+            "/tokenizer_info /v1/completions/render /v1/chat/completions/render"
+        ),
+        "call `/v1/chat/completions` or `/v1/completions`": (
+            "/invocations /inference/v1/generate /generate /v1/chat/completions/batch "
+            "/v1/engines /chat/completions /completions"
+        ),
+        "there is no sleep mode: stop the server to free the memory": (
+            "/sleep /wake_up /is_sleeping /pause /resume"
+        ),
+        "profile with py-spy": "/start_profile /stop_profile",
+    }
+)
+"""Advice for paths of vLLM's and OpenAI's APIs that do not exist here."""
 
 
 class ApiError(HeadstartError):
@@ -119,8 +149,11 @@ def as_api_error(error: BaseException) -> ApiError:
 
 def as_route_error(error: HTTPException, scope: Scope) -> ApiError:
     """Return the refusal of a request without a route."""
+    path = scope["path"]
     if error.status_code == 404:
-        return ApiError(404, describe_missing(scope["path"]))
+        advice = _INSTEAD.get(path.rstrip("/"))
+        instead = advice.note if advice is not None else "GET /docs shows what there is"
+        return ApiError(404, f"there is no {in_one_line(path)}: {instead}")
     if error.status_code != 405:
         return as_api_error(error)
     routes = [route for route in scope["app"].routes if not isinstance(route, Mount)]

@@ -15,11 +15,10 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headstart.server.calls import new_name, time_limit
 from headstart.server.errors import ApiError, JsonResponse, as_api_error, as_route_error, body_of
 from headstart.server.monitoring.logs import Line, log_request
 from headstart.server.options import ServerOptions
-from headstart.server.service import BaseService, stopped, too_late
+from headstart.server.service import BaseService, new_name, stopped, time_limit, too_late
 from headstart.validation import shorten
 
 # Without a key: probes, the API's description, and the page, which prompts for a key itself.

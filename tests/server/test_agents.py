@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from headstart.server.chats import check_fields
 from headstart.server.errors import ApiError
-from headstart.server.messages import check_fields
 from tests.clients import anthropic, openai
 from tests.server.running import Running
 from tests.server.scripted import scripted

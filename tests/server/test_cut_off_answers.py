@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headstart.server.calls import Calls
+from headstart.server.service import Calls
 from tests.clients import anthropic, openai
 from tests.server.running import Running, running
 from tests.server.scripted import scripted

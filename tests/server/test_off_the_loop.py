@@ -17,9 +17,8 @@ from headstart.server import app, chats
 from headstart.server.answers import AnswerParser
 from headstart.server.anthropic import messages as breakpoints
 from headstart.server.anthropic.schema import CountTokensRequest
-from headstart.server.openai import chat as chat_api
-from headstart.server.openai import completions
-from headstart.server.responses import answer as response_answer
+from headstart.server.openai import api as openai_api
+from headstart.server.responses import api as responses_api
 from headstart.server.responses.schema import InputTokensRequest
 from headstart.server.stores import ResponseStore
 from tests.server.running import Running
@@ -240,7 +239,7 @@ def test_many_log_probabilities_of_a_streamed_chat_are_told_by_threads(
         yield RequestOutput(request.request_id, None, [5], None, [answer], finished=True)
 
     monkeypatch.setattr(server.service, "run", run)
-    watched.watch(chat_api, "chat_logprobs")
+    watched.watch(openai_api, "chat_logprobs")
     more = {"messages": chat("Hi"), "logprobs": True, "top_logprobs": 20, "stream": True}
     told = post(server, "/v1/chat/completions", **more).text.split("\n\n")
     tokens = [one for event in told for one in event.split('"top_logprobs":')[1:]]
@@ -254,7 +253,7 @@ def test_many_log_probabilities_are_told_by_threads(
     """Those of 8,000 tokens stopped every stream for 0.3 s."""
     for count in (8, 300):
         watched.threads.clear()
-        watched.watch(completions, "prompt_logprobs")
+        watched.watch(openai_api, "prompt_logprobs")
         answer = post(server, "/v1/completions", prompt=[5] * count, prompt_logprobs=20)
         assert len(answer.json()["choices"][0]["prompt_logprobs"]) == count
         assert watched.ran_outside() == (count == 300)
@@ -263,7 +262,7 @@ def test_many_log_probabilities_are_told_by_threads(
 def test_a_long_prompt_is_echoed_into_a_stream_by_a_thread(
     server: Running, watched: Watched
 ) -> None:
-    watched.watch(completions, "completion_logprobs")
+    watched.watch(openai_api, "completion_logprobs")
     more = {"logprobs": 20, "echo": True, "stream": True, "max_tokens": 1}
     answer = post(server, "/v1/completions", prompt=[5] * 300, **more)
     assert answer.text.endswith("data: [DONE]\n\n")
@@ -286,7 +285,7 @@ def test_the_end_of_a_streamed_response_is_made_in_a_thread(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("where", "step"),
-    [(response_answer, "_repeat"), (response_answer, "encode"), (ResponseStore, "add")],
+    [(responses_api, "_repeat"), (responses_api, "encode"), (ResponseStore, "add")],
 )
 def test_a_response_tells_long_tools_once_and_in_threads(
     server: Running, watched: Watched, where: object, step: str, stream: bool

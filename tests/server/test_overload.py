@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from headstart.server.calls import Call
 from headstart.server.keys import KeyFolder
+from headstart.server.service import Call
 from headstart.server.tenants import Tenant
 from tests.server.running import Running, running
 from tests.server.tenants.test_isolation import picture

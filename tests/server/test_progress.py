@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headstart.server.openai import chat
+from headstart.server.openai import api
 from tests.server.running import Running, running
 
 PROMPT = "Anna is 31 years old. Ben is 45 years old. Carl is 60 years old.\n" * 40
@@ -21,7 +21,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(autouse=True)
 def frequent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "_PROGRESS_SECONDS", 0.0005)
+    monkeypatch.setattr(api, "_PROGRESS_SECONDS", 0.0005)
 
 
 def body(**fields: Any) -> dict[str, Any]:

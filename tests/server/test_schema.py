@@ -10,7 +10,7 @@ import pytest
 from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, Phase, given, settings
 
-from headstart.server.page.reference import render_reference
+from headstart.server.page.__init__ import render_reference
 from tests.clients import import_quietly
 from tests.server.running import Running
 

@@ -9,9 +9,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from starlette.types import Message
 
-from headstart.server.calls import Calls, time_limit
 from headstart.server.errors import ApiError
-from headstart.server.service import ClientGone, unless_gone
+from headstart.server.service import Calls, ClientGone, time_limit, unless_gone
 from headstart.server.tenants import EVERYBODY
 
 GONE: Message = {"type": "http.disconnect"}

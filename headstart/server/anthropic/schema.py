@@ -23,8 +23,8 @@ from headstart.server.bodies import (
     Whole,
     refusals,
 )
+from headstart.server.chats import chat_content
 from headstart.server.errors import ApiError
-from headstart.server.messages import chat_content
 from headstart.server.tools import HostedTool, Tool, ToolUse, make_tools, tag_tool
 
 Parts = list[dict[str, Any]]

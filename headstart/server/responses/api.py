@@ -1,25 +1,356 @@
-"""`/v1/responses`: answers as items, whole or as they come, and stored ones."""
+"""`/v1/responses`: answers as items, whole or as they come, and stored ones.
+
+Events of a streamed response:
+
+output_item.added
+  message, reasoning   content_part.added  (output_text|reasoning_text).delta ... .done
+                       content_part.done
+  function_call        function_call_arguments.delta ... .done
+  custom_tool_call     custom_tool_call_input.delta ... .done
+  local_shell_call
+output_item.done
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headstart.server.chats import ChatCall, are_many, prepare_chat, read_many
+from headstart.server.answers import CallFormat, Part
+from headstart.server.bodies import encode
+from headstart.server.chats import ChatCall, PreparedChat, are_many, prepare_chat, read_many
 from headstart.server.errors import ApiError, JsonResponse, naming_form
-from headstart.server.responses.answer import ResponseAnswer
-from headstart.server.responses.items import Item, ItemReference, as_items
+from headstart.server.responses.items import (
+    CallKind,
+    Item,
+    ItemReference,
+    as_items,
+    encode_reasoning,
+)
 from headstart.server.responses.schema import InputTokensRequest, ResponsesRequest, extend
 from headstart.server.service import Service, service_of, unless_gone
-from headstart.server.sse import EventStream, read_whole
+from headstart.server.sse import AnswerEvents, EventStream, Usage, frame, read_whole
 from headstart.server.stores import ResponseStore, StoredResponse
 from headstart.server.tools import leave_out_hosted
 from headstart.validation import describe, shorten
+
+if TYPE_CHECKING:
+    from headstart.engine.outputs import RequestOutput
+
+
+Event = dict[str, Any]
+"""An event without its number."""
+
+_ITEMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "message": ("msg", {"role": "assistant", "content": []}),
+    "reasoning": ("rs", {"summary": [], "content": []}),
+    "function_call": ("fc", {"arguments": ""}),
+    "custom_tool_call": ("ctc", {"input": ""}),
+    "local_shell_call": ("lsh", {}),
+}
+"""The prefix of ids and the first fields of a new item, by its type."""
+_TEXTS = {
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
+}
+"""The name of an item's text in events."""
+
+
+class OutputItems:
+    """The items so far; at most the last is open.
+
+    kinds: of calls, by the names of tools. encodes_reasoning: True if reasoning comes as
+    `encrypted_content` too.
+    """
+
+    def __init__(
+        self, calls: CallFormat, kinds: Mapping[str, CallKind], *, encodes_reasoning: bool = False
+    ) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._calls = calls
+        self._kinds = kinds
+        self._encodes_reasoning = encodes_reasoning
+        self._open: str | None = None  # the kind of parts in the open item
+        self._texts: list[str] = []  # of the open item
+
+    def add(self, part: Part) -> Iterator[Event]:
+        """Take a part, and yield its events."""
+        if part.name or self._open != part.kind:
+            yield from self._begin(part)
+        if not part.text:
+            return
+        self._texts.append(part.text)
+        item, delta = self.items[-1], part.text
+        if item["type"] == "custom_tool_call":
+            text = read_partial("".join(self._texts)).get("input")
+            delta = text[len(item["input"]) :] if isinstance(text, str) else ""
+            item["input"] += delta
+        if delta and item["type"] != "local_shell_call":
+            yield self._event("delta", delta=delta)
+
+    def close(self, status: str = "completed") -> Iterator[Event]:
+        """End the open item, and yield its events."""
+        if self._open is None:
+            return
+        item, text = self.items[-1], "".join(self._texts)
+        item["status"] = status
+        match item["type"]:
+            case "function_call":
+                item["arguments"] = text
+                yield self._event("done", name=item["name"], arguments=text)
+            case "custom_tool_call":
+                yield self._event("done", input=item["input"])
+            case "local_shell_call":
+                item["action"] |= _action(text)
+            case _:
+                item["content"] = [self._content(text)]
+                if self._open == "reasoning" and self._encodes_reasoning:
+                    item["encrypted_content"] = encode_reasoning(text)
+                yield self._event("done", text=text)
+                yield self._content_event("done", text)
+        yield self._item_event("done")
+        self._open = None
+
+    def _begin(self, part: Part) -> Iterator[Event]:
+        yield from self.close()
+        self._open, self._texts = part.kind, []
+        fields: dict[str, Any] = {}
+        kind = "message" if part.kind == "content" else "reasoning"
+        if part.kind == "call":
+            call = self._kinds.get(part.name) or CallKind("function_call", part.name)
+            kind = call.type
+            fields["call_id"] = self._calls.new_id("call_")
+            if kind == "local_shell_call":
+                fields["action"] = _action("")
+            else:
+                fields["name"] = call.name
+            if call.namespace is not None:
+                fields["namespace"] = call.namespace
+        prefix, more = _ITEMS[kind]
+        name = f"{prefix}_{uuid.uuid4().hex}"
+        self.items.append({"id": name, "type": kind, "status": "in_progress", **fields, **more})
+        yield self._item_event("added")
+        if part.kind != "call":
+            yield self._content_event("added", "")
+
+    def _content(self, text: str) -> dict[str, Any]:
+        more: dict[str, Any] = {}
+        if self._open == "content":
+            more = {"annotations": [], "logprobs": []}
+        return {"type": _TEXTS[self.items[-1]["type"]], "text": text, **more}
+
+    def _item_event(self, step: str) -> Event:
+        place, item = len(self.items) - 1, dict(self.items[-1])
+        return {"type": f"response.output_item.{step}", "output_index": place, "item": item}
+
+    def _content_event(self, step: str, text: str) -> Event:
+        return self._event(step, "content_part", part=self._content(text), content_index=0)
+
+    def _event(self, step: str, name: str = "", **data: Any) -> Event:
+        """Return an event of the last item, by default of its text."""
+        item = self.items[-1]
+        if not name and self._open != "call":
+            data |= {"content_index": 0} | ({"logprobs": []} if self._open == "content" else {})
+        kind = f"response.{name or _TEXTS[item['type']]}.{step}"
+        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
+        return {"type": kind, **place, **data}
+
+
+def read_partial(arguments: str) -> Mapping[str, Any]:
+    """Return a call's arguments as far as they are written; empty if they are no JSON object.
+
+    >>> read_partial('{"input": "a')
+    {'input': 'a'}
+    """
+    try:
+        value = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _action(arguments: str) -> dict[str, Any]:
+    """Return the action of a shell call; arguments of a wrong type are left out."""
+    read = read_partial(arguments)
+    command, folder, timeout = map(read.get, ("command", "working_directory", "timeout_ms"))
+    words = command if isinstance(command, list) else [] if command is None else [command]
+    action: dict[str, Any] = {"type": "exec", "command": [str(word) for word in words], "env": {}}
+    if isinstance(folder, str):
+        action["working_directory"] = folder
+    if isinstance(timeout, int) and not isinstance(timeout, bool):
+        action["timeout_ms"] = timeout
+    return action
+
+
+_REPEATED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id"),
+    *("prompt_cache_key", "safety_identifier", "user"),
+)
+"""Fields of a request that its response has as they are; others are completed."""
+_LONG = 1 << 16  # bytes
+
+
+class ResponseAnswer(AnswerEvents):
+    """The items of a request's outputs so far, and the response as JSON at any time.
+
+    The repeated request may have megabytes of tools and a form, so it is spelled once.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        body: ResponsesRequest,
+        prepared: PreparedChat,
+        keep: Callable[[bytes, list[dict[str, Any]]], None],
+    ) -> None:
+        """Not for the event loop if there are tools or a form, which may take long to spell.
+
+        keep: stores a response that is complete, with its items, before it is sent; it runs where
+        the response is read. Raises ApiError for a request that cannot be repeated.
+        """
+        encodes = "reasoning.encrypted_content" in (body.include or ())
+        self._items = OutputItems(
+            prepared.dialect.calls, body.call_kinds(), encodes_reasoning=encodes
+        )
+        self._service = service
+        self._request = prepared.request
+        self._keep = keep
+        self._parser = prepared.dialect.parser()
+        self._usage = Usage()
+        self._status = "in_progress"
+        self._error: dict[str, str] | None = None
+        self._number = 0  # of the next event
+        params = prepared.request.params
+        repeated = _repeat(body)
+        head = {
+            "id": prepared.request.request_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": body.model,
+            "background": False,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_logprobs": 0,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "tool_choice": repeated.get("tool_choice", "auto"),
+            "tools": [
+                {"strict": None, "parameters": None, **tool} if tool["type"] == "function" else tool
+                for tool in repeated.get("tools", [])
+            ],
+            "text": {"format": {"type": "text"}, **repeated.get("text", {})},
+            "reasoning": {"effort": None, "summary": None, **repeated.get("reasoning", {})},
+            "truncation": "disabled",
+            "service_tier": "default",
+            "metadata": body.metadata or {},
+            "store": body.store is not False and not body.no_store,
+            **{name: repeated.get(name) for name in _REPEATED},
+        }
+        self._head = encode(head)[:-1] + b","
+
+    @property
+    def is_long(self) -> bool:
+        """True if spelling the response takes too long for the event loop."""
+        return len(self._head) > _LONG
+
+    def whole(self, output: RequestOutput) -> bytes:
+        """Return the response of a finished output, as JSON."""
+        for _ in self._read(output):
+            pass
+        return self._finish()
+
+    def begin(self) -> bytes:
+        return self._frame_response("created") + self._frame_response("in_progress")
+
+    def read(self, output: RequestOutput) -> Iterator[bytes]:
+        for event in self._read(output):
+            yield frame({**event, "sequence_number": self._number}, event["type"])
+            self._number += 1
+
+    async def end(self) -> bytes:
+        # Spells reasoning once more.
+        return await asyncio.to_thread(lambda: self._frame_response(self._status))
+
+    async def fail(self, error: ApiError) -> bytes:
+        self._status = "failed"
+        self._error = {"code": "server_error", "message": str(error)}
+        return await self.end()
+
+    def _read(self, output: RequestOutput) -> Iterator[Event]:
+        self._usage.add(output)
+        for answer in output.outputs:
+            is_last = answer.finish_reason is not None
+            for part in self._parser.feed(answer.text, is_last=is_last):
+                yield from self._items.add(part)
+            if is_last:
+                self._status = "incomplete" if answer.finish_reason == "length" else "completed"
+                yield from self._items.close(self._status)
+
+    def _finish(self) -> bytes:
+        """Return the response so far, as JSON; store it if it is complete."""
+        reason = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        more = {
+            "status": self._status,
+            "completed_at": int(time.time()) if self._status == "completed" else None,
+            "error": self._error,
+            "incomplete_details": reason,
+            "output": self._items.items,
+            "usage": self._count() if self._status != "in_progress" else None,
+        }
+        response = self._head + bytes(JsonResponse(more).body)[1:]
+        if self._status in ("completed", "incomplete"):
+            self._keep(response, self._items.items)
+        return response
+
+    def _count(self) -> dict[str, Any]:
+        """Return the usage.
+
+        Tokens of reasoning are those that the tokenizer spells, which may not be the sampled ones.
+        """
+        usage = self._usage
+        full = usage.prompt - usage.prompt % self._service.llm.block_size
+        written = max(0, full - usage.cached) if self._request.params.is_stored else 0
+        tokenizer = self._service.llm.tokenizer
+        assert tokenizer is not None
+        reasoning = sum(
+            len(tokenizer.encode(part["text"], add_special_tokens=False))
+            for item in self._items.items
+            if item["type"] == "reasoning"
+            for part in item["content"]
+        )
+        return usage.for_responses(written, reasoning)
+
+    def _frame_response(self, step: str) -> bytes:
+        """Return an event that has the whole response."""
+        kind = f"response.{step}"
+        begin = f'event: {kind}\ndata: {{"type":"{kind}","response":'.encode()
+        end = f',"sequence_number":{self._number}}}\n\n'.encode()
+        self._number += 1
+        return b"".join((begin, self._finish(), end))
+
+
+def _repeat(body: ResponsesRequest) -> dict[str, Any]:
+    """Return the fields of a request that its response repeats."""
+    names = {*_REPEATED, "reasoning", "text", "tool_choice", "tools"}
+    try:
+        return body.model_dump(mode="json", by_alias=True, exclude_none=True, include=names)
+    except ValueError as error:  # pydantic writes what is nested 255 deep, and no half characters
+        raise ApiError(
+            400,
+            "tools or text.format cannot be repeated in a response; allowed: JSON that is nested "
+            "less than 200 deep, with names that UTF-8 can encode",
+        ) from error
+
 
 router = APIRouter(prefix="/v1/responses")
 _QUERY = {

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
 from headstart.server.bodies import Body, ClientTool, Flag, Label, Many, Whole, refusals
+from headstart.server.chats import chat_content
 from headstart.server.errors import ApiError
-from headstart.server.messages import chat_content
 from headstart.server.tools import HostedTool, Tool, tag_tool
 
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}

@@ -11,8 +11,8 @@ import pytest
 
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
-from headstart.server.calls import Call, current_call
 from headstart.server.monitoring import watch as module
+from headstart.server.service import Call, current_call
 from tests.server.monitoring.test_metrics import ask, read
 from tests.server.running import Running, running
 

@@ -22,12 +22,11 @@ from headstart import SamplingParams
 from headstart.errors import RequestError
 from headstart.omni.omni import AsyncOmni
 from headstart.omni.qwen2_5 import Qwen25Stages
-from headstart.server import middleware, stores
+from headstart.server import middleware, speech, stores
 from headstart.server.app import create_speech_app
 from headstart.server.errors import ApiError
 from headstart.server.options import ServerOptions
-from headstart.server.speech import chat, conversation
-from headstart.server.speech.conversation import read_sound
+from headstart.server.speech import read_sound
 from headstart.server.stores import Transcripts
 from tests.omni.tiny_omni import save_qwen25
 from tests.server.running import listening
@@ -64,7 +63,7 @@ def read(parts: list[dict[str, Any]]) -> Any:
             get_chat_template=lambda *_: "",
         ),
     )
-    return conversation.read_prompt(omni, [{"role": "user", "content": parts}], str)
+    return speech.read_prompt(omni, [{"role": "user", "content": parts}], str)
 
 
 def sound(seconds: float) -> dict[str, Any]:
@@ -94,7 +93,7 @@ def test_sounds_have_a_bound_together() -> None:
 
 
 def test_images_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation, "MAX_ALL_PIXELS", 200)
+    monkeypatch.setattr(speech, "MAX_ALL_PIXELS", 200)
     assert len(read([image(10)] * 2)["images"]) == 2
     with pytest.raises(RequestError, match="300 pixels together; allowed: 200"):
         read([image(10)] * 3)
@@ -203,9 +202,9 @@ def test_a_long_speech_is_encoded_outside_the_event_loop(
         inside.append(asyncio._get_running_loop() is not None)
         return b"pcm"
 
-    monkeypatch.setattr(chat, "pcm16", encode)
+    monkeypatch.setattr(speech, "pcm16", encode)
     for long, expected in ((0, False), (2**30, True)):
-        monkeypatch.setattr(chat, "_LONG", long)
+        monkeypatch.setattr(speech, "_LONG", long)
         answer = httpx.post(url, json=BODY | SPOKEN | {"stream": True}, timeout=60)
         assert answer.text.endswith("[DONE]\n\n")
         assert set(inside) == {expected}
@@ -217,7 +216,7 @@ def test_reading_the_sounds_is_part_of_a_requests_time(
 ) -> None:
     released = threading.Event()
     monkeypatch.setattr(middleware, "_GRACE", 1e6)  # only the chat itself can end it
-    monkeypatch.setattr(chat, "read_prompt", lambda *_: released.wait(60) and {"prompt": "a"})
+    monkeypatch.setattr(speech, "read_prompt", lambda *_: released.wait(60) and {"prompt": "a"})
     options = ServerOptions(api_keys=False, request_timeout=0.1)
     try:
         with listening(create_speech_app(omni, "omni", options)) as url:

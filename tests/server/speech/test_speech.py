@@ -23,7 +23,7 @@ from headstart.omni.qwen2_5 import Qwen25Stages
 from headstart.omni.qwen3 import Qwen3Stages
 from headstart.server.app import create_speech_app
 from headstart.server.options import ServerOptions
-from headstart.server.speech.chat import SpeechService
+from headstart.server.speech import SpeechService
 from tests.clients import openai
 from tests.omni.tiny_omni import save_qwen25
 from tests.omni.tiny_qwen3 import save_qwen3
@@ -187,7 +187,7 @@ class TestMedia:
     @pytest.mark.parametrize("rate", [8_000, 44_100])
     def test_a_sound_of_another_rate_and_two_channels(self, speaking: Speaking, rate: int) -> None:
         """As long as it was, and nearly what it would have been."""
-        from headstart.server.speech.conversation import read_sound
+        from headstart.server.speech import read_sound
 
         stereo = np.stack([waves(1, rate)] * 2, axis=1)
         found = read_sound(as_file(stereo, rate), RATE)

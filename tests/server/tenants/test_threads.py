@@ -13,7 +13,7 @@ import pytest
 
 from headstart.engine.tenant_queue import TenantQueue
 from headstart.errors import EngineError
-from headstart.server.calls import Calls
+from headstart.server.service import Calls
 from headstart.server.tenants import Tenant
 
 SECONDS = 30

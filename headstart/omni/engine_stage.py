@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import PlacedRows, PreparedPrompt, PromptExtras, RotaryPositions
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.step import Batch, StepResult, engine_error
-from headstart.errors import ConfigError, EngineError, HeadstartError
+from headstart.errors import EngineError, HeadstartError
 from headstart.frontend.frontend import make_frontend
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.rows import Part, StageRows, TierRows
@@ -178,7 +177,6 @@ class TalkerFeed(Feed):
         )
 
     def _add(self, rows: Tensor) -> None:
-        """Add the rows `[n, ...]` of the next positions."""
         buffer, end = self._buffer, self._count + len(rows)
         if buffer is None or end > len(buffer):
             larger = rows.new_empty((max(64, 2 * end), *rows.shape[1:]))
@@ -274,19 +272,11 @@ class _State:
         return self.feed.is_ready(len(self.group.requests[0].sequence.token_ids))
 
 
-class TokenEvent(NamedTuple):
-    """A request's new token, and the request's inputs."""
-
-    feed: Feed
-    token: int
-
-
 class EngineStage(Stage):
     """Runs a decoder over prompts that its feeder makes, and passes on rows and tokens.
 
-    cache: the store of its rows, unused without `spec.enable_prefix_caching`. Raises ConfigError
-    for options that a stage cannot have, OutOfMemoryError if no K/V fit. `engine` and `rows` are
-    public for benchmarks.
+    cache: the store of its rows, unused without `spec.enable_prefix_caching`. Raises
+    OutOfMemoryError if no K/V fit. `engine` and `rows` are public for benchmarks.
     """
 
     def __init__(
@@ -300,11 +290,8 @@ class EngineStage(Stage):
     ) -> None:
         self.spec = spec
         caching = spec.enable_prefix_caching and config.enable_prefix_caching
-        if config.partial_hits or config.enable_prefix_caching != caching:
-            raise ConfigError(
-                f"stage {spec.name!r}: rows are kept by whole blocks, so partial_hits must be off, "
-                "and enable_prefix_caching as the stage says"
-            )
+        # Rows are cached by whole blocks.
+        config = replace(config, partial_hits=False, enable_prefix_caching=caching)
         self._decoder = decoder
         self._feeder = feeder
         self._deterministic = config.deterministic
@@ -315,7 +302,7 @@ class EngineStage(Stage):
         )
         self.kept_rows: TierRows | None = None
         self._is_named = caching
-        if config.enable_prefix_caching and (config.kept_folder or config.remote_cache):
+        if caching and (config.kept_folder or config.remote_cache):
             if used is None or spec.find_outputs:
                 _LOG.warning(
                     "stage %r keeps nothing on disk: its outputs are not declared", spec.name
@@ -423,8 +410,8 @@ class EngineStage(Stage):
     def ran(self, batch: Batch, outputs: Mapping[str, Tensor]) -> None:
         """Take a step's outputs `[tokens of the step, ...]`, declared or not."""
 
-    def complete(self, tokens: Mapping[str, TokenEvent]) -> None:
-        """Take the new tokens of requests that continue; an exception ends them."""
+    def complete(self, tokens: Mapping[str, tuple[Feed, int]]) -> None:
+        """Take the feeds and new tokens of requests that continue; an exception ends them."""
 
     def give(self, request_id: str, chunk: Chunk) -> None:
         """Pass rows of an output on."""
@@ -433,22 +420,19 @@ class EngineStage(Stage):
     # Inside
 
     def _complete_tokens(self, results: Sequence[StepResult]) -> None:
-        """Process new tokens before the next step."""
         tokens = {}
         for group, _ in results:
             state = self._states.get(group.request_id)
             if state is not None:
                 token = group.requests[0].sampling.output_token_ids[-1]
-                tokens[group.request_id] = TokenEvent(state.feed, token)
+                tokens[group.request_id] = state.feed, token
         try:
             if tokens:
                 self.complete(tokens)
         except Exception as error:  # a model's exception ends only these requests
             for request_id in tokens:
-                reason = EngineError(f"{type(error).__name__}: {error}")
-                reason.__cause__ = error
                 self.engine.abort(request_id)
-                self._fail(request_id, reason)
+                self._fail(request_id, engine_error(f"stage {self.spec.name!r}", error))
 
     def _update_feed(self, request_id: str, update: Callable[[Feed], None]) -> None:
         """Update a request's feed, and begin the request if its prompt is complete."""
@@ -457,19 +441,17 @@ class EngineStage(Stage):
             return
         try:
             update(state.feed)
-            if state.group is None:
-                self._try_to_begin(state)
+            prompt = state.feed.prompt() if state.group is None else None
+            if prompt is not None:
+                self._begin(state, prompt)
         except Exception as error:  # a feed's exception ends only its request
             self.engine.abort(request_id)
             if not isinstance(error, HeadstartError):
                 error = engine_error("its feed failed", error)
             self._fail(request_id, error)
 
-    def _try_to_begin(self, state: _State) -> None:
-        """Submit a request to the engine if its prompt is complete."""
-        prompt, request_id = state.feed.prompt(), state.request.request_id
-        if prompt is None:
-            return
+    def _begin(self, state: _State, prompt: StagePrompt) -> None:
+        request_id = state.request.request_id
         group = self.frontend.prepare(
             prompt.prompt, prompt.params, request_id=request_id, salt=prompt.salt
         )
@@ -505,7 +487,6 @@ class EngineStage(Stage):
         return {name: torch.cat(rows) for name, rows in pieces.items()}
 
     def _deliver(self, group: RequestGroup, error: EngineError | None) -> None:
-        """Pass on a request's new tokens, and its end."""
         request_id = group.request_id
         if error is not None:
             self._fail(request_id, error)

@@ -1,10 +1,9 @@
 """Stages and prompts that all families of omni models share."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from headstart.cache import MultiModalItem
 from headstart.engine.params import SamplingParams
@@ -18,7 +17,7 @@ from headstart.engine.prompt import (
 from headstart.errors import DamagedModelError, RequestError
 from headstart.models.tokenizer import load_tokenizer
 from headstart.omni.engine_stage import EngineStage, Feed, PromptFeed, StagePrompt
-from headstart.omni.media import Placed, as_items, as_rgb, read_features
+from headstart.omni.media import as_items, as_rgb, read_features
 from headstart.omni.output_cache import ContentCache, OutputCache, content_digest
 from headstart.omni.params import SpokenPrompt
 from headstart.omni.pipeline import Factory, StageNode, stage_config
@@ -73,26 +72,23 @@ class OmniStages:
             content = (item.content[name] for name in sorted(item.content))
             digest = content_digest(item.kind, *content)
             items.append(MultiModalItem(digest, item.offset, item.length))
-            rows.append(PlacedRows(item.offset, self._encode(item, digest, salt)))
+            try:
+                encoded = self._encoded.recall(digest, partial(self.model.encode, item), salt)
+            except (RuntimeError, ValueError, IndexError) as error:  # features of another model
+                raise RequestError(
+                    f"an {item.kind} cannot be encoded: {type(error).__name__}: {error}"
+                ) from error
+            if len(encoded) != item.length:
+                raise RequestError(
+                    f"an {item.kind} of {item.length} placeholders became {len(encoded)} embeddings"
+                )
+            rows.append(PlacedRows(item.offset, encoded))
         extras = None
         if placed:
             table, delta = self.model.positions(token_ids, features)
             positions = RotaryPositions(table.numpy(), delta)
             extras = PromptExtras(tuple(items), GivenRows(rows), positions)
         return SpokenPrompt(PreparedPrompt(token_ids, text.text, extras), features)
-
-    def _encode(self, item: Placed, digest: bytes, salt: str | None) -> Tensor:
-        try:
-            rows = self._encoded.recall(digest, lambda: self.model.encode(item), salt)
-        except (RuntimeError, ValueError, IndexError) as error:  # features of another model
-            raise RequestError(
-                f"an {item.kind} cannot be encoded: {type(error).__name__}: {error}"
-            ) from error
-        if len(rows) != item.length:
-            raise RequestError(
-                f"an {item.kind} of {item.length} placeholders became {len(rows)} embeddings"
-            )
-        return rows
 
     def make_thinker(self, node: StageNode) -> Stage:
         """Return the stage that generates the text answer."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headstart.cache import BlockKey, Namespace
+from headstart.engine.step import engine_error
 from headstart.errors import ConfigError, EngineError
 from headstart.omni.output_cache import BlockPath, OutputCache, content_bytes
 from headstart.omni.stage import (
@@ -53,7 +54,6 @@ class _State:
     done: int = 0
 
     def joined(self, taken: Input) -> Tensor:
-        """Return all rows of an input so far."""
         parts = self.rows[taken]
         if len(parts) != 1:
             self.rows[taken] = parts = [torch.cat(parts) if parts else torch.empty(0)]
@@ -108,9 +108,8 @@ class _FunctionStage(Stage):
                 with torch.inference_mode():
                     new = self._run(state)
             except Exception as error:  # a function's exception ends only its request
-                reason = EngineError(f"stage {self.spec.name!r}: {type(error).__name__}: {error}")
-                reason.__cause__ = error
-                new = [StageFailed(request_id, reason)]
+                failure = engine_error(f"stage {self.spec.name!r}", error)
+                new = [StageFailed(request_id, failure)]
             state.metrics.seconds += time.perf_counter() - start
             if any(isinstance(event, StageFinished | StageFailed) for event in new):
                 del self._states[request_id]
@@ -135,10 +134,6 @@ class _FunctionStage(Stage):
         return checked
 
 
-Function = Callable[[Job], Mapping[str, Tensor]]
-Identity = Callable[[Job], bytes | None]
-
-
 class WholeStage(_FunctionStage):
     """Runs `function` once all inputs are there.
 
@@ -149,8 +144,8 @@ class WholeStage(_FunctionStage):
     def __init__(
         self,
         spec: StageSpec,
-        function: Function,
-        identity: Identity | None = None,
+        function: Callable[[Job], Mapping[str, Tensor]],
+        identity: Callable[[Job], bytes | None] | None = None,
         cache: OutputCache | None = None,
     ) -> None:
         super().__init__(spec, cache)
@@ -184,10 +179,6 @@ class WholeStage(_FunctionStage):
         return [*events, StageFinished(request.request_id, state.metrics)]
 
 
-FramesFunction = Callable[[OmniRequest, Tensor, int], Tensor]
-FramesIdentity = Callable[[OmniRequest], bytes]
-
-
 @dataclass(frozen=True, kw_only=True)
 class FramesPlan:
     """The options of a `FramesStage`.
@@ -200,22 +191,17 @@ class FramesPlan:
     multiple of the block.
     """
 
-    function: FramesFunction
+    function: Callable[[OmniRequest, Tensor, int], Tensor]
     block: int
     context: int
     segment: int | None = None
-    identity: FramesIdentity = lambda request: b""
+    identity: Callable[[OmniRequest], bytes] = lambda request: b""
 
     def __post_init__(self) -> None:
         if self.segment is not None and (self.segment < 1 or self.segment % self.block):
             raise ConfigError(
                 f"segment is {self.segment}; allowed: a multiple of the block, {self.block}"
             )
-
-    def first_code(self, start: int) -> int:
-        """Return the first code of the context of code `start`'s frames."""
-        segment = self.segment or self.block
-        return max(0, start // segment * segment - self.context)
 
 
 class FramesStage(_FunctionStage):
@@ -265,7 +251,8 @@ class FramesStage(_FunctionStage):
                 state.metrics.cached_tokens += self._plan.block
                 state.metrics.hit_rows[self._output.name] += self._plan.block
                 return blocks[0][self._output.name]
-        first = self._plan.first_code(state.done)
+        segment = self._plan.segment or self._plan.block
+        first = max(0, state.done // segment * segment - self._plan.context)
         rows = self._plan.function(state.request, codes[first:stop], state.done - first)
         [rows] = self._checked({self._output.name: rows}, stop - state.done).values()
         if whole and self._cache is not None:

@@ -33,9 +33,6 @@ _AXES = {
 
 _FLOATS = ("input_features", "pixel_values")
 
-SoundLengths = Callable[[Tensor], Tensor]
-"""Numbers of audio frames int64 `[sounds]` to numbers of embeddings."""
-
 
 @dataclass(frozen=True, slots=True)
 class Placed:
@@ -53,7 +50,8 @@ class Placed:
 class Media:
     """Reads audio and images of one model's prompts.
 
-    placeholders: the token ids that stand for "audio" and "image". merge_size: the side, in
+    placeholders: the token ids that stand for "audio" and "image". sound_lengths: maps numbers of
+    audio frames int64 `[sounds]` to numbers of embeddings. merge_size: the side, in
     patches, of the square that becomes one embedding. padding: the feature extractor's padding
     mode; sounds are then cut to the longest.
     """
@@ -62,7 +60,7 @@ class Media:
         self,
         folder: Path,
         placeholders: Mapping[str, int],
-        sound_lengths: SoundLengths,
+        sound_lengths: Callable[[Tensor], Tensor],
         merge_size: int,
         padding: str | bool,
     ) -> None:

@@ -12,11 +12,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from headstart.engine.driver import LocalDriver
 from headstart.engine.outputs import RequestOutput
-from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError, EngineError, RequestError, UnsupportedModelError
 from headstart.frontend.frontend import InputProcessor
 from headstart.frontend.streams import AsyncOutputStream, OutputStream, run_all
@@ -81,54 +79,33 @@ class Omni:
         thinker = self.pipeline.stages["thinker"]
         assert isinstance(thinker, EngineStage)
         self._thinker = thinker
+        self.voices = self._stages.voices
+        """The names of the voices."""
+        self.text_params = self._stages.text_params
+        """Default sampling parameters of the text."""
+        self.speech_params = self._stages.speech_params
+        """Default sampling parameters of speech."""
+        self.spelling = self._stages.spelling
+        """The text of a sound ("audio") and of an image ("image") in a prompt."""
+        self.tokenizer = self._stages.tokenizer
+        """The model's tokenizer, None if it came without one."""
+        self.max_model_len = thinker.engine.max_model_len
+        """Maximum number of tokens of a prompt and its text."""
+        self.max_num_seqs = thinker.engine.config.max_num_seqs
+        """Maximum number of requests whose texts are generated at a time."""
         self._inputs = InputProcessor(
-            self._stages.tokenizer,
+            self.tokenizer,
             self._stages.model.vocab_size,
-            TextLimit(self._stages.tokenizer, self.max_model_len),
+            TextLimit(self.tokenizer, self.max_model_len),
         )
         self._names = itertools.count()
         self._driver = LocalDriver(self.pipeline)
         weakref.finalize(self, self._driver.close)
 
     @property
-    def voices(self) -> tuple[str, ...]:
-        """The names of the voices."""
-        return self._stages.voices
-
-    @property
-    def text_params(self) -> SamplingParams:
-        """Default sampling parameters of the text."""
-        return self._stages.text_params
-
-    @property
-    def speech_params(self) -> SamplingParams:
-        """Default sampling parameters of speech."""
-        return self._stages.speech_params
-
-    @property
-    def spelling(self) -> Mapping[str, str]:
-        """The text of a sound ("audio") and of an image ("image") in a prompt."""
-        return self._stages.spelling
-
-    @property
     def sound_rate(self) -> int:
         """Samples per second of sounds in prompts. Raises ModelError without sounds."""
         return self._stages.model.media.sound_rate
-
-    @property
-    def max_model_len(self) -> int:
-        """Maximum number of tokens of a prompt and its text."""
-        return self._thinker.engine.max_model_len
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Maximum number of requests whose texts are generated at a time."""
-        return self._thinker.engine.config.max_num_seqs
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The model's tokenizer, None if it came without one."""
-        return self._stages.tokenizer
 
     def generate(
         self,
@@ -198,7 +175,7 @@ class Omni:
             media = {key: prompt[key] for key in _MEDIA if prompt.get(key) is not None}
             prompt = {key: prompt[key] for key in _TEXT if key in prompt}
         spoken = self._stages.prepare(self._inputs.process(prompt), media, salt)
-        sampling = {"thinker": params.text or self._stages.text_params, "talker": params.speech}
+        sampling = {"thinker": params.text or self.text_params, "talker": params.speech}
         if any(each is not None and each.n != 1 for each in sampling.values()):
             raise RequestError("a spoken answer is one answer: n must be 1")
         voice = {} if params.voice is None else {"voice": params.voice}

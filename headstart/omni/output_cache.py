@@ -171,7 +171,10 @@ class OutputCache:
     def drop(self, stage: str, name: str) -> None:
         """Drop all rows of one output whose detected alignment was wrong; no block needs them."""
         for node, entry in [key for key in self._order if key[1] == name]:
-            if _stage_key(node) == stage.encode():
+            top: PrefixNode = node
+            while top.parent is not None and top.parent.parent is not None:
+                top = top.parent
+            if top.key == stage.encode():
                 node.needed -= {name}
                 self._remove(node, entry)
 
@@ -275,12 +278,6 @@ class OutputCache:
 def _keys(path: BlockPath) -> Iterator[BlockKey]:
     """Return the keys below a namespace's root: the stage, then its blocks."""
     return chain([BlockKey(path.stage.encode())], path.keys)
-
-
-def _stage_key(node: PrefixNode) -> bytes:
-    while node.parent is not None and node.parent.parent is not None:
-        node = node.parent
-    return node.key
 
 
 class ContentCache:

@@ -35,6 +35,7 @@ from typing import Any
 
 from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.params import RequestOutputKind
+from headstart.engine.step import engine_error
 from headstart.errors import ConfigError, EngineError, HeadstartError, RequestError
 from headstart.omni.stage import (
     Chunk,
@@ -375,8 +376,7 @@ class Pipeline:
         """End all requests after an unexpected exception; return them with their errors."""
         ended = list(self._requests.values())
         for progress in ended:
-            progress.error = EngineError(f"the pipeline broke: {type(cause).__name__}: {cause}")
-            progress.error.__cause__ = cause
+            progress.error = engine_error("the pipeline broke", cause)
             self._end(progress, "error")
         return [(progress, progress.error) for progress in ended]
 
@@ -400,7 +400,10 @@ class Pipeline:
     def _handle(self, source: str, progress: Progress, event: Event) -> None:
         now = time.perf_counter() - progress.arrival_time
         if isinstance(event, StageFailed):
-            progress.error = _locate(source, event.error)
+            progress.error = event.error
+            if isinstance(event.error, EngineError) and f"stage {source!r}" not in str(event.error):
+                progress.error = EngineError(f"stage {source!r}: {event.error}")
+                progress.error.__cause__ = event.error
             self._end(progress, "error")
         elif isinstance(event, StageFinished):
             event.metrics.first_output = progress.first_output.get(source)
@@ -428,12 +431,3 @@ class Pipeline:
         progress.finish_reason = reason
         for stage in self._order:
             stage.abort(progress.request_id)
-
-
-def _locate(name: str, error: HeadstartError) -> HeadstartError:
-    """Return the error with the stage's name in its text."""
-    if isinstance(error, EngineError) and f"stage {name!r}" not in str(error):
-        located = EngineError(f"stage {name!r}: {error}")
-        located.__cause__ = error
-        return located
-    return error

@@ -43,11 +43,11 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
 from headstart.engine.prompt import RotaryPositions
-from headstart.engine.sampling import SampledToken, Sampler, SamplingState
+from headstart.engine.sampling import Sampler, SamplingState
 from headstart.engine.step import Batch
 from headstart.errors import EngineError, RequestError
 from headstart.models.files import find_folder
-from headstart.omni.engine_stage import EngineStage, TalkerFeed, TokenEvent
+from headstart.omni.engine_stage import EngineStage, Feed, TalkerFeed
 from headstart.omni.family import OmniStages
 from headstart.omni.function_stage import FramesPlan, FramesStage
 from headstart.omni.media import Media, Placed
@@ -62,10 +62,6 @@ from headstart.omni.stage_decoder import (
     StageDecoder,
     StageParts,
 )
-
-Choose = Callable[[Tensor], Sequence[int]]
-"""Chooses one code for each row of logits float32 `[rows, codes]`."""
-
 
 _UNSPOKEN = 1024
 """Number of the talker's last token ids that are not codes; of them only the end is sampled."""
@@ -138,10 +134,13 @@ class Qwen3Omni(OmniModel):
                 rows = torch.cat([rows[:, None], torch.stack(embedded, dim=1)], dim=1).sum(1)
         return rows
 
-    def predict_others(self, hidden: Tensor, first: Tensor, choose: Choose) -> Tensor:
+    def predict_others(
+        self, hidden: Tensor, first: Tensor, choose: Callable[[Tensor], Sequence[int]]
+    ) -> Tensor:
         """Return the other codes int64 `[n, others]` of many frames at once, on the host.
 
-        `hidden` are the talker's rows `[n, hidden]` that gave the first codes int64 `[n]`.
+        `hidden` are the talker's rows `[n, hidden]` that gave the first codes int64 `[n]`; `choose`
+        chooses a code for each row of logits float32 `[rows, codes]`.
         """
         tables, embedded = self._predictor.get_input_embeddings(), self.embed_codes(first)
         past, others = None, []
@@ -414,7 +413,7 @@ class FrameTalker(EngineStage):
             for part, end in zip(batch.scheduled, ends, strict=True)
         }
 
-    def complete(self, tokens: Mapping[str, TokenEvent]) -> None:
+    def complete(self, tokens: Mapping[str, tuple[Feed, int]]) -> None:
         """Predict the other codes of new frames; the end code begins no frame."""
         feeds = {
             name: feed for name, (feed, _) in tokens.items() if isinstance(feed, FrameTalkerFeed)
@@ -422,20 +421,19 @@ class FrameTalker(EngineStage):
         states = [feed.sampling for feed in feeds.values()]
 
         def choose(logits: Tensor) -> list[int]:
-            return [_code(chosen) for chosen in self._sampler.sample(logits, states)]
+            codes = []
+            for chosen in self._sampler.sample(logits, states):
+                if isinstance(chosen, EngineError):
+                    raise chosen
+                codes.append(chosen.token_id)
+            return codes
 
-        first = torch.tensor([tokens[name].token for name in feeds])
+        first = torch.tensor([tokens[name][1] for name in feeds])
         hidden = torch.stack([self._hidden[name] for name in feeds])
         others = self._model.predict_others(hidden, first, choose)
         for row, (name, feed) in enumerate(feeds.items()):
             frame = torch.cat([first[row : row + 1], others[row]])
             self.give(name, Chunk(CODES, feed.add_frame(others[row]), frame[None]))
-
-
-def _code(chosen: SampledToken | EngineError) -> int:
-    if isinstance(chosen, EngineError):
-        raise chosen
-    return chosen.token_id
 
 
 _GRAPH = """

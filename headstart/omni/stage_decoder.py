@@ -51,10 +51,6 @@ class HostCopy:
         return self._host
 
 
-BeginCopy = Callable[[Mapping[str, Tensor]], HostCopy]
-"""Begins a copy of rows that the device may still be computing."""
-
-
 class StreamCopies:
     """Copies on a separate stream into pinned memory.
 
@@ -86,7 +82,7 @@ class StreamCopies:
         return HostCopy(host, event, rows)
 
 
-def host_copies(device: torch.device) -> BeginCopy:
+def host_copies(device: torch.device) -> Callable[[Mapping[str, Tensor]], HostCopy]:
     """Return the function that copies rows from this device to the host."""
     if device.type == "cuda":
         return StreamCopies(device)
@@ -144,7 +140,11 @@ class StageDecoder(TransformersDecoder):
     def __init__(self, parts: StageParts) -> None:
         source = parts.checkpoint
         folder = source.folder if source is not None else None
-        super().__init__(parts.text_model, text_layouts(parts.text_model), folder)
+        config = parts.text_model.config.get_text_config()
+        heads = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        layout = LayerLayout(config.num_key_value_heads, width, width)
+        super().__init__(parts.text_model, (layout,) * int(config.num_hidden_layers), folder)
         self.files = source.files if source is not None else None
         self._parts, self.eos_token_ids = parts, parts.eos_token_ids
         self._passes: list[HostCopy] = []
@@ -225,14 +225,6 @@ class StageDecoder(TransformersDecoder):
             "visual_pos_masks": ~is_own[None],
             "deepstack_visual_embeds": list(torch.split(in_order[:, width:], width, dim=1)),
         }
-
-
-def text_layouts(model: PreTrainedModel) -> tuple[LayerLayout, ...]:
-    """Return the layout of K and V in each layer of a text model of the Llama family."""
-    config = model.config.get_text_config()
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layers = int(config.num_hidden_layers)
-    return (LayerLayout(config.num_key_value_heads, width, width),) * layers
 
 
 class OmniModel:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import click
 
 from headstart.cache import BlockHash
-from headstart.cli.options import OrderedGroup
 from headstart.cli.terminal import as_typed, columns_of, count, note, progress_bar, show_bytes
 from headstart.engine.config import EngineConfig, make_config
 from headstart.errors import CacheError, ConfigError
@@ -40,7 +39,7 @@ _NAME = re.compile(rf"[0-9A-Fa-f]{{{_SHORTEST},64}}")
 _DIGITS = 12  # shown of a name
 _MOST_SHOWN = 8  # names in an error
 _WIDTH = 100  # columns where the output is no terminal
-_AGES = (("d", 86_400), ("h", 3_600), ("min", 60))
+_AGES = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 _folder = partial(
     click.option,
@@ -110,7 +109,7 @@ def shorten_home(path: Path) -> str:
         return str(path)
 
 
-@click.group(cls=OrderedGroup, short_help="List, check, drop and move what is kept on disk.")
+@click.group(short_help="List, check, drop and move what is kept on disk.")
 def cache() -> None:
     """Prefixes that outlive the process: list, check and drop them, or take them elsewhere."""
 
@@ -323,13 +322,9 @@ def _select(
 
 def _first_named(prefixes: Sequence[KeptPrefix], names: Sequence[str]) -> list[KeptPrefix]:
     named: list[KeptPrefix] = []
-    pending = [*prefixes]
-    while pending:
-        prefix = pending.pop()
-        if any(_is_named(prefix, name) for name in names):
-            named.append(prefix)
-        else:
-            pending += prefix.then
+    for prefix in prefixes:
+        is_named = any(_is_named(prefix, name) for name in names)
+        named += [prefix] if is_named else _first_named(prefix.then, names)
     return named
 
 
@@ -409,9 +404,9 @@ def _in_order(prefixes: Sequence[KeptPrefix]) -> Iterator[tuple[int, KeptPrefix]
 
 def _show_age(used: float) -> str:
     """Return how long ago a time is, in the largest unit that fits."""
-    seconds = max(0, time.time() - used)
-    unit, size = next((age for age in _AGES if seconds >= age[1]), ("s", 1))
-    return f"{int(seconds // size)} {unit}"
+    seconds = max(0, int(time.time() - used))
+    unit, size = next((age for age in _AGES if seconds >= age[1]), _AGES[-1])
+    return f"{seconds // size} {unit}"
 
 
 def _align(rows: Sequence[Sequence[str]], left: int) -> list[str]:

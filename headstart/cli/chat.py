@@ -138,10 +138,6 @@ class Chat:
         if not self._answer(turn.question, turn.shown):
             self.conversation.turns.append(turn)
 
-    def set(self, **values: Any) -> None:
-        """Change sampling parameters. Raises RequestError; nothing is changed then."""
-        self.params = replace(self.params, **values)
-
     def count_tokens(self, text: str) -> int:
         """Return the tokens of a text. Raises RequestError if no prompt has room for them."""
         self.llm.check_length("the document", text)
@@ -377,7 +373,7 @@ def _set(chat: Chat, argument: str) -> None:
         raise RequestError("the form is /set NAME VALUE, as in /set temperature 0.7")
     if value.strip():
         values = parse_sampling(name, value.strip())
-        chat.set(**values)
+        chat.params = replace(chat.params, **values)
         note(", ".join(f"{name} is now {value}" for name, value in values.items()))
     elif name:
         current = getattr(chat.params, check_sampling_name(name))

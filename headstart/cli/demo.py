@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from importlib.resources import files
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +25,7 @@ import headstart
 from headstart.cli.opening import note_on, resolve_model
 from headstart.cli.options import GroupedCommand, GroupedOption, flags, model_option, sort_options
 from headstart.cli.pool_picture import PoolPicture, colour_of
-from headstart.cli.terminal import cached_share, duration
+from headstart.cli.terminal import MAX_WIDTH, cached_share, draw_svg, duration
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError
@@ -43,7 +42,6 @@ ANSWER_TOKENS = 64
 WARM_UP_TOKENS = 512
 POOL_TOKENS = 5120  # blocks of 16 fill five rows of the picture
 MAX_MODEL_LEN = 4800
-MAX_WIDTH = 80
 PANEL = 4
 """Columns that the frame of a panel takes."""
 
@@ -79,7 +77,7 @@ def demo(svg: Path | None, model: str, **options: Any) -> None:
             shown.append(part)
     if svg is not None:
         try:
-            svg.write_text(_draw(shown), "utf-8")
+            svg.write_text(draw_svg(shown, "headstart demo"), "utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {svg}: {error.strerror}") from error
 
@@ -160,7 +158,18 @@ def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:
             title_align="left",
             border_style=colour_of(number),
         )
-    yield _totals(outputs, right)
+    first, second = (duration(output.metrics.time_to_first_token) for output in outputs[:2])
+    prompts = [len(output.prompt_token_ids) for output in outputs]
+    computed = [len(o.prompt_token_ids) - o.num_cached_tokens for o in outputs]
+    totals = Text("cold / warm  ", style="bold")
+    totals.append(f"{first} / {second} = {_ratio(outputs[:2]):.1f}", style="green")
+    totals.append(
+        f"\nThe second question computed {computed[1]:,} of its {prompts[1]:,} prompt tokens, "
+        f"the next turn {computed[2]:,} of its {prompts[2]:,}. "
+        f"Right answers: {right} of {len(outputs)}.",
+        style="not bold",
+    )
+    yield totals
 
 
 def _figures(outputs: list[RequestOutput]) -> Table:
@@ -182,21 +191,6 @@ def _ratio(outputs: list[RequestOutput]) -> float:
     return cold / warm
 
 
-def _totals(outputs: list[RequestOutput], right: int) -> Text:
-    cold, warm = (duration(output.metrics.time_to_first_token) for output in outputs[:2])
-    prompts = [len(output.prompt_token_ids) for output in outputs]
-    computed = [len(o.prompt_token_ids) - o.num_cached_tokens for o in outputs]
-    totals = Text("cold / warm  ", style="bold")
-    totals.append(f"{cold} / {warm} = {_ratio(outputs[:2]):.1f}", style="green")
-    totals.append(
-        f"\nThe second question computed {computed[1]:,} of its {prompts[1]:,} prompt tokens, "
-        f"the next turn {computed[2]:,} of its {prompts[2]:,}. "
-        f"Right answers: {right} of {len(outputs)}.",
-        style="not bold",
-    )
-    return totals
-
-
 def figures_table(figures: Mapping[str, str]) -> Table:
     """Return a table of one row: figures below their names."""
     table = Table(box=None, pad_edge=False, padding=(0, 4, 0, 0), header_style="dim")
@@ -204,17 +198,3 @@ def figures_table(figures: Mapping[str, str]) -> Table:
         table.add_column(name, style="bold")
     table.add_row(*figures.values())
     return table
-
-
-def _draw(parts: Iterable[RenderableType]) -> str:
-    """Return the output as an SVG that needs no font from elsewhere."""
-    recorder = Console(record=True, width=MAX_WIDTH, file=StringIO(), highlight=False)
-    for part in parts:
-        recorder.print(part)
-    svg = recorder.export_svg(title="headstart demo")
-    svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
-    svg = svg.replace("Fira Code", "ui-monospace, Menlo, DejaVu Sans Mono")
-    # Viewers other than browsers drop spaces at the ends of a text, and ignore textLength: they
-    # need these fonts in the size at which a letter is as wide as one of rich's.
-    svg = svg.replace("<svg ", '<svg xml:space="preserve" ', 1)
-    return svg.replace("font-size: 20px", "font-size: 20.27px")

@@ -72,7 +72,13 @@ def _lines() -> Iterator[tuple[str, str]]:
     torch = load_module("torch")  # takes seconds: the lines without it come first
     gpus = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
     yield "GPUs", ", ".join(gpus) or "none that torch can use"
-    yield "dtype", _auto()
+    if multiplies_bfloat16() is not False:  # of a checkpoint in bfloat16
+        yield "dtype", "auto is the checkpoint's"
+    elif native.avx2_library() is not None:
+        yield "dtype", f"auto is float32; weights stay in bfloat16 ({why_no_bfloat16()})"
+    else:
+        reason = why_no_bfloat16()
+        yield "dtype", f"auto is float32, if memory allows: slow in bfloat16 ({reason})"
     yield from _extras()
     is_fit = platform.machine() in X86 and cpu_flags() >= native.NEEDED_FOR_AVX2
     if is_fit and not native.is_built():
@@ -103,29 +109,15 @@ def _kernels() -> str:
     return f"{text}; no others, by HEADSTART_CPU={cap}" if cap else text
 
 
-def _auto() -> str:
-    """Return the meaning of `dtype=auto` for a checkpoint in bfloat16."""
-    if multiplies_bfloat16() is not False:
-        return "auto is the checkpoint's"
-    if native.avx2_library() is not None:
-        return f"auto is float32; weights stay in bfloat16 ({why_no_bfloat16()})"
-    return f"auto is float32, if memory allows: slow in bfloat16 ({why_no_bfloat16()})"
-
-
 def _extras() -> Iterator[tuple[str, str]]:
-    here: list[tuple[str, str]] = []
-    missing: list[tuple[str, str]] = []
+    here, missing = {}, {}
     for name, (gives, packages) in EXTRAS.items():
-        (here if all(map(_is_installed, packages)) else missing).append((name, gives))
-    yield "extras", ", ".join(f"{name} ({gives})" for name, gives in here) or "none"
+        try:
+            _ = [version(package) for package in packages]
+        except PackageNotFoundError:
+            missing[name] = f"{name} ({gives})"
+        else:
+            here[name] = f"{name} ({gives})"
+    yield "extras", ", ".join(here.values()) or "none"
     if missing:
-        texts = ", ".join(f"{name} ({gives})" for name, gives in missing)
-        yield "missing", f"{texts}: {install(','.join(name for name, _ in missing))}"
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
+        yield "missing", f"{', '.join(missing.values())}: {install(','.join(missing))}"

@@ -153,11 +153,7 @@ class Conversation:
     def reply_token_ids(self) -> dict[int, list[int]]:
         """Return the tokens of replies, where they are available, by the index of the message."""
         first = 2 if self.system else 1
-        return {
-            first + 2 * i: list(turn.token_ids)
-            for i, turn in enumerate(self.turns)
-            if turn.token_ids
-        }
+        return {first + 2 * i: list(t.token_ids) for i, t in enumerate(self.turns) if t.token_ids}
 
     def save(self, path: Path, model: str) -> None:
         """Write all turns as JSON that only this user may read.
@@ -221,11 +217,10 @@ class Conversation:
                 expected, question = "assistant", content
             else:
                 tokens = message.get("token_ids")
-                if not isinstance(tokens, list) or not all(
-                    type(t) is int and t >= 0 for t in tokens
-                ):
-                    tokens = []
-                conversation.turns.append(Turn(question, content, tuple(tokens)))
+                tokens = tokens if isinstance(tokens, list) else []
+                are_ids = all(type(token) is int and token >= 0 for token in tokens)
+                turn = Turn(question, content, tuple(tokens) if are_ids else ())
+                conversation.turns.append(turn)
                 expected = "user"
         if expected == "assistant":
             raise RequestError("its last message is a question without a reply")

@@ -124,12 +124,10 @@ class GroupedCommand(click.Command):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         options = [option for option in self.params if isinstance(option, GroupedOption)]
-        numbers = [o for o in options if o.group == MAIN and o.type.name == click.INT.name]
-        if numbers:
-            self.epilog = (
-                f"Every flag may stand in the environment instead: {numbers[0].flag} N is "
-                f"{numbers[0].envvar}=N."
-            )
+        for option in options:
+            if option.group == MAIN and option.type.name == click.INT.name and not self.epilog:
+                usage = f"{option.flag} N is {option.envvar}=N."
+                self.epilog = f"Every flag may stand in the environment instead: {usage}"
 
     def invoke(self, ctx: click.Context) -> Any:
         """Warn of variables whose names look like misspelled ones, and run the command."""
@@ -154,14 +152,6 @@ class GroupedCommand(click.Command):
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records, col_max=34)
-
-
-class OrderedGroup(click.Group):
-    """A group whose commands are shown in the order in which they were added."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the commands."""
-        return list(self.commands)
 
 
 class Options(NamedTuple):

@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from difflib import get_close_matches
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
+from rich.bar import Bar
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from headstart.cli.options import GroupedCommand, GroupedOption, flags, take_options
-from headstart.cli.terminal import as_typed, count, progress_bar
+from headstart.cli.terminal import as_typed, count, draw_svg, progress_bar
 from headstart.cluster.router import DEFAULT_POLICY, POLICIES
 from headstart.errors import ConfigError
 from headstart.replay import (
@@ -33,11 +33,7 @@ from headstart.replay import (
 )
 from headstart.replay import replay as run_replay
 
-_WIDTH, _LABEL, _BAR, _ROW, _HEAD = 720, 180, 440, 22, 34
-_STYLE = (
-    "text{font:13px sans-serif;fill:#20242b}.bar{fill:#7558b5}.card{fill:#fcfbf8}"
-    "@media (prefers-color-scheme:dark){text{fill:#e7e9ed}.bar{fill:#a98ee6}.card{fill:#16191f}}"
-)
+_BAR = 40  # columns of the longest bar
 _HEADINGS = (
     *("hit %", "ttft s", "p50 s", "p99 s", "token ms", "p99 ms"),
     *("imbalance", "load", "evicted"),
@@ -182,37 +178,14 @@ def _draw(path: Path, trace: Trace, results: list[ReplayResult], optimum: Optimu
         "time to first token, mean, s": {r.router: r.ttft_mean for r in results},
         "time to first token, p99, s": {r.router: r.ttft_p99 for r in results},
     }
+    parts: list[RenderableType] = []
+    for heading, values in panels.items():
+        bars = Table(box=None, show_header=False, title=f"\n{heading}", title_justify="left")
+        largest = max(values.values()) or 1
+        for name, value in values.items():
+            bars.add_row(name, Bar(largest, 0, value, width=_BAR), f"{value:,.4g}")
+        parts.append(bars)
     try:
-        path.write_text(_draw_bars(trace.name, panels), encoding="utf-8")
+        path.write_text(draw_svg(parts, trace.name), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--plot is {path}: {error.strerror}") from error
-
-
-def _draw_bars(title: str, panels: Mapping[str, Mapping[str, float]]) -> str:
-    """Return an SVG: a panel for each heading, a bar for each name, from 0 to the largest."""
-    parts, y = [_text(16, 24, title, bold=True)], _HEAD
-    for heading, values in panels.items():
-        y += _HEAD
-        parts.append(_text(16, y - 10, heading, bold=True))
-        largest = max(values.values(), default=0) or 1
-        for name, value in values.items():
-            length = _BAR * value / largest
-            parts.append(_text(16, y + 14, name))
-            parts.append(
-                f'<rect class="bar" x="{_LABEL}" y="{y + 3}" width="{length:.1f}" height="14"/>'
-            )
-            parts.append(_text(_LABEL + length + 6, y + 14, f"{value:,.4g}"))
-            y += _ROW
-    height = y + 16
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" role="img">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style>"
-        f'<rect class="card" width="{_WIDTH}" height="{height}" rx="12"/>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
-    )
-
-
-def _text(x: float, y: float, words: str, *, bold: bool = False) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{weight}>{escape(words)}</text>'

@@ -36,23 +36,20 @@ def print_reply(
         with waiting("the reply is empty so far"):
             while not output.outputs[0].text.strip() and not output.finished:
                 output = next(stream)
-        with _make_writer(plain, is_text=is_text) as writer:
+        console = Console(highlight=False)
+        writer: RawWriter
+        if not console.is_terminal or not is_text:
+            writer = RawWriter(clean=console.is_terminal)
+        elif plain or console.is_dumb_terminal:
+            writer = WrappingWriter(console.width)
+        else:  # rich's Markdown takes half a second to import
+            writer = load_module("headstart.cli.markdown").MarkdownWriter(console)
+        with writer:
             writer.write(output.outputs[0].text)
             for output in stream:
                 writer.write(output.outputs[0].text)
         note(figures(output), " ", in_parts=True)
     return output
-
-
-def _make_writer(plain: bool, *, is_text: bool) -> RawWriter:
-    console = Console(highlight=False)
-    if not console.is_terminal or not is_text:
-        return RawWriter(clean=console.is_terminal)
-    if plain or console.is_dumb_terminal:
-        return WrappingWriter(console.width)
-    # rich's Markdown takes half a second to import, for terminals only.
-    writer: RawWriter = load_module("headstart.cli.markdown").MarkdownWriter(console)
-    return writer
 
 
 def printable(text: str) -> str:

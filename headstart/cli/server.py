@@ -61,7 +61,12 @@ def run_server(
         if _speaks(model):
             address.speaks, address.shows_pool = True, False
             _check_speech(options, replicas, adapters, engine)
-            omni = stack.enter_context(closing(_open_omni(model, read_config(engine))))
+            config = read_config(engine)
+            # Other options than dtype and device are those of its stages.
+            of_model = {name: config.pop(name) for name in ("dtype", "device") if name in config}
+            with waiting(announce(model, engine)):
+                make = load_module("headstart.omni.omni").AsyncOmni
+                omni = stack.enter_context(closing(make(model, **of_model, options=config)))
             app = launch.create_speech_app(omni, model, options, tenants)
         else:
             if tenants.ask_for_keys:
@@ -77,12 +82,15 @@ def run_server(
                 llm = stack.enter_context(closing(cluster)).llm
                 more["cache_api"] = load_module("headstart.cluster.serving.llm").router
             else:
-                llm = stack.enter_context(closing(_open_engine(model, engine)))
+                with waiting(announce(model, engine)):
+                    make = load_module("headstart.frontend.async_llm").AsyncLLM
+                    llm = stack.enter_context(closing(make(resolve_model(model), **engine)))
                 address.bounds = f"K/V pool {show_bytes(llm.kv_cache_bytes)}"
                 if llm.tiers is not None:
                     size = show_bytes(llm.tiers.queue_bytes)
                     address.bounds += f", blocks and images to save and blocks to load {size} each"
-            asyncio.run(_load_adapters(llm, adapters))
+            for name, folder in adapters.items():
+                asyncio.run(llm.load_adapter(name, folder))
             launch.publish(llm, prefixes)
             app = launch.create_app(llm, model, options, tenants, tracer=tracer, **more)
         launch.serve(app, socket, address.show)
@@ -117,26 +125,6 @@ def _check_speech(
     for name, is_given in refused.items():
         if is_given:
             raise ConfigError(f"{name} is given; allowed with a model that speaks: none")
-
-
-def _open_omni(model: str, engine: Mapping[str, Any]) -> Any:
-    """Open a pipeline; dtype and device are of the whole model, other options of its stages."""
-    of_model = {name: engine[name] for name in ("dtype", "device") if name in engine}
-    of_stages = {name: value for name, value in engine.items() if name not in of_model}
-    with waiting(announce(model, engine)):
-        async_omni = load_module("headstart.omni.omni").AsyncOmni
-        return async_omni(model, **of_model, options=of_stages)
-
-
-def _open_engine(model: str, engine: Mapping[str, Any]) -> Any:
-    with waiting(announce(model, engine)):
-        async_llm = load_module("headstart.frontend.async_llm").AsyncLLM
-        return async_llm(resolve_model(model), **engine)
-
-
-async def _load_adapters(llm: Any, adapters: Mapping[str, Path]) -> None:
-    for name, folder in adapters.items():
-        await llm.load_adapter(name, folder)
 
 
 def _open_replicas(

@@ -18,14 +18,14 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 import click
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -43,6 +43,7 @@ if sys.platform != "win32":
 # Spaces behind neither a comma nor a middle dot, and the space that joins words.
 _BETWEEN_WORDS = re.compile(r"(?<![,\N{MIDDLE DOT}]) ")
 _GLUE = "\N{NO-BREAK SPACE}"
+MAX_WIDTH = 80  # columns of a picture
 _PATIENCE = 0.3  # seconds before a line appears
 _FEW = 0.02  # share of files, such as headers, whose reading says nothing of the rest's speed
 _SAMPLES = 256  # pages of each file
@@ -249,6 +250,20 @@ def figures(output: RequestOutput) -> str:
         f"[prompt {len(output.prompt_token_ids):,} tokens, cached {cached_share(output)}{loaded} · "
         f"first token {duration(metrics.time_to_first_token)}{rest} · {end}]"
     )
+
+
+def draw_svg(parts: Iterable[RenderableType], title: str) -> str:
+    """Return an output as an SVG that needs no font from elsewhere."""
+    recorder = Console(record=True, width=MAX_WIDTH, file=io.StringIO(), highlight=False)
+    for part in parts:
+        recorder.print(part)
+    svg = recorder.export_svg(title=title)
+    svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
+    svg = svg.replace("Fira Code", "ui-monospace, Menlo, DejaVu Sans Mono")
+    # Viewers other than browsers drop spaces at the ends of a text, and ignore textLength: they
+    # need these fonts in the size at which a letter is as wide as one of rich's.
+    svg = svg.replace("<svg ", '<svg xml:space="preserve" ', 1)
+    return svg.replace("font-size: 20px", "font-size: 20.27px")
 
 
 @contextmanager

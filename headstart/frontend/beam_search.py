@@ -123,18 +123,17 @@ def search_beams(
         beams = [(search, beam) for search in searches for beam in search.live]
         if not beams:
             break
-        outputs = iter(
-            generate(
-                [_prompt_of(search, beam, salt) for search, beam in beams],
-                next_token,
-                use_tqdm=False,
-                cache_salt=salt,
-                lora_request=[search.adapter for search, _ in beams],
-                priority=[search.priority for search, _ in beams],
-            )
+        outputs = generate(
+            [_prompt_of(search, beam, salt) for search, beam in beams],
+            next_token,
+            use_tqdm=False,
+            cache_salt=salt,
+            lora_request=[search.adapter for search, _ in beams],
+            priority=[search.priority for search, _ in beams],
         )
+        rest = iter(outputs)
         for search in searches:
-            _extend(search, [next(outputs) for _ in search.live], params, eos)
+            _extend(search, [next(rest) for _ in search.live], params, eos)
     return [_best(frontend, search, params) for search in searches]
 
 

@@ -116,6 +116,18 @@ class Facade:
     takes_images: bool
     """True if the model sees images."""
 
+    # Of an engine in this process only.
+    manager: KVCacheManager
+    """The cache manager, for the engine's thread."""
+    tiers: Tiers | None
+    """The tiers behind the pool, None for none."""
+    vllm_config: VllmView
+    """The configuration, in vLLM's names; its parts follow."""
+    model_config: ModelView
+    cache_config: CacheView
+    scheduler_config: SchedulerView
+    parallel_config: ParallelView
+
     # Parts of `vllm_config` that have no value here.
     speculative_config: ClassVar[None] = None
     quant_config: ClassVar[None] = None
@@ -181,7 +193,11 @@ class Facade:
         """Take over an engine that has been loaded."""
         self.frontend, self.chats, self.driver, self._sampling, engine = started
         if engine is not None:
-            self.engine = engine
+            self.engine, self.manager, self.tiers = engine, engine.manager, engine.tiers
+            view = self.vllm_config = view_config(engine, self.frontend.tokenizer)
+            self.model_config, self.cache_config = view.model_config, view.cache_config
+            self.scheduler_config = view.scheduler_config
+            self.parallel_config = view.parallel_config
         config, facts = self.frontend.config, self.frontend.facts
         self.config, self.block_size = config, config.block_size
         self.max_model_len = facts.max_model_len
@@ -220,44 +236,9 @@ class Facade:
         return self.chats.chat_template
 
     @property
-    def vllm_config(self) -> VllmView:
-        """The configuration, in vLLM's names."""
-        return view_config(self.engine, self.frontend.tokenizer)
-
-    @property
-    def model_config(self) -> ModelView:
-        """The model's part of `vllm_config`."""
-        return self.vllm_config.model_config
-
-    @property
-    def cache_config(self) -> CacheView:
-        """The pool's part of `vllm_config`."""
-        return self.vllm_config.cache_config
-
-    @property
-    def scheduler_config(self) -> SchedulerView:
-        """The limits of a step in `vllm_config`."""
-        return self.vllm_config.scheduler_config
-
-    @property
-    def parallel_config(self) -> ParallelView:
-        """Processes and devices in `vllm_config`."""
-        return self.vllm_config.parallel_config
-
-    @property
     def adapters(self) -> list[Adapter]:
         """The LoRA adapters that requests may name."""
         return self.frontend.adapters.named
-
-    @property
-    def manager(self) -> KVCacheManager:
-        """The cache manager, for the engine's thread."""
-        return self.engine.manager
-
-    @property
-    def tiers(self) -> Tiers | None:
-        """The tiers behind the pool, None for none."""
-        return self.engine.tiers
 
     @property
     def requests(self) -> tuple[Sequence[Request], Sequence[Request]]:

@@ -259,10 +259,9 @@ class GrammarCompiler:
         tokenizer = self._vocabulary.tokenizer
         if tokenizer is None:
             raise RequestError("the model came without a tokenizer: structured_outputs needs one")
+        _library()  # which may be missing
         try:
             return TokenMasks(tokenizer, self._vocabulary)
-        except RequestError:
-            raise
         except Exception as error:  # llguidance raises what it likes for a tokenizer it cannot read
             raise RequestError(
                 f"structured_outputs cannot use the model's tokenizer: {_explain(error)}"
@@ -292,13 +291,9 @@ def _library() -> Any:
 def check_form(form: Form) -> None:
     """Raise RequestError for a form that no model's tokens can follow; needs no model."""
     validate = _library().LLMatcher.validate_grammar_with_warnings
-
-    def check() -> None:
-        is_wrong, messages = validate(_write(form, {}), limits=_limits())
-        if is_wrong:
-            raise ValueError(messages[0])
-
-    _run(form, check)
+    is_wrong, messages = _run(form, lambda: validate(_write(form, {}), limits=_limits()))
+    if is_wrong:
+        raise _refusal(form, messages[0])
 
 
 def _refusal(form: Form, reason: object) -> RequestError:
@@ -334,10 +329,8 @@ def _write(form: Form, special: Mapping[str, int]) -> str:
 
 
 def _limits() -> LLParserLimits:
-    limits: LLParserLimits = _library().LLParserLimits(
-        max_items_in_row=MAX_ITEMS_IN_ROW, verbose_errors=False
-    )
-    return limits
+    make: type[LLParserLimits] = _library().LLParserLimits
+    return make(max_items_in_row=MAX_ITEMS_IN_ROW, verbose_errors=False)
 
 
 def _build(form: Form, masks: TokenMasks) -> LLMatcher:

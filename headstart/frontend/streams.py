@@ -70,7 +70,10 @@ class Mailbox(Generic[Output]):
 
     def get(self) -> Output:
         """Wait for the next output. Raises the error that ended a request."""
-        return _open(self._driver.wait(self._updates, self._groups))
+        update: Output | BaseException = self._driver.wait(self._updates, self._groups)
+        if isinstance(update, BaseException):
+            raise update
+        return update
 
 
 def run_all(
@@ -244,7 +247,9 @@ class AsyncMailbox(Generic[Output]):
         last = self._last
         if last is None or (self._updates and (not self.paced or isinstance(last, BaseException))):
             return self._updates.popleft()
-        return _open(last)
+        if isinstance(last, BaseException):
+            raise last
+        return last
 
 
 class _Waker:
@@ -418,9 +423,3 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
 
 RequestStream = OutputStream[RequestOutput]
 AsyncRequestStream = AsyncOutputStream[RequestOutput]
-
-
-def _open(update: Output | BaseException) -> Output:
-    if isinstance(update, BaseException):
-        raise update
-    return update

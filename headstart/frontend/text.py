@@ -72,11 +72,10 @@ def encode_text(
             [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             if max_model_len is not None and len(encoding) >= max_model_len:
                 raise too_many_tokens(len(encoding), max_model_len)
-            ids: list[int] = encoding.ids
-            return ids
-        token_ids: list[int] = tokenizer.encode(
-            text, add_special_tokens=add_special_tokens, verbose=False
-        )
+            token_ids: list[int] = encoding.ids
+        else:
+            token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return token_ids
     except RequestError:
         raise
     # A vocabulary without a token for unknown words has tokenizers raise a bare Exception.
@@ -84,7 +83,6 @@ def encode_text(
         raise RequestError(
             f"the tokenizer refuses {describe(text)}: {type(error).__name__}: {shorten(str(error))}"
         ) from error
-    return token_ids
 
 
 def _decode(
@@ -221,12 +219,11 @@ class TokenTexts:
 
     def __call__(self, token_id: int) -> str:
         """Return a token's text; U+FFFD stands for bytes that are a part of a character."""
-        text = self._texts.get(token_id)
-        if text is None:
+        if token_id not in self._texts:
             anchor = _decode(self._tokenizer, self._anchor)
             anchored = _decode(self._tokenizer, [*self._anchor, token_id])
-            text = self._texts[token_id] = anchored[len(anchor) :]
-        return text
+            self._texts[token_id] = anchored[len(anchor) :]
+        return self._texts[token_id]
 
 
 class Detokenizer:
@@ -278,8 +275,7 @@ class Detokenizer:
 
     def _emit(self, text: str) -> str:
         if text:
-            if self._is_whole:
-                self._window = self._emitted
+            self._window = self._emitted if self._is_whole else self._window
             self._is_whole = True
             self._emitted = len(self._token_ids)
         return text

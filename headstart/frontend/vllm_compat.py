@@ -151,8 +151,13 @@ def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
             del config[name]
     for name, field_name in _ALIASES.items():
         value = options.get(name)
-        if name == "limit_mm_per_prompt":
-            value = _count_images(value)
+        if name == "limit_mm_per_prompt" and value is not None:
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f'{name} is {describe(value)}; allowed: a dict such as {{"image": 4}}'
+                )
+            value = value.get("image")  # a number, or {"count": 4}; prompts have no other media
+            value = value.get("count") if isinstance(value, Mapping) else value
         if value is None:
             continue
         default = _OF_CONFIG[field_name].default
@@ -164,18 +169,6 @@ def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
             )
         config[field_name] = value
     return config
-
-
-def _count_images(limits: object) -> Any:
-    """Read `{"image": 4}` or `{"image": {"count": 4}}`; prompts have no other media."""
-    if limits is None:
-        return None
-    if not isinstance(limits, Mapping):
-        raise ConfigError(
-            f'limit_mm_per_prompt is {describe(limits)}; allowed: a dict such as {{"image": 4}}'
-        )
-    images = limits.get("image")
-    return images.get("count") if isinstance(images, Mapping) else images
 
 
 def _read_tokenizer(path: object, model: str | Path) -> Path | None:

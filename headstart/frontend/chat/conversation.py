@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jinja2 import TemplateError
 
 from headstart.cache import Namespace
-from headstart.errors import ConfigError, RequestError
+from headstart.errors import RequestError
 from headstart.frontend.chat.messages import (
     Message,
     TemplateOptions,
@@ -69,13 +69,10 @@ class TextIndex:
     A text is identified by a hash over adapter, salt and text. So the longest stored beginning of a
     text costs a pass of BLAKE2 over it and a digest at each distinct stored length: a few
     microseconds for each, which is why the number of texts is bounded, too. The least recently used
-    text is removed first. Not thread-safe. Raises ConfigError for a bound below 1.
+    text is removed first. Not thread-safe.
     """
 
     def __init__(self, max_texts: int, max_bytes: int) -> None:
-        for name, value in (("max_texts", max_texts), ("max_bytes", max_bytes)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; allowed: at least 1")
         self._max_texts, self._max_bytes = max_texts, max_bytes
         self.clear()
 
@@ -111,14 +108,11 @@ class TextIndex:
 
     def _remove(self, key: bytes) -> None:
         length, token_ids, _ = self._entries.pop(key)
-        self.num_bytes -= ENTRY_BYTES
-        self._lengths[length] -= 1
-        if not self._lengths[length]:
-            del self._lengths[length]
-        self._users[id(token_ids)] -= 1
-        if not self._users[id(token_ids)]:
-            del self._users[id(token_ids)]
-            self.num_bytes -= _size(token_ids)
+        self.num_bytes -= ENTRY_BYTES + _size(token_ids) * (self._users[id(token_ids)] == 1)
+        for counts, item in ((self._lengths, length), (self._users, id(token_ids))):
+            counts[item] -= 1
+            if not counts[item]:
+                del counts[item]
 
     def longest(self, text: str, namespace: Namespace) -> tuple[list[int], str]:
         """Return the ids of the longest stored beginning of `text`, and the text after it."""
@@ -189,7 +183,7 @@ class ConversationMemory:
     texts remembered, up to three for a turn. max_bytes: memory for them; the texts of a turn share
     4 bytes for each token of its prompt and reply.
 
-    Not thread-safe. Raises ConfigError for a bound below 1.
+    Not thread-safe.
     """
 
     def __init__(

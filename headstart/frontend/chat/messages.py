@@ -123,10 +123,6 @@ def read_conversation(messages: object) -> list[dict[str, Any]]:
     return read
 
 
-def _is_empty(content: object) -> bool:
-    return content is None or (isinstance(content, (str, list, tuple)) and not content)
-
-
 def _read_message(message: dict[str, Any]) -> None:
     """Bring tool calls, reasoning, refusal and content into their form."""
     calls = message.get("tool_calls")
@@ -142,7 +138,7 @@ def _read_message(message: dict[str, Any]) -> None:
     if isinstance(reasoning, str) and reasoning and not message.get("reasoning_content"):
         message["reasoning_content"] = reasoning
     refusal, content = message.pop("refusal", None), message.get("content")
-    if _is_empty(content):
+    if content in (None, "", [], ()):
         if isinstance(refusal, str):
             message["content"] = refusal
         elif "content" in message or message["role"] == "assistant" or calls:
@@ -321,7 +317,9 @@ class TemplateOrder:
                 is_beginning = False
                 if role in ("assistant", "tool") and self._needs_user(arranged):
                     arranged.append(self._empty("user"))
-            if not arranged or self._takes_after(arranged[-1], message):
+            pair = _letter(arranged[-1]) + _letter(message) if arranged else ""
+            baseline = "UCTAU" if "C" in pair or "T" in pair else "UAU"
+            if pair not in _PAIRS or self._takes(_PAIRS[pair], baseline):
                 arranged.append(message)
             elif arranged[-1]["role"] == "assistant" != message["role"]:  # a call without a result
                 arranged += [self._empty("assistant"), message]
@@ -337,11 +335,6 @@ class TemplateOrder:
             return not self._takes("AU")
         is_system = beginning[-1]["role"] == "system"
         return is_system and not (self._takes("S") and self._takes("SAU"))
-
-    def _takes_after(self, last: Message, message: Message) -> bool:
-        pair = _letter(last) + _letter(message)
-        baseline = "UCTAU" if "C" in pair or "T" in pair else "UAU"
-        return pair not in _PAIRS or self._takes(_PAIRS[pair], baseline)
 
     def _merge(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         merged = {**second, **first}

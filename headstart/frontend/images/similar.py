@@ -308,10 +308,9 @@ def _loses_detail(source: Picture, copy: Picture, codec: Codec) -> bool:
     return 0 < untraced <= max(FEW, int(GRAIN * sizes.size))
 
 
-def _steps(one: Pixels, other: Pixels) -> Pixels:
+def _steps(one: Pixels, other: Pixels) -> Any:
     """Return how far the pixels are apart, in the colour that differs the most."""
-    steps: Pixels = (np.maximum(one, other) - np.minimum(one, other)).max(2)
-    return steps
+    return (np.maximum(one, other) - np.minimum(one, other)).max(2)
 
 
 def _painted(padded: Pixels) -> Pixels:

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import Namespace
-from headstart.errors import ConfigError
 from headstart.frontend.chat.conversation import ConversationMemory, Turn
 from tests.tiny_tokenizers import CHATML, END_OF_TURN, TINY_TOKENIZERS, byte_tokens
 
@@ -269,13 +268,6 @@ def test_the_text_used_least_recently_is_forgotten() -> None:
     assert memory.encode("weather") == tokens("weather") != letters("weather")
     assert memory.encode("the") == letters("the")
     assert memory.encode("other") == letters("other")
-
-
-def test_a_memory_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_texts is 0; allowed: at least 1"):
-        ConversationMemory(BYTES, max_texts=0)
-    with pytest.raises(ConfigError, match="max_bytes is 0; allowed: at least 1"):
-        ConversationMemory(BYTES, max_bytes=0)
 
 
 # Invariants

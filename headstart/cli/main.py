@@ -22,13 +22,7 @@ from headstart.cli.demo import demo
 from headstart.cli.doctor import doctor
 from headstart.cli.messages import Conversation, names_model, read_questions
 from headstart.cli.models import models
-from headstart.cli.opening import (
-    announce_and_open,
-    folder_for_text,
-    load_adapter,
-    read_adapter,
-    read_adapters,
-)
+from headstart.cli.opening import announce_and_open, folder_for_text, read_adapter, read_adapters
 from headstart.cli.options import (
     CHAT_SAMPLING,
     RUN_SAMPLING,
@@ -162,7 +156,8 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
     questions.check_model(folder, make_config(chosen.engine))
     prefixes = make_prefix_folder(chosen.engine)
     with closing(announce_and_open(model, prefixes.options)) as llm:
-        streams = questions.streams(llm, chosen.sampling, load_adapter(llm, adapter))
+        name = llm.load_adapter(adapter.name or "adapter", adapter).name if adapter else None
+        streams = questions.streams(llm, chosen.sampling, name)
         prefixes.note()
         is_text = questions.form is None
         answers = [print_reply(stream, plain=plain, is_text=is_text) for stream in streams]
@@ -196,7 +191,7 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
         params = chat_sampling(chosen.given, folder)
         # Line editing takes prompt_toolkit, half a second of imports.
         terminal = load_module("headstart.cli.chat")
-        name = load_adapter(llm, adapter)
+        name = llm.load_adapter(adapter.name or "adapter", adapter).name if adapter else None
         prefixes.note()
         chat = terminal.Chat(llm, model, params, conversation, plain=plain, adapter=name)
         if resume is not None:

@@ -61,9 +61,8 @@ def note_on(model: str, engine: Mapping[str, Any]) -> str:
 
 def resolve_model(model: str) -> str:
     """Return the folder or hub name to load for `--model`."""
-    if model != RANDOM_MODEL:
-        return model
-    return str(load_module("headstart.models.demo").demo_model_path())
+    is_random = model == RANDOM_MODEL
+    return str(load_module("headstart.models.demo").demo_model_path()) if is_random else model
 
 
 def announce_and_open(model: str, options: Mapping[str, Any]) -> LLM:
@@ -164,14 +163,6 @@ def check_adapter(adapter: Path, model: Path) -> None:
                 f"{adapter} is for another model: its matrices of {layer} take {shape[1]} inputs, "
                 f"here the layer has {base[1]}"
             )
-
-
-def load_adapter(llm: LLM, folder: Path | None) -> str | None:
-    """Load an adapter under the name of its folder; returns the name.
-
-    Raises AdapterError or ConfigError.
-    """
-    return None if folder is None else llm.load_adapter(folder.name or "adapter", folder).name
 
 
 @contextmanager

@@ -117,68 +117,53 @@ class AsyncLLM(Facade):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Stream the answer to a conversation; the next turn hits every token of this one."""
-        arguments = dict(locals())  # those of `prepare_chat`
-        return self._stream(lambda: type(self).prepare_chat(**arguments))
+        template = TemplateOptions.pick(locals())
+        return self._stream(
+            lambda: self.prepare(
+                messages,
+                sampling_params,
+                request_id,
+                template=template,
+                lora_request=lora_request,
+                adapter=adapter,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+        )
 
     async def prepare(
         self,
-        prompt: Prompt,
+        prompt: Prompt | Conversation,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        template: TemplateOptions | None = None,
         lora_request: LoRARequest | None = None,
         adapter: str | None = None,
         priority: int | None = None,
         cache_salt: str | None = None,
     ) -> RequestGroup:
-        """Check and tokenize a request of `generate`, for `outputs`. Raises RequestError."""
-        make = partial(self.frontend.prepare, prompt, request_id=request_id, salt=cache_salt)
-        is_short = isinstance(prompt, list) and len(prompt) <= _FEW_IDS
-        return await self._prepare(
-            make, sampling_params, adapter, lora_request, priority, is_short=is_short
-        )
+        """Check and tokenize a request in another thread, for `outputs`. Raises RequestError.
 
-    async def prepare_chat(
-        self,
-        messages: Conversation,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        lora_request: LoRARequest | None = None,
-        adapter: str | None = None,
-        priority: int | None = None,
-        cache_salt: str | None = None,
-        chat_template: str | None = None,
-        chat_template_content_format: str = "auto",
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> RequestGroup:
-        """Check and tokenize a conversation, as `prepare` does."""
-        template = TemplateOptions.pick(locals())
-        make = partial(
-            self.chats.prepare, messages, template=template, request_id=request_id, salt=cache_salt
-        )
-        return await self._prepare(make, sampling_params, adapter, lora_request, priority)
-
-    async def _prepare(
-        self,
-        make: Callable[..., RequestGroup],
-        sampling_params: SamplingParams | None,
-        adapter: str | None,
-        lora_request: LoRARequest | None,
-        priority: int | None,
-        *,
-        is_short: bool = False,
-    ) -> RequestGroup:
-        """Call `make` in another thread; forms have separate threads.
-
-        is_short: few token ids, for which another thread would take longer to wake.
+        template: `prompt` is a conversation. Requests with forms have separate threads, and few
+        token ids need none: it would take longer to wake.
         """
         self.frontend.require_open()
         [(params, choice, rank)] = self._spread(1, sampling_params, adapter, lora_request, priority)
-        make = partial(make, params=params, adapter=await self._load(choice), priority=rank)
+        make: Callable[..., RequestGroup] = self.frontend.prepare
+        if template is not None:
+            make = partial(self.chats.prepare, template=template)
+        name = await self._load(choice)
+        make = partial(
+            make,
+            prompt,
+            params,
+            request_id=request_id,
+            salt=cache_salt,
+            adapter=name,
+            priority=rank,
+        )
+        is_short = template is None and isinstance(prompt, list) and len(prompt) <= _FEW_IDS
         if not isinstance(params, SamplingParams):
             return make()  # which raises RequestError
         if params.structured_outputs is not None:

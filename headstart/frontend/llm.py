@@ -308,28 +308,16 @@ def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[C
 
 
 @contextmanager
-def _progress(prompts: int) -> Iterator[Callable[[RequestOutput], None] | None]:
+def _progress(prompts: int) -> Iterator[Callable[[RequestOutput], None]]:
     """A bar on stderr for several prompts; yields a function to call for each answered prompt."""
-    if prompts < 2:
-        yield None
-        return
-    rich = load_module("rich.progress")  # which takes 60 ms
-    columns = (
-        rich.TextColumn("{task.description}"),
-        rich.BarColumn(),
-        rich.MofNCompleteColumn(),
-        rich.TextColumn("{task.fields[tokens]} tokens generated"),
-        rich.TimeElapsedColumn(),
-        rich.TimeRemainingColumn(),
-    )
-    console = load_module("rich.console").Console(stderr=True)
-    with rich.Progress(*columns, console=console) as progress:
-        task = progress.add_task("prompts", total=prompts, tokens=0)
+    tokens = 0
+    with load_module("tqdm").tqdm(total=prompts, desc="prompts", disable=prompts < 2) as bar:
 
         def report(output: RequestOutput) -> None:
-            tokens = sum(len(answer.token_ids) for answer in output.outputs)
-            tokens += progress.tasks[task].fields["tokens"]
-            progress.update(task, advance=1, tokens=tokens)
+            nonlocal tokens
+            tokens += sum(len(answer.token_ids) for answer in output.outputs)
+            bar.set_postfix_str(f"{tokens} tokens generated", refresh=False)
+            bar.update()
 
         yield report
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from headstart.engine.params import SamplingParams
 from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.errors import RequestError
+from headstart.frontend.chat.messages import TemplateOptions
 from headstart.server.answers import (
     HERMES,
     THINK_CLOSE,
@@ -250,7 +251,7 @@ async def prepare_chat(
 ) -> PreparedChat:
     """Make a checked and tokenized request of a conversation. Raises ApiError, RequestError.
 
-    is_kept: see `Service.prepare_chat`.
+    is_kept: see `Service.prepare`.
     """
     adapter = service.adapter(call.model)
     call = replace(call, template=service.template_options(call.template))
@@ -280,7 +281,7 @@ async def prepare_chat(
         with_tools=bool(call.tools.tools),
     )
     async with _naming_fields(service, call):
-        request = await service.prepare_chat(
+        request = await service.prepare(
             await read_many(len(call.messages), read),
             service.params(sampling, stream=stream),
             request_id,
@@ -288,7 +289,7 @@ async def prepare_chat(
             cache_salt=call.salt,
             priority=call.priority,
             is_kept=is_kept,
-            **options,
+            template=TemplateOptions(**options),
         )
     if call.retention:
         request.retain(len(request.prompt_token_ids), call.retention)

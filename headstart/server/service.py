@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.engine.request import RequestGroup
     from headstart.frontend.async_llm import AsyncLLM
-    from headstart.frontend.frontend import Prompt
     from headstart.frontend.streams import AsyncOutputStream
     from headstart.omni.params import OmniOutput
     from headstart.server.monitoring.tracing import Tracer
@@ -410,28 +409,21 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
         return replace(self.llm.get_default_sampling_params(), **fields, output_kind=kind)
 
     async def prepare(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, **options: Any
-    ) -> RequestGroup:
-        """Return a request for a prompt; see `AsyncLLM.prepare`."""
-        self._admit(options)
-        return await self.llm.prepare(prompt, params, request_id, **options)
-
-    async def prepare_chat(
         self,
-        messages: Any,
+        prompt: Any,
         params: SamplingParams,
         request_id: str,
         *,
         is_kept: bool = True,
         **options: Any,
     ) -> RequestGroup:
-        """Return a request for a conversation; see `AsyncLLM.prepare_chat`.
+        """Return a request for a prompt or a conversation; see `AsyncLLM.prepare`.
 
         is_kept: False for a request that is dropped at once, which takes no place.
         """
         if is_kept:
             self._admit(options)
-        return await self.llm.prepare_chat(messages, params, request_id, **options)
+        return await self.llm.prepare(prompt, params, request_id, **options)
 
     def _admit(self, options: Mapping[str, Any]) -> None:
         self.check_ready()

@@ -106,9 +106,9 @@ def test_settings_are_taken_as_they_are_typed(capsys: pytest.CaptureFixture[str]
     assert parse_sampling("stop", '["a", "b"]') == {"stop": ["a", "b"]}
     assert parse_sampling("stop", "[a]") == {"stop": ["[a]"]}
     assert parse_sampling("Temperature", "1") == {"temperature": 1.0}
-    changed: dict[str, Any] = {}
-    chat: Any = SimpleNamespace(set=changed.update)
+    chat: Any = SimpleNamespace(params=SamplingParams())
     COMMANDS["/set"].run(chat, "temperature 0.7")
+    assert chat.params.temperature == 0.7
     assert capsys.readouterr().err == "temperature is now 0.7\n"
     with pytest.raises(RequestError, match="the form is /set NAME VALUE"):
         COMMANDS["/set"].run(chat, "temperature=0.7")

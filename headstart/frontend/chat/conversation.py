@@ -13,7 +13,7 @@ import sys
 from array import array
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -214,8 +214,7 @@ class ConversationMemory:
         for place, message in enumerate(texts):  # parts are on separate lines, as in vLLM
             parts = read_content(place, message, refuse_image)
             message["content"] = "\n".join(part["text"] for part in parts)
-        if options.chat_template_content_format == "openai":
-            for message in texts:
+            if options.chat_template_content_format == "openai":
                 message["content"] = text_parts(message)
         return self.apply_template(texts, options)
 
@@ -236,20 +235,16 @@ class ConversationMemory:
             tools: list[dict[str, Any]] | None = [{}] if options.tools else None
             template = tokenizer.get_chat_template(options.chat_template, tools)
             order = self._order(template, isinstance(messages[0]["content"], list))
-            text = render_arguments(
-                order.arrange(messages),
-                lambda marked: str(
-                    tokenizer.apply_chat_template(marked, tokenize=False, **options.arguments())
-                ),
+            render: Callable[..., Any] = partial(
+                tokenizer.apply_chat_template, tokenize=False, **options.arguments()
             )
-        except TemplateError as error:
-            raise RequestError(
-                f"the model's chat template refuses this: {shorten(str(error))}"
-            ) from error
+            text = render_arguments(order.arrange(messages), lambda marked: str(render(marked)))
         # A template is a program over the messages: what it raises depends on what it does.
         except Exception as error:
+            is_refusal = isinstance(error, TemplateError)
+            wrong = "refuses this" if is_refusal else f"failed: {type(error).__name__}"
             raise RequestError(
-                f"the model's chat template failed: {type(error).__name__}: {shorten(str(error))}"
+                f"the model's chat template {wrong}: {shorten(str(error))}"
             ) from error
         self._limit.check("the conversation", text)
         return text

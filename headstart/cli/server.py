@@ -61,8 +61,7 @@ def run_server(
         if _speaks(model):
             address.speaks, address.shows_pool = True, False
             _check_speech(options, replicas, adapters, engine)
-            config = read_config(engine)
-            # Other options than dtype and device are those of its stages.
+            config = read_config(engine)  # all but dtype and device are options of its stages
             of_model = {name: config.pop(name) for name in ("dtype", "device") if name in config}
             with waiting(announce(model, engine)):
                 make = load_module("headstart.omni.omni").AsyncOmni

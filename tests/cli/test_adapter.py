@@ -94,7 +94,7 @@ def test_an_adapter_for_another_model_is_told_before_the_weights(
 def test_serve_tells_of_an_adapter_for_another_model_before_the_weights(
     adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.cli.server._open_engine", None)
+    monkeypatch.setattr("headstart.frontend.async_llm.AsyncLLM", None)
     result = call("serve", "--port", "0", "--adapter", f"sea={adapter}")
     assert result.exit_code == 2
     assert "is for another model: its matrices of" in " ".join(result.stderr.split())

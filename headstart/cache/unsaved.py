@@ -76,7 +76,7 @@ class UnsavedBlocks:
 
     def commit(self) -> None:
         """Mark the blocks that the step under way was to fill as written."""
-        self._pending.update((n, asked) for n, asked in self._filling.items() if n.block)
+        self._pending.update((n, since) for n, since in self._filling.items() if n.block)
         self._filling.clear()
 
     def roll_back(self, events: Iterable[CacheEvent]) -> None:
@@ -85,19 +85,19 @@ class UnsavedBlocks:
         if any(isinstance(event, AllBlocksCleared) for event in events):
             self._pending.clear()
         pending = self._pending.items()
-        self._pending = OrderedDict((node, asked) for node, asked in pending if node.block)
+        self._pending = OrderedDict((node, since) for node, since in pending if node.block)
 
     def pending(self, most: int) -> list[UnsavedBlock]:
         """Return the first pending blocks; they stay so until `handed_on`."""
         evicted: list[PrefixNode] = []
         blocks: list[tuple[PrefixNode, int, float]] = []
-        for node, asked in self._pending.items():
+        for node, since in self._pending.items():
             if len(blocks) == most:
                 break
             if node.block is None:
                 evicted.append(node)
             else:
-                blocks.append((node, node.block.block_id, asked))
+                blocks.append((node, node.block.block_id, since))
         for node in evicted:
             del self._pending[node]
         return self._describe(blocks)
@@ -116,7 +116,7 @@ class UnsavedBlocks:
         described: list[UnsavedBlock] = []
         before: PrefixNode | None = None
         depth, salt = 0, None
-        for node, block_id, asked in blocks:
+        for node, block_id, since in blocks:
             assert node.parent is not None
             if node.parent is before:
                 depth += 1
@@ -133,7 +133,7 @@ class UnsavedBlocks:
                     self._hasher.of_node(node),
                     self._hasher.of_node(node.parent),
                     depth,
-                    asked,
+                    since,
                     read_tokens(cut_salt(node.key)[1]) if is_shown else [],
                     node,
                 )

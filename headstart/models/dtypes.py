@@ -83,10 +83,10 @@ def _slow_dtypes(folder: Path, device: torch.device) -> set[str]:
     if device.type != "cpu" or platform.machine() not in X86 or multiplies_bfloat16() is not False:
         return set()
     content = read_json(folder / "config.json")
-    kept = {str(value) for _, value in find_values(content, {"dtype", "torch_dtype"})}
-    if not kept <= {"bfloat16", "float16"} or not is_read(content):
+    dtypes = {str(value) for _, value in find_values(content, {"dtype", "torch_dtype"})}
+    if not dtypes <= {"bfloat16", "float16"} or not is_read(content):
         return set()
-    return kept
+    return dtypes
 
 
 def find_device(name: str) -> torch.device:

@@ -66,13 +66,13 @@ def label_files(files: Iterable[str]) -> dict[str, str]:
 
     Projectors of images (`mmproj`) hold none.
     """
-    found = {}
+    labels = {}
     for file in sorted(files):
         path = Path(file)
         if path.suffix == ".gguf" and "mmproj" not in path.name.lower():
             match = _QUANTIZATION.search(_PART.sub("", path.stem))
-            found[file] = match[1].upper() if match else path.name
-    return found
+            labels[file] = match[1].upper() if match else path.name
+    return labels
 
 
 def choose_file(repository: str, files: Iterable[str], quantization: str | None) -> str:
@@ -82,23 +82,23 @@ def choose_file(repository: str, files: Iterable[str], quantization: str | None)
     """
     labels = label_files(files)
     wanted = (quantization or _USUAL).lower()
-    found = [file for file, label in labels.items() if wanted in (label.lower(), file.lower())]
-    if not found and quantization is None and len(labels) == 1:
-        found = list(labels)
+    matches = [file for file, label in labels.items() if wanted in (label.lower(), file.lower())]
+    if not matches and quantization is None and len(labels) == 1:
+        matches = list(labels)
     if not labels:
         raise ModelNotFoundError(f"{repository} has no GGUF file on the hub")
-    if not found:
+    if not matches:
         named = f"no file in {quantization}" if quantization else f"several files, none in {_USUAL}"
         raise ModelNotFoundError(
             f"{repository} has {named}; allowed: "
             + ", ".join(f"{repository}:{label}" for label in sorted(set(labels.values())))
         )
-    if _PART.search(Path(found[0]).stem):
+    if _PART.search(Path(matches[0]).stem):
         raise ModelNotFoundError(
-            f"{repository} has {quantization or _USUAL} in several files ({found[0]}); download "
+            f"{repository} has {quantization or _USUAL} in several files ({matches[0]}); download "
             "them and merge them with llama.cpp's llama-gguf-split --merge"
         )
-    return min(found, key=len)
+    return min(matches, key=len)
 
 
 BUILT_IN = "headstart-tiny"

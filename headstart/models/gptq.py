@@ -456,14 +456,14 @@ def _round_layer(
         _, inputs = see_inputs(layer, names[:1], rows, step, stop=True)
         statistics = Rows.of(inputs.pop(names[0]), by_float.pop(names[0]).div_(units[names[0]]))
         layers = [_linear_of(layer, name) for name in names]
-        kept = own[f"{names[0]}.weight"]
+        dtype = own[f"{names[0]}.weight"]
         # Steps in float32 would be a bit more for each weight.
-        kept = torch.float16 if kept != torch.bfloat16 else kept
-        together = round_weight(torch.cat([part.weight for part in layers]), statistics, kept)
+        dtype = torch.float16 if dtype != torch.bfloat16 else dtype
+        together = round_weight(torch.cat([part.weight for part in layers]), statistics, dtype)
         rounded = together.split([part.out_features for part in layers])
         for name, linear, weight in zip(names, layers, rounded, strict=True):
             linear.weight.copy_(weight.weight())
-            packed |= pack(name, weight, kept)
+            packed |= pack(name, weight, dtype)
     plain = {
         name: tensor.to(own[name])
         for name, tensor in layer.named_parameters()

@@ -180,9 +180,9 @@ def _check_options(file: Path, content: Mapping[str, Any]) -> None:
             f"{file}: init_lora_weights is {start!r}, which also changes the model's own weights; "
             "save the adapter with path_initial_model_for_weight_conversion to make it plain LoRA"
         )
-    known = {option.name for option in fields(LoraSettings)} | _FIXED.keys() | _SKIPPED
+    options = {option.name for option in fields(LoraSettings)} | _FIXED.keys() | _SKIPPED
     for name, value in content.items():
-        if name not in known and value not in (None, False, [], {}, ""):
+        if name not in options and value not in (None, False, [], {}, ""):
             raise UnsupportedAdapterError(f"{file}: {name} is {value!r}, which is not supported")
 
 

@@ -31,16 +31,16 @@ def read_ahead(
     """
     folder = find_folder(model)
     check_files(folder)
-    found = read_json(folder / "config.json")
-    kept = found.get("dtype", found.get("torch_dtype"))
+    config = read_json(folder / "config.json")
+    stored = config.get("dtype", config.get("torch_dtype"))
     # Packed for products of bfloat16, or copied to stay bfloat16 under float32.
-    packed = is_usable() and dtype in ("auto", kept)
+    packed = is_usable() and dtype in ("auto", stored)
     halves = dtype == "auto" and multiplies_bfloat16() is False and level() > 0
-    copied = packed or (halves and found.get("model_type") in FAMILIES)
+    copied = packed or (halves and config.get("model_type") in FAMILIES)
     files = weight_files(folder)
-    floats = "quantization_config" not in found and files[0].suffix != ".gguf"
+    floats = "quantization_config" not in config and files[0].suffix != ".gguf"
     # What is quantised has memory of its own.
-    copied = copied and (device, kept, weights) == ("cpu", "bfloat16", "auto") and floats
+    copied = copied and (device, stored, weights) == ("cpu", "bfloat16", "auto") and floats
     size = sum(file.stat().st_size for file in files)
     if not hasattr(os, "posix_fadvise") or size > _memory() // _MOST:
         return None

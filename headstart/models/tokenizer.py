@@ -23,7 +23,7 @@ _SETTINGS = "tokenizer_config.json"
 
 def has_vocabulary(folder: Path) -> bool:
     """True if a model's folder has a file that a tokenizer can be made of."""
-    return any(found for pattern in _VOCABULARIES for found in folder.glob(pattern))
+    return any(match for pattern in _VOCABULARIES for match in folder.glob(pattern))
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase | None:

@@ -160,14 +160,14 @@ class DenseDecoder(DecoderModel):
         angles = {kind: table(positions) for kind, table in self._angles.items()}
         # An adapter's update of a layer needs all of the layer's rows.
         hooked = self.calls_each_layer
-        kept = logit_rows if len(logit_rows) < len(token_ids) and not hooked else None
+        rows = logit_rows if len(logit_rows) < len(token_ids) and not hooked else None
         out = None
         if self._compiled is not None and not hooked:
-            out = self._compiled(x, angles[""], backend, kept)
+            out = self._compiled(x, angles[""], backend, rows)
         if out is None:
             step = LayerStep(backend, angles, hooked=hooked)
             for layer in body.layers[:-1]:
                 x = layer(x, step)
-            out = body.layers[-1](x, step, kept)
+            out = body.layers[-1](x, step, rows)
         hidden: Tensor = body.norm(out)
         return hidden if len(hidden) == len(logit_rows) else hidden.index_select(0, logit_rows)

@@ -44,7 +44,7 @@ def load_dense(
     that are written to meanwhile, and `OutOfMemoryError`.
     """
     files = stamp_files(folder)
-    about, kept = describe_decoder(folder)
+    about, stored = describe_decoder(folder)
     scheme = read_scheme(read_json(folder / "config.json"))
     try:
         with _open_checkpoint(folder, scheme) as checkpoint:
@@ -52,10 +52,10 @@ def load_dense(
             DenseModules(about.shape, outline)
             check_tensors(checkpoint, outline, about.shape.tied)
             held = set(checkpoint.dtypes(outline.matrices))
-            kept = kept or checkpoint.dtypes(outline.shapes)[0]
-            if scheme is not None and kept == torch.float16 and device.type == "cpu":
-                kept = torch.bfloat16  # of rows: no kernel is made for float16
-            wanted = dtype if isinstance(dtype, torch.dtype) else own_dtype(kept, held, device)
+            stored = stored or checkpoint.dtypes(outline.shapes)[0]
+            if scheme is not None and stored == torch.float16 and device.type == "cpu":
+                stored = torch.bfloat16  # of rows: no kernel is made for float16
+            wanted = dtype if isinstance(dtype, torch.dtype) else own_dtype(stored, held, device)
             read = WeightReader(
                 checkpoint,
                 outline.matrices,
@@ -114,10 +114,10 @@ def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
     except Exception as error:
         reason = " ".join(str(error).split())
         raise UnsupportedLayerError(f"its configuration is not as expected: {reason}") from error
-    kept = config.dtype
-    if kept is not None and (not isinstance(kept, torch.dtype) or kept not in FLOATS):
-        raise UnsupportedLayerError(f"its weights are {kept}")
-    return about, kept
+    stored = config.dtype
+    if stored is not None and (not isinstance(stored, torch.dtype) or stored not in FLOATS):
+        raise UnsupportedLayerError(f"its weights are {stored}")
+    return about, stored
 
 
 def check_tensors(checkpoint: Checkpoint, outline: Outline, tied: bool) -> None:

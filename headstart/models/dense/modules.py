@@ -50,26 +50,27 @@ def read_frequencies(config: Any, kind: str, shape: DecoderShape) -> Frequencies
     if rope == "default":
         width = int(head_dim * part)
         powers = torch.arange(0, width, 2, dtype=torch.float32) / width
-        found = Frequencies(1.0 / parameters["rope_theta"] ** powers)
+        frequencies = Frequencies(1.0 / parameters["rope_theta"] ** powers)
     else:
         scalings = load_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
         if rope not in scalings:
             raise UnsupportedLayerError(f"its rotary positions are {rope}")
         options = {"layer_type": kind} if kind else {}
         values, scale = scalings[rope](config, torch.device("cpu"), **options)
-        found = Frequencies(values.float(), float(scale))
-        count, lengths = len(found.values), {len(parameters.get(n, found.values)) for n in _FACTORS}
+        frequencies = Frequencies(values.float(), float(scale))
+        count = len(frequencies.values)
+        lengths = {len(parameters.get(name, frequencies.values)) for name in _FACTORS}
         if lengths != {count}:
             raise UnsupportedLayerError(
                 f"its rotary positions have factors for {lengths} of {count}"
             )
-    if not torch.isfinite(found.values).all() or 2 * len(found.values) > head_dim:
+    if not torch.isfinite(frequencies.values).all() or 2 * len(frequencies.values) > head_dim:
         raise UnsupportedLayerError(
-            f"its rotary positions have {len(found.values)} frequencies, or infinite"
+            f"its rotary positions have {len(frequencies.values)} frequencies, or infinite"
         )
-    if not math.isfinite(found.scale):
-        raise UnsupportedLayerError(f"its rotary positions are scaled by {found.scale}")
-    return found
+    if not math.isfinite(frequencies.scale):
+        raise UnsupportedLayerError(f"its rotary positions are scaled by {frequencies.scale}")
+    return frequencies
 
 
 class AngleTable:

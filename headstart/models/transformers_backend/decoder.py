@@ -51,8 +51,8 @@ def check_rows(model: PreTrainedModel) -> None:
     expected = forward_rows(model, tokens.to(model.device), places, places)
     for cut in _CUTS:
         padded = torch.where(torch.arange(_ROWS) < cut, tokens, 0).to(model.device)
-        found = forward_rows(model, padded, places, places)
-        if not torch.equal(found[:cut], expected[:cut]):
+        logits = forward_rows(model, padded, places, places)
+        if not torch.equal(logits[:cut], expected[:cut]):
             raise UnsupportedModelError(
                 f"{type(model).__name__} gives a token other logits in their last bits when the "
                 "tokens behind it change, as layers of experts do that get other numbers of rows: "
@@ -64,13 +64,13 @@ def _compute(experts: Any, hidden_states: Tensor, *routing: Tensor, **named: Ten
     """Return the weighted sum of the experts that each row chose."""
     chosen, weights = (*routing, *named.values())
     compute = type(experts).forward.__wrapped__
-    one = weights.new_ones((len(hidden_states), 1))
+    ones = weights.new_ones((len(hidden_states), 1))
     output = torch.zeros_like(hidden_states)
     for expert in torch.unique(chosen).tolist():
         if not 0 <= expert < experts.num_experts:  # stands for none
             continue
         rows, places = torch.where(chosen == expert)
-        every = compute(experts, hidden_states, chosen.new_full((len(one), 1), expert), one)
+        every = compute(experts, hidden_states, chosen.new_full((len(ones), 1), expert), ones)
         weighted = every[rows] * weights[rows, places, None]
         output.index_add_(0, rows, weighted.to(output.dtype))
     return output
@@ -107,17 +107,17 @@ class TransformersDecoder(DecoderModel):
         self._experts: str | None = None  # the implementation to return to
 
     def linear_widths(self) -> dict[str, Widths]:
-        found = {}
+        widths = {}
         # Rows of single experts and of a vision tower are not tokens.
         rows = {*text_part(self.module).modules(), self.module.get_output_embeddings()}
         for name, module in self.module.named_modules():
             if module not in rows or ".experts." in name:
                 continue
             if isinstance(module, Conv1D):
-                found[name] = Widths(*module.weight.shape)
+                widths[name] = Widths(*module.weight.shape)
             elif isinstance(module, nn.Linear | Linear):
-                found[name] = Widths(module.in_features, module.out_features)
-        return found
+                widths[name] = Widths(module.in_features, module.out_features)
+        return widths
 
     def _compute_fingerprint(self) -> str:
         if self.folder is not None:

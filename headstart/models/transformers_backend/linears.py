@@ -40,9 +40,9 @@ def pack_linears(model: PreTrainedModel, ready_memory: ReadyMemory | None = None
         expected = _logits(model)
         if expected is None:
             return
-        num_bytes, found = _pack(model, ready_memory), _logits(model)
+        num_bytes, logits = _pack(model, ready_memory), _logits(model)
         # Rounding error grows with depth, and a near tie of experts may be decided the other way.
-        if found is None or not float(rows_apart(found, expected).median()) < 10 * _NEAR:
+        if logits is None or not float(rows_apart(logits, expected).median()) < 10 * _NEAR:
             _unpack(model)
         else:
             leave_file((*model.parameters(), *model.buffers()), num_bytes)
@@ -103,8 +103,8 @@ def _swap_weight(weight: Tensor, places: list[tuple[nn.Module, str]], arena: Are
         own = packed if child.bias is None else PackedWeight(packed, child.bias)
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(_ROWS, child.in_features, generator=generator).to(torch.bfloat16)
-        found, expected = own.multiply(rows), child(rows)
-        if found.shape != expected.shape or not (rows_apart(found, expected) < _NEAR).all():
+        actual, expected = own.multiply(rows), child(rows)
+        if actual.shape != expected.shape or not (rows_apart(actual, expected) < _NEAR).all():
             return
         setattr(parent, name, Linear(own))
 

@@ -155,8 +155,8 @@ def check_report(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]
     `report` is transformers' loading info.
     """
     mismatched = [
-        f"{name} is {list(found)} and not {list(wanted)}"
-        for name, found, wanted in sorted(report["mismatched_keys"])
+        f"{name} is {list(shape)} and not {list(wanted)}"
+        for name, shape, wanted in sorted(report["mismatched_keys"])
     ]
     for names, what in (
         (sorted(report["missing_keys"]), "are missing"),

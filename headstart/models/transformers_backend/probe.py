@@ -110,11 +110,11 @@ def check_far_positions(model: PreTrainedModel) -> None:
             f"{name} calls attention {len(theirs) // _PARTS} times behind a cache of {first} "
             f"tokens and {len(ours) // _PARTS} times without one"
         )
-    for (what, found), (_, expected) in zip(ours, theirs, strict=True):
+    for (what, actual), (_, expected) in zip(ours, theirs, strict=True):
         apart = 0.0
-        if not torch.equal(found, expected):
+        if not torch.equal(actual, expected):
             size = expected.double().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-            apart = float(((found.double() - expected.double()).norm(dim=-1) / size).max())
+            apart = float(((actual.double() - expected.double()).norm(dim=-1) / size).max())
         if not apart <= 4 * torch.finfo(model.dtype).eps:  # so that NaN is wrong
             raise UnsupportedModelError(
                 f"{name} makes {what} from the index of a row in the batch and not from its "
@@ -345,8 +345,8 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
             "2, ... its logits differ from those that it computes without any (RoBERTa's kind "
             "begins at pad_token_id + 1)"
         )
-    for (_, places), found in zip(steps, logits, strict=True):
-        apart = rows_apart(found, expected[places])
+    for (_, places), rows in zip(steps, logits, strict=True):
+        apart = rows_apart(rows, expected[places])
         wrong = ~(apart <= limit)  # not `apart > limit`, which is false for NaN
         if float(wrong.float().mean()) > _LENIENT_ROWS:
             raise UnsupportedModelError(

@@ -5,7 +5,7 @@
     the same  later    batches were lost: request a snapshot
     another   any      the engine was restarted: forget its blocks
 
-A batch holds only names, 32 bytes each, so it can be sent as it is.
+A batch holds only names, so it can be sent as it is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -67,12 +67,10 @@ class EventPublisher:
             name = event.block_hash
             if isinstance(event, BlockStored):
                 removed.pop(name, None)
-                if name not in self._held:
-                    stored[name] = None
+                stored[name] = None
             else:
                 stored.pop(name, None)
-                if name in self._held:
-                    removed[name] = None
+                removed[name] = None
         return self.publish_names(stored, removed, cleared=cleared)
 
     def publish_names(

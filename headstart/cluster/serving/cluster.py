@@ -201,6 +201,14 @@ class ReplicaCluster:
         engine_options = dict(options)
         if self._is_own_ray and engine.device == "cpu":  # they share one machine's memory
             engine_options["kv_cache_fraction"] = engine.kv_cache_fraction / config.most
+        number: dict[str, Any] = {"num_replicas": config.least}
+        if config.max_replicas is not None:
+            scaling = AutoscalingConfig(
+                min_replicas=config.least,
+                max_replicas=config.most,
+                target_ongoing_requests=config.requests_per_replica + _FEEDS,
+            )
+            number = {"autoscaling_config": scaling}
         deployment = serve.deployment(
             EngineReplica,
             name=_DEPLOYMENT,
@@ -214,7 +222,7 @@ class ReplicaCluster:
             request_router_config=RequestRouterConfig(
                 request_router_class=_ROUTER, request_router_kwargs={"application": self._name}
             ),
-            **self._number(),
+            **number,
         )
         # Ray Serve logs each of its steps on stderr.
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -260,19 +268,6 @@ class ReplicaCluster:
                 least if least == most else f"{least} to {most}",
             )
         return count
-
-    def _number(self) -> dict[str, Any]:
-        """Return the options of a deployment that set the number of replicas."""
-        config = self._config
-        if config.max_replicas is None:
-            return {"num_replicas": config.least}
-        return {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=config.least,
-                max_replicas=config.most,
-                target_ongoing_requests=config.requests_per_replica + _FEEDS,
-            )
-        }
 
     def _watch_ray(self, driver: ReplicaDriver) -> None:
         """End all requests when a process of Ray dies: the server must then be restarted."""

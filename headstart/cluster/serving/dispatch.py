@@ -17,7 +17,7 @@ import time
 from collections import Counter as Counts
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 
 from headstart.cluster.events import EventBatch
@@ -42,14 +42,6 @@ def dispatcher_of(application: str) -> Dispatcher | None:
     return DISPATCHERS.get(application)
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """A request to choose a replica for. sent: how often it was sent to each replica, by name."""
-
-    request: RouteRequest
-    sent: Counts[str] = field(default_factory=Counts)
-
-
 class Dispatcher:
     """Routes requests over replicas that come and go. May be used from several threads."""
 
@@ -65,7 +57,8 @@ class Dispatcher:
         self._free = list(reversed(range(2 * most)))
         for number in self._free:
             self._router.set_alive(number, False)
-        self._waiting: dict[str, _Waiting] = {}
+        # By id: a request to choose a replica for, and how often it was sent to each, by name.
+        self._waiting: dict[str, tuple[RouteRequest, Counts[str]]] = {}
         self._metrics: dict[str, list[Metric]] = {}
         self._past: list[Metric] = []
         self.on_change: Callable[[], object] = lambda: None
@@ -140,7 +133,7 @@ class Dispatcher:
     def expect(self, request: RouteRequest) -> None:
         """Add a request for which `choose` will be called, perhaps several times."""
         with self._lock:
-            self._waiting[request.request_id] = _Waiting(request)
+            self._waiting[request.request_id] = request, Counts()
 
     def choose(self, request_id: str) -> str | None:
         """Return the replica for a request; None if none answers, or the request is gone.
@@ -152,13 +145,13 @@ class Dispatcher:
             if waiting is None or self._numbers.keys() <= self._silent:
                 return None
             self._router.finish(request_id)  # the replica before did not accept it
-            numbers, sent = self._numbers, waiting.sent
+            numbers, (request, sent) = self._numbers, waiting
             silent = {numbers[name] for name in self._silent}
             tried = {numbers[name] for name in sent if name in numbers and sent[name] >= _TRIES}
             avoid = silent | tried
             if len(avoid) == len(numbers):  # rather a slow replica than a silent one
                 avoid = silent
-            number = self._router.route(waiting.request, time.monotonic(), avoid)
+            number = self._router.route(request, time.monotonic(), avoid)
             chosen = next(name for name, other in numbers.items() if other == number)
             sent[chosen] += 1
         self.on_route()

@@ -172,14 +172,10 @@ class _Running:
     is_aborted: bool = False
     error: HeadstartError | None = None
 
-    def fail(self, error: HeadstartError) -> None:
-        """End the request with an error."""
-        self.error = error
-        self.cancel()
-
-    def cancel(self) -> None:
-        """Cancel the task."""
+    def cancel(self, error: HeadstartError | None = None) -> None:
+        """Cancel the task; `error` ends the request."""
         assert self.task is not None
+        self.error = error or self.error
         self.task.cancel()
 
     def send(self, update: Update) -> None:
@@ -321,7 +317,6 @@ class ReplicaDriver:
         return function()
 
     async def call_async(self, function: Callable[[], Answer]) -> Answer:
-        """Call `function`."""
         return self.call(function)
 
     def break_off(self, reason: str) -> None:
@@ -417,7 +412,6 @@ class ReplicaDriver:
             running.send(update)
 
     def _release(self, running: _Running) -> None:
-        """Free the request's id."""
         if self._running.get(running.group.request_id) is running:
             del self._running[running.group.request_id]
 
@@ -500,7 +494,7 @@ class ReplicaDriver:
             try:
                 attempt.add_parts(send=True)
             except EngineError as error:
-                attempt.running.fail(error)
+                attempt.running.cancel(error)
 
     async def _describe(self, running: _Running) -> AnswerRequest:
         group, facts, images = running.group, self._front.facts, self._front.images
@@ -529,7 +523,7 @@ class ReplicaDriver:
         self._feeds.end()
         self._take_orders()
         for running in list(self._started.values()):
-            running.fail(self._closed_error())
+            running.cancel(self._closed_error())
         tasks = asyncio.all_tasks() - {asyncio.current_task()}  # feeds, and calls of all replicas
         for task in tasks:
             task.cancel()

@@ -141,7 +141,6 @@ class Feeds:
         self._looked = clock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._names: set[str] = set()  # the replicas that ran at the last look
-        self._logged: set[str] = set()  # those of them whose processes are logged
         self._is_over = False
 
     def end(self) -> None:
@@ -161,7 +160,6 @@ class Feeds:
         for name in self._names - running:
             self._beats.forget(name)
         self._names = running
-        self._logged &= running
         for name, task in self._tasks.items():
             if name not in running:
                 task.cancel()  # it would prevent the replica from ending
@@ -212,8 +210,7 @@ class Feeds:
                     self._beats.beat(replica)
                     if self._dispatcher.note_heard(replica):
                         _LOG.warning("replica %s answers again", replica)
-                if report.process is not None and replica not in self._logged:
-                    self._logged.add(replica)
+                if report.process is not None:
                     _LOG.info("replica %s is process %s", replica, report.process)
                 for key, part in (report.progress or {}).items():
                     self._take_progress(key, part)

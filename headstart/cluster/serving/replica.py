@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.cache import AllBlocksCleared, BlockHash, CacheEvent
-from headstart.cluster.events import DISK, EventBatch, EventPublisher
+from headstart.cluster.events import DISK, EventPublisher
 from headstart.cluster.serving.heartbeat import SILENCE, Heartbeats, with_heartbeats
 from headstart.cluster.serving.messages import (
     AnswerRequest,
@@ -95,7 +95,7 @@ class CachePublisher:
         """Report changes to all followers. Raises EngineError when the engine is closed."""
         self._send(await self._llm.call(self._read))
         if self._llm.tiers is not None:
-            self._send_stored(await self._llm.call(self._read_stored))
+            self._send(await self._llm.call(self._read_stored))
 
     async def reset(self, running: bool, tiers: bool) -> bool:
         """Reset the cache, `AsyncLLM.reset_prefix_cache`, and report it to all followers at once.
@@ -106,16 +106,12 @@ class CachePublisher:
         if report is not None:
             self._send(report)
             if tiers:
-                self._send_stored(await self._llm.call(self._forget_stored))
+                self._send(await self._llm.call(self._forget_stored))
         return report is not None
 
-    def _send_stored(self, batch: EventBatch | None) -> None:
-        if batch is not None:
-            self._send(Report(batch))
-
-    def _send(self, report: Report) -> None:
+    def _send(self, report: Report | None) -> None:
         for queue in self._followers.values():
-            if not queue.full():
+            if report is not None and not queue.full():
                 queue.put_nowait(report)
 
     def add_progress(self, follower: str, key: RequestKey, part: Part) -> None:
@@ -195,7 +191,7 @@ class CachePublisher:
         process = f"{os.getpid()} on {socket.gethostname()}"
         return Report(self._events.snapshot(), self._llm.read_metrics(), process=process)
 
-    def _read_stored(self) -> EventBatch | None:
+    def _read_stored(self) -> Report | None:
         """Return the store's blocks seen since the last call, which replace the oldest."""
         tiers = self._llm.tiers
         assert tiers is not None
@@ -207,11 +203,12 @@ class CachePublisher:
         oldest = list(islice(self._stored, max(0, len(self._stored) - _MOST_STORED)))
         for name in oldest:
             del self._stored[name]
-        return self._store_events.publish_names(set(names).difference(oldest), oldest)
+        batch = self._store_events.publish_names(set(names).difference(oldest), oldest)
+        return None if batch is None else Report(batch)
 
-    def _forget_stored(self) -> EventBatch | None:
+    def _forget_stored(self) -> Report:
         self._stored.clear()
-        return self._store_events.publish([AllBlocksCleared()])
+        return Report(self._store_events.publish([AllBlocksCleared()]))
 
 
 try:

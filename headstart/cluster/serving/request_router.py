@@ -1,7 +1,7 @@
 """Request router that Ray Serve runs: it chooses the replica of our own router.
 
 Ray Serve makes one in the server's process, passes it the replicas that run, and calls it again
-when the chosen replica died before it took the request. This module is sent by value, so its state
+when the chosen replica died before it took the request. This class is sent by value, so its state
 is in `dispatch`.
 """
 

@@ -312,11 +312,11 @@ def _select(
         shown = [prefix.name.hex()[:_DIGITS] for prefix in prefixes[:_MOST_SHOWN]]
         more = f", and {len(prefixes) - len(shown):,} more" if prefixes[_MOST_SHOWN:] else ""
         titles = ", ".join(dict.fromkeys(state.model.record.title for state in states))
-        kept = f"{', '.join(shown)}{more}, of {titles}" if shown else "none"
+        stored = f"{', '.join(shown)}{more}, of {titles}" if shown else "none"
         wrong = f"no prefix {name!r} is kept"
         if not _NAME.fullmatch(name):
             wrong = f"{name!r} is no name; allowed: {_SHORTEST} hexadecimal digits of one or more"
-        raise CacheError(f"{wrong}; kept: {kept}; headstart cache ls MODEL prints their names")
+        raise CacheError(f"{wrong}; kept: {stored}; headstart cache ls MODEL prints their names")
     return [(state, _first_named(roots, names) if names else roots) for state, roots in trees]
 
 
@@ -336,33 +336,30 @@ def _before(path: Path, state: ModelState, prefix: KeptPrefix) -> list[KeptBlock
     """Return the blocks before a prefix, from the root on."""
     with closing(reopen(path, None).connection) as index:
         blocks = {block.name: block for block in index.list_blocks(state.model.id)}
-    before = []
-    block = blocks.get(prefix.stretch[0].parent)
-    while block is not None:
+    before = [prefix.stretch[0]]
+    while (block := blocks.get(before[-1].parent)) is not None:
         before.append(block)
-        block = blocks.get(block.parent)
-    return before[::-1]
+    return before[:0:-1]
 
 
 def _show_models(states: Sequence[ModelState]) -> str:
     """Return a line for each model."""
     if not states:
         return "no prefixes are kept"
-    rows = [("model", "fingerprint", "size", "tokens", "last used", "loaded", "saved")]
-    for state in states:
-        record = state.model.record
-        rows.append(
-            (
-                record.title,
-                record.fingerprint[:_DIGITS],
-                show_bytes(state.nbytes),
-                f"{state.num_blocks * record.block_size:,}",
-                _show_age(state.used),
-                f"{state.hits * record.block_size:,} tokens",
-                f"{state.saved_seconds:.1f} s",
-            )
+    rows = [
+        (
+            state.model.record.title,
+            state.model.record.fingerprint[:_DIGITS],
+            show_bytes(state.nbytes),
+            f"{state.num_blocks * state.model.record.block_size:,}",
+            _show_age(state.used),
+            f"{state.hits * state.model.record.block_size:,} tokens",
+            f"{state.saved_seconds:.1f} s",
         )
-    return "\n".join(_align(rows, left=2))
+        for state in states
+    ]
+    heading = ("model", "fingerprint", "size", "tokens", "last used", "loaded", "saved")
+    return "\n".join(_align([heading, *rows], left=2))
 
 
 def _show_prefixes(prefixes: Sequence[KeptPrefix], model: ModelRecord, most: int) -> str:

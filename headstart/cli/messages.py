@@ -256,13 +256,11 @@ class Questions:
         is_chat = not self.raw and tokenizer is not None and bool(tokenizer.chat_template)
         if not is_chat and (self.system is not None or self.images):
             raise RequestError("--system and --image need a model with a chat template")
-        system: list[dict[str, Any]] = []
-        if self.system is not None:
-            system.append({"role": "system", "content": self.system})
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
         for text in self.texts:
             if is_chat:
                 content = join_content(self.documents, self.images, text)
-                messages = [*system, {"role": "user", "content": content}]
+                messages: list[dict[str, Any]] = [*system, {"role": "user", "content": content}]
                 yield llm.stream_chat(messages, params, adapter=adapter)
             else:
                 yield llm.stream("".join([*self.documents, text]), params, adapter=adapter)

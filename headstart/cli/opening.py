@@ -61,8 +61,9 @@ def note_on(model: str, engine: Mapping[str, Any]) -> str:
 
 def resolve_model(model: str) -> str:
     """Return the folder or hub name to load for `--model`."""
-    is_random = model == RANDOM_MODEL
-    return str(load_module("headstart.models.demo").demo_model_path()) if is_random else model
+    if model != RANDOM_MODEL:
+        return model
+    return str(load_module("headstart.models.demo").demo_model_path())
 
 
 def announce_and_open(model: str, options: Mapping[str, Any]) -> LLM:

@@ -358,14 +358,14 @@ class ServeCommand(GroupedCommand):
         typed, rest = _read(args)
         filed, more = self._read_file(ctx, typed, rest)
         left = super().parse_args(ctx, [*more, *rest])
-        given = read_names({**filed, **typed}, _VLLM_OPTIONS, _spell)
-        first, *aliases = given.pop("served_model_name", [None])
-        adapters = tuple(map(_read_module, given.pop("lora_modules", ())))
-        has_limit = _is_given("limit_mm_per_prompt", given)
+        values = read_names({**filed, **typed}, _VLLM_OPTIONS, _spell)
+        first, *aliases = values.pop("served_model_name", [None])
+        adapters = tuple(map(_read_module, values.pop("lora_modules", ())))
+        has_limit = _is_given("limit_mm_per_prompt", values)
         for name, is_given in (("adapters", bool(adapters)), ("max_images", has_limit)):
             if is_given and ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
                 ctx.params[name] = () if name == "adapters" else None  # not the environment's
-        ours = _as_ours(given if first is None else given | {"served_model_name": first})
+        ours = _as_ours(values if first is None else values | {"served_model_name": first})
         for theirs, name in _OUR_NAMES.items():
             is_typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
             if is_typed and name in ours and ctx.params[name] != ours[name]:
@@ -400,9 +400,9 @@ class ServeCommand(GroupedCommand):
             if option.type.name == "boolean":
                 switches |= {*option.opts, *option.secondary_opts}
         own, *_ = self.make_parser(ctx).parse_args([*rest])
-        given = {_SAME.get(name, name) for name in typed if _is_given(name, typed)} | own.keys()
+        present = {_SAME.get(name, name) for name in typed if _is_given(name, typed)} | own.keys()
         entries = _read_config(typed["config"], {_field(flag) for flag in switches}, lists)
-        entries = [entry for entry in entries if _SAME.get(entry[0], entry[0]) not in given]
+        entries = [entry for entry in entries if _SAME.get(entry[0], entry[0]) not in present]
         return _read([argument for _, arguments in entries for argument in arguments])
 
 

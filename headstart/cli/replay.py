@@ -161,7 +161,7 @@ def _print(trace: Trace, fleet: Fleet, results: list[ReplayResult], optimum: Opt
 
 
 def _seconds(value: float) -> str:
-    """Three digits.
+    """Return a number of three digits.
 
     >>> _seconds(0.1234), _seconds(12.345), _seconds(1234.5)
     ('0.123', '12.3', '1,234')

@@ -194,11 +194,11 @@ class AsyncLLM(Facade):
         return await self.driver.call_async(function)
 
     def read_metrics(self) -> list[Metric]:
-        """The engine's counts and values of now. For the engine's thread: see `call`."""
+        """Return the engine's counts and values. For the engine's thread: see `call`."""
         return read_metrics(self.engine)
 
     def publish(self, prefix: str | Sequence[int]) -> int:
-        """Let requests of all salts share the blocks that lie wholly in a prefix; how many.
+        """Let requests of all salts share the blocks that lie wholly in a prefix; return how many.
 
         prefix: what prompts begin with, as token ids or as a text, which is also what the system
         says first in chats. For requests that are made later. Raises RequestError or CacheError.
@@ -226,7 +226,7 @@ class AsyncLLM(Facade):
         return choice
 
     async def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The model's tokenizer, None if it came without one."""
+        """Return the model's tokenizer, None if it came without one."""
         return self.tokenizer
 
     async def reset_prefix_cache(

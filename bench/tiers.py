@@ -64,7 +64,7 @@ from headstart.tiers import (
     StoreChain,
     StoredBlock,
 )
-from headstart.tiers.folder import described_models, slot_path
+from headstart.tiers.index import described_models, slot_path
 
 LIMITS = {"disk": 1.3, "beside": 1.05, "cold_read": 0.8, "cold_load": 0.8}
 PART = 8 << 20

@@ -30,9 +30,8 @@ from headstart.tiers.contents import (
     read_models,
     read_prefixes,
 )
-from headstart.tiers.folder import described_models, reopen, slot_path
-from headstart.tiers.index import KeptBlock
-from headstart.tiers.verify import verify as verify_folder
+from headstart.tiers.contents import verify as verify_folder
+from headstart.tiers.index import KeptBlock, described_models, reopen, slot_path
 
 _SHORTEST = 4  # digits of a prefix's name
 _NAME = re.compile(rf"[0-9A-Fa-f]{{{_SHORTEST},64}}")
@@ -287,7 +286,7 @@ def _check_unique(name: str, names: Sequence[str]) -> None:
 
 
 def _all_of(path: Path, state: ModelState) -> list[KeptPrefix]:
-    with closing(reopen(path, None).connection) as index:
+    with closing(reopen(path, None)) as index:
         return read_prefixes(index, state.model.id)
 
 
@@ -334,7 +333,7 @@ def _is_named(prefix: KeptPrefix, name: str) -> bool:
 
 def _before(path: Path, state: ModelState, prefix: KeptPrefix) -> list[KeptBlock]:
     """Return the blocks before a prefix, from the root on."""
-    with closing(reopen(path, None).connection) as index:
+    with closing(reopen(path, None)) as index:
         blocks = {block.name: block for block in index.list_blocks(state.model.id)}
     before = [prefix.stretch[0]]
     while (block := blocks.get(before[-1].parent)) is not None:

@@ -24,7 +24,6 @@ from headstart.attention import make_backend
 from headstart.engine.adapter_store import AdapterStore
 from headstart.engine.config import EngineConfig, count_cores, make_config
 from headstart.engine.fair_share import FairShare
-from headstart.engine.hooks import EngineHooks, Limit
 from headstart.engine.image_cache import EncoderBudget, EncoderCache
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.parts import Parts, make_parts
@@ -32,7 +31,7 @@ from headstart.engine.request import Request, RequestGroup
 from headstart.engine.runner import Choice, Runner, StepLogits, choose_tokens
 from headstart.engine.sampling import SampledToken, Sampler
 from headstart.engine.scheduler import Scheduler
-from headstart.engine.step import Batch, StepResult, engine_error
+from headstart.engine.step import Batch, EngineHooks, Limit, StepResult, engine_error
 from headstart.engine.tiering.tiers import Tiers
 from headstart.errors import ConfigError, EngineError, RequestError
 from headstart.models.decoder import DecoderModel

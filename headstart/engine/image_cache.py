@@ -42,8 +42,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.cache import MultiModalItem, Shares
-from headstart.engine.prompt import PlacedRows, PromptExtras
-from headstart.engine.request import Request
+from headstart.engine.request import PlacedRows, PromptExtras, Request
 from headstart.engine.tenant_queue import TenantQueue
 from headstart.errors import EngineError, RequestError
 from headstart.models.decoder import ProcessedImage, VisionModel

@@ -19,7 +19,7 @@ from headstart.attention import AttentionBackend, PagedKVMemory, Span, StepPlan
 from headstart.cache import TokenSequence
 from headstart.engine.adapter_store import AdapterStore
 from headstart.engine.logits import allowed_tokens
-from headstart.engine.prompt import PromptExtras
+from headstart.engine.request import PromptExtras
 from headstart.engine.sampling import SampledToken, Sampler, token_logprobs
 from headstart.engine.step import Batch
 from headstart.errors import EngineError

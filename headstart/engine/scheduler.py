@@ -17,7 +17,7 @@ This holds among requests of one priority, usually 0. A request of a lower value
 others: it is admitted and computed earlier, and gives up its blocks later. Where owners share the
 engine, requests of one priority are in the order of their turns (`fair_share.py`).
 
-A limit (`hooks.py`) may allow fewer tokens of a request now, or none. A running request then waits
+A limit (`step.py`) may allow fewer tokens of a request now, or none. A running request then waits
 in its place; if nothing can run because of limits, the request admitted last is preempted. A
 waiting request is bypassed, as above. If only limits stop the running requests, so is a request
 that lacks blocks: they may wait for a request behind it.
@@ -33,9 +33,8 @@ from itertools import islice
 from operator import attrgetter
 
 from headstart.cache import Allocation, ComputedBlocks, KVCacheManager, RowCopy
-from headstart.engine.hooks import EngineHooks, Limit
 from headstart.engine.request import Request
-from headstart.engine.step import Batch, ScheduledTokens
+from headstart.engine.step import Batch, EngineHooks, Limit, ScheduledTokens
 
 _rank = attrgetter("rank")
 LOOKAHEAD = 16  # waiting requests that are looked up to find the best hit

@@ -32,8 +32,7 @@ from headstart.engine.logits import (
     allowed_tokens,
 )
 from headstart.engine.params import SamplingParams, check_vocabulary
-from headstart.engine.prompt import PreparedPrompt
-from headstart.engine.request import Request, RequestGroup
+from headstart.engine.request import PreparedPrompt, Request, RequestGroup
 from headstart.engine.sampling import SamplingState
 from headstart.errors import RequestError
 from headstart.frontend.grammar import GrammarCompiler

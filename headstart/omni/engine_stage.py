@@ -25,7 +25,7 @@ from headstart.cache import ComputedBlocks, MultiModalItem, TokenSequence
 from headstart.engine.config import EngineConfig
 from headstart.engine.engine import EngineCore
 from headstart.engine.params import SamplingParams
-from headstart.engine.prompt import PlacedRows, PreparedPrompt, PromptExtras, RotaryPositions
+from headstart.engine.request import PlacedRows, PreparedPrompt, PromptExtras, RotaryPositions
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.step import Batch, StepResult, engine_error
 from headstart.errors import EngineError, HeadstartError

@@ -7,7 +7,7 @@ from typing import Any
 
 from headstart.cache import MultiModalItem
 from headstart.engine.params import SamplingParams
-from headstart.engine.prompt import (
+from headstart.engine.request import (
     GivenRows,
     PlacedRows,
     PreparedPrompt,

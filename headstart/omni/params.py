@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headstart.engine.params import SEEDS, SamplingParams
-from headstart.engine.prompt import PreparedPrompt
+from headstart.engine.request import PreparedPrompt
 from headstart.errors import RequestError
 from headstart.omni.stage import StageMetrics
 from headstart.validation import check_fields, describe, option

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import Qwen2_5OmniForConditionalGeneration
 
 from headstart.engine.params import SamplingParams
-from headstart.engine.prompt import RotaryPositions
+from headstart.engine.request import RotaryPositions
 from headstart.errors import DamagedModelError
 from headstart.models.files import find_folder
 from headstart.omni.engine_stage import EngineStage, Feed, TalkerFeed

@@ -42,7 +42,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
-from headstart.engine.prompt import RotaryPositions
+from headstart.engine.request import RotaryPositions
 from headstart.engine.sampling import Sampler, SamplingState
 from headstart.engine.step import Batch
 from headstart.errors import EngineError, RequestError

@@ -1,13 +1,12 @@
 """Tiers: where blocks are kept outside the pool, on disk and on other machines. No torch."""
 
+from headstart.tiers.contents import Counts, ModelReport, VerifyReport, verify
 from headstart.tiers.disk import DiskStore
-from headstart.tiers.folder import default_folder, make_folder
 from headstart.tiers.guard import GuardedStore, StoreChain
-from headstart.tiers.objects import OBJECTS, ObjectStore
+from headstart.tiers.index import default_folder, make_folder
 from headstart.tiers.remote import RemoteStore
 from headstart.tiers.store import BlockStore, Faults, LoadedBlock, ModelRecord, Pause, StoredBlock
-from headstart.tiers.verify import Counts, ModelReport, VerifyReport, verify
-from headstart.tiers.worker import Loader, LoadJob, Saver
+from headstart.tiers.worker import OBJECTS, Loader, LoadJob, ObjectStore, Saver
 
 __all__ = [
     "OBJECTS",

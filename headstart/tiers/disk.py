@@ -21,17 +21,18 @@ from pathlib import Path
 from headstart.cache import BlockHash
 from headstart.errors import ConfigError
 from headstart.tiers.files import SlotFile, slot_bytes
-from headstart.tiers.folder import (
+from headstart.tiers.index import (
     INDEX,
-    OpenIndex,
+    DiskIndex,
+    KeptBlock,
     describe_model,
+    is_passing,
     make_folder,
     rebuild_index,
     reopen,
     slot_files,
     slot_path,
 )
-from headstart.tiers.index import DiskIndex, KeptBlock, is_passing
 from headstart.tiers.store import Faults, LoadedBlock, ModelRecord, StoredBlock
 
 _LEAST_FREE = 256 << 20  # bytes of the disk that are left to others
@@ -67,7 +68,7 @@ class DiskStore:
         # Two connections, so that a lookup does not wait for a save.
         self._reading, self._writing = threading.RLock(), threading.RLock()
         self._opening = threading.Lock()
-        self._opened: dict[str, OpenIndex] = {}  # for "lookups" and for "changes"
+        self._opened: dict[str, DiskIndex] = {}  # for "lookups" and for "changes"
         self._closed = False
         self._is_read_only = not make_folder(folder)
         with self._guard():
@@ -324,7 +325,7 @@ class DiskStore:
         try:
             with self._reading, self._writing:
                 self._require_open()
-                broken = {opened.inode for opened in self._opened.values()}
+                broken = {index.inode for index in self._opened.values()}
                 self._close_indexes()
                 describe_model(self.folder, self.model)
                 rebuild_index(self.folder, broken)
@@ -357,15 +358,15 @@ class DiskStore:
         """Return the connection for lookups or for changes; the caller holds its lock."""
         self._require_open()
         self._opened[name] = reopen(self.folder, self._opened.pop(name, None))
-        return self._opened[name].connection
+        return self._opened[name]
 
     def _require_open(self) -> None:
         if self._closed:
             raise _Closed
 
     def _close_indexes(self) -> None:
-        for opened in self._opened.values():
-            opened.connection.close()
+        for index in self._opened.values():
+            index.close()
         self._opened.clear()
 
     def _known_id(self, index: DiskIndex) -> int | None:

@@ -12,7 +12,7 @@ from headstart import LLM, SamplingParams
 from headstart.cli.main import main
 from headstart.tiers import DiskStore
 from headstart.tiers.contents import read_models
-from headstart.tiers.folder import INDEX
+from headstart.tiers.index import INDEX
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headstart import LLM, RequestError, SamplingParams
 from headstart.cache import MultiModalItem
-from headstart.engine.prompt import (
+from headstart.engine.request import (
     GivenRows,
     PlacedRows,
     PreparedPrompt,

@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
-from headstart.engine.hooks import Limit
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.sampling import SampledToken, SamplingState
 from headstart.engine.scheduler import LOOKAHEAD, Scheduler
-from headstart.engine.step import Batch
+from headstart.engine.step import Batch, Limit
 from headstart.frontend.text import Detokenizer, OutputText
 
 BLOCK = 4

@@ -8,7 +8,7 @@ import torch
 
 from headstart.cache import MultiModalItem
 from headstart.engine.params import SamplingParams
-from headstart.engine.prompt import GivenRows, PlacedRows, PreparedPrompt, PromptExtras
+from headstart.engine.request import GivenRows, PlacedRows, PreparedPrompt, PromptExtras
 from headstart.errors import ConfigError, EngineError, RequestError
 from headstart.omni.engine_stage import TalkerFeed
 from headstart.omni.output_cache import OutputCache

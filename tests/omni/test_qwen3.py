@@ -17,7 +17,7 @@ from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
 from headstart.cache import MultiModalItem
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
-from headstart.engine.prompt import GivenRows, PlacedRows, PreparedPrompt, PromptExtras
+from headstart.engine.request import GivenRows, PlacedRows, PreparedPrompt, PromptExtras
 from headstart.models.decoder import EmbeddingOverlay
 from headstart.omni.engine_stage import EngineStage, PromptFeed, StagePrompt
 from headstart.omni.function_stage import FramesPlan, FramesStage, WholeStage

@@ -17,7 +17,7 @@ import pytest
 
 import headstart.tiers.files
 from headstart.tiers import DiskStore, ModelRecord
-from headstart.tiers.folder import INDEX
+from headstart.tiers.index import INDEX
 from tests.tiers.stores import MODEL, block, blocks, disk, held, names
 
 SLOT = 2560  # bytes that a block of `MODEL` takes in its file
@@ -305,7 +305,7 @@ def test_a_reader_that_never_ends_locks_nobody_out(
 def test_the_lock_of_whoever_makes_the_index_anew_is_not_waited_for_long(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.tiers.folder._PATIENCE", 0.01)
+    monkeypatch.setattr("headstart.tiers.index._PATIENCE", 0.01)
     with (store.folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (store.folder / INDEX).write_bytes(b"nothing of it")

@@ -13,8 +13,7 @@ import pytest
 
 from headstart.errors import ConfigError
 from headstart.tiers import DiskStore, ModelRecord
-from headstart.tiers.folder import INDEX, described_models, slot_path
-from headstart.tiers.index import DiskIndex
+from headstart.tiers.index import INDEX, DiskIndex, described_models, slot_path
 from tests.tiers.stores import MODEL, block, blocks, disk, held, names
 
 SLOT = 2560  # bytes that a block of `MODEL` takes in its file

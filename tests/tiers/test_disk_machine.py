@@ -16,8 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from headstart.cache import BlockHash
 from headstart.tiers import DiskStore, ModelRecord
-from headstart.tiers.folder import INDEX, slot_files, slot_path
-from headstart.tiers.index import DiskIndex
+from headstart.tiers.index import INDEX, DiskIndex, slot_files, slot_path
 from tests.tiers.stores import MODEL, block, name, payload
 
 OTHER = ModelRecord("other weights", "another model", 16, 700)

@@ -20,7 +20,7 @@ from headstart.tiers import (
     Saver,
     StoreChain,
 )
-from headstart.tiers.objects import OBJECT_BLOCK
+from headstart.tiers.worker import OBJECT_BLOCK
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, blocks, disk, held, name, names
 from tests.tiers.test_threads import FOREVER, Gate, Store, everything

@@ -11,7 +11,7 @@ import pytest
 
 from headstart.errors import ConfigError
 from headstart.tiers.files import open_file, replace_file
-from headstart.tiers.folder import INDEX, make_folder, slot_path
+from headstart.tiers.index import INDEX, make_folder, slot_path
 from tests.tiers.stores import MODEL, blocks, disk, held
 
 MINE = b"nothing of a cache" * 1000
@@ -129,7 +129,7 @@ def test_blocks_that_others_could_write_are_not_used(
 ) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(
-        "headstart.tiers.folder._LOG.warning", lambda text, *_: warnings.append(text)
+        "headstart.tiers.index._LOG.warning", lambda text, *_: warnings.append(text)
     )
     with closing(disk(tmp_path)) as store:
         store.save(blocks(range(9)))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.tiers import DiskStore, Faults, GuardedStore, Saver, StoreChain
-from headstart.tiers.objects import OBJECT_BLOCK, OBJECTS, ObjectStore, _name
+from headstart.tiers.worker import OBJECT_BLOCK, OBJECTS, ObjectStore, _name
 from tests.tiers.stores import payload
 
 SIZES = [0, 1, 1000, OBJECT_BLOCK - 9, OBJECT_BLOCK - 8, OBJECT_BLOCK, 300_000]

@@ -12,7 +12,7 @@ import pytest
 from headstart.errors import CacheError
 from headstart.tiers import DiskStore, ModelRecord, StoredBlock
 from headstart.tiers.contents import import_blocks
-from headstart.tiers.folder import INDEX
+from headstart.tiers.index import INDEX
 from headstart.tiers.store import VERSION, make_header
 from tests.tiers.stores import MODEL, block, blocks, disk, held, names
 

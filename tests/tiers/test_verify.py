@@ -9,7 +9,7 @@ import pytest
 
 from headstart.errors import ConfigError
 from headstart.tiers import Counts, ModelRecord, verify
-from headstart.tiers.folder import INDEX
+from headstart.tiers.index import INDEX
 from tests.tiers.stores import MODEL, block, blocks, disk, held, names
 
 SLOT = 2560

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from headstart import LLM
-from headstart.engine.tiering.identity import identify
+from headstart.engine.parts import identify
 from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.loader import load_model
 from headstart.weights.grouped import quantize_groups

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from headstart import LLM, SamplingParams
-from headstart.engine.tiering.identity import identify
+from headstart.engine.parts import identify
 from headstart.errors import UnsupportedModelError
 from headstart.models.decoder import DecoderModel
 from headstart.models.families import FAMILIES

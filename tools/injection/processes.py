@@ -11,7 +11,7 @@ from random import Random
 from unittest.mock import patch
 
 from headstart.tiers import verify
-from headstart.tiers.folder import INDEX
+from headstart.tiers.index import INDEX
 from injection.blocks import block, name
 from injection.world import MODELS, PROMPTS, Outcome, examine, exercise, open_store
 

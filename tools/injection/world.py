@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headstart.tiers import DiskStore, ModelRecord, verify
-from headstart.tiers.folder import INDEX
-from headstart.tiers.index import DiskIndex
+from headstart.tiers.index import INDEX, DiskIndex
 from injection.blocks import MODEL, block, name, payload
 
 __all__ = ["BUDGET", "MODELS", "PROMPTS", "Outcome", "Templates", "WrongAnswerError", "examine",

@@ -45,7 +45,7 @@ from headstart.engine.metrics import MEANINGS, Counter, Gauge, Histogram, Metric
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import RequestOutputKind, SamplingParams
 from headstart.engine.parts import ObservedManager
-from headstart.engine.prompt import PreparedPrompt
+from headstart.engine.request import PreparedPrompt
 from headstart.errors import DamagedAdapterError, EngineError
 from headstart.frontend.async_llm import AsyncLLM
 from headstart.frontend.facade import start_engine

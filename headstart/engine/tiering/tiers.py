@@ -11,8 +11,7 @@ from headstart.cache import BlockHash, KVCacheManager
 from headstart.engine.image_cache import ImageLoads, KeptRows
 from headstart.engine.request import Request
 from headstart.engine.step import Batch
-from headstart.engine.tiering.loads import Loads
-from headstart.engine.tiering.offers import BlockPayload, BlockText, ComputeRate, Offers
+from headstart.engine.tiering.loads import BlockPayload, BlockText, ComputeRate, Loads, Offers
 from headstart.errors import TierError
 from headstart.machine import return_freed_memory
 from headstart.tiers import (

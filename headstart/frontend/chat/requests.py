@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 from headstart.cache import Namespace
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
-from headstart.engine.prompt import PreparedPrompt
-from headstart.engine.request import RequestGroup
+from headstart.engine.request import PreparedPrompt, RequestGroup
 from headstart.errors import RequestError
 from headstart.frontend.chat.conversation import ChatPrompt, ConversationMemory, Turn
 from headstart.frontend.chat.messages import (

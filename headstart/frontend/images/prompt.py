@@ -34,7 +34,7 @@ from headstart.engine.image_cache import (
     SentImages,
 )
 from headstart.engine.outputs import ImageUse
-from headstart.engine.prompt import PreparedPrompt, PromptExtras, RotaryPositions
+from headstart.engine.request import PreparedPrompt, PromptExtras, RotaryPositions
 from headstart.errors import EngineError, RequestError
 from headstart.frontend.images.decoding import ImageSource, decode_image
 from headstart.frontend.text import encode_text

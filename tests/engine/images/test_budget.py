@@ -16,8 +16,7 @@ from headstart.engine.image_cache import (
     PromptImage,
     PromptImages,
 )
-from headstart.engine.prompt import PromptExtras
-from headstart.engine.request import Request
+from headstart.engine.request import PromptExtras, Request
 from headstart.engine.step import Batch
 from headstart.models.decoder import ProcessedImage
 from tests.engine.test_scheduler import BLOCK, Bench

@@ -16,7 +16,7 @@ from headstart.engine.image_cache import (
     PromptImages,
 )
 from headstart.engine.params import SamplingParams
-from headstart.engine.prompt import PromptExtras
+from headstart.engine.request import PromptExtras
 from headstart.models.decoder import ProcessedImage
 
 

@@ -12,8 +12,7 @@ from headstart import LLM, EngineError, RequestError, RequestOutput, SamplingPar
 from headstart.engine.image_cache import (
     PromptImages,
 )
-from headstart.engine.prompt import PlacedRows
-from headstart.engine.request import RequestGroup
+from headstart.engine.request import PlacedRows, RequestGroup
 from headstart.models.decoder import ProcessedImage, VisionModel
 from tests.tiny_vision import IDS, make_image, save_tiny_vision
 

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from headstart import LLM, SamplingParams
 from headstart.attention import PagedKVMemory
+from headstart.engine import parts
 from headstart.engine.config import EngineConfig
-from headstart.engine.tiering import identity
-from headstart.engine.tiering.identity import _kept_weights, _kinds, _name
+from headstart.engine.parts import _kept_weights, _kinds, _name
 from headstart.models import decoder
 from headstart.models.files import BUILT_IN, find_folder
 from headstart.models.loader import load_model
@@ -157,12 +157,12 @@ def test_blocks_are_those_of_the_same_way_to_round_and_to_read(
     layers = [*quantized_matrices(model.module).values()]
     seen = [_kept_weights(model)]
     assert len(seen[0]) == len(layers) + 1, "the embedding shares the head's weight"
-    monkeypatch.setitem(identity.REVISIONS, "int8", 1000)
+    monkeypatch.setitem(parts.REVISIONS, "int8", 1000)
     seen.append(_kept_weights(model))
     for layer in layers:
         layer.is_prequantized = True
     seen.append(_kept_weights(model))
-    monkeypatch.setattr(identity, "PREQUANTIZED_REVISION", 1000)
+    monkeypatch.setattr(parts, "PREQUANTIZED_REVISION", 1000)
     seen.append(_kept_weights(model))
     for lines in zip(*seen, strict=True):
         assert len({*lines}) == 4

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headstart.engine.tiering.identity import identify
+from headstart.engine.parts import identify
 from headstart.engine.tiering.tiers import Tiers
 from headstart.omni.pipeline import Progress
 from headstart.tiers import DiskStore, LoadedBlock

@@ -21,8 +21,6 @@ Two requests cannot wait for each other's rows forever: images are held in the o
 and released one by one, so a request that holds some can compute up to their end. The exception,
 several images in one block in deterministic mode, is resolved by preemption.
 
-`_entries` and their users are the state; `_derive` computes the other fields from them.
-
 Source: vLLM's `EncoderCacheManager`.
 """
 
@@ -59,14 +57,55 @@ class EncoderKey(NamedTuple):
     digest: bytes
 
 
-class KeptRows:
-    """Rows `[rows, hidden]` by salt and digest; the digest covers all that they depend on."""
+def _name(key: EncoderKey) -> bytes:
+    return b"image rows " + json.dumps([key.salt, key.digest.hex()]).encode()
+
+
+class ImageLoads:
+    """Rows `[rows, hidden]` of a store that can be queried ahead, so that no step waits for it.
+
+    A digest covers all that the rows depend on. A request that shows an image is scheduled once the
+    tiers have answered whether they have it; other requests run meanwhile. A lookup is forgotten
+    when its request leaves; another request that waits for the same image then starts a new one.
+    `load` and `save` are for any thread, all else for one. lookups: those that were not taken.
+    """
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
+        self._thread = TenantQueue("headstart-images", 1)
+        self.lookups: dict[EncoderKey, Future[Tensor | None]] = {}
+        self._running: set[Future[Tensor | None]] = set()  # also of images that were forgotten
+
+    @property
+    def are_under_way(self) -> bool:
+        """True while an image is looked up."""
+        return not all(lookup.done() for lookup in self.lookups.values())
+
+    def is_coming(self, key: EncoderKey) -> bool:
+        if key not in self.lookups:
+            if len(self.lookups) >= _MOST:
+                return False
+            try:
+                lookup = self._thread.submit(self._load, key)
+            except RuntimeError:  # it is closed, or the machine has no more threads
+                return False
+            self.lookups[key] = lookup
+            self._running.add(lookup)
+            lookup.add_done_callback(self._running.discard)
+        return not self.lookups[key].done()
 
     def load(self, key: EncoderKey) -> Tensor | None:
-        """Return the rows on the CPU, as they were saved; None if they are not there."""
+        """Return the rows on the CPU, as they were saved; None if they are not there.
+
+        Without an earlier lookup, this waits for the store.
+        """
+        if (lookup := self.lookups.pop(key, None)) is None:
+            return self._load(key)
+        with suppress(Exception):  # a damaged object: the image is encoded
+            return lookup.result()
+        return None
+
+    def _load(self, key: EncoderKey) -> Tensor | None:
         data = self._objects.load(_name(key))
         if data is None:
             return None
@@ -82,51 +121,6 @@ class KeptRows:
             flat = rows.detach().cpu().contiguous().view(-1)
             data = flat.view(torch.uint8).numpy().tobytes()
             self._objects.save(_name(key), head + b"\n" + data, seconds)
-
-
-def _name(key: EncoderKey) -> bytes:
-    return b"image rows " + json.dumps([key.salt, key.digest.hex()]).encode()
-
-
-class ImageLoads(KeptRows):
-    """Rows of a store that is queried ahead, so that no step waits for it. For one thread.
-
-    A request that shows an image is scheduled once the tiers have answered whether they have it;
-    other requests run meanwhile. A lookup is forgotten when its request leaves; another request
-    that waits for the same image then starts a new one. lookups: those that were not taken.
-    """
-
-    def __init__(self, objects: ObjectStore) -> None:
-        super().__init__(objects)
-        self._thread = TenantQueue("headstart-images", 1)
-        self.lookups: dict[EncoderKey, Future[Tensor | None]] = {}
-        self._running: set[Future[Tensor | None]] = set()  # also of images that were forgotten
-
-    @property
-    def are_under_way(self) -> bool:
-        """True while an image is looked up."""
-        return not all(lookup.done() for lookup in self.lookups.values())
-
-    def is_coming(self, key: EncoderKey) -> bool:
-        if key not in self.lookups:
-            if len(self.lookups) >= _MOST:
-                return False
-            try:
-                lookup = self._thread.submit(super().load, key)
-            except RuntimeError:  # it is closed, or the machine has no more threads
-                return False
-            self.lookups[key] = lookup
-            self._running.add(lookup)
-            lookup.add_done_callback(self._running.discard)
-        return not self.lookups[key].done()
-
-    def load(self, key: EncoderKey) -> Tensor | None:
-        """Return the embeddings `[rows, hidden]`; without an earlier lookup, wait for them."""
-        if (lookup := self.lookups.pop(key, None)) is None:
-            return super().load(key)
-        with suppress(Exception):  # a damaged object: the image is encoded
-            return lookup.result()
-        return None
 
     def forget(self, key: EncoderKey) -> None:
         if (lookup := self.lookups.pop(key, None)) is not None:
@@ -218,16 +212,15 @@ class EncoderCache:
         self._store = store
         self._shares = shares or Shares()
         self._encoder = encoder
-        self._entries: dict[EncoderKey, _Entry] = {}
-        self._kept: OrderedDict[EncoderKey, None] = OrderedDict()  # without users, oldest first
+        # Those without users are in the order in which their last ones left.
+        self._entries: OrderedDict[EncoderKey, _Entry] = OrderedDict()
         self._wanted: list[_Entry] = []
         self._askers: set[User] = set()  # users that started a lookup in the store
-        self._used = 0
 
     @property
     def num_rows(self) -> int:
         """Rows of all entries, including images about to be encoded."""
-        return self._used
+        return sum(entry.num_rows for entry in self._entries.values())
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
@@ -241,9 +234,8 @@ class EncoderCache:
     def fits(self, images: Iterable[PromptImage]) -> bool:
         """Return True if all of these fit now. Changes nothing."""
         wanted = {image.key: image.image.num_rows for image in images}
-        kept = sum(self._entries[key].num_rows for key in self._kept if key not in wanted)
-        new = sum(rows for key, rows in wanted.items() if key not in self._entries)
-        return self._used - kept + new <= self.capacity
+        held = sum(e.num_rows for e in self._entries.values() if e.users and e.key not in wanted)
+        return held + sum(wanted.values()) <= self.capacity
 
     def is_coming(self, user: User, image: PromptImage) -> bool:
         """Return True while the store is looking for the image; the first call starts that."""
@@ -265,26 +257,22 @@ class EncoderCache:
             self._evict(rows, self._shares.owner(image.salt))
             entry = self._entries[key] = _Entry(key, image.image, rows)
             self._wanted.append(entry)
-            self._used += rows
         elif user not in entry.users:
             self.num_hits += 1
-        self._kept.pop(key, None)
         entry.is_stored |= is_stored
         entry.users.add(user)
 
     def _evict(self, rows: int, taker: str | None) -> None:
         """Evict images until so many rows fit: the oldest of the owner with most rows."""
         owner, weight = self._shares.owner, self._shares.weight
-        while self._used + rows > self.capacity:
+        while self.num_rows + rows > self.capacity:
             oldest: dict[str | None, EncoderKey] = {}
-            for key in self._kept:
-                oldest.setdefault(owner(key.salt), key)
             used = Counter({taker: rows})
-            for entry in self._entries.values():
-                used[owner(entry.key.salt)] += entry.num_rows
-            key = oldest[max(oldest, key=lambda name: used[name] / weight(name))]
-            del self._kept[key]
-            self._used -= self._entries.pop(key).num_rows
+            for key, entry in self._entries.items():
+                used[owner(key.salt)] += entry.num_rows
+                if not entry.users:
+                    oldest.setdefault(owner(key.salt), key)
+            del self._entries[oldest[max(oldest, key=lambda name: used[name] / weight(name))]]
 
     def leave(self, user: User, image: PromptImage) -> None:
         """End a use; an entry without users stays until its space is needed. Idempotent."""
@@ -292,16 +280,16 @@ class EncoderCache:
             self._askers.discard(user)  # once: a decoding request leaves with each token
             self._store.forget(image.key)
         entry = self._entries.get(image.key)
-        if entry is None:
+        if entry is None or user not in entry.users:
             return
-        entry.users.discard(user)
-        if entry.users or image.key in self._kept:
+        entry.users.remove(user)
+        if entry.users:
             return
         if entry.is_stored:
-            self._kept[image.key] = None
+            self._entries.move_to_end(image.key)
         else:
             del self._entries[image.key]
-            self._derive()
+            self._find_wanted()
 
     def encode_wanted(self) -> dict[object, EngineError]:
         """Encode the images that are held and have no rows yet.
@@ -341,29 +329,24 @@ class EncoderCache:
 
     def drop_wanted(self) -> None:
         """Forget the images that a failed step did not encode, once its requests have left."""
-        entries = self._entries.items()
-        self._entries = {key: e for key, e in entries if e.users or e.rows is not None}
-        self._derive()
+        for entry in [e for e in self._entries.values() if e.rows is None and not e.users]:
+            del self._entries[entry.key]
+        self._find_wanted()
 
     def clear(self) -> None:
         """Forget every image without users."""
-        self._entries = {key: entry for key, entry in self._entries.items() if entry.users}
-        self._derive()
+        for entry in [entry for entry in self._entries.values() if not entry.users]:
+            del self._entries[entry.key]
+        self._find_wanted()
 
-    def _derive(self) -> None:
-        """Compute the fields that follow from the entries; kept images retain their order."""
-        unused = dict.fromkeys(key for key, e in self._entries.items() if not e.users)
-        self._kept = OrderedDict.fromkeys([*(k for k in self._kept if k in unused), *unused])
-        self._used = sum(entry.num_rows for entry in self._entries.values())
+    def _find_wanted(self) -> None:
         self._wanted = [entry for entry in self._entries.values() if entry.rows is None]
 
     def check(self) -> None:
         """Raise AssertionError if any invariant is broken."""
-        assert self._used == sum(entry.num_rows for entry in self._entries.values())
-        assert self._used <= self.capacity
-        assert set(self._kept) == {key for key, entry in self._entries.items() if not entry.users}
-        for key in self._kept:
-            assert self._entries[key].rows is not None, "kept, and never encoded"
+        assert self.num_rows <= self.capacity
+        for entry in self._entries.values():
+            assert entry.users or entry.rows is not None, "unused, and never encoded"
 
 
 @dataclass(frozen=True, eq=False)

@@ -101,7 +101,7 @@ class OmniStages:
         stage = EngineStage(node.spec, decoder, feed, config, self._cache, self.tokenizer)
         tiers = stage.engine.tiers
         if tiers is not None:
-            self._encoded.keep(tiers.image_rows, stage.engine.manager.hasher.model)
+            self._encoded.keep(tiers.image_loads, stage.engine.manager.hasher.model)
         return stage
 
     def voice(self, request: OmniRequest) -> str:

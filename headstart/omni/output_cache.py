@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from headstart.cache import BlockKey, Namespace, PrefixNode, PrefixTree
-from headstart.engine.image_cache import EncoderKey, KeptRows
+from headstart.engine.image_cache import EncoderKey, ImageLoads
 from headstart.errors import ConfigError
 from headstart.validation import Number, describe
 
@@ -286,10 +286,10 @@ class ContentCache:
     def __init__(self, cache: OutputCache, name: str) -> None:
         self._cache, self._name = cache, name
         self._place = cache.place(name)
-        self._store: KeptRows | None = None
+        self._store: ImageLoads | None = None
         self._model = ""
 
-    def keep(self, store: KeptRows, model: str) -> None:
+    def keep(self, store: ImageLoads, model: str) -> None:
         """Put tensors made from now on into a store that outlives the process, too.
 
         model: the fingerprint of everything that a tensor depends on besides its digest.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headstart.cache import BlockHash, KVCacheManager
-from headstart.engine.image_cache import ImageLoads, KeptRows
+from headstart.engine.image_cache import ImageLoads
 from headstart.engine.request import Request
 from headstart.engine.step import Batch
 from headstart.engine.tiering.loads import BlockPayload, BlockText, ComputeRate, Loads, Offers
@@ -93,7 +93,7 @@ class Tiers:
         ]
         self._loader = Loader(self._chain, self.queue_bytes, self._compute_seconds, self._faults)
         objects = ObjectStore(self._object_tiers, self._object_saver)
-        self.image_rows, self.image_loads = KeptRows(objects), ImageLoads(objects)
+        self.image_loads = ImageLoads(objects)
         self._offers = Offers(manager, stores.payload, self._saver, self._rate, stores.text)
         self.loads = Loads(manager, stores.payload, self._loader, self._choose, self._take_slots)
         self._began = 0.0  # when the current step had its blocks

@@ -97,7 +97,11 @@ class Driver(Protocol):
         """Raise RequestError for an object that is no prepared request."""
 
     def awaited(self) -> AbstractContextManager[None]:
-        """Return a context in which the caller waits for an answer; see `WaitGraph.awaited`."""
+        """Return a context in which the caller waits for an answer.
+
+        Raises EngineError, also on entering, where the wait would never end: in the engine's
+        thread, in a coroutine that its work began, in a step of another engine that it called.
+        """
         ...
 
     def submit(self, group: Any, receive: Receiver, *, every_step: bool = True) -> None:
@@ -119,7 +123,12 @@ class Driver(Protocol):
         """
 
     def call(self, function: Callable[[], Answer]) -> Answer:
-        """Call `function` where nothing else changes the engine, and wait for its result."""
+        """Call `function` in the engine's thread between two steps; return its result.
+
+        An exception of `function` is the caller's and resets nothing: a function that changes the
+        engine leaves it valid, as the methods of `EngineCore` do. Raises EngineError when the
+        engine is closed, or ends before, or in the engine's own thread.
+        """
         ...
 
     async def call_async(self, function: Callable[[], Answer]) -> Answer:
@@ -248,12 +257,6 @@ class LocalDriver:
         self._post(_Order(lambda: self._abort(request_id), lambda error: None))
 
     def call(self, function: Callable[[], Answer]) -> Answer:
-        """Call `function` in the engine's thread between two steps; return its result.
-
-        An exception of `function` is the caller's and resets nothing: a function that changes the
-        engine leaves it valid, as the methods of `EngineCore` do. Raises EngineError when the
-        engine is closed, or ends before, or in the engine's own thread.
-        """
         answers: queue.SimpleQueue[tuple[Answer] | BaseException] = queue.SimpleQueue()
 
         def run() -> None:
@@ -304,20 +307,15 @@ class LocalDriver:
                 try:
                     return items.get(timeout=_PATIENCE)
                 except queue.Empty:
-                    reason = self.explain_silence(groups)
-                    if reason is not None and items.empty():
+                    reason = None if self.is_alive else self.ended()
+                    if groups is not None and all(
+                        g.finished and not self._is_followed(g) for g in groups
+                    ):
+                        reason = reason or EngineError(
+                            "the request has ended, and its last update could not be delivered"
+                        )
+                    if reason is not None and items.empty():  # none came since the timeout
                         raise reason from None
-
-    def explain_silence(self, groups: Sequence[AnyRequest] | None = None) -> EngineError | None:
-        """Return why no update (of these requests) will be sent; None if one may be.
-
-        An update that was sent before may still be on its way.
-        """
-        if not self.is_alive:
-            return self.ended()
-        if groups is None or any(not g.finished or self._is_followed(g) for g in groups):
-            return None
-        return EngineError("the request has ended, and its last update could not be delivered")
 
     @property
     def is_alive(self) -> bool:
@@ -354,11 +352,6 @@ class LocalDriver:
         return followed is not None and followed.group is group
 
     def awaited(self) -> AbstractContextManager[None]:
-        """Return a context in which the caller waits for the engine's thread.
-
-        Raises EngineError, also on entering, where that thread waits for the caller: in the thread
-        itself, in a coroutine that its work began, in a step of another engine that it called.
-        """
         if threading.current_thread() is self._thread:
             raise _would_deadlock()
         return self._waits.awaited()
@@ -473,7 +466,7 @@ class LocalDriver:
 
     def _end_one(self, followed: _Followed, error: BaseException) -> None:
         self._followed.pop(followed.group.request_id, None)
-        with suppress(Exception):  # no reader is left; `explain_silence` serves one that waits
+        with suppress(Exception):  # no reader is left; `wait` ends one that waits
             followed.receive(error)
 
     def _end(self, reason: BaseException) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -183,7 +184,12 @@ class Callbacks(LogitsProcessor):
     rank = 3
 
     def __init__(self, functions: Sequence[Callable[..., Any]], prompt: Sequence[int]) -> None:
-        self._calls = [(function, _takes_prompt(function)) for function in functions]
+        self._calls: list[tuple[Callable[..., Any], bool]] = []  # with: it takes the prompt
+        for function in functions:
+            takes_prompt = False
+            with suppress(ValueError):  # a builtin without a signature
+                takes_prompt = len(inspect.signature(function).parameters) == 3
+            self._calls.append((function, takes_prompt))
         self._prompt = prompt
         self._past: list[int] = []
 
@@ -214,13 +220,6 @@ class Callbacks(LogitsProcessor):
 
     def accept(self, token_id: int) -> None:
         self._past.append(token_id)
-
-
-def _takes_prompt(function: Callable[..., Any]) -> bool:
-    try:
-        return len(inspect.signature(function).parameters) == 3
-    except ValueError:  # a builtin without a signature
-        return False
 
 
 Processor = TypeVar("Processor", bound=LogitsProcessor)

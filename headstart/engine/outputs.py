@@ -209,16 +209,16 @@ class ShownOutputs:
             return output if output.finished else None
         if self._kind is RequestOutputKind.CUMULATIVE:
             return output
-        if self._is_first and not output.finished and _lacks_logprobs(output):
-            return None  # only the first output has them
+        rows = output.prompt_logprobs
+        lacks_rows = rows is not None and len(rows) < len(output.prompt_token_ids)
+        if lacks_rows and self._is_first and not output.finished:
+            return None  # only the first output has them; other answers may be sooner by a hit
         new = [part for part in map(self._new_part, output.outputs) if part is not None]
         if not new and not output.finished:
             return None
         self._shown = {answer.index: answer for answer in output.outputs}
         first, self._is_first = self._is_first, False
-        return _changed(
-            output, outputs=new, prompt_logprobs=output.prompt_logprobs if first else None
-        )
+        return _changed(output, outputs=new, prompt_logprobs=rows if first else None)
 
     def _new_part(self, output: CompletionOutput) -> CompletionOutput | None:
         shown = self._shown.get(output.index)
@@ -234,12 +234,3 @@ class ShownOutputs:
             token_ids=output.token_ids[done:],
             logprobs=output.logprobs[done:] if output.logprobs is not None else None,
         )
-
-
-def _lacks_logprobs(output: RequestOutput) -> bool:
-    """Return True while log-probabilities of the prompt are missing.
-
-    Other answers may hit the cache while the first one computes the whole prompt for them.
-    """
-    rows = output.prompt_logprobs
-    return rows is not None and len(rows) < len(output.prompt_token_ids)

@@ -29,8 +29,9 @@ of them finds a short step running. Decoding requests have their token in each s
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
-from operator import attrgetter
+from functools import partial
+from itertools import islice, takewhile
+from operator import attrgetter, is_not
 
 from headstart.cache import Allocation, ComputedBlocks, KVCacheManager, RowCopy
 from headstart.engine.request import Request
@@ -237,7 +238,12 @@ class Scheduler:
                         return
                     continue
                 self._enter(request, start, stop)
-                is_due = self._leave_queue(request)
+                is_due = False  # a request that this one bypasses was bypassed for the last time
+                for other in takewhile(partial(is_not, request), self.waiting):
+                    other.times_bypassed += 1
+                    is_due |= other.times_bypassed == self._max_bypassed
+                self.waiting.remove(request)
+                self.running.insert(_place_after(self.running, request), request)
                 self._admitted.append((request, start))
                 request.admitted(start, allocation.missed)
                 if self._hooks is not None:
@@ -304,21 +310,6 @@ class Scheduler:
             return None
         read = computed if request.reads_cache else None
         return self._manager.allocate_slots(request.sequence, count, read)
-
-    def _leave_queue(self, request: Request) -> bool:
-        """Move a request from waiting to running; count those before it as bypassed.
-
-        Return True if one of these was bypassed for the last time.
-        """
-        is_due = False
-        for other in self.waiting:
-            if other is request:
-                break
-            other.times_bypassed += 1
-            is_due |= other.times_bypassed == self._max_bypassed
-        self.waiting.remove(request)
-        self.running.insert(_place_after(self.running, request), request)
-        return is_due
 
 
 def _place_after(queue: Sequence[Request], request: Request) -> int:

@@ -35,23 +35,20 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and "\0" not in value
 
 
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
 def _is_choice(value: Any) -> bool:
     is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
     return is_list and len(value) > 0 and all(isinstance(text, str) for text in value)
 
 
-_TEXT = "a text without the character U+0000"
+_FLAG = (lambda value: isinstance(value, bool), "True or False")
+_TEXT = (_is_text, "a text without the character U+0000")
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "json_object": (lambda value: value is True, "True"),
-    "disable_any_whitespace": (_is_flag, "True or False"),
-    "disable_additional_properties": (_is_flag, "True or False"),
-    "regex": (_is_text, _TEXT),
-    "whitespace_pattern": (_is_text, _TEXT),
-    "grammar": (lambda value: _is_text(value) and value.strip() != "", f"{_TEXT}, not blank"),
+    "disable_any_whitespace": _FLAG,
+    "disable_additional_properties": _FLAG,
+    "regex": _TEXT,
+    "whitespace_pattern": _TEXT,
+    "grammar": (lambda value: _is_text(value) and value.strip() != "", f"{_TEXT[1]}, not blank"),
     "choice": (_is_choice, "a list of at least one text"),
 }
 """The check of each field that is not None, and its text for an error."""

@@ -108,20 +108,19 @@ class BlockPayload:
 
 def block_text(tokenizer: PreTrainedTokenizerBase | None, is_on: bool) -> BlockText | None:
     """Return the function that formats the text of a block; None if no text is to be stored."""
-    return partial(_format_block_text, tokenizer) if tokenizer is not None and is_on else None
+    if tokenizer is None or not is_on:
+        return None
+    decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    def format_text(token_ids: Sequence[int]) -> str:
+        try:
+            # Behind another token, or the first word would lose the space before it.
+            anchor, text = decode([token_ids[0]]), decode([token_ids[0], *token_ids])
+            return str(text[len(anchor) : len(anchor) + _LONGEST_TEXT])
+        except Exception:  # from a tokenizer: a step must not fail for a label
+            return ""
 
-def _format_block_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    """Return the text that people recognize a block by."""
-    try:
-        # Behind another token, or the first word would lose the space before it.
-        anchor, text = (
-            tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            for ids in (list(token_ids[:1]), [token_ids[0], *token_ids])
-        )
-        return str(text[len(anchor) : len(anchor) + _LONGEST_TEXT])
-    except Exception:  # from a tokenizer: a step must not fail for a label
-        return ""
+    return format_text
 
 
 class ComputeRate:

@@ -97,3 +97,10 @@ class ReplicaLostError(EngineError):
 
 class TierError(EngineError):
     """A tier may still hold blocks that it should have dropped; those in memory are gone."""
+
+
+def engine_error(what: str, cause: BaseException) -> EngineError:
+    """Return the error of a request that ends because of `cause`."""
+    error = EngineError(f"{what}: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
-from headstart.engine.step import engine_error
-from headstart.errors import EngineError, HeadstartError, RequestError
+from headstart.errors import EngineError, HeadstartError, RequestError, engine_error
 from headstart.validation import describe
 
 Update = RequestOutput | BaseException
@@ -472,8 +471,7 @@ class LocalDriver:
     def _end(self, reason: BaseException) -> None:
         """End every request and refuse all orders; the last thing that the thread does."""
         if self._ended is None:
-            self._ended = EngineError(f"the engine ended: {type(reason).__name__}: {reason}")
-            self._ended.__cause__ = reason
+            self._ended = engine_error("the engine ended", reason)
         for followed in list(self._followed.values()):
             self._end_one(followed, self.ended())
         self._refuse_orders()

@@ -31,9 +31,9 @@ from headstart.engine.request import Request, RequestGroup
 from headstart.engine.runner import Choice, Runner, StepLogits, choose_tokens
 from headstart.engine.sampling import SampledToken, Sampler
 from headstart.engine.scheduler import Scheduler
-from headstart.engine.step import Batch, EngineHooks, Limit, StepResult, engine_error
+from headstart.engine.step import Batch, EngineHooks, Limit, StepResult
 from headstart.engine.tiering.tiers import Tiers
-from headstart.errors import ConfigError, EngineError, RequestError
+from headstart.errors import ConfigError, EngineError, RequestError, engine_error
 from headstart.models.decoder import DecoderModel
 from headstart.models.loader import load_model
 from headstart.models.prefetch import ReadyMemory

@@ -42,7 +42,7 @@ from torch import Tensor
 from headstart.cache import MultiModalItem, Shares
 from headstart.engine.request import PlacedRows, PromptExtras, Request
 from headstart.engine.tenant_queue import TenantQueue
-from headstart.errors import EngineError, RequestError
+from headstart.errors import EngineError, RequestError, engine_error
 from headstart.models.decoder import ProcessedImage, VisionModel
 from headstart.tiers import ObjectStore
 
@@ -303,8 +303,7 @@ class EncoderCache:
                 if entry.rows is None:
                     self._encode(entry)
             except Exception as error:  # of the vision tower: it ends these requests alone
-                reason = EngineError(f"an image cannot be encoded: {type(error).__name__}: {error}")
-                reason.__cause__ = error
+                reason = engine_error("an image cannot be encoded", error)
                 failed |= {request: reason for request, _ in entry.users}
         self._wanted.clear()
         return failed

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.errors import EngineError, NoTokenError
+from headstart.errors import EngineError, NoTokenError, engine_error
 from headstart.weights.greedy_head import every_token, mask_logits
 
 if TYPE_CHECKING:
@@ -200,9 +200,7 @@ class Callbacks(LogitsProcessor):
             try:
                 processor._call(logits[row])
             except Exception as error:
-                reason = EngineError(f"a logits processor failed: {type(error).__name__}: {error}")
-                reason.__cause__ = error
-                failed[row] = reason
+                failed[row] = engine_error("a logits processor failed", error)
         return failed
 
     def _call(self, row: Tensor) -> None:

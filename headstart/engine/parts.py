@@ -250,7 +250,6 @@ class Parts:
     """The parts of an engine. stores: where blocks outlive the pool, None for nowhere."""
 
     model: DecoderModel
-    tokenizer: PreTrainedTokenizerBase | None
     memory: PagedKVMemory
     manager: KVCacheManager
     max_model_len: int
@@ -314,4 +313,4 @@ def make_parts(
     )
     names = BlockHasher(config.block_size, "" if model is None else model.fingerprint)
     manager = (ObservedManager if is_observed else KVCacheManager)(cache, names)
-    return Parts(decoder, tokenizer, memory, manager, limit, vision, stores)
+    return Parts(decoder, memory, manager, limit, vision, stores)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headstart.engine.logits import ALL_BANNED, LogitsProcessor, TokenMask, change_logits
 from headstart.engine.params import SamplingParams
-from headstart.errors import EngineError, NoTokenError
+from headstart.errors import EngineError, NoTokenError, engine_error
 from headstart.weights.greedy_head import greedy_tokens
 
 LIKELIEST = 1024  # tokens that top-p looks at before it sorts all
@@ -220,9 +220,7 @@ class Sampler:
             [entries] = token_logprobs(raw, [token_id], params.logprobs)
             return SampledToken(token_id, entries[0].logprob, entries)
         except Exception as error:  # from torch, for such numbers
-            failed = EngineError(f"sampling failed: {type(error).__name__}: {error}")
-            failed.__cause__ = error
-            return failed
+            return engine_error("sampling failed", error)
 
     def process(self, logits: Tensor, state: SamplingState) -> Tensor:
         """Return the scores `[1, vocab]` of which a token is drawn, or the largest is taken."""

@@ -49,13 +49,6 @@ class StepResult(NamedTuple):
     error: EngineError | None = None
 
 
-def engine_error(what: str, cause: BaseException) -> EngineError:
-    """Return the error of a request that ends because of `cause`."""
-    error = EngineError(f"{what}: {type(cause).__name__}: {cause}")
-    error.__cause__ = cause
-    return error
-
-
 class Limit(Protocol):
     """A decision how far a request may be computed in a step. No method waits."""
 

@@ -16,7 +16,7 @@ from headstart.engine.adapter_names import LoRARequest
 from headstart.engine.metrics import Metric, read_metrics
 from headstart.engine.outputs import ShownOutputs
 from headstart.engine.params import SamplingParams
-from headstart.errors import EngineError, RequestError
+from headstart.errors import EngineError, RequestError, engine_error
 from headstart.frontend.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from headstart.frontend.chat.messages import TemplateOptions
 from headstart.frontend.facade import Facade, Started, check_call
@@ -416,8 +416,7 @@ class LLMEngine(SyncFacade):
                 output = group.output() if error is None else None
             except Exception as cause:  # it ends this request alone
                 self.engine.abort(name)
-                error = EngineError(f"an output cannot be made: {type(cause).__name__}: {cause}")
-                error.__cause__ = cause
+                error = engine_error("an output cannot be made", cause)
             if error is not None:
                 failures.append({name: error})
                 ended.append(name)

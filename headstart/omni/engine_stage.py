@@ -27,8 +27,8 @@ from headstart.engine.engine import EngineCore
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import PlacedRows, PreparedPrompt, PromptExtras, RotaryPositions
 from headstart.engine.request import Request, RequestGroup
-from headstart.engine.step import Batch, StepResult, engine_error
-from headstart.errors import EngineError, HeadstartError
+from headstart.engine.step import Batch, StepResult
+from headstart.errors import EngineError, HeadstartError, engine_error
 from headstart.frontend.frontend import make_frontend
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.rows import Part, StageRows, TierRows

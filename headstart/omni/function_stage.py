@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from headstart.cache import BlockKey, Namespace
-from headstart.engine.step import engine_error
-from headstart.errors import ConfigError, EngineError
+from headstart.errors import ConfigError, EngineError, engine_error
 from headstart.omni.output_cache import BlockPath, OutputCache, content_bytes
 from headstart.omni.stage import (
     Chunk,

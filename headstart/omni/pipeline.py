@@ -35,8 +35,7 @@ from typing import Any
 
 from headstart.engine.config import EngineConfig, make_config
 from headstart.engine.params import RequestOutputKind
-from headstart.engine.step import engine_error
-from headstart.errors import ConfigError, EngineError, HeadstartError, RequestError
+from headstart.errors import ConfigError, EngineError, HeadstartError, RequestError, engine_error
 from headstart.omni.stage import (
     Chunk,
     Event,

@@ -50,7 +50,21 @@ class RemoteStore:
         self.model = model
         self.block_seconds = 0.0  # of the last block that came
         self.faults = Faults(f"remote cache {_without_password(url)}")
-        self._client = _connect(url)
+        try:
+            import redis
+        except ImportError as error:
+            raise ConfigError(
+                f"a remote cache needs the client of Valkey and Redis: {install('remote')}"
+            ) from error
+        try:
+            self._client: Any = redis.Redis.from_url(
+                url, socket_timeout=_PATIENCE, socket_connect_timeout=_PATIENCE, protocol=2
+            )
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"remote_cache is {_without_password(url)!r}: {error}; allowed: "
+                "redis://host:port/db, rediss://..., unix:///path"
+            ) from error
         self._prefix = b"headstart:%d:%s:" % (VERSION, model.fingerprint[:32].encode())
         self._most = max(1, _AT_ONCE_BYTES // model.block_bytes)  # blocks in a query
         self._rate: float | None = None  # bytes a second of the last answer
@@ -160,24 +174,6 @@ class RemoteStore:
             return otherwise
         self._pause.answered()
         return answer
-
-
-def _connect(url: str) -> Any:
-    try:
-        import redis
-    except ImportError as error:
-        raise ConfigError(
-            f"a remote cache needs the client of Valkey and Redis: {install('remote')}"
-        ) from error
-    try:
-        return redis.Redis.from_url(
-            url, socket_timeout=_PATIENCE, socket_connect_timeout=_PATIENCE, protocol=2
-        )
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"remote_cache is {_without_password(url)!r}: {error}; allowed: redis://host:port/db, "
-            "rediss://..., unix:///path"
-        ) from error
 
 
 def _without_password(url: str) -> str:

@@ -195,8 +195,8 @@ class CachePublisher:
         """Return the store's blocks seen since the last call, which replace the oldest."""
         tiers = self._llm.tiers
         assert tiers is not None
-        self._is_saving = tiers.is_saving  # first: blocks saved meanwhile are taken next time
-        names = tiers.take_kept()
+        self._is_saving = tiers.saver.is_saving  # first: blocks saved meanwhile are taken next time
+        names = tiers.saver.take_kept()
         for name in names:
             self._stored.pop(name, None)
             self._stored[name] = None

@@ -73,7 +73,8 @@ class TierStats:
 class Tiers:
     """The tiers of one engine, which calls these methods in the order of a step, in its thread.
 
-    queue_bytes: bound of each queue: blocks to save, objects to save, blocks to take in.
+    queue_bytes: bound of each queue: blocks to save, objects to save, blocks to take in. saver: of
+    the blocks.
     """
 
     def __init__(self, stores: Stores, manager: KVCacheManager) -> None:
@@ -87,14 +88,14 @@ class Tiers:
         self._stats = TierStats()
         self._rate = ComputeRate()
         self.queue_bytes = self.bound_queue(manager.config.num_blocks * stores.payload.nbytes)
-        self._saver, self._object_saver = self._savers = [
+        self.saver, self._object_saver = self._savers = [
             Saver(chain, self.queue_bytes, self._faults, return_freed_memory)
             for chain in (self._chain, StoreChain(self._object_tiers))
         ]
         self._loader = Loader(self._chain, self.queue_bytes, self._compute_seconds, self._faults)
         objects = ObjectStore(self._object_tiers, self._object_saver)
         self.image_loads = ImageLoads(objects)
-        self._offers = Offers(manager, stores.payload, self._saver, self._rate, stores.text)
+        self._offers = Offers(manager, stores.payload, self.saver, self._rate, stores.text)
         self.loads = Loads(manager, stores.payload, self._loader, self._choose, self._take_slots)
         self._began = 0.0  # when the current step had its blocks
         self._times_declined = 0
@@ -109,7 +110,7 @@ class Tiers:
     def stats(self) -> TierStats:
         """The current counts."""
         stats = self._stats
-        stats.saved_blocks = self._saver.num_saved
+        stats.saved_blocks = self.saver.num_saved
         stats.dropped_blocks = self._offers.num_dropped
         stats.unsaved_blocks, stats.faults = Counter(), Counter()
         for store in self._stores:
@@ -160,15 +161,6 @@ class Tiers:
             names = names[found:]
         return counts
 
-    @property
-    def is_saving(self) -> bool:
-        """True while blocks wait to be saved, or are being saved."""
-        return self._saver.is_saving
-
-    def take_kept(self) -> list[BlockHash]:
-        """Return the blocks that the stores were seen to have since the last call."""
-        return self._saver.take_kept()
-
     def take_in(self) -> None:
         """Put loaded blocks into the pool, before a step is scheduled."""
         if not self.loads.are_under_way:
@@ -183,7 +175,7 @@ class Tiers:
     def _end_loads(self) -> None:
         """End the loads that have all, or that no request waits for."""
         for load in self.loads.end_those_done():
-            self._saver.touch(load.job.names[: load.next - load.first])
+            self.saver.touch(load.job.names[: load.next - load.first])
             segments = load.segments(self._manager.block_size)
             for request in load.requests:
                 if not request.num_preemptions:  # the first admission counts

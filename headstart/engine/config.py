@@ -98,10 +98,12 @@ class EngineConfig(CacheOptions):
 
 def make_config(options: dict[str, Any]) -> EngineConfig:
     """Return the configuration of these options. Raises ConfigError, also for an unknown option."""
-    known = {field.name for field in fields(EngineConfig)}
-    unknown = sorted(map(str, options.keys() - known))
+    allowed = {field.name for field in fields(EngineConfig)}
+    unknown = sorted(map(str, options.keys() - allowed))
     if unknown:
-        raise ConfigError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"unknown option {', '.join(unknown)}; allowed: {', '.join(sorted(allowed))}"
+        )
     return EngineConfig(**options)
 
 

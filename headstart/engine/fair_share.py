@@ -248,8 +248,8 @@ class FairShare:
             for name, other in self._owners.items()
             if other is owner or other.seen >= since
         }
-        kept = max(self._reserved_blocks, self._manager.count_kept(self._name(request), recent))
-        return blocks + kept <= self._manager.num_free_blocks
+        reserved = max(self._reserved_blocks, self._manager.count_kept(self._name(request), recent))
+        return blocks + reserved <= self._manager.num_free_blocks
 
     def _whole(self, request: Request) -> int:
         """Return the expected tokens of a request at its end; the maximum before any answer."""
@@ -258,8 +258,8 @@ class FairShare:
         answer = owner.expected
         if most is not None:
             answer = min(answer, most) if owner.answers else most
-        known, prompt = request.sequence.token_ids, request.group.prompt_token_ids
-        return max(len(known), len(prompt) + int(answer))
+        tokens, prompt = request.sequence.token_ids, request.group.prompt_token_ids
+        return max(len(tokens), len(prompt) + int(answer))
 
     def enter(self, request: Request, start: int, stop: int) -> None:
         """Count the computed tokens, except those counted before."""

@@ -130,8 +130,8 @@ class LogitBias(LogitsProcessor):
         places = np.repeat([row for row, _ in rows], [len(bias.token_ids) for _, bias in rows])
         columns = np.concatenate([bias.token_ids for _, bias in rows])
         values = np.concatenate([bias.values for _, bias in rows])
-        at, to, by = (torch.from_numpy(p).to(logits.device) for p in (places, columns, values))
-        logits.index_put_((at, to), by, accumulate=True)
+        rows_of, to, by = (torch.from_numpy(p).to(logits.device) for p in (places, columns, values))
+        logits.index_put_((rows_of, to), by, accumulate=True)
         return {}
 
 

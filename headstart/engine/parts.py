@@ -97,15 +97,15 @@ def _kept_weights(decoder: DecoderModel) -> list[str]:
 
     Each says if its compiled product rounds its rows to 8 bits, which others do not.
     """
-    kept = []
+    layers = []
     for name, module in sorted(decoder.module.named_modules()):
         matrix = module.matrix if isinstance(module, Linear | Embedding) else None
         if matrix is not None and matrix.kind is not None:
             own = f" as it was, {PREQUANTIZED_REVISION}" if matrix.is_prequantized else ""
             rounds = isinstance(module, Linear) and matrix.rounds_rows
             rows = " of rows in 8 bits" if rounds else ""
-            kept.append(f"{name} {matrix.kind} {REVISIONS[matrix.kind]}{own}{rows}")
-    return kept
+            layers.append(f"{name} {matrix.kind} {REVISIONS[matrix.kind]}{own}{rows}")
+    return layers
 
 
 def _kinds(decoder: DecoderModel, memory: PagedKVMemory, config: EngineConfig) -> list[str]:
@@ -145,18 +145,18 @@ def _weights(decoder: DecoderModel, folder: Path | None) -> str:
         return decoder.fingerprint()
     key = hashlib.sha256(repr((decoder.folder.resolve(), decoder.files)).encode()).hexdigest()
     path = folder / _MEMORY
-    known: dict[str, str] = {}
+    digests: dict[str, str] = {}
     with suppress(OSError, ValueError, RecursionError):  # missing, or damaged
         data = json.loads(read_file(path))
         if isinstance(data, dict):
-            known = {name: value for name, value in data.items() if isinstance(value, str)}
-    if key in known:
-        decoder.recall_fingerprint(known[key])
-        return known[key]
-    known[key] = decoder.fingerprint()
+            digests = {name: value for name, value in data.items() if isinstance(value, str)}
+    if key in digests:
+        decoder.recall_fingerprint(digests[key])
+        return digests[key]
+    digests[key] = decoder.fingerprint()
     with suppress(OSError):  # two processes may write at once
-        replace_file(path, json.dumps(dict(list(known.items())[-_MOST:])).encode())
-    return known[key]
+        replace_file(path, json.dumps(dict(list(digests.items())[-_MOST:])).encode())
+    return digests[key]
 
 
 # By default, a million tokens in blocks of 16. More blocks than that cost seconds to make, for
@@ -302,8 +302,8 @@ def make_parts(
             block_text(tokenizer, config.cache_words),
         )
         # As much as loading the longest prompt writes, and the step after that reads.
-        kept = max(store.num_kept for store in stores.kv)
-        loaded = min(kept, -(-limit // config.block_size))
+        stored = max(store.num_kept for store in stores.kv)
+        loaded = min(stored, -(-limit // config.block_size))
         memory.prefault(loaded)
         decoder.prepare(min(loaded * config.block_size, _MOST_PREPARED))
     cache = CacheConfig(

@@ -73,9 +73,9 @@ class RotaryPositions:
 
     def between(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return position ids int64 `[axes, stop - start]`."""
-        known = self.table[:, start:stop]
-        after = np.arange(start + known.shape[1], stop) + self.delta
-        return np.concatenate([known, np.tile(after, (len(self.table), 1))], axis=1)
+        in_prompt = self.table[:, start:stop]
+        after = np.arange(start + in_prompt.shape[1], stop) + self.delta
+        return np.concatenate([in_prompt, np.tile(after, (len(self.table), 1))], axis=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -59,8 +59,8 @@ def keep_top_p(scores: Tensor, top_p: float) -> Tensor:
         return scores.masked_fill(out.scatter(1, places, out), _OUT)
     chosen = best.indices.masked_fill(before >= top_p, -1)
     chosen = torch.where(chosen < 0, best.indices[:, :1], chosen)
-    kept = torch.full_like(scores, _OUT)
-    return kept.scatter(-1, chosen, scores.gather(-1, chosen))
+    scores_of_best = torch.full_like(scores, _OUT)
+    return scores_of_best.scatter(-1, chosen, scores.gather(-1, chosen))
 
 
 class TokenLogprob(NamedTuple):

@@ -163,9 +163,9 @@ class Scheduler:
             request = self.running[index]
             sequence = request.sequence
             start = sequence.num_computed_tokens
-            known = len(sequence.token_ids)
-            decodes = known - start == 1
-            count = 1 if decodes else min(known - start, budget, prompt_budget)
+            length = len(sequence.token_ids)
+            decodes = length - start == 1
+            count = 1 if decodes else min(length - start, budget, prompt_budget)
             if not count:
                 index += 1
                 continue
@@ -180,7 +180,7 @@ class Scheduler:
             if append_slots(sequence, stop - start):
                 if request in limited:
                     self._enter(request, start, stop)
-                scheduled.append(ScheduledTokens(request, start, stop, stop == known))
+                scheduled.append(ScheduledTokens(request, start, stop, stop == length))
                 budget -= stop - start
                 prompt_budget -= 0 if decodes else stop - start
                 index += 1
@@ -222,8 +222,8 @@ class Scheduler:
                 request.awaits_writer = computed.writer is not None
                 if request.awaits_writer:
                     continue
-                start, known = computed.num_tokens, len(request.sequence.token_ids)
-                stop = self._reach(request, start, min(known, start + budget))
+                start, length = computed.num_tokens, len(request.sequence.token_ids)
+                stop = self._reach(request, start, min(length, start + budget))
                 if stop is None:
                     continue
                 allocation = self._allocate(request, computed, stop - start)
@@ -248,7 +248,7 @@ class Scheduler:
                 request.admitted(start, allocation.missed)
                 if self._hooks is not None:
                     self._hooks.admitted(request, start)
-                scheduled.append(ScheduledTokens(request, start, stop, stop == known))
+                scheduled.append(ScheduledTokens(request, start, stop, stop == length))
                 copies += allocation.copies
                 budget -= stop - start
                 if is_due:

@@ -266,9 +266,9 @@ def write_tags(text: str, whitespace: str, special: Mapping[str, int]) -> str:
 
 def spell_text(text: str, special: Mapping[str, int]) -> str:
     """Return a text in a grammar, with special tokens by their ids."""
-    known = sorted((token for token in special if token in text), key=len, reverse=True)
-    if not known:
+    tokens = sorted((token for token in special if token in text), key=len, reverse=True)
+    if not tokens:
         return json_text.dumps(text) if text else ""
-    pieces = re.split(f"({'|'.join(map(re.escape, known))})", text)
+    pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text)
     spelled = [f"<[{special[p]}]>" if p in special else json_text.dumps(p) for p in pieces if p]
     return " ".join(spelled)

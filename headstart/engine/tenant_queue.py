@@ -114,7 +114,7 @@ class TenantQueue(ThreadPoolExecutor):
         """Wait for a job that may run, of the tenant that has waited longest for a thread."""
         with self._changed:
             while self._waiting or self._closed is None:
-                may_run = (one for one in self._waiting if self._running[one] < self._per_tenant)
+                may_run = (t for t in self._waiting if self._running[t] < self._per_tenant)
                 if (tenant := next(may_run, None)) is None:
                     self._changed.wait()
                     continue

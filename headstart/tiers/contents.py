@@ -145,9 +145,9 @@ def _open_index(folder: Path, stack: ExitStack) -> DiskIndex | None:
 
 def _list_checks(folder: Path, index: DiskIndex | None) -> Iterator["_Check"]:
     """Yield a check for each model that the index lists, or a description names."""
-    listed = {slot_path(folder, kept.record): kept for kept in index.models()} if index else {}
+    listed = {slot_path(folder, model.record): model for model in index.models()} if index else {}
     described = {slot_path(folder, record): record for record in described_models(folder)}
-    described |= {path: kept.record for path, kept in listed.items()}
+    described |= {path: model.record for path, model in listed.items()}
     for path, record in described.items():
         if index is not None and path in listed:
             yield _Check(path, record, index, listed[path].id)
@@ -339,9 +339,9 @@ def export_blocks(store: DiskStore, blocks: Iterable[KeptBlock], path: Path) -> 
             try:
                 count = 0
                 file.write(_MAGIC + json.dumps(store.model._asdict()).encode() + b"\n")
-                for kept in sorted(blocks, key=lambda block: block.depth):
-                    about = (kept.name, kept.parent, kept.depth, kept.seconds, kept.used)
-                    for _, payload in store.load([kept.name]):
+                for block in sorted(blocks, key=lambda block: block.depth):
+                    about = (block.name, block.parent, block.depth, block.seconds, block.used)
+                    for _, payload in store.load([block.name]):
                         file.write(make_header(StoredBlock(*about, payload)))
                         file.write(payload)
                         count += 1

@@ -204,7 +204,7 @@ class DiskStore:
 
     def _take_out(self, index: DiskIndex, block: KeptBlock) -> None:
         """Forget a block; the last one of its file takes its slot. The file is cut later."""
-        record = next(kept.record for kept in index.models() if kept.id == block.model)
+        record = dict(index.models())[block.model]
         file, last = self._file(record), index.count(block.model) - 1
         if block.slot == last:
             index.remove(block.name)
@@ -224,7 +224,7 @@ class DiskStore:
         self._to_cut.clear()
         with index.changing():
             yield index
-            self._to_cut.update(kept.record for kept in index.models() if index.count(kept.id) == 0)
+            self._to_cut.update(record for id, record in index.models() if not index.count(id))
         if not self._to_cut:
             return
         with index.changing():  # another process may have saved blocks since
@@ -344,7 +344,7 @@ class DiskStore:
             with index.changing():
                 if not self._is_read_only:
                     describe_model(self.folder, self.model)
-                    listed = {slot_path(self.folder, kept.record) for kept in index.models()}
+                    listed = {slot_path(self.folder, record) for _, record in index.models()}
                     for path in slot_files(self.folder) - listed:
                         if path.lstat().st_size:
                             raise ValueError(f"it lacks {path.name}")
@@ -372,8 +372,8 @@ class DiskStore:
     def _known_id(self, index: DiskIndex) -> int | None:
         """Return the model's id; None while it has no blocks."""
         path = slot_path(self.folder, self.model)
-        ids = (kept.id for kept in index.models() if slot_path(self.folder, kept.record) == path)
-        return next(ids, None)
+        ids = {slot_path(self.folder, record): id for id, record in index.models()}
+        return ids.get(path)
 
     def _file(self, record: ModelRecord) -> SlotFile:
         path = slot_path(self.folder, record)

@@ -183,8 +183,8 @@ class SlotFile:
     def read(self, blocks: Sequence[tuple[BlockHash, int]]) -> Iterator[memoryview | None]:
         """Yield the payloads of these (name, slot), in order; None for one that is not whole."""
         most = max(1, _AT_ONCE // self.slot_bytes)
-        for at in range(0, len(blocks), most):
-            some = blocks[at : at + most]
+        for offset in range(0, len(blocks), most):
+            some = blocks[offset : offset + most]
             buffer = _buffers.take(len(some) * self.slot_bytes)
             for first, last in _runs([slot for _, slot in some]):
                 if not 0 <= some[first][1] < self.num_slots:
@@ -198,13 +198,13 @@ class SlotFile:
 
     def _pread(self, slot: int, place: memoryview) -> memoryview:
         """Read slots from this one on; return the part of the place that the file has bytes for."""
-        at = 0
-        while at < len(place):
-            read = os.preadv(self._fd, [place[at:]], slot * self.slot_bytes + at)
+        filled = 0
+        while filled < len(place):
+            read = os.preadv(self._fd, [place[filled:]], slot * self.slot_bytes + filled)
             if not read:
                 break  # the file's last record is not filled up, or the file was cut
-            at += read
-        return place[:at]
+            filled += read
+        return place[:filled]
 
     def move(self, source: int, target: int) -> None:
         """Copy the record of one slot to another."""
@@ -234,9 +234,9 @@ def slot_bytes(block_bytes: int) -> int:
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the ranges of the list whose slots follow one another in the file."""
     first = 0
-    for at, (left, right) in enumerate(pairwise(slots), start=1):
+    for index, (left, right) in enumerate(pairwise(slots), start=1):
         if right != left + 1:
-            yield first, at
-            first = at
+            yield first, index
+            first = index
     if slots:
         yield first, len(slots)

@@ -178,5 +178,5 @@ class RemoteStore:
 
 def _without_password(url: str) -> str:
     """Return the url as it may stand in a log."""
-    head, at, tail = url.rpartition("@")
-    return f"{head.partition('://')[0]}://...@{tail}" if at else url
+    head, separator, tail = url.rpartition("@")
+    return f"{head.partition('://')[0]}://...@{tail}" if separator else url

@@ -191,9 +191,9 @@ class Loader:
         """Find out how many blocks of a job to load; return True if there are any."""
         job.limit = self._limit(len(job.names))
         began = time.monotonic()
-        found = self._stores.find(job.names, job.time_left)
+        num_stored = self._stores.find(job.names, job.time_left)
         job.spent = time.monotonic() - began
-        job.count = job.choose(found)
+        job.count = job.choose(num_stored)
         job.limit = self._limit(job.count)
         return job.count > 0
 
@@ -386,9 +386,9 @@ class Saver:
             return names
         stored: list[BlockHash] = []
         while names:  # the store may have had some, or have no room
-            found = self._stores.find(names)
-            stored += names[:found]
-            names = names[found + 1 :]
+            num_stored = self._stores.find(names)
+            stored += names[:num_stored]
+            names = names[num_stored + 1 :]
         return stored
 
     def flush(self, timeout: float) -> bool:

@@ -407,14 +407,14 @@ class Loads:
         size = self._manager.block_size
         if load.sequence is None:
             wanted = load.request.sequence
-            known = len(wanted.token_ids)
+            length = len(wanted.token_ids)
             load.sequence = sequence = TokenSequence(
                 f"{load.request.group.request_id}/load",
                 wanted.token_ids,
                 adapter=wanted.namespace.adapter,
                 salt=wanted.namespace.salt,
                 # Others are of tokens yet to come, in a stage whose inputs arrive one by one.
-                items=[item for item in wanted.items if item.offset + item.length <= known],
+                items=[item for item in wanted.items if item.offset + item.length <= length],
                 public=wanted.public,
             )
             sequence.is_counted = False  # the request that waits is

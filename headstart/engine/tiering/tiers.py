@@ -127,15 +127,15 @@ class Tiers:
         """True if a request waits for blocks or images from the store."""
         return self.loads.are_under_way or self.image_loads.are_under_way
 
-    def _choose(self, found: int) -> int:
+    def _choose(self, num_stored: int) -> int:
         """Return how many of the blocks found to load: all, or none if computing is faster."""
-        tokens = found * self._manager.block_size
-        nbytes = found * self._payload.nbytes
+        tokens = num_stored * self._manager.block_size
+        nbytes = num_stored * self._payload.nbytes
         if is_worth_loading(tokens, nbytes, self._compute_rate, self._loader.rate):
-            return found
+            return num_stored
         self._times_declined += 1
         if self._times_declined % _TRY_AGAIN == 0:
-            return found
+            return num_stored
         self._stats.declined_tokens += tokens
         return 0
 
@@ -156,9 +156,9 @@ class Tiers:
         """
         counts: dict[str, int] = {}
         for store in self._tiers:
-            found = store.find(names)
-            counts[store.tier] = found * self._manager.block_size
-            names = names[found:]
+            num_stored = store.find(names)
+            counts[store.tier] = num_stored * self._manager.block_size
+            names = names[num_stored:]
         return counts
 
     def take_in(self) -> None:

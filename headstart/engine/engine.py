@@ -32,7 +32,6 @@ from headstart.engine.runner import Choice, Runner, StepLogits, choose_tokens
 from headstart.engine.sampling import SampledToken, Sampler
 from headstart.engine.scheduler import Scheduler
 from headstart.engine.step import Batch, EngineHooks, Limit, StepResult
-from headstart.engine.tiering.tiers import Tiers
 from headstart.errors import ConfigError, EngineError, RequestError, engine_error
 from headstart.models.decoder import DecoderModel
 from headstart.models.loader import load_model
@@ -63,7 +62,7 @@ class EngineCore:
         if config.deterministic:
             self.model.fix_rows()
         self.model.attach(backend := make_backend(parts.memory, share=config.share_attention))
-        self.tiers = None if parts.stores is None else Tiers(parts.stores, self.manager)
+        self.tiers = parts.tiers
         self.images: EncoderBudget | None = None
         if parts.vision is not None:
             store = self.tiers.image_loads if self.tiers is not None else None

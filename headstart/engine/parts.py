@@ -25,7 +25,7 @@ from headstart.attention.memory import INT8_REVISION
 from headstart.cache import BlockHasher, CacheConfig, CacheEvent, KVCacheManager
 from headstart.engine.config import EngineConfig
 from headstart.engine.tiering.loads import BlockPayload, BlockRows, block_text
-from headstart.engine.tiering.tiers import Stores
+from headstart.engine.tiering.tiers import Tiers
 from headstart.errors import ConfigError, OutOfMemoryError
 from headstart.imports import load_module
 from headstart.machine import available_memory, cpu_flags
@@ -247,14 +247,14 @@ class ObservedManager(KVCacheManager):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of an engine. stores: where blocks outlive the pool, None for nowhere."""
+    """The parts of an engine. tiers: where blocks outlive the pool, None for nowhere."""
 
     model: DecoderModel
     memory: PagedKVMemory
     manager: KVCacheManager
     max_model_len: int
     vision: VisionModel | None = None
-    stores: Stores | None = None
+    tiers: Tiers | None = None
 
 
 def open_stores(model: ModelRecord, config: EngineConfig) -> Sequence[BlockStore]:
@@ -289,28 +289,27 @@ def make_parts(
     memory = PagedKVMemory(
         decoder.layouts, blocks, config.block_size, kv_dtype(config, decoder), decoder.device
     )
-    folder, model, stores = config.kept_folder, None, None
+    folder, model = config.kept_folder, None
+    stores: Sequence[BlockStore] = ()
     if config.enable_prefix_caching and (folder is not None or config.remote_cache):
         if folder is not None and not make_folder(folder):
             _LOG.warning("cache folder %s cannot be written: its blocks are only read", folder)
         model = identify(decoder, memory, config, folder, rows)
-        stores = Stores(
-            open_stores(model, config),
-            open_stores(OBJECTS, config),
-            BlockPayload(memory, rows),
-            memory.device.type == "cpu",
-            block_text(tokenizer, config.cache_words),
-        )
+        stores = open_stores(model, config)
         # As much as loading the longest prompt writes, and the step after that reads.
-        stored = max(store.num_kept for store in stores.kv)
+        stored = max(store.num_kept for store in stores)
         loaded = min(stored, -(-limit // config.block_size))
         memory.prefault(loaded)
         decoder.prepare(min(loaded * config.block_size, _MOST_PREPARED))
     cache = CacheConfig(
         num_blocks=blocks,
-        events=is_observed or stores is not None,
+        events=is_observed or bool(stores),
         **config.shared() | {"partial_hits": config.partial_hits and not config.deterministic},
     )
     names = BlockHasher(config.block_size, "" if model is None else model.fingerprint)
     manager = (ObservedManager if is_observed else KVCacheManager)(cache, names)
-    return Parts(decoder, memory, manager, limit, vision, stores)
+    tiers = None
+    if stores:
+        payload, text = BlockPayload(memory, rows), block_text(tokenizer, config.cache_words)
+        tiers = Tiers(manager, payload, stores, open_stores(OBJECTS, config), text)
+    return Parts(decoder, memory, manager, limit, vision, tiers)

@@ -77,6 +77,7 @@ class BlockPayload:
         self.rows = rows
         self.nbytes = memory.block_bytes + (rows.nbytes if rows is not None else 0)
         """Bytes of one block."""
+        self.on_cpu = memory.device.type == "cpu"
         self._memory = memory
 
     def read(self, blocks: Sequence[UnsavedBlock]) -> list[memoryview | None]:

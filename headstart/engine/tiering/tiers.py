@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from headstart.cache import BlockHash, KVCacheManager
 from headstart.engine.image_cache import ImageLoads
@@ -36,20 +35,6 @@ _SLOWEST = 16.0  # tokens a second: the assumed speed of computing before it was
 _OVERHEAD = 0.002  # seconds that a load takes besides its bytes
 
 
-class Stores(NamedTuple):
-    """The stores in which K/V of one model, and objects such as image embeddings, are stored.
-
-    kv and objects: one store for each tier, nearest first. payload: the bytes of a block. on_cpu:
-    blocks lie where steps are computed. text: formats the text stored with K/V; None for none.
-    """
-
-    kv: Sequence[BlockStore]
-    objects: Sequence[BlockStore]
-    payload: BlockPayload
-    on_cpu: bool
-    text: BlockText | None
-
-
 @dataclass(slots=True)
 class TierStats:
     """Counts since the start.
@@ -73,30 +58,38 @@ class TierStats:
 class Tiers:
     """The tiers of one engine, which calls these methods in the order of a step, in its thread.
 
+    kv and objects: one store for each tier, nearest first: for K/V of one model, and for objects
+    such as image embeddings. text: formats the text stored with K/V; None for none.
     queue_bytes: bound of each queue: blocks to save, objects to save, blocks to take in. saver: of
     the blocks.
     """
 
-    def __init__(self, stores: Stores, manager: KVCacheManager) -> None:
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        payload: BlockPayload,
+        kv: Sequence[BlockStore],
+        objects: Sequence[BlockStore],
+        text: BlockText | None,
+    ) -> None:
         self._faults = Faults("kept prefixes")
-        self._tiers = [GuardedStore(store) for store in stores.kv]
-        self._object_tiers = [GuardedStore(store) for store in stores.objects]
+        self._tiers = [GuardedStore(store) for store in kv]
+        self._object_tiers = [GuardedStore(store) for store in objects]
         self._stores = [*self._tiers, *self._object_tiers]
         self._chain = StoreChain(self._tiers)
         self._manager = manager
-        self._payload, self._on_cpu = stores.payload, stores.on_cpu
+        self._payload = payload
         self._stats = TierStats()
         self._rate = ComputeRate()
-        self.queue_bytes = self.bound_queue(manager.config.num_blocks * stores.payload.nbytes)
+        self.queue_bytes = self.bound_queue(manager.config.num_blocks * payload.nbytes)
         self.saver, self._object_saver = self._savers = [
             Saver(chain, self.queue_bytes, self._faults, return_freed_memory)
             for chain in (self._chain, StoreChain(self._object_tiers))
         ]
         self._loader = Loader(self._chain, self.queue_bytes, self._compute_seconds, self._faults)
-        objects = ObjectStore(self._object_tiers, self._object_saver)
-        self.image_loads = ImageLoads(objects)
-        self._offers = Offers(manager, stores.payload, self.saver, self._rate, stores.text)
-        self.loads = Loads(manager, stores.payload, self._loader, self._choose, self._take_slots)
+        self.image_loads = ImageLoads(ObjectStore(self._object_tiers, self._object_saver))
+        self._offers = Offers(manager, payload, self.saver, self._rate, text)
+        self.loads = Loads(manager, payload, self._loader, self._choose, self._take_slots)
         self._began = 0.0  # when the current step had its blocks
         self._times_declined = 0
         self._until: float | None = None  # the deadline of closing, by `time.monotonic`
@@ -199,7 +192,7 @@ class Tiers:
     def scheduled(self, batch: Batch) -> None:
         """Note that the step has its blocks, and writes nothing yet."""
         self._began = time.perf_counter()
-        self._rest(self._on_cpu)
+        self._rest(self._payload.on_cpu)
         self._offers.note(_wall_time(min(p.request.group.arrival_time for p in batch.scheduled)))
 
     def committed(self, batch: Batch, *, is_last: bool) -> None:

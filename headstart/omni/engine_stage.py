@@ -25,8 +25,14 @@ from headstart.cache import ComputedBlocks, MultiModalItem, TokenSequence
 from headstart.engine.config import EngineConfig
 from headstart.engine.engine import EngineCore
 from headstart.engine.params import SamplingParams
-from headstart.engine.request import PlacedRows, PreparedPrompt, PromptExtras, RotaryPositions
-from headstart.engine.request import Request, RequestGroup
+from headstart.engine.request import (
+    PlacedRows,
+    PreparedPrompt,
+    PromptExtras,
+    Request,
+    RequestGroup,
+    RotaryPositions,
+)
 from headstart.engine.step import Batch, StepResult
 from headstart.errors import EngineError, HeadstartError, engine_error
 from headstart.frontend.frontend import make_frontend

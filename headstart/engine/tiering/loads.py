@@ -27,7 +27,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -111,12 +110,14 @@ def block_text(tokenizer: PreTrainedTokenizerBase | None, is_on: bool) -> BlockT
     """Return the function that formats the text of a block; None if no text is to be stored."""
     if tokenizer is None or not is_on:
         return None
-    decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def format_text(token_ids: Sequence[int]) -> str:
         try:
             # Behind another token, or the first word would lose the space before it.
-            anchor, text = decode([token_ids[0]]), decode([token_ids[0], *token_ids])
+            anchor, text = (
+                tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                for ids in ([token_ids[0]], [token_ids[0], *token_ids])
+            )
             return str(text[len(anchor) : len(anchor) + _LONGEST_TEXT])
         except Exception:  # from a tokenizer: a step must not fail for a label
             return ""

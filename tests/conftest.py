@@ -97,6 +97,27 @@ def bf16_products(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def use_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set the switches of the compiled kernels in the environment."""
+
+    def set_switches(native: str | None = None, cpu: str | None = None) -> None:
+        for name, value in (("HEADSTART_NATIVE", native), ("HEADSTART_CPU", cpu)):
+            if value is not None:
+                monkeypatch.setenv(name, value)
+
+    return set_switches
+
+
+@pytest.fixture
+def amx_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose products as on a CPU with AMX while compiled kernels can be used."""
+    from headstart.native import AMX, level, library
+    from headstart.weights import products
+
+    monkeypatch.setattr(products, "level", lambda: AMX if library() is not None else level())
+
+
+@pytest.fixture
 def own_byte_product() -> Iterator[None]:
     """After the test kernels multiply bytes as this CPU does it by itself."""
     from headstart import native

@@ -73,13 +73,13 @@ def _inside(start: int, size: int) -> tuple[int, int]:
 
 
 class ReadyMemory:
-    """Memory whose pages a thread prefaults until `take` is called."""
+    """Memory of which a thread prefaults `size` bytes until `take` is called."""
 
     def __init__(self, size: int, files: list[Path]) -> None:
         """Read the files first, then touch `size` bytes; some more, untouched, are allocated."""
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._memory = mmap.mmap(-1, size + size // 32 + _SLACK, flags=private)
-        self._size = size
+        self.size = size
         self._files = files
         self._taken = False
         self._thread = threading.Thread(target=self._touch, name="headstart-memory", daemon=True)
@@ -105,10 +105,10 @@ class ReadyMemory:
             with suppress(OSError), file.open("rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        for offset in range(0, self._size, _PIECE):
+        for offset in range(0, self.size, _PIECE):
             if self._taken:
                 break
-            size = min(_PIECE, self._size - offset)
+            size = min(_PIECE, self.size - offset)
             with suppress(OSError, AttributeError):  # a system without pages of 2 MiB
                 self._memory.madvise(mmap.MADV_HUGEPAGE, offset, size)
             ctypes.memset(start + offset, 0, size)  # releases the GIL

@@ -1,5 +1,6 @@
 """The compiled kernels against attention written out in float64."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -233,7 +234,7 @@ def test_attend_outside_of_a_step_is_loud(dtype: torch.dtype) -> None:
 
 
 def test_the_backend_is_the_fastest_that_serves_the_memory(
-    monkeypatch: pytest.MonkeyPatch,
+    use_kernels: Callable[..., None],
 ) -> None:
     layouts = [LayerLayout(2, 7, 7), LayerLayout(2, 8, 8)]
     memories = {dtype: PagedKVMemory(layouts, 2, 4, dtype, "cpu") for dtype in LIBRARIES}
@@ -244,9 +245,9 @@ def test_the_backend_is_the_fastest_that_serves_the_memory(
         assert type(make_backend(memory)) is expected
     assert isinstance(make_backend(odd), TorchAttention)
     assert isinstance(make_backend(half), TorchAttention)
-    monkeypatch.setenv("HEADSTART_CPU", "avx2")
+    use_kernels(cpu="avx2")
     assert isinstance(make_backend(memories[BF16]), TorchAttention)
-    monkeypatch.setenv("HEADSTART_NATIVE", "0")
+    use_kernels("0")
     assert isinstance(make_backend(memories[FLOAT32]), TorchAttention)
     assert isinstance(make_backend(memories[INT8]), TorchAttention)
 

@@ -11,6 +11,7 @@ from headstart.cluster.events import DISK, EventBatch
 from headstart.cluster.index import MAX_BACKLOG, PrefixKey, ReplicaIndex, prefix_keys
 from headstart.errors import ConfigError
 from tests.cluster.feeds import Engine, cut
+from tests.cluster.tables import holders, wrap_pool
 
 
 def names(*numbers: int) -> list[bytes]:
@@ -129,7 +130,7 @@ def test_a_query_asks_for_few_of_a_prompts_blocks(depths: list[int], limit: int)
     index, held = ReplicaIndex(64), names(*range(512))
     for replica, depth in enumerate(depths):
         index.apply(EventBatch(replica, 0, 0, stored=b"".join(held[:depth])))
-    index._holders["pool"] = [_Counting(part) for part in index._holders["pool"]]
+    wrap_pool(index, _Counting)
     _Counting.asked = 0
     assert index.match(prefix_keys(held)).cached == depths
     assert 0 < _Counting.asked <= 2 * limit  # what is cached, and what is expected
@@ -194,7 +195,7 @@ def test_requests_are_routed_while_a_large_snapshot_is_noted() -> None:
     fresh = ReplicaIndex(2)
     fresh.apply(EventBatch(0, 0, 0, stored=new))
     fresh.apply(stored(1, 0, 1, 2, 3))
-    assert index._holders == fresh._holders
+    assert holders(index) == holders(fresh)
 
 
 def test_the_end_of_a_prefix_counts_that_lies_in_a_lower_tier_alone() -> None:

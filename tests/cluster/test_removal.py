@@ -2,6 +2,7 @@
 
 import random
 import tracemalloc
+from collections import Counter
 from collections.abc import Sequence
 from unittest import mock
 
@@ -15,6 +16,7 @@ from headstart.cluster import index as index_module
 from headstart.cluster.events import DISK, POOL, EventBatch
 from headstart.cluster.index import PrefixKey, ReplicaIndex, unpack_keys
 from headstart.cluster.router import RouteRequest
+from tests.cluster.tables import expectations, holders, wrap_pool
 
 REPLICAS, CHAINS, LENGTH = 3, 3, 6
 NAMES = [[random.Random(9 * c + at).randbytes(32) for at in range(LENGTH)] for c in range(CHAINS)]
@@ -117,18 +119,18 @@ class Removals(RuleBasedStateMachine):
 
     def check_end(self) -> None:
         sweep(self.index)
-        fresh = {tier: index_module.make_holders(self.index._num_parts) for tier in (POOL, DISK)}
-        for (which, tier, chain), depth in self.depths.items():
-            for key in KEYS[chain][:depth]:
-                part = fresh[tier][key % self.index._num_parts]
-                part[key] = part.get(key, 0) | self.index._bit_of[which]
-        assert self.index._holders == fresh
-        assert not self.index._retired
+        for tier in (POOL, DISK):
+            counts = Counter[PrefixKey]()
+            for (_, other, chain), depth in self.depths.items():
+                counts.update(KEYS[chain][:depth] if other == tier else ())
+            table = holders(self.index, tier)
+            assert counts == {key: bits.bit_count() for key, bits in table.items()}
+        assert not self.index.sweep()
         for which in range(REPLICAS):
             self.remove(which)
         sweep(self.index)
-        tables = [*self.index._holders.values(), self.index._expected]
-        assert not any(part for table in tables for part in table)
+        assert not holders(self.index, POOL) and not holders(self.index, DISK)
+        assert not expectations(self.index)
 
 
 TestRemovals = Removals.TestCase
@@ -146,10 +148,9 @@ def test_a_replica_is_removed_without_a_look_at_its_blocks() -> None:
 
     index, packed = ReplicaIndex(2), random.Random(0).randbytes(32 * 1000)
     index.apply(EventBatch(0, 0, 0, stored=packed))
-    parts = index._holders[POOL]
-    index._holders[POOL] = [Closed(part) for part in parts]
+    parts = iter(wrap_pool(index, Closed))
     index.remove(0)
-    index._holders[POOL] = parts
+    wrap_pool(index, lambda _: next(parts))
     assert index.match(unpack_keys(packed)).stored == [0, 0]
 
 
@@ -160,7 +161,7 @@ def test_a_step_of_a_sweep_looks_at_few_blocks() -> None:
     while True:
         before = len(index)
         is_more = index.sweep()
-        assert before - len(index) <= index_module.SWEPT + 2 * count / index._num_parts
+        assert before - len(index) <= index_module.SWEPT + count / 32
         if not is_more:
             break
     assert len(index) == 0
@@ -175,7 +176,8 @@ def test_batches_sweep_out_what_was_removed_and_bits_are_used_again() -> None:
         most = max(most, len(index))
         index.remove(0)
     assert most <= 1.5 * 10_000
-    assert len(index._singles) <= 5
+    index.apply(EventBatch(0, 0, 0, stored=rng.randbytes(32)))
+    assert max(holders(index).values()).bit_length() <= 5
 
 
 @pytest.mark.parametrize("num_steps", [1, 4, 7])
@@ -211,14 +213,13 @@ def test_replicas_that_never_told_anything_need_no_new_bits() -> None:
     index = ReplicaIndex(64)
     for replica in range(64):
         index.remove(replica)
-    assert len(index._singles) == 64
-    for _ in range(3):
+    for most in (64, 65, 65):
         index.apply(EventBatch(0, 0, 0, stored=NAMES[0][0]))
+        assert max(holders(index).values()).bit_length() <= most
         index.remove(0)
         sweep(index)
         index.remove(0)
-    assert len(index._singles) == 65
-    assert not index._retired
+    assert not index.sweep()
 
 
 @pytest.mark.parametrize("tier", [POOL, DISK])

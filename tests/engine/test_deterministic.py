@@ -11,6 +11,7 @@ from torch import Tensor
 from headstart import LLM, SamplingParams
 from headstart.engine.runner import StepLogits
 from headstart.engine.step import Batch
+from tests.engine.internals import runner_of
 from tests.tiny_models import save_tiny
 
 ARCHITECTURES = ("llama", "qwen3_moe", "gemma2", "gpt_oss")
@@ -48,7 +49,7 @@ def engines(folder: Path) -> Iterator[Any]:
 def record(llm: LLM) -> dict[tuple[int, ...], Tensor]:
     """From now on, the logits behind every sampled token, by the tokens before it."""
     seen: dict[tuple[int, ...], Tensor] = {}
-    runner = llm.engine._runner
+    runner = runner_of(llm.engine)
     run = runner.run
 
     def recording(batch: Batch) -> StepLogits:

@@ -21,6 +21,7 @@ from headstart.frontend.streams import Mailbox
 from headstart.lora.request import LoRARequest
 from headstart.models.transformers_backend import decoder
 from headstart.sampling_params import BeamSearchParams
+from tests.engine.internals import kv_memory, runner_of, scheduler_of
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiny_models import save_tiny
 
@@ -112,7 +113,7 @@ def test_an_exception_in_the_scheduler_ends_all_and_the_next_are_served(
     llm: LLM, expected: dict[int, list[int]]
 ) -> None:
     """The user saw CacheError; blocks leaked, and the next request hit rows never computed."""
-    schedule = llm.engine._scheduler.schedule
+    schedule = scheduler_of(llm.engine).schedule
     stream = llm.stream(A, LONG)
     next(stream)
 
@@ -121,7 +122,7 @@ def test_an_exception_in_the_scheduler_ends_all_and_the_next_are_served(
         raise RuntimeError("a fault of the engine")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.engine._scheduler, "schedule", broken)
+        patch.setattr(scheduler_of(llm.engine), "schedule", broken)
         with pytest.raises(EngineError, match="RuntimeError: a fault of the engine"):
             llm.generate([A, B], GREEDY, use_tqdm=False)
         with pytest.raises(EngineError, match="a fault of the engine"):
@@ -215,7 +216,7 @@ def test_threads_end_and_memory_is_given_back(folder: Path) -> None:
     before = set(threading.enumerate())
     llm = make_llm(folder)
     llm.generate(A, GREEDY)
-    rows = weakref.ref(llm.engine._runner._memory.keys[0])
+    rows = weakref.ref(kv_memory(llm.engine).keys[0])
     llm.close()
     assert rows() is None
     assert set(threading.enumerate()) <= before
@@ -298,8 +299,8 @@ def test_an_engine_that_nobody_holds_gives_its_memory_back(
     llm = make_llm(save_tiny("gpt2", tmp_path))
     llm.generate(A, GREEDY)
     held = [
-        weakref.ref(llm.engine._runner._memory.keys[0]),
-        weakref.ref(llm.engine._runner._backend),
+        weakref.ref(kv_memory(llm.engine).keys[0]),
+        weakref.ref(runner_of(llm.engine)._backend),
     ]
     assert len(set(table) - before) == 1, "the model does not go by way of transformers' table"
     del llm

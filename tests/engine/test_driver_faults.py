@@ -13,6 +13,7 @@ from headstart import LLM, AsyncLLM, SamplingParams
 from headstart.engine import driver
 from headstart.engine.outputs import RequestOutput
 from headstart.errors import EngineError
+from tests.engine.internals import kv_memory
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.forked import run_program
 
@@ -88,7 +89,7 @@ def test_a_fault_in_the_drivers_thread(
         assert _is_clean(llm)
     llm.close()
     assert not llm.driver.is_alive
-    assert not llm.engine._runner._memory.keys, "the K/V memory is kept"
+    assert not kv_memory(llm.engine).keys, "the K/V memory is kept"
 
 
 def test_a_cancelled_an_aborted_and_a_closed_stream(folder: Path) -> None:
@@ -140,7 +141,7 @@ def test_an_engine_that_cannot_be_reset_is_closed(folder: Path) -> None:
         for end in asyncio.run(read_and_call(patch)):
             assert isinstance(end, EngineError) and "on purpose" in str(end)
     llm.close()
-    assert not llm.engine._runner._memory.keys
+    assert not kv_memory(llm.engine).keys
 
 
 _SIGNALS = """

@@ -14,6 +14,7 @@ import torch
 from headstart import LLM, SamplingParams
 from headstart.engine.sampling import SampledToken, Sampler, SamplingState
 from headstart.errors import EngineError
+from tests.engine.internals import runner_of
 from tests.engine.tiny_llm import VOCABULARY, make_llm, save_smallest
 
 POISON = 77
@@ -98,7 +99,7 @@ def test_a_bad_row_in_a_block_that_a_neighbour_hit_is_found_by_nobody(folder: Pa
     groups = [llm.frontend.prepare(prompt, GREEDY) for prompt in prompts]
     for group in groups:
         engine.submit(group)
-    backend = engine._runner._backend
+    backend = runner_of(engine)._backend
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "nonfinite_rows", lambda: [40])  # of the first prompt
         results = engine.step()

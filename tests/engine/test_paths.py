@@ -4,6 +4,7 @@ Where two tokens are all but equally likely, rounding may choose the other one. 
 judged by the oracle's logits for the text before it: it is the likeliest, or within rounding.
 """
 
+from collections.abc import Callable
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -74,11 +75,16 @@ def worst_gap(oracle: PreTrainedModel, prompt: tuple[int, ...], answer: tuple[in
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_answers_are_those_of_transformers(
-    name: str, path: str, folder: Path, oracle: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    path: str,
+    folder: Path,
+    oracle: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    use_kernels: Callable[..., None],
 ) -> None:
     """Cold, and again when prompts and answers are cached."""
     dtype, kernels = PATHS[path]
-    monkeypatch.setenv("HEADSTART_NATIVE", kernels)
+    use_kernels(kernels)
     set_sharing_cost(monkeypatch, SharingCost(group=0, member=4))  # prompts as short as these share
     prompts = make_prompts()
     options = {"num_blocks": 200, "block_size": 4} | OPTIONS[name]

@@ -112,10 +112,10 @@ def test_all_log_probabilities_of_a_token(llm: LLM) -> None:
     assert float(total) == pytest.approx(1, abs=1e-4)
 
 
-def test_lower_priorities_run_first(llm: LLM) -> None:
+def test_lower_priorities_run_first(folder: Path) -> None:
     """With one place, in the order of priorities; those of one priority as they came."""
+    llm = make_llm(folder, max_num_seqs=1, debug=True)
     engine = llm.engine
-    engine._scheduler._max_running = 1
     names = {"a": 0, "b": 5, "c": -1, "d": 0, "e": 5, "f": -1}
     for at, (name, priority) in enumerate(names.items()):
         prompt = [at + 1, *range(20, 40)]
@@ -124,6 +124,7 @@ def test_lower_priorities_run_first(llm: LLM) -> None:
     while engine.has_unfinished:
         done += [group.request_id for group, _ in engine.step() if group.finished]
     assert done == ["c", "f", "a", "d", "b", "e"]
+    llm.close()
 
 
 def test_the_least_urgent_request_gives_up_its_blocks(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Every architecture we name, over paged K/V, against transformers' own `generate`."""
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -100,9 +101,9 @@ def test_the_tiny_models_use_what_they_are_there_for(name: str, option: str) -> 
     ("dtype", "kernels"), [(torch.bfloat16, "1"), (torch.bfloat16, "0"), (torch.float16, "1")]
 )
 def test_half_precision_stays_near_full(
-    name: str, dtype: torch.dtype, kernels: str, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, kernels: str, use_kernels: Callable[..., None]
 ) -> None:
-    monkeypatch.setenv("HEADSTART_NATIVE", kernels)
+    use_kernels(kernels)
     exact = TINY[name]()
     exact.set_attn_implementation("eager")
     prompt = prompts()[1]

@@ -2,6 +2,8 @@
 
 import json
 import mmap
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,9 +27,21 @@ needs_kernels = pytest.mark.skipif(library() is None, reason="no compiled kernel
 MEGABYTE = 1 << 20
 
 
-def touched(memory: ReadyMemory) -> int:
-    """Bytes that are got for it."""
-    return memory._size
+def touching() -> list[threading.Thread]:
+    """Return the threads that touch memory."""
+    return [thread for thread in threading.enumerate() if thread.name == "headstart-memory"]
+
+
+def record_take(memory: ReadyMemory) -> list[mmap.mmap | None]:
+    """Return a list of the results of `memory.take` from now on."""
+    take, results = memory.take, list[mmap.mmap | None]()
+
+    def record(size: int) -> mmap.mmap | None:
+        results.append(take(size))
+        return results[-1]
+
+    memory.take = record  # type: ignore[method-assign]
+    return results
 
 
 @pytest.fixture
@@ -41,7 +55,7 @@ def test_memory_is_all_zeros_whenever_it_is_taken() -> None:
         memory = ReadyMemory(size, [])
         taken = memory.take(size)
         assert taken is not None and len(taken) >= size
-        assert not memory._thread.is_alive()  # nobody writes to it any more
+        assert not touching(), "no thread writes to it any more"
         assert not torch.frombuffer(taken, dtype=torch.uint8).any()
 
 
@@ -58,7 +72,8 @@ def test_what_is_touched_beyond_goes_back() -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
     memory = ReadyMemory(200 * MEGABYTE, [])
-    memory._thread.join()
+    for thread in touching():
+        thread.join()
     before = resident()
     taken = memory.take(20 * MEGABYTE)
     assert taken is not None and before - resident() > 150 * MEGABYTE
@@ -73,8 +88,10 @@ def test_a_file_that_has_gone_is_left_to_the_loader(tmp_path: Path) -> None:
 def test_packed_weights_lie_in_it() -> None:
     weight = torch.randn(64, 32).to(torch.bfloat16)
     memory = ReadyMemory(MEGABYTE, [])
+    results = record_take(memory)
     packed = PackedWeight(weight, arena=Arena([packed_bytes(*weight.shape)], memory))
-    start = torch.frombuffer(memory._memory, dtype=torch.uint8).data_ptr()
+    [taken] = results
+    start = torch.frombuffer(taken, dtype=torch.uint8).data_ptr()
     assert start <= packed.panels.data_ptr() < start + MEGABYTE
     assert torch.equal(packed.unpack(), weight)
 
@@ -84,7 +101,7 @@ def test_a_model_is_the_same_in_it(folder: Path) -> None:
     memory = read_ahead(folder, "auto", "cpu")
     assert memory is not None
     one, other = load_model(folder), load_model(folder, ready_memory=memory)
-    assert memory._taken
+    assert memory.take(1) is None, "it was taken"
     logits = []
     for model in (one, other):
         paged = Paged(model)
@@ -95,11 +112,11 @@ def test_a_model_is_the_same_in_it(folder: Path) -> None:
 
 
 @pytest.fixture
-def without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_bfloat16(use_kernels: Callable[..., None]) -> None:
     """A CPU with AVX2 and no products of bfloat16."""
     if avx2_library() is None:
         pytest.skip("no compiled kernels for AVX2 here")
-    monkeypatch.setenv("HEADSTART_CPU", "avx2")
+    use_kernels(cpu="avx2")
     assert multiplies_bfloat16() is False
 
 
@@ -108,13 +125,16 @@ def test_weights_that_stay_in_bfloat16_under_float32_lie_in_it(folder: Path) -> 
     """They were copied to memory that the system cleared page by page meanwhile."""
     memory = read_ahead(folder, "auto", "cpu")
     assert memory is not None
-    assert touched(memory) == (folder / "model.safetensors").stat().st_size
+    assert memory.size == (folder / "model.safetensors").stat().st_size
+    results = record_take(memory)
     one, other = load_model(folder), load_model(folder, ready_memory=memory)
-    start = torch.frombuffer(memory._memory, dtype=torch.uint8).data_ptr()
+    [taken] = results
+    assert taken is not None
+    start = torch.frombuffer(taken, dtype=torch.uint8).data_ptr()
     for name, module in other.module.named_modules():
         if isinstance(module, Linear):
             assert isinstance(module.matrix, Bf16Weight)
-            assert start <= module.matrix.weight.data_ptr() < start + len(memory._memory)
+            assert start <= module.matrix.weight.data_ptr() < start + len(taken)
             expected = one.weight(name)
             assert expected is not None and torch.equal(module.matrix.unpack(), expected)
     assert isinstance(other.layer("lm_head"), Linear)
@@ -127,24 +147,24 @@ def test_none_is_touched_for_weights_that_become_float32(folder: Path, model_typ
     (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
     dtype = "auto" if model_type == "gpt_neox" else "float32"
     memory = read_ahead(folder, dtype, "cpu")
-    assert memory is not None and touched(memory) == 0
+    assert memory is not None and memory.size == 0
 
 
 @needs_kernels
 def test_memory_is_for_weights_that_will_be_packed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, use_kernels: Callable[..., None]
 ) -> None:
     def size(dtype: str = "auto", device: str = "cpu") -> int:
         memory = read_ahead(folder, dtype, device)
         assert memory is not None
-        return touched(memory)
+        return memory.size
 
     assert size() == size("bfloat16") == (folder / "model.safetensors").stat().st_size
     assert size("float32") == size(device="cuda") == 0
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
     assert size() == 0
-    monkeypatch.setenv("HEADSTART_NATIVE", "0")
+    use_kernels("0")
     assert size("bfloat16") == 0
 
 
@@ -155,7 +175,7 @@ def test_no_memory_is_got_for_weights_that_are_quantised(
     """As much as the file was touched, and held beside the weights until all of them were read."""
     monkeypatch.setattr(prefetch, "is_usable", lambda: True)
     memory = read_ahead(folder, "auto", "cpu")
-    assert memory is not None and touched(memory) > 0
+    assert memory is not None and memory.size > 0
     if is_gguf:
         (folder / "model.safetensors").rename(folder / "model.gguf")
     else:
@@ -163,7 +183,7 @@ def test_no_memory_is_got_for_weights_that_are_quantised(
         config |= {"quantization_config": {"quant_method": "awq"}}
         (folder / "config.json").write_text(json.dumps(config))
     memory = read_ahead(folder, "auto", "cpu")
-    assert memory is not None and touched(memory) == 0
+    assert memory is not None and memory.size == 0
 
 
 def test_none_is_got_for_a_large_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,39 @@ EMULATE = ROOT / "tools" / "emulate.py"
 BUILT = any((FOLDER / f"_kernels{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
 
 
+OPENMP = native._openmp()
+
+
+class StandIn:
+    """A compiled library that notes how it is set up."""
+
+    def __init__(self, level: int, vnni: int = 0) -> None:
+        self.amx: list[bool] = []
+        self.vnni: list[int] = []
+        self.threads: list[int] = []
+        self.headstart_native_level = lambda: level
+        self.headstart_native_vnni = lambda: vnni
+        self.headstart_native_use_amx = self.amx.append
+        self.headstart_native_use_vnni = self.vnni.append
+
+    def headstart_native_threads(self, *addresses: int) -> None:
+        self.threads += addresses
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Load this object as the compiled library, on these functions of OpenMP."""
+    set_up = native._threaded.__wrapped__
+
+    def load(library: StandIn | None, openmp: list[int] | None = None) -> StandIn | None:
+        for name, value in (("_load", library), ("_openmp", openmp)):
+            monkeypatch.setattr(native, name, lambda *_, value=value: value)
+        monkeypatch.setattr(native, "_threaded", set_up)
+        return library
+
+    return load
+
+
 @pytest.fixture
 def library() -> ctypes.CDLL:
     found = native.library()
@@ -36,10 +70,9 @@ def library() -> ctypes.CDLL:
     return found
 
 
-def test_it_is_there_where_compiler_and_cpu_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_there_where_compiler_and_cpu_are(use_kernels: Callable[..., None]) -> None:
     """Else every test of a kernel would be skipped in silence."""
-    monkeypatch.delenv("HEADSTART_NATIVE", raising=False)
-    monkeypatch.delenv("HEADSTART_CPU", raising=False)
+    use_kernels("1", "")
     if shutil.which("g++") is None:
         pytest.skip("no compiler here")
     assert not cpu_flags() >= native.NEEDED_FOR_AVX2 or native.avx2_library() is not None
@@ -62,10 +95,9 @@ def test_flags_are_asked_for_that_the_sources_are_compiled_for() -> None:
 @pytest.fixture
 def noted(library: ctypes.CDLL) -> Iterator[list[int]]:
     """The number of each thread of torch's OpenMP library that takes part in a kernel's work."""
-    addresses = native._openmp()
-    if addresses is None:
+    if OPENMP is None:
         pytest.skip("torch has another pool of threads here")
-    parallel, number, count = addresses
+    parallel, number, count = OPENMP
     number_of_this = ctypes.CFUNCTYPE(ctypes.c_int)(number)
     found: list[int] = []
 
@@ -112,14 +144,14 @@ def test_threads_are_moved_and_not_bound(multiply: Callable[[int], torch.Tensor]
     assert all(os.sched_getaffinity(thread) == allowed for thread in threads)
 
 
-def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEADSTART_NATIVE", "0")
+def test_the_environment_switches_it_off(use_kernels: Callable[..., None]) -> None:
+    use_kernels("0")
     assert native.library() is None
 
 
-def test_another_switch_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_switch_than_there_is_is_refused(use_kernels: Callable[..., None]) -> None:
     """`false` switched nothing off, and told nobody."""
-    monkeypatch.setenv("HEADSTART_NATIVE", "false")
+    use_kernels("false")
     with pytest.raises(ConfigError, match="HEADSTART_NATIVE is 'false'; it may be 0, 1, or unset"):
         native.avx2_library()
 
@@ -143,10 +175,12 @@ def test_a_missing_library_is_told_once_with_what_to_install(
     expected: int,
     monkeypatch: pytest.MonkeyPatch,
     logged: list[logging.LogRecord],
+    use_kernels: Callable[..., None],
+    load: Callable[..., Any],
 ) -> None:
-    monkeypatch.setenv("HEADSTART_NATIVE", environment)
+    use_kernels(environment)
     monkeypatch.setattr(native, "cpu_flags", lambda: flags)
-    monkeypatch.setattr(native, "_load", lambda folder: None)
+    load(None)
     native.advise.cache_clear()
     for _ in range(2):
         make_backend(PagedKVMemory([LayerLayout(2, 64, 64)], 4, 16, dtype, "cpu"))
@@ -171,23 +205,22 @@ def test_a_missing_library_is_told_once_with_what_to_install(
     ],
 )
 def test_the_kernels_that_the_cpu_can_run_and_the_cap(
-    level: int, cap: str, usable: bool, avx2: bool, monkeypatch: pytest.MonkeyPatch
+    level: int,
+    cap: str,
+    usable: bool,
+    avx2: bool,
+    use_kernels: Callable[..., None],
+    load: Callable[..., Any],
 ) -> None:
-    class Library:
-        def headstart_native_level(self) -> int:
-            return level
-
-    monkeypatch.setenv("HEADSTART_NATIVE", "1")
-    monkeypatch.setenv("HEADSTART_CPU", cap)
-    monkeypatch.setattr(native, "_load", lambda folder: Library())
-    monkeypatch.setattr(native, "_threaded", Library)
+    use_kernels("1", cap)
+    load(StandIn(level))
     assert native.is_usable() == (native.library() is not None) == usable
     assert (native.avx2_library() is not None) == avx2
 
 
-def test_a_cap_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cap_that_is_none_is_refused(use_kernels: Callable[..., None]) -> None:
     """It was no cap at all: whoever compared kinds of CPU compared one with itself."""
-    monkeypatch.setenv("HEADSTART_CPU", "AVX-2")
+    use_kernels(cpu="AVX-2")
     with pytest.raises(ConfigError, match="HEADSTART_CPU is 'AVX-2'; it may be avx2, avx512"):
         native.level()
 
@@ -201,37 +234,16 @@ def test_amx_multiplies_where_the_cpu_has_it(
     cap: str,
     expected: bool,
     openmp: list[int] | None,
-    monkeypatch: pytest.MonkeyPatch,
     logged: list[logging.LogRecord],
+    use_kernels: Callable[..., None],
+    load: Callable[..., Any],
 ) -> None:
     """Whatever torch's threads are: the level says which kernels run. One thread is told of."""
-    told: list[bool] = []
-
-    class Library:
-        headstart_native_use_amx = staticmethod(told.append)
-
-        def headstart_native_level(self) -> int:
-            return level
-
-        def headstart_native_vnni(self) -> int:
-            return 0
-
-        def headstart_native_use_vnni(self, value: int) -> None:
-            assert value == 0
-
-        def headstart_native_threads(self, *addresses: int) -> None:
-            assert list(addresses) == openmp
-
-    monkeypatch.setenv("HEADSTART_NATIVE", "1")
-    monkeypatch.setenv("HEADSTART_CPU", cap)
-    monkeypatch.setattr(native, "_load", lambda folder: Library())
-    monkeypatch.setattr(native, "_openmp", lambda: openmp)
-    native._threaded.cache_clear()
-    try:
-        assert native.library() is not None
-    finally:
-        native._threaded.cache_clear()
-    assert told == [expected]
+    use_kernels("1", cap)
+    library = load(StandIn(level), openmp)
+    assert native.library() is library
+    assert (library.amx, library.vnni) == ([expected], [0])
+    assert library.threads == (openmp or [])
     said = [record.getMessage() for record in logged]
     assert len(said) == (openmp is None) and all("run on one thread" in text for text in said)
 
@@ -244,35 +256,13 @@ def test_amx_multiplies_where_the_cpu_has_it(
     ],
 )
 def test_bytes_are_multiplied_by_the_best_vnni_under_the_cap(
-    kinds: int, cap: str, expected: int, monkeypatch: pytest.MonkeyPatch
+    kinds: int, cap: str, expected: int, use_kernels: Callable[..., None], load: Callable[..., Any]
 ) -> None:
-    told: list[int] = []
-
-    class Library:
-        headstart_native_use_vnni = staticmethod(told.append)
-
-        def headstart_native_level(self) -> int:
-            return 1
-
-        def headstart_native_vnni(self) -> int:
-            return kinds
-
-        def headstart_native_use_amx(self, use: bool) -> None:
-            assert not use
-
-        def headstart_native_threads(self, *addresses: int) -> None:
-            pass
-
-    monkeypatch.setenv("HEADSTART_NATIVE", "1")
-    monkeypatch.setenv("HEADSTART_CPU", cap)
-    monkeypatch.setattr(native, "_load", lambda folder: Library())
-    monkeypatch.setattr(native, "_openmp", lambda: [1, 2, 3])
-    native._threaded.cache_clear()
-    try:
-        assert native.avx2_library() is not None
-    finally:
-        native._threaded.cache_clear()
-    assert told == [expected] == [native.vnni()]
+    use_kernels("1", cap)
+    library = load(StandIn(1, kinds), [1, 2, 3])
+    assert native.avx2_library() is library
+    assert library.amx == [False]
+    assert library.vnni == [expected] == [native.vnni()]
 
 
 def test_the_library_finds_the_vnni_that_linux_finds() -> None:
@@ -291,12 +281,11 @@ def test_the_baseline_has_no_instruction_that_a_cpu_may_lack() -> None:
     assert not [flag for flag in module["extra-compile-args"] if flag.startswith("-m")]
 
 
-def test_without_a_library_there_is_none(tmp_path: Path) -> None:
-    assert native._load(tmp_path) is None
-
-
-def test_a_file_that_is_no_library_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / f"_kernels{EXTENSION_SUFFIXES[0]}").write_bytes(b"not a library")
+@pytest.mark.parametrize("content", [None, b"not a library"])
+def test_without_a_library_there_is_none(tmp_path: Path, content: bytes | None) -> None:
+    """A file that is no library is left alone."""
+    if content is not None:
+        (tmp_path / f"_kernels{EXTENSION_SUFFIXES[0]}").write_bytes(content)
     assert native._load(tmp_path) is None
 
 
@@ -333,7 +322,7 @@ print(count_released(), bool((torch.ones(1 << 22) + 1 == 2).all()))
 """
 
 
-@pytest.mark.skipif(native._openmp() is None, reason="torch has no OpenMP of GNU's here")
+@pytest.mark.skipif(OPENMP is None, reason="torch has no OpenMP of GNU's here")
 @pytest.mark.parametrize(("loads", "left"), [((), "1"), (("model",), "0")])
 def test_threads_that_wait_for_the_loading_one_are_released(
     loads: tuple[str, ...], left: str

@@ -15,6 +15,7 @@ from headstart.engine.request import Request
 from headstart.errors import EngineError
 from headstart.omni.pipeline import Pipeline, Progress
 from headstart.omni.stage import TOKENS, Event, Input, OutputEvent, StageFinished
+from tests.engine.internals import preempt_last
 from tests.omni.pipelines import Speech, collected, oracle, request, said, start
 from tests.omni.test_pipeline import PROMPTS, wanted
 
@@ -23,8 +24,7 @@ COLLECTS = (Input("thinker", TOKENS), Input("talker", TOKENS), Input("vocoder", 
 
 def preempt(speech: Speech, stage: str) -> None:
     """Take the blocks of the request that runs last, as if another needed them."""
-    scheduler = getattr(speech, stage).engine._scheduler
-    scheduler._preempt(scheduler.running.pop())
+    preempt_last(getattr(speech, stage).engine)
 
 
 @contextmanager

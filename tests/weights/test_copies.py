@@ -12,8 +12,7 @@ from torch import nn
 
 from headstart.errors import ModelError
 from headstart.models.loader import load_model
-from headstart.native import AMX, avx2_library, library
-from headstart.weights import products
+from headstart.native import avx2_library, library
 from headstart.weights.bf16 import PackedWeight
 from headstart.weights.format import Embedding, Linear, WeightFormat, WeightKind
 from headstart.weights.grouped import Form, Grid, GroupedWeight, pack_groups
@@ -36,16 +35,11 @@ def wipe(module: nn.Module) -> None:
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("weights", ["auto", *get_args(WeightKind)])
+@pytest.mark.usefixtures("amx_products")
 def test_a_copy_multiplies_by_weights_of_its_own(
-    weights: str,
-    dtype: str,
-    make: Callable[[nn.Module], nn.Module],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    weights: str, dtype: str, make: Callable[[nn.Module], nn.Module], tmp_path: Path
 ) -> None:
     """`ctypes objects containing pointers cannot be pickled` was all that one read."""
-    if library() is not None:
-        monkeypatch.setattr(products, "level", lambda: AMX)
     TINY["qwen2"]().to(torch.bfloat16).save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype, weights=weights).module
     copied, seen = make(model), set()
@@ -89,9 +83,9 @@ def test_an_embedding_and_the_head_that_it_reads_are_copied_as_one(
     make: Callable[[], WeightFormat],
     kernels: str,
     copied: Callable[[nn.Module], nn.Module],
-    monkeypatch: pytest.MonkeyPatch,
+    use_kernels: Callable[..., None],
 ) -> None:
-    monkeypatch.setenv("HEADSTART_NATIVE", kernels)
+    use_kernels(kernels)
     head = Linear(make())
     table = Embedding(head.matrix, torch.float32)
     numbers, rows = NUMBERS % 40, torch.randn(3, head.in_features)
@@ -111,13 +105,13 @@ def test_an_embedding_and_the_head_that_it_reads_are_copied_as_one(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("weights", ["auto", *get_args(WeightKind)])
 def test_a_pickle_for_kernels_that_are_not_there_is_refused(
-    weights: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: str, dtype: str, tmp_path: Path, use_kernels: Callable[..., None]
 ) -> None:
     """`AssertionError: the caller asks first` was all that one read."""
     TINY["qwen2"]().to(torch.bfloat16).save_pretrained(tmp_path)
     kept = pickle.dumps(load_model(tmp_path, dtype, weights=weights).module)
     in_torch = (weights, dtype) == ("auto", "bfloat16") and library() is None
-    monkeypatch.setenv("HEADSTART_NATIVE", "0")
+    use_kernels("0")
     if in_torch:
         pickle.loads(kept)
         return

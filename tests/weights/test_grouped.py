@@ -315,9 +315,9 @@ def test_sums_of_the_largest_values_do_not_overflow(form: Form) -> None:
         torch.testing.assert_close(layer.multiply(-torch.ones(5, 64)), -expected)
 
 
-def test_eight_bits_in_groups_take_rows_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("amx_products")
+def test_eight_bits_in_groups_take_rows_in_bfloat16() -> None:
     """With AMX, too, by the product of rows in float32."""
-    monkeypatch.setattr(products, "level", lambda: AMX)
     layer = GroupedWeight(draw_weight(40, 70, 1, FORMS[-1])[0], rows=torch.bfloat16)
     rows = draw(3, 70, 1).bfloat16()
     assert layer.struct(torch.bfloat16) is None and torch.equal(

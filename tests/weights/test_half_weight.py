@@ -1,5 +1,7 @@
 """Products of float32 rows with weights in bfloat16, against float64."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -129,12 +131,12 @@ def test_rows_that_do_not_fit(x: Tensor) -> None:
         make(20, 12, 2, bias=False).multiply(x)
 
 
-def test_only_bfloat16_under_float32_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_bfloat16_under_float32_on_a_cpu(use_kernels: Callable[..., None]) -> None:
     half = {torch.bfloat16}
     assert can_halve(half, torch.float32, CPU)
     assert not can_halve(half, torch.bfloat16, CPU)
     assert not can_halve({torch.float32}, torch.float32, CPU)
     assert not can_halve(half | {torch.float32}, torch.float32, CPU)
     assert not can_halve(half, torch.float32, torch.device("meta"))
-    monkeypatch.setenv("HEADSTART_NATIVE", "0")
+    use_kernels("0")
     assert not can_halve(half, torch.float32, CPU)

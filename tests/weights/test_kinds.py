@@ -1,5 +1,6 @@
 """Models with quantised weights: against the same models with those weights in float."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,8 +17,8 @@ from headstart.models.loader import load_model
 from headstart.models.transformers_backend import loader as zoo_loader
 from headstart.models.transformers_backend.decoder import forward_rows
 from headstart.models.transformers_backend.loader import load_transformers
-from headstart.native import AMX, library
-from headstart.weights import products, reader
+from headstart.native import library
+from headstart.weights import reader
 from headstart.weights.format import Embedding, Linear, WeightFormat, WeightKind
 from headstart.weights.grouped import quantize_groups
 from headstart.weights.int8 import Int8Weight
@@ -103,12 +104,12 @@ def test_float16_loses_what_it_loses_in_transformers(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.usefixtures("amx_products")
 def test_layers_under_bfloat16_run_as_one_call_with_amx(
-    architecture: str, kind: WeightKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, kind: WeightKind, tmp_path: Path
 ) -> None:
     if library() is None:
         pytest.skip("no products of bfloat16 here")  # without AMX the same weight is multiplied
-    monkeypatch.setattr(products, "level", lambda: AMX)
     folder = save_tiny(architecture, tmp_path)
     model = load_model(folder, "bfloat16", weights=kind)
     assert isinstance(model, DenseDecoder) and model._compiled is not None
@@ -153,13 +154,12 @@ def tied_llama(folder: Path) -> Path:
 @pytest.mark.parametrize("kernels", ["1", "0"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("load", [load_model, load_zoo])
+@pytest.mark.usefixtures("amx_products")
 def test_embeddings_that_share_the_heads_weight_share_its_values(
-    tmp_path: Path, load: Any, dtype: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, load: Any, dtype: str, kernels: str, use_kernels: Callable[..., None]
 ) -> None:
     """Also beside what FBGEMM keeps, which no row is read from."""
-    monkeypatch.setenv("HEADSTART_NATIVE", kernels)
-    if library() is not None:
-        monkeypatch.setattr(products, "level", lambda: AMX)
+    use_kernels(kernels)
     model = load(tied_llama(tmp_path), dtype, weights="int8")
     table, head = model.layer("model.embed_tokens"), model.layer("lm_head")
     assert isinstance(table, Embedding) and isinstance(head, Linear)
@@ -187,11 +187,9 @@ def test_a_table_too_large_to_be_quantised_is_refused(tmp_path: Path) -> None:
         load_model(file.parent, "float32", weights="int8")
 
 
-def test_a_table_is_not_put_into_panels_that_no_row_is_read_from(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("amx_products")
+def test_a_table_is_not_put_into_panels_that_no_row_is_read_from() -> None:
     """With AMX, each row would cost a copy of the whole weight."""
-    monkeypatch.setattr(products, "level", lambda: AMX)
     values = quantize_groups(torch.randn(16, 64), 4)
     assert values.store(None, torch.bfloat16, table=True).struct(torch.bfloat16) is None
     if library() is not None:
@@ -201,12 +199,11 @@ def test_a_table_is_not_put_into_panels_that_no_row_is_read_from(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("weights", ["auto", "int8"])
 @pytest.mark.parametrize("load", [load_model, load_zoo])
+@pytest.mark.usefixtures("amx_products")
 def test_a_model_knows_the_table_that_it_was_made_of(
-    tmp_path: Path, load: Any, weights: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, load: Any, weights: str, dtype: str
 ) -> None:
     """An adapter with a copy of the embedding was refused, by what held it in this process."""
-    if library() is not None:
-        monkeypatch.setattr(products, "level", lambda: AMX)
     kind = None if load is load_zoo and weights == "auto" else weights
     model = load(tied_llama(tmp_path), dtype, weights=kind)
     given = load_file(tmp_path / "tied" / "model.safetensors")["model.embed_tokens.weight"]

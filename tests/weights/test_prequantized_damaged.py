@@ -16,6 +16,7 @@ from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.loader import load_model
 from headstart.weights.grouped import quantize_groups
 from headstart.weights.int8 import quantize_int8
+from tests.engine.internals import kv_memory
 from tests.weights.written import (
     BASE,
     COMPRESSED,
@@ -181,7 +182,7 @@ def test_ways_to_read_one_file_do_not_share_kept_prefixes(tmp_path: Path) -> Non
     names = []
     for weights in ("auto", "int8"):
         llm = LLM(folder, weights=weights, num_blocks=24, num_threads=1)
-        memory, config = llm.engine._runner._memory, llm.engine.config
+        memory, config = kv_memory(llm.engine), llm.engine.config
         names.append(identify(llm.engine.model, memory, config, folder).fingerprint)
         llm.close()
     assert names[0] != names[1]

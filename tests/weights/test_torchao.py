@@ -1,6 +1,7 @@
 """Checkpoints of torchao, as transformers saves them, against these two."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from headstart.models.loader import load_model
 from headstart.weights.format import Embedding, WeightFormat
 from headstart.weights.grouped import GroupedWeight
 from headstart.weights.int8 import Int8Weight
+from tests.engine.internals import kv_memory
 from tests.models.paged import Paged
 from tests.rounded_rows import apart_in_most_rows, round_inputs
 from tests.tiny_models import TINY
@@ -230,10 +232,10 @@ def test_an_embedding_may_share_its_bits_with_the_head(
     granularity: Any,
     kernels: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    use_kernels: Callable[..., None],
 ) -> None:
     """torchao saves it twice, and transformers does not load it again."""
-    monkeypatch.setenv("HEADSTART_NATIVE", kernels)
+    use_kernels(kernels)
     folder = tmp_path / "model"
     table = quantization.IntxWeightOnlyConfig(weight_dtype=bits, granularity=granularity)
     each = {
@@ -275,7 +277,7 @@ def test_an_llm_answers_and_keeps_prefixes(tmp_path: Path) -> None:
         )
         assert second.num_cached_tokens == len(TOKENS) - 1
         assert first.outputs[0].token_ids == second.outputs[0].token_ids
-        memory, config = llm.engine._runner._memory, llm.engine.config
+        memory, config = kv_memory(llm.engine), llm.engine.config
         names.add(identify(llm.engine.model, memory, config, folder).fingerprint)
         llm.close()
     assert len(names) == 2

@@ -11,11 +11,12 @@ from headstart.cluster import EventBatch
 from headstart.cluster.events import DISK
 from headstart.cluster.index import PrefixKey, prefix_keys, unpack_keys
 from headstart.cluster.options import ReplicaConfig
-from headstart.cluster.router import RouteRequest
+from headstart.cluster.router import Router, RouteRequest
 from headstart.cluster.serving import dispatch
 from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.engine.metrics import Counter
 from headstart.errors import ConfigError
+from tests.cluster.tables import expectations
 
 BLOCK = 16
 NAMES = [bytes([at]) * 32 for at in range(64)]
@@ -37,8 +38,12 @@ def send(made: Dispatcher, name: str, keys: Sequence[PrefixKey] = KEYS) -> str |
     return made.choose(name)
 
 
+def router_of(made: Dispatcher) -> Router:
+    return made._router
+
+
 def num_expected(made: Dispatcher) -> int:
-    return sum(map(len, made._router.index._expected))
+    return len(expectations(router_of(made).index))
 
 
 def stored(number: int, names: list[bytes], epoch: int = 1) -> EventBatch:
@@ -73,9 +78,9 @@ def test_a_request_that_its_replica_did_not_take_is_sent_elsewhere_and_counted_o
     made.set_replicas([name for name in ("a", "b") if name != first])
     assert made.choose("one") not in (None, first)
     made.finish("one")
-    assert [load.active for load in made._router.loads] == [0] * 4
-    assert made._router.index.match(KEYS).expected == [0] * 4
-    while made._router.index.sweep():
+    assert [load.active for load in router_of(made).loads] == [0] * 4
+    assert router_of(made).index.match(KEYS).expected == [0] * 4
+    while router_of(made).index.sweep():
         pass
     assert num_expected(made) == 0
 
@@ -178,7 +183,7 @@ def test_a_replica_may_go_while_its_snapshot_is_noted(monkeypatch: pytest.Monkey
     assert made.apply("a", EventBatch(0, 1, 0, stored=packed, cleared=True, snapshot=True))
     monkeypatch.undo()
     assert made.replicas == ["b"]
-    assert made._router.index.match(unpack_keys(packed)).cached == [0] * 4
-    while made._router.index.sweep():
+    assert router_of(made).index.match(unpack_keys(packed)).cached == [0] * 4
+    while router_of(made).index.sweep():
         pass
-    assert len(made._router.index) == 0
+    assert len(router_of(made).index) == 0

@@ -19,6 +19,7 @@ from headstart.cluster.serving import replica as publishing
 from headstart.cluster.serving.messages import Report
 from headstart.cluster.serving.replica import CachePublisher
 from headstart.frontend.facade import start_engine
+from tests.cluster.tables import holders
 
 MODEL = "headstart-tiny"
 PROMPTS = [f"Row {row}. " + "Anna is 31. Ben is 45. " * 6 for row in range(6)]
@@ -73,7 +74,7 @@ async def read(index: ReplicaIndex, reports: AsyncGenerator[Report], count: int)
 
 
 def held(index: ReplicaIndex) -> set[int]:
-    return {key for part in index._holders["pool"] for key in part}
+    return set(holders(index))
 
 
 def test_the_index_of_a_follower_is_the_pool(llm: AsyncLLM) -> None:
@@ -194,7 +195,7 @@ def test_what_is_saved_is_told_until_there_is_more_than_followers_are_to_know(
 
 
 def on_disk(index: ReplicaIndex) -> set[int]:
-    return {key for part in index._holders[DISK] for key in part}
+    return set(holders(index, DISK))
 
 
 async def read_one(index: ReplicaIndex, reports: AsyncGenerator[Report]) -> None:

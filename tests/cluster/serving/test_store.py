@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from headstart import AsyncLLM, SamplingParams
+from headstart.cluster.events import DISK
 from headstart.cluster.options import ReplicaConfig
 from tests.cluster.serving.ray_processes import process_of, wait_until
+from tests.cluster.serving.test_dispatch import router_of
+from tests.cluster.tables import holders
 
 pytest.importorskip("ray", reason="replicas need Ray")
 # What Ray and its dependencies warn of in this process is theirs.
@@ -42,7 +45,7 @@ def test_a_new_replica_loads_what_a_dead_one_had_computed(tmp_path: Path) -> Non
         first = asyncio.run(last(cluster.llm))
         assert (first.num_cached_tokens, first.num_loaded_tokens) == (0, 0)
         # Told once it is saved: all but what of the last block is not full.
-        wait_until(lambda: sum(map(len, dispatcher._router.index._holders["disk"])) >= 20)
+        wait_until(lambda: len(holders(router_of(dispatcher).index, DISK)) >= 20)
         [old] = dispatcher.replicas
         os.kill(process_of(old), signal.SIGKILL)
         wait_until(lambda: dispatcher.replicas not in ([], [old]))

@@ -14,6 +14,7 @@ from headstart import LLM, SamplingParams
 from headstart.engine.runner import StepLogits
 from headstart.engine.step import Batch
 from headstart.errors import RequestError
+from tests.engine.internals import runner_of
 from tests.tiny_adapters import make_adapter
 from tests.tiny_models import VOCABULARY, save_tiny
 
@@ -34,7 +35,7 @@ class Watched:
         self.at: dict[str, int] = {}  # folder number by name
         self.owner: dict[str, int | None] = {}  # folder number by request id
         self.rows: dict[tuple[int, int], int | None] = {}
-        self.llm.engine._runner.run = self._run  # type: ignore[method-assign]
+        runner_of(self.llm.engine).run = self._run  # type: ignore[method-assign]
 
     def _run(self, batch: Batch) -> StepLogits:
         copied = {

@@ -11,6 +11,7 @@ from headstart import LLM, AsyncLLM, LoRARequest, RequestOutput, SamplingParams
 from headstart.engine.runner import StepLogits
 from headstart.engine.step import Batch
 from headstart.errors import AdapterNotFoundError, RequestError
+from tests.engine.internals import runner_of
 from tests.frontend.chat.test_requests import save_model
 from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import save_tiny
@@ -38,7 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Files:
 def record(llm: LLM) -> dict[tuple[str | None, tuple[int, ...]], Tensor]:
     """From now on, the logits behind every sampled token, by adapter and the tokens before it."""
     seen: dict[tuple[str | None, tuple[int, ...]], Tensor] = {}
-    run = llm.engine._runner.run
+    run = runner_of(llm.engine).run
 
     def recording(batch: Batch) -> StepLogits:
         logits = run(batch)
@@ -50,7 +51,7 @@ def record(llm: LLM) -> dict[tuple[str | None, tuple[int, ...]], Tensor]:
                 seen[key] = values[-1].clone()
         return logits
 
-    llm.engine._runner.run = recording  # type: ignore[method-assign]
+    runner_of(llm.engine).run = recording  # type: ignore[method-assign]
     return seen
 
 

@@ -1,6 +1,6 @@
 """`kv_cache_dtype="int8"`: more blocks, and the same hits, pauses and ways in as float K/V."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from headstart.attention import name_backend
 from headstart.engine import engine as loading
 from headstart.errors import ConfigError
 from headstart.native import avx2_library
+from tests.engine.internals import kv_memory
 from tests.engine.tiny_llm import VOCABULARY, make_llm, save_smallest
 from tests.tiny_models import save_tiny
 
@@ -100,7 +101,7 @@ def test_a_tier_gives_back_the_same_bytes(engines: Any, tmp_path: Path) -> None:
         llm = engines(cache_dir=str(tmp_path))
         [output] = ask(llm, [prompt], SamplingParams(temperature=0, max_tokens=1))
         assert output.num_cached_tokens == expected
-        written = llm.engine._runner._memory.read_blocks(range(24)).tolist()
+        written = kv_memory(llm.engine).read_blocks(range(24)).tolist()
         held.append([block for block in written if any(block)])
         llm.close()
     computed, loaded = (sorted(blocks) for blocks in held)
@@ -108,11 +109,13 @@ def test_a_tier_gives_back_the_same_bytes(engines: Any, tmp_path: Path) -> None:
     assert len(whole) >= 6
 
 
-def test_attention_is_compiled_where_the_cpu_can(engines: Any, monkeypatch: Any) -> None:
+def test_attention_is_compiled_where_the_cpu_can(
+    engines: Any, use_kernels: Callable[..., None]
+) -> None:
     for switch in ("1", "0"):
-        monkeypatch.setenv("HEADSTART_NATIVE", switch)
+        use_kernels(switch)
         compiled = switch == "1" and avx2_library() is not None
-        name = name_backend(engines().engine._runner._memory)
+        name = name_backend(kv_memory(engines().engine))
         assert name == ("NativeAttention" if compiled else "TorchAttention")
 
 

@@ -1,6 +1,7 @@
 """What a model is called where people read it, and what its fingerprint is remembered by."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def test_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_deterministic_blocks_are_those_of_the_same_products(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, use_kernels: Callable[..., None]
 ) -> None:
     """Weights in bfloat16 under float32 are multiplied in another order with the kernels."""
     if avx2_library() is None:
@@ -122,7 +123,7 @@ def test_deterministic_blocks_are_those_of_the_same_products(
     for deterministic in (True, False):
         found = []
         for switch in ("1", "0"):
-            monkeypatch.setenv("HEADSTART_NATIVE", switch)
+            use_kernels(switch)
             options = {"cache_dir": str(tmp_path / "kept"), "deterministic": deterministic}
             found.append(fingerprint(make_llm(tmp_path / "model", **options)))
         assert (found[0] == found[1]) is not deterministic
@@ -130,7 +131,7 @@ def test_deterministic_blocks_are_those_of_the_same_products(
 
 @pytest.mark.parametrize("weights", ["int8", "int5", "int4"])
 def test_blocks_are_those_of_rows_that_are_rounded_alike(
-    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: str, tmp_path: Path, use_kernels: Callable[..., None]
 ) -> None:
     """Compiled products round rows to 8 bits: logits are a hundredth off those of other products.
 
@@ -140,7 +141,7 @@ def test_blocks_are_those_of_rows_that_are_rounded_alike(
         pytest.skip("no compiled kernels for AVX2 here")
     model, found = save_smallest(tmp_path / "model"), []
     for switch in ("1", "0"):
-        monkeypatch.setenv("HEADSTART_NATIVE", switch)
+        use_kernels(switch)
         options = {"cache_dir": str(tmp_path / "kept"), "weights": weights}
         found.append(fingerprint(make_llm(model, **options)))
     assert found[0] != found[1]

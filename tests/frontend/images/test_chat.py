@@ -12,6 +12,7 @@ from PIL import Image
 from headstart import LLM, RequestError, SamplingParams
 from headstart.engine.sampling import SampledToken
 from tests.engine.images.test_generate import NEW_TOKENS, Oracle
+from tests.engine.internals import scheduler_of
 from tests.tiny_models import save_tiny
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 from tests.tiny_vision import make_image, save_tiny_vision
@@ -113,7 +114,7 @@ def test_a_reply_that_spells_the_placeholder_is_kept(
     group = llm.chats.prepare([user("What is ", make_image(1), "?")], params)
     llm.engine.submit(group)
     for token_id in reply:  # what the model would have chosen
-        llm.engine._scheduler.schedule()
+        scheduler_of(llm.engine).schedule()
         llm.engine.manager.commit_step()
         group.requests[0].append(SampledToken(token_id, None, ()), 0.0)
     output = group.output()

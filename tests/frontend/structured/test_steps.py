@@ -11,6 +11,7 @@ from headstart.engine.engine import EngineCore
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
 from headstart.errors import EngineError
+from tests.engine.internals import preempt_last
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
@@ -79,7 +80,6 @@ def test_a_preempted_request_is_told_nothing_twice(
 ) -> None:
     """Preempted after each of its tokens in turn."""
     runs = llm.engine
-    scheduler = runs._scheduler
     for after in range(1, len(expected[0])):
         assert runs.reset_prefix_cache()
         [group, _] = _both(llm)
@@ -87,7 +87,7 @@ def test_a_preempted_request_is_told_nothing_twice(
         [own] = group.requests
         while len(own.sampling.output_token_ids) < after:
             runs.step()
-        scheduler._preempt(scheduler.running.pop())
+        preempt_last(runs)
         runs.manager.check()
         while runs.has_unfinished:
             runs.step()

@@ -232,12 +232,12 @@ def test_weights_of_64_bits_that_are_too_large(weights: str, tmp_path: Path) -> 
 
 
 def test_weights_in_bfloat16_stay_so_under_float32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, use_kernels: Callable[..., None]
 ) -> None:
     """Where the CPU has AVX2 and the kernels are built; the numbers are the same everywhere."""
     TINY["qwen3"]().to(torch.bfloat16).save_pretrained(tmp_path)
     own = load_model(tmp_path, "float32")
-    monkeypatch.setenv("HEADSTART_NATIVE", "0")
+    use_kernels("0")
     plain = load_model(tmp_path, "float32")
     name = "model.layers.1.mlp.down_proj"
     halved = [isinstance(matrix_of(model.layer(name)), Bf16Weight) for model in (own, plain)]

@@ -12,6 +12,7 @@ from headstart.engine.parts import identify
 from headstart.engine.tiering.tiers import Tiers
 from headstart.omni.pipeline import Progress
 from headstart.tiers import DiskStore, LoadedBlock
+from tests.engine.internals import kv_memory
 from tests.omni.pipelines import Speech, request, said, start
 
 pytestmark = pytest.mark.usefixtures("loads_always")
@@ -51,7 +52,7 @@ def test_a_stage_may_have_several_outputs(tmp_path: Path) -> None:
 def test_who_hands_on_which_rows_is_in_the_fingerprint(tmp_path: Path) -> None:
     with Speech(cache_dir=str(tmp_path)) as speech:
         engine = speech.thinker.engine
-        memory = engine._runner._memory
+        memory = kv_memory(engine)
         records = [
             identify(engine.model, memory, engine.config, None, rows)
             for rows in (None, speech.thinker.kept_rows, speech.talker.kept_rows)

@@ -2,9 +2,9 @@
 
 All are Llama's layer with a few facts changed: where the norms stand and how they round, biases,
 norms of queries and keys, windows and rotary positions by layer, multipliers and caps, fused
-projections, tied heads. transformers' configuration class reads config.json; a family adds the
-facts that no key states. `read_shape` makes one `DecoderShape` of both. Everything that differs in
-other ways runs through transformers.
+projections, tied heads. A family is the defaults of its config.json (transformers' own, a test
+compares them) and the facts that no key of config.json tells. `read_shape` makes one `DecoderShape`
+of both. Everything that differs in other ways runs through transformers.
 """
 
 import math
@@ -28,7 +28,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 class UnknownFamilyError(UnsupportedLayerError):
-    """A model whose `model_type` is not in `FAMILIES`."""
+    """Raised for a model whose `model_type` is none of them."""
 
 
 class LayerShape(NamedTuple):
@@ -93,28 +93,131 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The differences of a family from Llama that no key of config.json states.
+    """The differences of a family from Llama.
 
-    facts: fields of a shape. derive: further fields, from the configuration. has_windows: layers
-    may have a sliding window. angles_by_kind: full and sliding attention have separate angles.
-    activation: the key of the activation.
+    defaults: of the keys of its config.json. facts: of a shape. derive: further facts, from the
+    configuration. prepare: makes new-style keys of old ones, in place.
     """
 
+    defaults: Mapping[str, Any]
     facts: Mapping[str, Any] = field(default_factory=dict)
     derive: Callable[[Any], Mapping[str, Any]] = lambda config: {}
-    has_windows: bool = False
-    angles_by_kind: bool = False
-    activation: str = "hidden_act"
+    layers: Callable[[Any], list[LayerShape]] = lambda config: _alike(config, None)
+    prepare: Callable[[dict[str, Any]], None] = lambda content: None
+
+
+def _alike(config: Any, window: int | None) -> list[LayerShape]:
+    return [LayerShape(window)] * config.num_hidden_layers
+
+
+def _all_windows(config: Any) -> list[LayerShape]:
+    return _alike(config, config.sliding_window)
+
+
+def _windows_of_kinds(config: Any, kinds: list[str]) -> list[LayerShape]:
+    return [
+        LayerShape(config.sliding_window if kind == "sliding_attention" else None) for kind in kinds
+    ]
+
+
+def _windows_unless_full(config: Any) -> list[LayerShape]:
+    """Read `layer_types` too, as Ministral has them, which calls itself mistral."""
+    kinds = config.layer_types or ["sliding_attention"] * config.num_hidden_layers
+    return _windows_of_kinds(config, kinds)
+
+
+def _switched_window(config: Any) -> int | None:
+    """Return the window of layers that have one; None if none may have one."""
+    if config.use_sliding_window:
+        return config.sliding_window  # type: ignore[no-any-return]
+    if "sliding_attention" in (config.layer_types or ()):
+        raise UnsupportedLayerError("it has layers with a window, and windows are switched off")
+    return None
+
+
+def _last_windows(config: Any) -> list[LayerShape]:
+    """Windows in the layers from `max_window_layers` on, if they are switched on."""
+    window = _switched_window(config)
+    kinds = config.layer_types or [
+        "full_attention" if at < config.max_window_layers else "sliding_attention"
+        for at in range(config.num_hidden_layers)
+    ]
+    return [LayerShape(window if kind == "sliding_attention" else None) for kind in kinds]
+
+
+def _every_fourth_without_angles(config: Any) -> list[LayerShape]:
+    rotates = config.no_rope_layers
+    if rotates is None:
+        every = config.no_rope_layer_interval
+        rotates = [(at + 1) % every != 0 for at in range(config.num_hidden_layers)]
+    window = _switched_window(config)
+    kinds = config.layer_types or [
+        "full_attention" if rotated else "sliding_attention" for rotated in rotates
+    ]
+    return [
+        LayerShape(window if kind == "sliding_attention" else None, "" if rotated else None)
+        for kind, rotated in zip(kinds, rotates, strict=False)
+    ]
+
+
+def _alternating(config: Any) -> list[LayerShape]:
+    kinds = config.layer_types or [
+        "full_attention" if at % 2 else "sliding_attention"
+        for at in range(config.num_hidden_layers)
+    ]
+    return _windows_of_kinds(config, kinds)
+
+
+def _by_kind(config: Any) -> list[LayerShape]:
+    """Give layers with a window separate angles, as in Gemma 3."""
+    return [
+        LayerShape(config.sliding_window if kind == "sliding_attention" else None, kind)
+        for kind in config.layer_types
+    ]
+
+
+def _prepare_gemma3(content: dict[str, Any]) -> None:
+    every = content.pop("sliding_window_pattern", 6)
+    content["layer_types"] = content.get("layer_types") or [
+        "sliding_attention" if (at + 1) % every else "full_attention"
+        for at in range(content["num_hidden_layers"])
+    ]
+    angles = dict(content.get("rope_parameters") or {})
+    full = dict(angles.get("full_attention") or {}) | (content.pop("rope_scaling", None) or {})
+    near = dict(angles.get("sliding_attention") or {})
+    for part in (full, near):
+        part.setdefault("rope_type", part.get("type", "default"))
+    full.setdefault("rope_theta", content.pop("rope_theta", 1_000_000.0))
+    near.setdefault("rope_theta", content.pop("rope_local_base_freq", 10_000.0))
+    content["rope_parameters"] = {"full_attention": full, "sliding_attention": near}
+
+
+def _prepare_phi3(content: dict[str, Any]) -> None:
+    angles = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    kind = angles.get("rope_type", angles.get("type", "default"))
+    if kind not in ("default", "longrope"):  # su and yarn are names of old versions for longrope
+        raise UnsupportedLayerError(f"its rotary positions are {kind}")
 
 
 def _gemma(config: Any) -> dict[str, Any]:
+    scalar = getattr(config, "query_pre_attn_scalar", None) or config.head_dim
     return {
-        "scaling": (config.query_pre_attn_scalar or config.head_dim) ** -0.5,
-        "softcap": config.attn_logit_softcapping,
-        "logit_softcap": config.final_logit_softcapping,
+        "scaling": scalar**-0.5,
         "embedding_scale": config.hidden_size**0.5,
         "rounded_embedding_scale": True,
     }
+
+
+def _gemma2(config: Any) -> dict[str, Any]:
+    caps = {
+        "softcap": config.attn_logit_softcapping,
+        "logit_softcap": config.final_logit_softcapping,
+    }
+    return _gemma(config) | caps
+
+
+def _gemma3(config: Any) -> dict[str, Any]:
+    return _gemma(config) | {"logit_softcap": config.final_logit_softcapping}
 
 
 def _granite(config: Any) -> dict[str, Any]:
@@ -126,86 +229,200 @@ def _granite(config: Any) -> dict[str, Any]:
     }
 
 
-_NO_BIAS = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
-_GEMMA = {"norm": "gemma", "norms": "around", "mlp_bias": False}
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_QWEN2 = _LLAMA | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "eos_token_id": None,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+_GEMMA2 = _LLAMA | {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "use_bidirectional_attention": None,
+}
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(),
-    "mistral": Family(facts=_NO_BIAS, has_windows=True),
-    "qwen2": Family(facts=_NO_BIAS | {"qkv_bias": True}, has_windows=True),
-    "qwen3": Family(facts={"head_norms": "head", "mlp_bias": False}, has_windows=True),
-    "smollm3": Family(has_windows=True),
-    "gemma2": Family(facts=_GEMMA, derive=_gemma, has_windows=True, activation="hidden_activation"),
-    "gemma3_text": Family(
-        facts=_GEMMA | {"head_norms": "head"},
-        derive=lambda config: _gemma(config) | {"softcap": None},
-        has_windows=True,
-        angles_by_kind=True,
-        activation="hidden_activation",
+    "llama": Family(defaults=_LLAMA),
+    "mistral": Family(
+        defaults=_LLAMA
+        | {
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+        facts={"qkv_bias": False, "o_bias": False, "mlp_bias": False},
+        layers=_windows_unless_full,
     ),
-    "phi3": Family(facts=_NO_BIAS | {"fused": True, "partial_rotary": True}, has_windows=True),
-    "granite": Family(derive=_granite),
+    "qwen2": Family(
+        defaults=_QWEN2,
+        facts={"qkv_bias": True, "o_bias": False, "mlp_bias": False},
+        layers=_last_windows,
+    ),
+    "qwen3": Family(
+        defaults=_QWEN2 | {"head_dim": 128},
+        facts={"head_norms": "head", "mlp_bias": False},
+        layers=_last_windows,
+    ),
+    "smollm3": Family(
+        defaults=_LLAMA
+        | {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "eos_token_id": 128001,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "layer_types": None,
+        },
+        layers=_every_fourth_without_angles,
+    ),
+    "gemma2": Family(
+        defaults=_GEMMA2,
+        facts={"norm": "gemma", "norms": "around", "mlp_bias": False},
+        derive=_gemma2,
+        layers=_alternating,
+    ),
+    "gemma3_text": Family(
+        defaults=_GEMMA2
+        | {
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "final_logit_softcapping": None,
+            "attn_logit_softcapping": None,
+            "use_bidirectional_attention": False,
+        },
+        facts={"norm": "gemma", "norms": "around", "head_norms": "head", "mlp_bias": False},
+        derive=_gemma3,
+        layers=_by_kind,
+        prepare=_prepare_gemma3,
+    ),
+    "phi3": Family(
+        defaults=_LLAMA
+        | {
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 32000,
+            "partial_rotary_factor": 1.0,
+            "sliding_window": None,
+        },
+        facts={
+            "fused": True,
+            "partial_rotary": True,
+            "qkv_bias": False,
+            "o_bias": False,
+            "mlp_bias": False,
+        },
+        layers=_all_windows,
+        prepare=_prepare_phi3,
+    ),
+    "granite": Family(
+        defaults=_LLAMA
+        | {
+            "embedding_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+        },
+        derive=_granite,
+    ),
     "olmo2": Family(
+        defaults=_LLAMA | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
         facts={
             "norm": "olmo",
             "norms": "after",
             "head_norms": "row",
             "exact_angles": True,
             "mlp_bias": False,
-        }
+        },
     ),
 }
 """By transformers' `model_type`."""
 
 
-def _read_layers(family: Family, config: Any) -> tuple[LayerShape, ...]:
-    count = config.num_hidden_layers
-    window = getattr(config, "sliding_window", None) if family.has_windows else None
-    kinds = getattr(config, "layer_types", None)
-    others = set(kinds or ()) - {"full_attention", "sliding_attention"}
-    if others:
-        raise UnsupportedLayerError(f"it has layers of type {', '.join(map(repr, sorted(others)))}")
-    if kinds is None or not family.has_windows:
-        kinds = ["full_attention" if window is None else "sliding_attention"] * count
-    if window is None and "sliding_attention" in kinds:
-        raise UnsupportedLayerError("it has layers with a window, and windows are switched off")
-    if window is not None and (type(window) is not int or window < 1):
-        raise UnsupportedLayerError(f"its window is {window!r}")
-    rotated = getattr(config, "no_rope_layers", None) or [True] * count
-    if min(len(kinds), len(rotated)) < count:
-        raise UnsupportedLayerError(f"its configuration does not describe all {count} layers")
-    return tuple(
-        LayerShape(
-            window if kind == "sliding_attention" else None,
-            (kind if family.angles_by_kind else "") if rotates else None,
-        )
-        for kind, rotates in zip(kinds, rotated, strict=False)
-    )[:count]
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
 
 
 def read_shape(family: Family, config: Any) -> DecoderShape:
-    """Return the shape that transformers' configuration of a family describes.
+    """Return the shape that a configuration describes, with its family's defaults.
 
     Raises `UnsupportedLayerError` for what headstart's own modules do not do.
     """
     both_ways = getattr(config, "use_bidirectional_attention", None)
     if both_ways or getattr(config, "is_causal", True) is False:
         raise UnsupportedLayerError("its tokens see tokens after them")
-    activation = getattr(config, family.activation)
-    if activation not in _ACTIVATIONS:
-        raise UnsupportedLayerError(f"its activation is {activation}")
-    heads = config.num_attention_heads
+    key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
+    name = getattr(config, key)
+    if name not in _ACTIVATIONS:
+        raise UnsupportedLayerError(f"its activation is {name}")
+    others = set(config.layer_types or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        raise UnsupportedLayerError(f"it has layers of type {', '.join(map(repr, sorted(others)))}")
+    layers = tuple(family.layers(config))
+    heads, count = config.num_attention_heads, config.num_hidden_layers
+    if len(layers) < count:
+        raise UnsupportedLayerError(
+            f"its configuration describes {len(layers)} of its {count} layers"
+        )
     kv_heads = config.num_key_value_heads or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = config.head_dim
     if heads % kv_heads or head_dim % 2:
         raise UnsupportedLayerError(
             f"it has {heads} heads, {kv_heads} for K and V, of width {head_dim}"
         )
-    bias = getattr(config, "attention_bias", False)
+    if any(layer.window is not None and not _is_count(layer.window) for layer in layers):
+        raise UnsupportedLayerError(f"its window is {config.sliding_window!r}")
     facts: dict[str, Any] = {
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "mlp_bias": getattr(config, "mlp_bias", False),
+        "qkv_bias": config.attention_bias,
+        "o_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
         "scaling": head_dim**-0.5,
         **family.facts,
         **family.derive(config),
@@ -221,9 +438,9 @@ def read_shape(family: Family, config: Any) -> DecoderShape:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        layers=_read_layers(family, config),
+        layers=layers[:count],
         epsilon=float(config.rms_norm_eps),
-        activation=_ACTIVATIONS[activation],
+        activation=_ACTIVATIONS[name],
         tied=config.tie_word_embeddings,
         **facts,
     )

@@ -9,7 +9,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import (
-    CONFIG_MAPPING,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -76,15 +75,17 @@ def load_auto_tokenizer(folder: Path, settings: dict[str, Any]) -> PreTrainedTok
     return loaded
 
 
-def read_config(content: dict[str, Any]) -> PreTrainedConfig:
-    """Return transformers' configuration for the content of a config.json.
+class RotaryConfig(PreTrainedConfig):
+    """A configuration of no architecture in particular.
 
-    Raises KeyError, TypeError, ValueError and errors of huggingface_hub for wrong values.
+    It brings transformers' reading of rotary parameters, old and new, with their checks. All other
+    keys become attributes.
     """
-    with silence_transformers():
-        config = CONFIG_MAPPING[content["model_type"]].from_dict(content)
-    assert isinstance(config, PreTrainedConfig)
-    return config
+
+    model_type = "headstart_dense"
+    rope_parameters: dict[str, Any] | None = None
+    layer_types: list[str] | None = None
+    max_position_embeddings: int = 2048
 
 
 def _name_architecture(folder: Path) -> dict[str, Any]:

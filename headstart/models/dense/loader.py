@@ -1,7 +1,10 @@
 """Loading of a dense decoder from its files, without transformers' modelling code."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -12,7 +15,7 @@ from headstart.models.config_values import context_length
 from headstart.models.dense.decoder import DenseDecoder, DenseModules, Description
 from headstart.models.dense.modules import read_frequencies
 from headstart.models.dtypes import is_out_of_memory, own_dtype
-from headstart.models.families import FAMILIES, UnknownFamilyError, read_shape
+from headstart.models.families import FAMILIES, Family, UnknownFamilyError, read_shape
 from headstart.models.files import is_gguf, read_json, stamp_files, weight_files
 from headstart.native.pages import ReadyMemory
 from headstart.weights.checkpoint import FLOATS, Checkpoint, SafetensorsCheckpoint
@@ -22,6 +25,99 @@ from headstart.weights.memory import move_to_huge_pages
 from headstart.weights.prequantized import PrequantizedCheckpoint
 from headstart.weights.reader import Outline, WeightReader
 from headstart.weights.scheme import Scheme, UnsupportedLayerError, read_scheme
+
+# Null stands for a value derived from others, or for no window and no cap.
+_MAY_BE_NULL = frozenset(
+    {
+        *("num_key_value_heads", "head_dim", "sliding_window", "layer_types"),
+        *("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+    }
+)
+
+
+# Keys beside a family's defaults that change nothing here, or are read by name.
+_HARMLESS = frozenset(
+    {
+        *("architectures", "transformers_version", "dtype", "torch_dtype", "rope_parameters"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "use_mrope", "rope_scaling"),
+        *("attention_dropout", "initializer_range", "pretraining_tp", "layer_types", "rope_theta"),
+        *("sliding_window", "use_sliding_window", "max_window_layers"),
+    }
+)
+_THETA = 10_000.0  # of rotary positions, where nothing says another
+_WINDOWS = frozenset({"full_attention", "sliding_attention"})
+
+
+class DenseConfig(SimpleNamespace):
+    """The keys of a config.json as attributes, for angles that are not scaled."""
+
+    def get_text_config(self) -> "DenseConfig":
+        """Return this configuration: a dense decoder has no other part."""
+        return self
+
+
+def read_config(family: Family, content: Mapping[str, Any]) -> Any:
+    """Return the content of a config.json with the family's defaults.
+
+    A `DenseConfig`, or a configuration of transformers for keys that only transformers can read:
+    importing it takes a second, and its classes of families two. Raises `UnsupportedLayerError`.
+    """
+    for name, default in family.defaults.items():
+        if name in content:
+            _check_type(name, content[name], default)
+    prepared = {name: value for name, value in content.items() if name != "model_type"}
+    try:
+        family.prepare(prepared)
+        merged = {**family.defaults, **prepared}
+        merged["head_dim"] = merged["head_dim"] or (
+            merged["hidden_size"] // merged["num_attention_heads"]
+        )
+        plain = _read_plain(family, merged)
+        if plain is not None:
+            return plain
+        return load_module("headstart.models.transformers_tools").RotaryConfig(**merged)
+    except (UnsupportedLayerError, MemoryError):
+        raise
+    # Wrong values raise KeyError, TypeError, ValueError and errors of huggingface_hub's own.
+    except Exception as error:
+        raise UnsupportedLayerError(f"its configuration is not as expected: {error}") from error
+
+
+def _read_plain(family: Family, merged: Mapping[str, Any]) -> DenseConfig | None:
+    """Return the configuration; None if it has keys that are not read here."""
+    if merged.keys() - family.defaults.keys() - _HARMLESS:
+        return None
+    if merged.get("partial_rotary_factor", 1.0) != 1.0:
+        return None
+    theta = merged.get("rope_theta", _THETA)
+    angles = {"rope_theta": theta, **(merged.get("rope_parameters") or {})}
+    kind, theta = angles.pop("rope_type", "default"), angles.pop("rope_theta")
+    is_scaled = merged.get("rope_scaling") or angles or kind != "default"
+    if is_scaled or type(theta) not in (int, float):
+        return None
+    layers = merged.get("layer_types")
+    if layers is not None and not (
+        isinstance(layers, list)
+        and len(layers) == merged["num_hidden_layers"]
+        and all(isinstance(layer, str) and layer in _WINDOWS for layer in layers)
+    ):
+        return None
+    stored = merged.get("dtype") or merged.get("torch_dtype")
+    dtype = getattr(torch, stored, stored) if isinstance(stored, str) else stored
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        return None
+    derived = {"rope_parameters": {"rope_theta": theta, "rope_type": kind}, "layer_types": layers}
+    return DenseConfig(**{**merged, **derived, "dtype": dtype})
+
+
+def _check_type(name: str, value: Any, default: Any) -> None:
+    """Raise `UnsupportedLayerError` for a value of another type than its default."""
+    if name == "eos_token_id" or (value is None and name in _MAY_BE_NULL) or default is None:
+        return
+    wanted = (int, float) if isinstance(default, float) else type(default)
+    if not isinstance(value, wanted) or isinstance(value, bool) is not isinstance(default, bool):
+        raise UnsupportedLayerError(f"its configuration has {name} {value!r}")
+
 
 # Buffers of old versions, which are computed from the configuration.
 _COMPUTED = re.compile(r".*rotary_emb\.inv_freq")
@@ -97,9 +193,8 @@ def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise UnknownFamilyError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
+    config = read_config(family, content)
     try:
-        # It imports transformers, which takes a second unless the tokenizer did.
-        config = load_module("headstart.models.transformers_tools").read_config(content)
         shape = read_shape(family, config)
         kinds = {layer.angles for layer in shape.layers if layer.angles is not None}
         frequencies = {kind: read_frequencies(config, kind, shape) for kind in sorted(kinds)}

@@ -1,25 +1,44 @@
-"""Shapes of families, from the configurations that transformers reads."""
+"""The table of families holds what transformers holds: defaults, and what is derived from them."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from headstart.models.dense.loader import describe_decoder
+from headstart.models.config_values import context_length
+from headstart.models.dense.loader import DenseConfig, read_config
 from headstart.models.dense.modules import read_frequencies
 from headstart.models.families import FAMILIES, DecoderShape, read_shape
-from headstart.models.transformers_tools import read_config
 from headstart.weights.scheme import UnsupportedLayerError
 from tests.tiny_models import tiny_config
+
+# Keys that a family's configuration class does not have: they say that the family has no such part.
+OF_OTHERS = {"mlp_bias", "attention_bias", "head_dim", "hidden_act", "max_window_layers"}
+
+
+# Of the keys that transformers writes, those that are in the config.json of models.
+KEPT = {key for family in FAMILIES.values() for key in family.defaults}
+KEPT |= {"architectures", "dtype", "rope_parameters", "layer_types", "eos_token_id", "use_cache"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_defaults_are_those_of_transformers(name: str) -> None:
+    theirs = CONFIG_MAPPING[name]()
+    for key, ours in FAMILIES[name].defaults.items():
+        if key == "rope_theta":
+            assert theirs.rope_parameters["rope_theta"] == ours
+        elif key == "partial_rotary_factor":
+            assert theirs.rope_parameters.get(key, 1.0) == ours
+        elif not (ours is None or (key in OF_OTHERS and not hasattr(theirs, key))):
+            assert getattr(theirs, key) == ours or key == "sliding_window", key
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_empty_configuration_is_the_family_s_own(name: str) -> None:
     """All that transformers derives: head dim, windows, layers without angles, scaling."""
     theirs: Any = CONFIG_MAPPING[name]()
-    shape = read_shape(FAMILIES[name], read_config({"model_type": name}))
+    content = {"num_hidden_layers": theirs.num_hidden_layers}
+    shape = read_shape(FAMILIES[name], read_config(FAMILIES[name], content))
     heads = theirs.num_attention_heads
     assert shape.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // heads)
     assert shape.kv_heads == (theirs.num_key_value_heads or heads)
@@ -38,10 +57,9 @@ def windows(config: Any) -> list[bool]:
     return [kind == "sliding_attention" for kind in kinds]
 
 
-def shape_of(folder: Path, name: str, **changes: Any) -> DecoderShape:
+def shape_of(name: str, **changes: Any) -> DecoderShape:
     content = tiny_config(name).to_dict() | changes
-    (folder / "config.json").write_text(json.dumps(content))
-    return describe_decoder(folder)[0].shape
+    return read_shape(FAMILIES[content["model_type"]], read_config(FAMILIES[name], content))
 
 
 @pytest.mark.parametrize(
@@ -49,39 +67,36 @@ def shape_of(folder: Path, name: str, **changes: Any) -> DecoderShape:
     [
         ("llama", {"hidden_act": "relu6"}, "activation is relu6"),
         ("gemma2", {"use_bidirectional_attention": True}, "see tokens after them"),
-        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
-        ("qwen2", {"layer_types": ["full_attention"]}, "num_hidden_layers"),
+        ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention'"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "describes 1 of its 3 layers"),
         ("llama", {"num_key_value_heads": 4}, "6 heads, 4 for K and V"),
-        ("llama", {"head_dim": 7}, "head_dim"),
-        ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings"),
-        ("llama", {"attention_bias": 1}, "attention_bias"),
-        ("llama", {"rms_norm_eps": None}, "rms_norm_eps"),
+        ("llama", {"head_dim": 7}, "of width 7"),
+        ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings 'no'"),
+        ("llama", {"attention_bias": 1}, "attention_bias 1"),
+        ("llama", {"rms_norm_eps": None}, "rms_norm_eps None"),
         ("llama", {"rms_norm_eps": float("inf")}, "its epsilon inf"),
         ("qwen2", {"is_causal": False}, "see tokens after them"),
         ("mistral", {"sliding_window": 0}, "its window is 0"),
-        ("phi3", {"sliding_window": "5"}, "sliding_window"),
-        ("phi3", {"sliding_window": True}, "sliding_window"),
+        ("phi3", {"sliding_window": "5"}, "its window is '5'"),
+        ("phi3", {"sliding_window": True}, "its window is True"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "windows are switched off"),
-        ("smollm3", {"no_rope_layers": [1, 0]}, "not describe all 3 layers"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 3}, "windows are switched off"),
     ],
 )
-def test_what_is_of_no_family(
-    name: str, changes: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+def test_what_is_of_no_family(name: str, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedLayerError, match=reason):
-        shape_of(tmp_path, name, **changes)
+        shape_of(name, **changes)
 
 
-def test_mistral_may_name_layers_without_a_window(tmp_path: Path) -> None:
+def test_mistral_may_name_layers_without_a_window() -> None:
     """Ministral has them, and calls itself mistral: all its layers had the window."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    layers = shape_of(tmp_path, "mistral", layer_types=kinds, sliding_window=5).layers
+    layers = shape_of("mistral", layer_types=kinds, sliding_window=5).layers
     assert [layer.window for layer in layers] == [5, None, 5]
 
 
-def test_a_key_of_another_family_changes_nothing(tmp_path: Path) -> None:
-    assert shape_of(tmp_path, "llama", hidden_activation="gelu").activation == "silu"
+def test_a_key_of_another_family_changes_nothing() -> None:
+    assert shape_of("llama", hidden_activation="gelu").activation == "silu"
 
 
 @pytest.mark.parametrize(
@@ -98,21 +113,92 @@ def test_a_key_of_another_family_changes_nothing(tmp_path: Path) -> None:
                 "long_factor": [2.0] * 4,
                 "original_max_position_embeddings": 128,
             },
-            "factor",
+            "its rotary positions have factors for",
         ),
     ],
 )
 def test_rotary_positions_that_a_family_does_not_have(
-    name: str, rope: dict[str, Any], reason: str, tmp_path: Path
+    name: str, rope: dict[str, Any], reason: str
 ) -> None:
+    content = tiny_config(name).to_dict() | {"rope_parameters": {"rope_theta": 1e4, **rope}}
+    config = read_config(FAMILIES[name], content)
     with pytest.raises(UnsupportedLayerError, match=reason):
-        shape_of(tmp_path, name, rope_parameters={"rope_theta": 1e4, **rope})
+        read_frequencies(config, "", read_shape(FAMILIES[name], config))
+
+
+PLAIN = sorted(FAMILIES.keys() - {"gemma3_text", "phi3"})  # these two have other angles
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_parameters": None},
+        {"rope_parameters": {"rope_theta": 7.5e5}},
+        {"rope_parameters": None, "rope_theta": 123},
+        {"rope_parameters": {"rope_type": "default"}, "rope_theta": 99.0},
+        {"dtype": None, "torch_dtype": "float16", "eos_token_id": [1, 2]},
+        {"layer_types": ["full_attention"] * 3, "architectures": None},
+    ],
+)
+def test_a_plain_configuration_says_what_transformers_reads(
+    name: str, changes: dict[str, Any]
+) -> None:
+    family, content = FAMILIES[name], tiny_config(name).to_dict()
+    content = {key: value for key, value in content.items() if key in KEPT} | changes
+    found = []
+    for extra in ({}, {"unknown_key": 1}):  # transformers reads what has a key that we do not know
+        config = read_config(family, content | extra)
+        assert isinstance(config, DenseConfig) is not bool(extra)
+        shape = read_shape(family, config)
+        frequencies = read_frequencies(config, "", shape)
+        facts = (shape, frequencies.scale, context_length(config), config.dtype)
+        found.append((*facts, config.eos_token_id, frequencies.values.tolist()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_theta": "10"}},
+        {"partial_rotary_factor": 0.5},
+        {"layer_types": ["full_attention"]},
+        {"dtype": "no dtype"},
+        {"per_layer_config": {}},
+    ],
+)
+def test_what_is_not_plain_is_read_by_transformers(changes: dict[str, Any]) -> None:
+    content = {key: value for key, value in tiny_config("llama").to_dict().items() if key in KEPT}
+    try:
+        found = read_config(FAMILIES["llama"], content | changes)
+    except UnsupportedLayerError:
+        return  # as transformers refuses it
+    assert isinstance(found, PreTrainedConfig)
+
+
+@pytest.mark.parametrize(("part", "is_plain"), [(1.0, True), (0.5, False)])
+def test_phi3_may_rotate_a_part_of_a_head(part: float, is_plain: bool) -> None:
+    """Its defaults have the key: it was read by transformers, also where all of a head is."""
+    content = {key: value for key, value in tiny_config("phi3").to_dict().items() if key in KEPT}
+    content |= {"rope_parameters": None, "partial_rotary_factor": part}
+    found = []
+    for extra in ({}, {"unknown_key": 1}):
+        config = read_config(FAMILIES["phi3"], content | extra)
+        assert isinstance(config, DenseConfig) == (is_plain and not extra)
+        shape = read_shape(FAMILIES["phi3"], config)
+        values = read_frequencies(config, "", shape).values
+        assert len(values) == shape.head_dim * part // 2
+        found.append((shape, values.tolist(), context_length(config)))
+    assert found[0] == found[1]
 
 
 def test_gemma3_takes_a_kind_called_type() -> None:
     changes = {"rope_parameters": {"full_attention": {"type": "linear", "factor": 8.0}}}
     content = tiny_config("gemma3").to_dict() | changes
-    config = read_config(content)
+    config = read_config(FAMILIES["gemma3_text"], content)
     shape = read_shape(FAMILIES["gemma3_text"], config)
     scaled = read_frequencies(config, "full_attention", shape).values
     assert float(scaled[0]) == 1 / 8

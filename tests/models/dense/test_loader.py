@@ -18,10 +18,10 @@ from transformers import LlamaConfig
 from headstart.errors import DamagedModelError, OutOfMemoryError, UnsupportedModelError
 from headstart.models import dtypes
 from headstart.models.dense.decoder import DenseDecoder
+from headstart.models.dense.loader import read_config
 from headstart.models.dense.modules import read_frequencies
 from headstart.models.families import FAMILIES, read_shape
 from headstart.models.loader import load_model
-from headstart.models.transformers_tools import read_config
 from headstart.native import avx2_library
 from headstart.weights.bf16 import Bf16Weight
 from headstart.weights.checkpoint import SafetensorsCheckpoint
@@ -157,7 +157,7 @@ def test_a_scale_of_angles_that_is_not_finite_is_of_no_family(factor: float) -> 
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "attention_factor": factor}
     yarn["original_max_position_embeddings"] = 64
     content = tiny_config("llama").to_dict() | {"rope_parameters": yarn}
-    config = read_config(content)
+    config = read_config(FAMILIES["llama"], content)
     with pytest.raises(UnsupportedLayerError, match="are scaled by"):
         read_frequencies(config, "", read_shape(FAMILIES["llama"], config))
 
@@ -255,7 +255,7 @@ def test_no_memory_is_said_to_be_that(tmp_path: Path, monkeypatch: pytest.Monkey
         load_model(folder)
 
 
-@pytest.mark.parametrize("place", ["loader.read_shape", "loader.read_frequencies"])
+@pytest.mark.parametrize("place", ["loader.read_shape", "loader._read_plain"])
 def test_a_configuration_without_memory_for_it_is_not_another_family_s(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,7 +278,6 @@ def test_weights_outlive_their_file(tmp_path: Path) -> None:
 MEASURE = """
 import sys
 from headstart.models.loader import load_model
-from headstart.models.transformers_tools import read_config
 def now(kind):
     for line in open("/proc/self/status"):
         if line.startswith(kind): return int(line.split()[1])

@@ -422,7 +422,12 @@ class GrammarMask(TokenMask):
                     "structured_outputs could not be followed to the answer's end: "
                     f"{_explain(processor._matcher.get_error())}"
                 )
-            processor._finish(mask)
+            place, bit = divmod(masks.end_bit, 8)  # the tokenizer's, for the answer's end tokens
+            may_end = mask[place] >> bit & 1
+            np.bitwise_and(mask, processor._spellable, out=mask)
+            processor.complete = not mask.any()
+            if may_end:
+                mask |= masks.ends if processor.complete else processor._ends
             allowed[row] &= mask[: allowed.shape[1]]
         return failed
 
@@ -431,12 +436,3 @@ class GrammarMask(TokenMask):
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token_id)
         self.complete = self._matcher.is_stopped() and not self._matcher.is_error()
-
-    def _finish(self, mask: np.ndarray) -> None:
-        """Put the answer's end tokens where llguidance has the tokenizer's."""
-        place, bit = divmod(self._masks.end_bit, 8)
-        may_end = mask[place] >> bit & 1
-        np.bitwise_and(mask, self._spellable, out=mask)
-        self.complete = not mask.any()
-        if may_end:
-            mask |= self._masks.ends if self.complete else self._ends

@@ -292,9 +292,14 @@ class ConversationMemory:
         texts: dict[str, int] = {}
         for reply in {turn.reply.rstrip(), turn.reply}:
             count = self._count_shown(turn.reply_token_ids, reply)
-            spelled = self._spell_after(turn.prompt_token_ids, turn.reply_token_ids[:count])
-            if spelled is not None:
-                texts[turn.prompt + self._spelling.quote(spelled)] = start + count
+            # At the beginning of a text some decoders drop a space that they show elsewhere. Bytes
+            # that make no character may change the text of the bytes before them.
+            context = [*turn.prompt_token_ids[-_CONTEXT:]]
+            before = self._spelling.spell(context)
+            spelled = self._spelling.spell([*context, *turn.reply_token_ids[:count]])
+            if spelled.startswith(before):
+                text = self._spelling.quote(spelled.removeprefix(before))
+                texts[turn.prompt + text] = start + count
         texts[turn.prompt] = start  # also when the reply's tokens spell nothing
         for text, count in texts.items():
             self._texts.add(text, token_ids, count, namespace)
@@ -324,14 +329,3 @@ class ConversationMemory:
             if text.startswith(spelled) and not spelled.endswith(_UNFINISHED):
                 return count
         return 0
-
-    def _spell_after(self, before: Sequence[int], token_ids: Sequence[int]) -> str | None:
-        """Return the text of token ids that follow others; None if the texts cannot be separated.
-
-        At the beginning of a text some decoders drop a space that they show elsewhere. Bytes
-        that make no character may change what the bytes before them spell.
-        """
-        context = before[-_CONTEXT:]
-        start = self._spelling.spell(context)
-        spelled = self._spelling.spell([*context, *token_ids])
-        return spelled[len(start) :] if spelled.startswith(start) else None

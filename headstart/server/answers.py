@@ -507,8 +507,3 @@ def choose_format(template: str) -> CallFormat | None:
         if marker in template:
             return form
     return LLAMA if "tools" in template else None
-
-
-def shows_reasoning(template: str) -> bool:
-    """Return True if a chat template has marks of reasoning."""
-    return THINK_OPEN in template or THINK_CLOSE in template

@@ -179,6 +179,12 @@ class ClientTool(Body):
         raise refuse(f"{describe(kind)} does not run here; {allowed}", "type", "not_here")
 
 
+class Caller(Body):
+    """The model itself called the tool."""
+
+    type: Literal["direct"]
+
+
 class CacheFields(Body):
     """The fields of a request for the cache.
 

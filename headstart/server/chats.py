@@ -28,7 +28,6 @@ from headstart.server.answers import (
     Source,
     choose_format,
     read_reasoning,
-    shows_reasoning,
 )
 from headstart.server.bodies import hint
 from headstart.server.errors import ApiError, as_api_error, naming_form
@@ -362,7 +361,7 @@ def _read_dialect(service: Service, call: ChatCall) -> Dialect:
 
 def _read_thought(tokenizer: PreTrainedTokenizerBase, text: str, call: ChatCall) -> Thought:
     """Return where reasoning begins, by the template and what it writes before an answer."""
-    if not shows_reasoning(text):
+    if THINK_OPEN not in text and THINK_CLOSE not in text:
         return "none"
     if not call.template.get("add_generation_prompt", True):
         return "possible"

@@ -77,7 +77,20 @@ def listen(options: ServerOptions) -> socket.socket:
     Raises ConfigError if the address or the certificate cannot be used.
     """
     if options.tls_cert is not None and options.tls_key is not None:
-        _check_tls(options.tls_cert, options.tls_key)
+        certificate, key = options.tls_cert, options.tls_key
+        for path in (certificate, key):
+            if not os.path.isfile(path):
+                raise ConfigError(
+                    f"there is no file {path!r}; allowed for tls_cert and tls_key: a file each"
+                )
+        try:
+            # With an empty password, OpenSSL prompts for none if the key is encrypted.
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate, key, password="")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"tls_cert {certificate!r} and tls_key {key!r} cannot be used: {error}"
+            ) from error
     try:
         info = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         if options.port:  # otherwise two servers of one user could share the port
@@ -97,22 +110,6 @@ def listen(options: ServerOptions) -> socket.socket:
             f"host {options.host!r} and port {options.port} cannot be listened on: {text}"
         ) from error
     return listener
-
-
-def _check_tls(certificate: str, key: str) -> None:
-    for path in (certificate, key):
-        if not os.path.isfile(path):
-            raise ConfigError(
-                f"there is no file {path!r}; allowed for tls_cert and tls_key: a file each"
-            )
-    try:
-        # With an empty password, OpenSSL prompts for none if the key is encrypted.
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key, password="")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"tls_cert {certificate!r} and tls_key {key!r} cannot be used: {error}"
-        ) from error
 
 
 class _Granian(Server):

@@ -7,7 +7,6 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headstart.server.errors import ApiError, JsonResponse, as_api_error, as_route_error, body_of
 from headstart.server.monitoring.logs import Line, log_request
 from headstart.server.options import ServerOptions
-from headstart.server.service import BaseService, new_name, stopped, time_limit, too_late
+from headstart.server.service import BaseService, new_name, stopped, time_limit
 from headstart.validation import shorten
 
 # Without a key: probes, the API's description, and the page, which prompts for a key itself.
@@ -81,7 +80,10 @@ class RequestMiddleware:
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, send: Send
     ) -> None:
         path, service, state = scope["path"], self._service, scope["state"]
-        _check_host(scope)
+        num_hosts = len([name for name, value in scope["headers"] if name == b"host" and value])
+        # `check_origin` reads the last of several (RFC 9112, section 3.2).
+        if num_hosts > 1 or (not num_hosts and scope["http_version"] not in ("1", "1.0")):
+            raise ApiError(400, f"the request has {num_hosts} Host headers; allowed: one")
         if not service.tenants.ask_for_keys:
             check_origin(headers, service.options)
         is_open, is_for_admins = OPEN_PATHS.fullmatch(path), _FOR_ADMINS.fullmatch(path)
@@ -96,6 +98,11 @@ class RequestMiddleware:
         receive = self._bounded(receive)
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET", "extensions": {}}  # Granian leaves out the body
+
+        def too_late() -> ApiError:
+            seconds = service.options.request_timeout
+            return ApiError(504, f"the request took longer than {seconds:g} s")
+
         try:
             if scope["method"] != "POST" or is_open or is_for_admins:
                 await self._app(scope, receive, send)
@@ -105,7 +112,7 @@ class RequestMiddleware:
                 call.trace = {
                     key.decode(): headers[key].decode("latin-1") for key in _TRACE if key in headers
                 }
-                async with time_limit(call, _GRACE, partial(too_late, service.options)):
+                async with time_limit(call, _GRACE, too_late):
                     await self._app(scope, receive, send)
         except asyncio.CancelledError as error:
             if not service.is_draining:
@@ -146,13 +153,6 @@ async def _send_in_parts(send: Send, message: Message) -> None:
             await send({"type": message["type"], "body": part, "more_body": True})
         message = {**message, "body": body[last:]}
     await send(message)
-
-
-def _check_host(scope: Scope) -> None:
-    """Refuse a request without one host (RFC 9112, section 3.2): `check_origin` reads the last."""
-    count = len([value for name, value in scope["headers"] if name == b"host" and value])
-    if count > 1 or (not count and scope["http_version"] not in ("1", "1.0")):
-        raise ApiError(400, f"the request has {count} Host headers; allowed: one")
 
 
 def _check_kind(scope: Scope, headers: Mapping[bytes, bytes]) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup
     from headstart.frontend.async_llm import AsyncLLM
     from headstart.frontend.streams import AsyncOutputStream
+    from headstart.omni.omni import AsyncOmni
     from headstart.omni.params import OmniOutput
     from headstart.server.monitoring.tracing import Tracer
 
@@ -190,9 +191,21 @@ class BaseService(ABC, Generic[Work, Output]):
     """One model behind a server, and the calls under way."""
 
     def __init__(
-        self, name: str, options: ServerOptions, tenants: Tenants, max_running: int
+        self,
+        engine: AsyncLLM | AsyncOmni,
+        name: str,
+        options: ServerOptions,
+        tenants: Tenants,
+        *,
+        max_running: int,
+        max_model_len: int,
     ) -> None:
-        """`max_running` requests run at a time, and `options.max_waiting` more may wait."""
+        """`max_running` requests run at a time, and `options.max_waiting` more may wait.
+
+        max_model_len: most tokens of a prompt and its answer.
+        """
+        self._engine = engine
+        self.max_model_len = max_model_len
         self.name = options.served_model_name or name
         self.names = (self.name, *options.model_alias)
         self.options = options
@@ -205,14 +218,9 @@ class BaseService(ABC, Generic[Work, Output]):
         self._read: set[Outputs] = set()  # by calls under way
 
     @property
-    @abstractmethod
     def is_running(self) -> bool:
         """True until the engine is closed."""
-
-    @property
-    @abstractmethod
-    def max_model_len(self) -> int:
-        """Most tokens of a prompt and its answer."""
+        return self._engine.is_running
 
     @abstractmethod
     async def read_metrics(self) -> bytes:
@@ -322,7 +330,8 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
         tenants: Tenants,
         tracer: Tracer | None = None,
     ) -> None:
-        super().__init__(name, options, tenants, llm.config.max_num_seqs)
+        most, length = llm.config.max_num_seqs, llm.max_model_len
+        super().__init__(llm, name, options, tenants, max_running=most, max_model_len=length)
         self.llm = llm
         self.tracer = tracer
         self._template_options = read_template_options(options.default_chat_template_kwargs)
@@ -330,16 +339,8 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
         self.live = Live(llm, self.watch, tenants)
 
     @property
-    def is_running(self) -> bool:
-        return self.llm.is_running
-
-    @property
     def has_engine(self) -> bool:
         return self.llm.has_engine
-
-    @property
-    def max_model_len(self) -> int:
-        return self.llm.max_model_len
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -373,7 +374,9 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
         if self.options.log_texts:
             tokens, decode = output.prompt_token_ids[:MOST_LOGGED], self.watch.decode
             prompt = "" if decode is None else await asyncio.to_thread(decode, tokens)
-            line.add_texts(prompt, [answer.text for answer in output.outputs])
+            texts = [answer.text[:MOST_LOGGED] for answer in output.outputs]
+            line.prompts = [*(line.prompts or ()), prompt[:MOST_LOGGED]]
+            line.answers = [*(line.answers or ()), *texts]
         self.watch.ended(work, output)
 
     def _end(self, work: RequestGroup, reason: str) -> None:
@@ -438,11 +441,6 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
         self.calls.count_prompt()
 
 
-def too_late(options: ServerOptions) -> ApiError:
-    """Return the error of a request that took too long."""
-    return ApiError(504, f"the request took longer than {options.request_timeout:g} s")
-
-
 def stopped() -> ApiError:
     """Return the error of a request that was running when the server's time was over."""
     return ApiError(503, "the server stopped before the answer was complete", retry_after=5)
@@ -473,8 +471,13 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Answer]) -> An
     It runs in a separate task, so that its many waits do not pass through the caller. An error of
     `receive` also cancels it, and is raised. On return, `work` has ended in any case.
     """
+
+    async def wait_until_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_until_gone(receive))
+    watcher = asyncio.ensure_future(wait_until_gone())
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -485,8 +488,3 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Answer]) -> An
         task.cancel()
         watcher.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -264,18 +264,11 @@ class SpeechService(BaseService["AsyncOutputStream[OmniOutput]", "OmniOutput"]):
     def __init__(
         self, omni: AsyncOmni, name: str, options: ServerOptions, tenants: Tenants
     ) -> None:
-        super().__init__(name, options, tenants, omni.omni.max_num_seqs)
+        most, length = omni.omni.max_num_seqs, omni.omni.max_model_len
+        super().__init__(omni, name, options, tenants, max_running=most, max_model_len=length)
         self.omni = omni
         self.transcripts = Transcripts()
         self.metrics = SpeechMetrics(self.name)
-
-    @property
-    def is_running(self) -> bool:
-        return self.omni.is_running
-
-    @property
-    def max_model_len(self) -> int:
-        return self.omni.omni.max_model_len
 
     async def read_metrics(self) -> bytes:
         return self.metrics.read(len(self._read))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -55,36 +55,6 @@ class Usage:
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
-
-    def for_responses(self, written: int, reasoning: int) -> dict[str, Any]:
-        """Return the usage of a response, with tokens newly cached and tokens of reasoning."""
-        details = {"cached_tokens": self.cached, "cache_write_tokens": written}
-        return {
-            "input_tokens": self.prompt,
-            "input_tokens_details": details,
-            "output_tokens": self.completion,
-            "output_tokens_details": {"reasoning_tokens": min(reasoning, self.completion)},
-            "total_tokens": self.prompt + self.completion,
-        }
-
-    def for_messages(self, created: Mapping[str, int]) -> dict[str, Any]:
-        """Return the usage of a message; `created`: tokens newly cached, by time to live.
-
-        Every full block of a prompt is cached; a client learns of those that it marked, as from
-        Anthropic. `input_tokens` are the others that were computed.
-        """
-        total = sum(created.values())
-        return {
-            "input_tokens": self.prompt - self.cached - total,
-            "cache_read_input_tokens": self.cached,
-            "cache_creation_input_tokens": total,
-            "cache_creation": {
-                "ephemeral_5m_input_tokens": created["5m"],
-                "ephemeral_1h_input_tokens": created["1h"],
-            },
-            "output_tokens": self.completion,
-            "service_tier": "standard",
         }
 
 

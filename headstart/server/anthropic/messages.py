@@ -281,7 +281,21 @@ class _Message(AnswerEvents):
         return {"type": "tool_use", "id": name, "name": part.name, "input": {}}
 
     def _count(self) -> dict[str, Any]:
-        return self._usage.for_messages(created_tokens(self._marked, self._usage))
+        """Return the usage; `input_tokens` were computed and are not in a marked prefix."""
+        usage = self._usage
+        created = created_tokens(self._marked, usage)
+        total = sum(created.values())
+        return {
+            "input_tokens": usage.prompt - usage.cached - total,
+            "cache_read_input_tokens": usage.cached,
+            "cache_creation_input_tokens": total,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": created["5m"],
+                "ephemeral_1h_input_tokens": created["1h"],
+            },
+            "output_tokens": usage.completion,
+            "service_tier": "standard",
+        }
 
     def _stop(self, answer: CompletionOutput) -> dict[str, Any]:
         """Return the reason why the answer ended."""

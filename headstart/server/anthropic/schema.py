@@ -15,6 +15,7 @@ from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.server.bodies import (
     Body,
     CacheFields,
+    Caller,
     ClientTool,
     Flag,
     Label,
@@ -87,10 +88,10 @@ class Citations(Body):
     enabled: Literal[False] = False
 
 
-class DocumentText(Body):
-    """The text of a document."""
+class DocumentData(Body):
+    """The text of a document, or a file, such as a PDF, which is not shown."""
 
-    type: Literal["text"]
+    type: Literal["text", "base64"]
     media_type: Label | None = None
     data: str
 
@@ -100,14 +101,6 @@ class DocumentContent(Body):
 
     type: Literal["content"]
     content: str | Many[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]]
-
-
-class DocumentFile(Body):
-    """A file, such as a PDF, which is not shown."""
-
-    type: Literal["base64"]
-    media_type: Label | None = None
-    data: str
 
 
 class DocumentUrl(Body):
@@ -129,7 +122,7 @@ class DocumentBlock(Marked):
 
     type: Literal["document"]
     source: Annotated[
-        DocumentText | DocumentContent | DocumentFile | DocumentUrl | DocumentReference,
+        DocumentData | DocumentContent | DocumentUrl | DocumentReference,
         Field(discriminator="type"),
     ]
     title: str | None = None
@@ -142,13 +135,13 @@ class DocumentBlock(Marked):
         head = f"{head}\n{self.context}" if self.context else head
         where = "a file"
         match self.source:
-            case DocumentText(data=text) | DocumentContent(content=str(text)):
+            case DocumentData(type="text", data=text) | DocumentContent(content=str(text)):
                 return text_parts(f"{head}\n{text}")
             case DocumentContent(content=list(blocks)):
                 return [*text_parts(head), *all_parts(blocks)]
             case DocumentUrl(url=url):
                 where = url
-            case DocumentFile(media_type=str(kind)):
+            case DocumentData(media_type=str(kind)):
                 where = kind
         return text_parts(f"{head}\n[not shown: {where} cannot be read by this model]")
 
@@ -175,12 +168,6 @@ class ToolReferenceBlock(Marked):
 
     def as_parts(self) -> Parts:
         return text_parts(f"The tool {self.tool_name} is available.")
-
-
-class Caller(Body):
-    """The model itself called the tool."""
-
-    type: Literal["direct"]
 
 
 class ToolUseBlock(Marked):

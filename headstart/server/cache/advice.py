@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -317,36 +317,32 @@ class PoolSize(NamedTuple):
     bytes_per_block: int
 
 
-class _BlockNumbers:
-    """Numbers of the blocks of prompts and answers: the same for the same content.
+def _number_blocks(
+    seen: Seen,
+    numbers: dict[tuple[Namespace | int, bytes], int],
+    fresh: Iterator[int],
+    block_size: int,
+) -> list[int]:
+    """Return the numbers of a prompt's blocks and its answer's: the same for the same content.
 
     The tokens of answers are unknown. If a later prompt continues the conversation, its next
     blocks are taken for those of the answer.
     """
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._numbers: dict[tuple[Namespace | int, bytes], int] = {}
-        self.count = 0
-
-    def read(self, seen: Seen) -> list[int]:
-        """Return the numbers of a prompt's blocks and of its answer's."""
-        step = self._block_size * seen.tokens.itemsize
-        data = seen.tokens[: len(seen.tokens) // self._block_size * self._block_size].tobytes()
-        keys = [data[at : at + step] for at in range(0, len(data), step)]
-        keys += [_ANSWER] * (-(-seen.num_computed // self._block_size) - len(keys))
-        numbers: list[int] = []
-        for key in keys:
-            parent = numbers[-1] if numbers else seen.namespace
-            number = self._numbers.get((parent, key)) if key else None
+    step = block_size * seen.tokens.itemsize
+    data = seen.tokens[: len(seen.tokens) // block_size * block_size].tobytes()
+    keys = [data[start : start + step] for start in range(0, len(data), step)]
+    keys += [_ANSWER] * (-(-seen.num_computed // block_size) - len(keys))
+    path: list[int] = []
+    for key in keys:
+        parent = path[-1] if path else seen.namespace
+        number = numbers.get((parent, key)) if key else None
+        if number is None:
+            number = numbers.pop((parent, _ANSWER), None) if key else None
             if number is None:
-                number = self._numbers.pop((parent, _ANSWER), None) if key else None
-                if number is None:
-                    number = self.count
-                    self.count += 1
-                self._numbers[parent, key] = number
-            numbers.append(number)
-        return numbers
+                number = next(fresh)
+            numbers[parent, key] = number
+        path.append(number)
+    return path
 
 
 def _reuse_distances(
@@ -358,11 +354,13 @@ def _reuse_distances(
     all blocks used since, and the prefix: that many blocks are its reuse distance.
     """
     wanted = set(map(id, samples))
-    blocks = _BlockNumbers(block_size)
+    by_content: dict[tuple[Namespace | int, bytes], int] = {}
+    fresh = count()
     last_used: NDArray[np.float64] = np.full(0, -np.inf)
     for seen in sorted(prompts, key=lambda seen: seen.times.looked_up):
-        numbers = np.array(blocks.read(seen), np.int64)
-        last_used = np.pad(last_used, (0, blocks.count - len(last_used)), constant_values=-np.inf)
+        numbers = np.array(_number_blocks(seen, by_content, fresh, block_size), np.int64)
+        num_new = max(0, int(numbers.max(initial=-1)) + 1 - len(last_used))
+        last_used = np.pad(last_used, (0, num_new), constant_values=-np.inf)
         if id(seen) in wanted and seen.closest is not None:
             prefix = last_used[numbers[: seen.closest.num_common // block_size]]
             if prefix[-1] > forgotten:

@@ -222,10 +222,6 @@ def _draw(
     return {"blocks_per_cell": per_cell, "runs": runs.tolist()}
 
 
-# A segment's parent, the namespace if it begins at the root, and its first block.
-_Begin = tuple[int, Namespace | None, BlockKey]
-
-
 def count_hits(
     segments: Sequence[PathSegment],
     places: Iterable[int],
@@ -237,40 +233,33 @@ def count_hits(
     `places` include all parents. Only blocks of plain tokens are compared: keys with an image, or
     with a tenant's salt after a public prefix, contain more than is stored of a prompt.
     """
-    begins: dict[_Begin, int] = {}
-    for place in places:
-        segment = segments[place]
+    # By a segment's parent, the namespace if it begins at the root, and its first block.
+    begins: dict[tuple[int, Namespace | None, BlockKey], int] = {}
+    for start in places:
+        segment = segments[start]
         if segment.keys:  # otherwise its blocks were evicted
             owner = segment.namespace if segment.parent < 0 else None
-            begins[segment.parent, owner, segment.keys[0]] = place
+            begins[segment.parent, owner, segment.keys[0]] = start
     hits: Counter[int] = Counter()
-    for seen in prompts:
-        hits.update(_find_path(segments, begins, seen, block_size))
-    return hits
-
-
-def _find_path(
-    segments: Sequence[PathSegment], begins: dict[_Begin, int], seen: Seen, block_size: int
-) -> list[int]:
-    """Return the places of the segments that a prompt hit, from the root on."""
     step = block_size * TOKEN_BYTES
-    count = seen.num_cached // block_size  # without the last block of a prompt of whole blocks
-    data = seen.tokens[: count * block_size].astype("<i4").tobytes()
-    path: list[int] = []
-    owners: tuple[Namespace | None, ...] = (seen.namespace._replace(salt=PUBLIC), seen.namespace)
-    parent, block = -1, 0
-    while block < count:
-        key = BlockKey(data[block * step : (block + 1) * step])
-        options = (begins.get((parent, owner, key)) for owner in owners)
-        place = next((place for place in options if place is not None), None)
-        if place is None:
-            break
-        path.append(place)
-        keys = segments[place].keys
-        parent, block, owners = place, block + len(keys), (None,)
-        if data[(block - 1) * step : block * step] != keys[-1]:
-            break
-    return path
+    for seen in prompts:
+        count = seen.num_cached // block_size  # without the last block of a prompt of whole blocks
+        data = seen.tokens[: count * block_size].astype("<i4").tobytes()
+        owners: tuple[Namespace | None, ...]
+        owners = (seen.namespace._replace(salt=PUBLIC), seen.namespace)
+        parent, block = -1, 0
+        while block < count:
+            key = BlockKey(data[block * step : (block + 1) * step])
+            options = (begins.get((parent, owner, key)) for owner in owners)
+            place = next((place for place in options if place is not None), None)
+            if place is None:
+                break
+            hits[place] += 1
+            keys = segments[place].keys
+            parent, block, owners = place, block + len(keys), (None,)
+            if data[(block - 1) * step : block * step] != keys[-1]:
+                break
+    return hits
 
 
 class _Owner(NamedTuple):

@@ -157,7 +157,12 @@ class Traffic:
         ):
             self._forget_oldest()
         if len(tokens) <= self._max_tokens:
-            self._insert(seen)
+            prompts = self._sorted.setdefault(namespace, [])
+            place = bisect_left(prompts, seen.key, key=_BY_KEY)
+            is_repeated = place < len(prompts) and prompts[place].key == seen.key
+            prompts[place : place + is_repeated] = [seen]
+            self._recent.append(seen)
+            self._num_tokens += len(tokens)
         else:
             self.forgotten = now
         return seen
@@ -175,14 +180,6 @@ class Traffic:
         self._recent.clear()
         self._sorted.clear()
         self._num_tokens = 0
-
-    def _insert(self, seen: Seen) -> None:
-        prompts = self._sorted.setdefault(seen.namespace, [])
-        place = bisect_left(prompts, seen.key, key=_BY_KEY)
-        is_known = place < len(prompts) and prompts[place].key == seen.key
-        prompts[place : place + is_known] = [seen]
-        self._recent.append(seen)
-        self._num_tokens += len(seen.tokens)
 
     def _forget_oldest(self) -> None:
         seen = self._recent.popleft()

@@ -11,7 +11,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
-from headstart.server.options import MOST_LOGGED
 from headstart.validation import in_one_line
 
 if TYPE_CHECKING:
@@ -58,11 +57,6 @@ class Line:
         self.cached_tokens += cached
         self.generated_tokens += generated
         self.time_to_first_token = None if first is None else round(first, 6)
-
-    def add_texts(self, prompt: str, answers: Iterable[str]) -> None:
-        """Add the texts of a prompt and its answers."""
-        self.prompts = [*(self.prompts or ()), prompt[:MOST_LOGGED]]
-        self.answers = [*(self.answers or ()), *(text[:MOST_LOGGED] for text in answers)]
 
 
 _LINE: ContextVar[Line | None] = ContextVar("line", default=None)

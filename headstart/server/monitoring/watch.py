@@ -247,7 +247,7 @@ class Watch:
         """
         self._ended.append(_Ended(request, output, time.monotonic(), time.time()))
         if len(self._ended) > _MOST_ENDED:
-            self._settle(1)
+            self.settle(1)
         if not self._is_due:
             self._is_due = True
             # Outside the context of a call: the threads of one tenant must not delay all records.
@@ -258,15 +258,12 @@ class Watch:
         self._is_due = False
         asyncio.get_running_loop().run_in_executor(None, self.settle)
 
-    def settle(self) -> None:
-        """Record all requests that have ended; every method that reads calls it first.
+    def settle(self, most: int | None = None) -> None:
+        """Record all requests that have ended, or `most`; every method that reads calls it first.
 
         Takes the lock also if none is left: another thread may be recording the last one.
         """
-        self._settle(max(1, len(self._ended)))
-
-    def _settle(self, most: int) -> None:
-        for _ in range(most):
+        for _ in range(most or max(1, len(self._ended))):
             with self._lock:
                 if not self._ended:
                     return

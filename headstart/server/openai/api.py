@@ -354,7 +354,9 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
             requests.append(prepared)
     ids = [prepared.request_id for prepared in requests]
     answers = _TextAnswers(body, name, ids, service.llm.tokenizer)
-    outputs = merge([service.run(prepared) for prepared in requests])
+    streams = [service.run(prepared) for prepared in requests]
+    # A task for each item is as much work as the rest of a small answer.
+    outputs = merge(streams) if len(streams) > 1 else streams[0]
     if body.stream:
         return EventStream(answers.stream(outputs))
     whole = await unless_gone(request.receive, _gather(outputs, ids))
@@ -480,18 +482,12 @@ async def _gather(
 Item = TypeVar("Item")
 
 
-def merge(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[Item]:
-    """Return the items of all streams as they come; all streams are closed at the end.
+async def merge(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[Item]:
+    """Yield the items of all streams as they come; all streams are closed at the end.
 
     A stream computes its next item when the last one was taken, so a slow reader holds up all
     of them and nothing piles up here. The first exception ends all.
     """
-    if len(streams) == 1:  # a task for each item is as much work as the rest of a small answer
-        return streams[0]
-    return _merge(streams)
-
-
-async def _merge(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[Item]:
     waiting = {asyncio.ensure_future(anext(stream, None)): stream for stream in streams}
     try:
         while waiting:

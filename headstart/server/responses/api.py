@@ -25,7 +25,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headstart.server.answers import CallFormat, Part
+from headstart.server.answers import Part
 from headstart.server.bodies import encode
 from headstart.server.chats import ChatCall, PreparedChat, are_many, prepare_chat, read_many
 from headstart.server.errors import ApiError, JsonResponse, naming_form
@@ -65,106 +65,6 @@ _TEXTS = {
     "custom_tool_call": "custom_tool_call_input",
 }
 """The name of an item's text in events."""
-
-
-class OutputItems:
-    """The items so far; at most the last is open.
-
-    kinds: of calls, by the names of tools. encodes_reasoning: True if reasoning comes as
-    `encrypted_content` too.
-    """
-
-    def __init__(
-        self, calls: CallFormat, kinds: Mapping[str, CallKind], *, encodes_reasoning: bool = False
-    ) -> None:
-        self.items: list[dict[str, Any]] = []
-        self._calls = calls
-        self._kinds = kinds
-        self._encodes_reasoning = encodes_reasoning
-        self._open: str | None = None  # the kind of parts in the open item
-        self._texts: list[str] = []  # of the open item
-
-    def add(self, part: Part) -> Iterator[Event]:
-        """Take a part, and yield its events."""
-        if part.name or self._open != part.kind:
-            yield from self._begin(part)
-        if not part.text:
-            return
-        self._texts.append(part.text)
-        item, delta = self.items[-1], part.text
-        if item["type"] == "custom_tool_call":
-            text = read_partial("".join(self._texts)).get("input")
-            delta = text[len(item["input"]) :] if isinstance(text, str) else ""
-            item["input"] += delta
-        if delta and item["type"] != "local_shell_call":
-            yield self._event("delta", delta=delta)
-
-    def close(self, status: str = "completed") -> Iterator[Event]:
-        """End the open item, and yield its events."""
-        if self._open is None:
-            return
-        item, text = self.items[-1], "".join(self._texts)
-        item["status"] = status
-        match item["type"]:
-            case "function_call":
-                item["arguments"] = text
-                yield self._event("done", name=item["name"], arguments=text)
-            case "custom_tool_call":
-                yield self._event("done", input=item["input"])
-            case "local_shell_call":
-                item["action"] |= _action(text)
-            case _:
-                item["content"] = [self._content(text)]
-                if self._open == "reasoning" and self._encodes_reasoning:
-                    item["encrypted_content"] = encode_reasoning(text)
-                yield self._event("done", text=text)
-                yield self._content_event("done", text)
-        yield self._item_event("done")
-        self._open = None
-
-    def _begin(self, part: Part) -> Iterator[Event]:
-        yield from self.close()
-        self._open, self._texts = part.kind, []
-        fields: dict[str, Any] = {}
-        kind = "message" if part.kind == "content" else "reasoning"
-        if part.kind == "call":
-            call = self._kinds.get(part.name) or CallKind("function_call", part.name)
-            kind = call.type
-            fields["call_id"] = self._calls.new_id("call_")
-            if kind == "local_shell_call":
-                fields["action"] = _action("")
-            else:
-                fields["name"] = call.name
-            if call.namespace is not None:
-                fields["namespace"] = call.namespace
-        prefix, more = _ITEMS[kind]
-        name = f"{prefix}_{uuid.uuid4().hex}"
-        self.items.append({"id": name, "type": kind, "status": "in_progress", **fields, **more})
-        yield self._item_event("added")
-        if part.kind != "call":
-            yield self._content_event("added", "")
-
-    def _content(self, text: str) -> dict[str, Any]:
-        more: dict[str, Any] = {}
-        if self._open == "content":
-            more = {"annotations": [], "logprobs": []}
-        return {"type": _TEXTS[self.items[-1]["type"]], "text": text, **more}
-
-    def _item_event(self, step: str) -> Event:
-        place, item = len(self.items) - 1, dict(self.items[-1])
-        return {"type": f"response.output_item.{step}", "output_index": place, "item": item}
-
-    def _content_event(self, step: str, text: str) -> Event:
-        return self._event(step, "content_part", part=self._content(text), content_index=0)
-
-    def _event(self, step: str, name: str = "", **data: Any) -> Event:
-        """Return an event of the last item, by default of its text."""
-        item = self.items[-1]
-        if not name and self._open != "call":
-            data |= {"content_index": 0} | ({"logprobs": []} if self._open == "content" else {})
-        kind = f"response.{name or _TEXTS[item['type']]}.{step}"
-        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
-        return {"type": kind, **place, **data}
 
 
 def read_partial(arguments: str) -> Mapping[str, Any]:
@@ -219,10 +119,12 @@ class ResponseAnswer(AnswerEvents):
         keep: stores a response that is complete, with its items, before it is sent; it runs where
         the response is read. Raises ApiError for a request that cannot be repeated.
         """
-        encodes = "reasoning.encrypted_content" in (body.include or ())
-        self._items = OutputItems(
-            prepared.dialect.calls, body.call_kinds(), encodes_reasoning=encodes
-        )
+        self._items: list[dict[str, Any]] = []  # at most the last is open
+        self._calls = prepared.dialect.calls
+        self._kinds = body.call_kinds()  # by the names of tools
+        self._encodes_reasoning = "reasoning.encrypted_content" in (body.include or ())
+        self._open: str | None = None  # the kind of parts in the open item
+        self._texts: list[str] = []  # of the open item
         self._service = service
         self._request = prepared.request
         self._keep = keep
@@ -291,10 +193,92 @@ class ResponseAnswer(AnswerEvents):
         for answer in output.outputs:
             is_last = answer.finish_reason is not None
             for part in self._parser.feed(answer.text, is_last=is_last):
-                yield from self._items.add(part)
+                yield from self._add(part)
             if is_last:
                 self._status = "incomplete" if answer.finish_reason == "length" else "completed"
-                yield from self._items.close(self._status)
+                yield from self._close(self._status)
+
+    def _add(self, part: Part) -> Iterator[Event]:
+        """Yield the events of a part."""
+        if part.name or self._open != part.kind:
+            yield from self._begin(part)
+        if not part.text:
+            return
+        self._texts.append(part.text)
+        item, delta = self._items[-1], part.text
+        if item["type"] == "custom_tool_call":
+            text = read_partial("".join(self._texts)).get("input")
+            delta = text[len(item["input"]) :] if isinstance(text, str) else ""
+            item["input"] += delta
+        if delta and item["type"] != "local_shell_call":
+            yield self._event("delta", delta=delta)
+
+    def _close(self, status: str = "completed") -> Iterator[Event]:
+        """End the open item, and yield its events."""
+        if self._open is None:
+            return
+        item, text = self._items[-1], "".join(self._texts)
+        item["status"] = status
+        match item["type"]:
+            case "function_call":
+                item["arguments"] = text
+                yield self._event("done", name=item["name"], arguments=text)
+            case "custom_tool_call":
+                yield self._event("done", input=item["input"])
+            case "local_shell_call":
+                item["action"] |= _action(text)
+            case _:
+                item["content"] = [self._content(text)]
+                if self._open == "reasoning" and self._encodes_reasoning:
+                    item["encrypted_content"] = encode_reasoning(text)
+                yield self._event("done", text=text)
+                yield self._content_event("done", text)
+        yield self._item_event("done")
+        self._open = None
+
+    def _begin(self, part: Part) -> Iterator[Event]:
+        yield from self._close()
+        self._open, self._texts = part.kind, []
+        fields: dict[str, Any] = {}
+        kind = "message" if part.kind == "content" else "reasoning"
+        if part.kind == "call":
+            call = self._kinds.get(part.name) or CallKind("function_call", part.name)
+            kind = call.type
+            fields["call_id"] = self._calls.new_id("call_")
+            if kind == "local_shell_call":
+                fields["action"] = _action("")
+            else:
+                fields["name"] = call.name
+            if call.namespace is not None:
+                fields["namespace"] = call.namespace
+        prefix, more = _ITEMS[kind]
+        name = f"{prefix}_{uuid.uuid4().hex}"
+        self._items.append({"id": name, "type": kind, "status": "in_progress", **fields, **more})
+        yield self._item_event("added")
+        if part.kind != "call":
+            yield self._content_event("added", "")
+
+    def _content(self, text: str) -> dict[str, Any]:
+        more: dict[str, Any] = {}
+        if self._open == "content":
+            more = {"annotations": [], "logprobs": []}
+        return {"type": _TEXTS[self._items[-1]["type"]], "text": text, **more}
+
+    def _item_event(self, step: str) -> Event:
+        place, item = len(self._items) - 1, dict(self._items[-1])
+        return {"type": f"response.output_item.{step}", "output_index": place, "item": item}
+
+    def _content_event(self, step: str, text: str) -> Event:
+        return self._event(step, "content_part", part=self._content(text), content_index=0)
+
+    def _event(self, step: str, name: str = "", **data: Any) -> Event:
+        """Return an event of the last item, by default of its text."""
+        item = self._items[-1]
+        if not name and self._open != "call":
+            data |= {"content_index": 0} | ({"logprobs": []} if self._open == "content" else {})
+        kind = f"response.{name or _TEXTS[item['type']]}.{step}"
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        return {"type": kind, **place, **data}
 
     def _finish(self) -> bytes:
         """Return the response so far, as JSON; store it if it is complete."""
@@ -304,12 +288,12 @@ class ResponseAnswer(AnswerEvents):
             "completed_at": int(time.time()) if self._status == "completed" else None,
             "error": self._error,
             "incomplete_details": reason,
-            "output": self._items.items,
+            "output": self._items,
             "usage": self._count() if self._status != "in_progress" else None,
         }
         response = self._head + bytes(JsonResponse(more).body)[1:]
         if self._status in ("completed", "incomplete"):
-            self._keep(response, self._items.items)
+            self._keep(response, self._items)
         return response
 
     def _count(self) -> dict[str, Any]:
@@ -324,11 +308,20 @@ class ResponseAnswer(AnswerEvents):
         assert tokenizer is not None
         reasoning = sum(
             len(tokenizer.encode(part["text"], add_special_tokens=False))
-            for item in self._items.items
+            for item in self._items
             if item["type"] == "reasoning"
             for part in item["content"]
         )
-        return usage.for_responses(written, reasoning)
+        return {
+            "input_tokens": usage.prompt,
+            "input_tokens_details": {
+                "cached_tokens": usage.cached,
+                "cache_write_tokens": written,
+            },
+            "output_tokens": usage.completion,
+            "output_tokens_details": {"reasoning_tokens": min(reasoning, usage.completion)},
+            "total_tokens": usage.prompt + usage.completion,
+        }
 
     def _frame_response(self, step: str) -> bytes:
         """Return an event that has the whole response."""

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
-from headstart.server.bodies import Body, ClientTool, Flag, Label, Many, Whole, refusals
+from headstart.server.bodies import Body, Caller, ClientTool, Flag, Label, Many, Whole, refusals
 from headstart.server.chats import chat_content
 from headstart.server.errors import ApiError
 from headstart.server.tools import HostedTool, Tool, tag_tool
@@ -152,12 +152,6 @@ class Message(ItemFields):
                 raise ApiError(400, text, param="input")
             content = "".join(part["text"] for part in content)
         return {"role": self.role, "content": content}
-
-
-class Caller(Body):
-    """The model itself called the tool."""
-
-    type: Literal["direct"]
 
 
 class Called(ItemFields):

@@ -70,22 +70,22 @@ def _read(kind: type[Body], data: bytes) -> Body:
     if data.count(b",") > _MAX_VALUES:
         raise ApiError(400, f"the body has more than {_MAX_VALUES:,} values; allowed: so many")
     try:
-        given = decode(data) if data else None
+        value = decode(data) if data else None
     except json.JSONDecodeError as error:
         wrong = {"type": "json_invalid", "loc": (error.pos,), "ctx": {"error": error.msg}}
         raise RequestValidationError([wrong]) from error
     except (ValueError, RecursionError) as error:  # no UTF-8, too many digits, too many brackets
         raise ApiError(400, "the body is no JSON that can be read") from error
     for kind_of, bracket, name in ((dict, b"{", "objects"), (list, b"[", "lists")):
-        if data.count(bracket) > _MAX_OBJECTS < _count(given, kind_of):
+        if data.count(bracket) > _MAX_OBJECTS < _count(value, kind_of):
             raise ApiError(400, f"the body has more than {_MAX_OBJECTS:,} {name}; allowed: so many")
-    if given is None:
+    if value is None:
         raise RequestValidationError([{"type": "missing", "loc": (), "msg": "Field required"}])
     try:
-        return kind.model_validate(given, from_attributes=True)  # the words of FastAPI's errors
+        return kind.model_validate(value, from_attributes=True)  # the words of FastAPI's errors
     except ValidationError as error:
-        told = error.errors(include_url=False, include_input=False)
-        raise RequestValidationError(told) from error
+        details = error.errors(include_url=False, include_input=False)
+        raise RequestValidationError(details) from error
 
 
 def _count(value: Any, kind: type) -> int:

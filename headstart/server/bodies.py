@@ -124,16 +124,16 @@ class Body(BaseModel):
         return {name: v for name, v in value.items() if name in fields}
 
 
-def hint(name: str, known: Iterable[str], refused: Mapping[str, Refusal] = {}) -> str:
+def hint(name: str, names: Iterable[str], refused: Mapping[str, Refusal] = {}) -> str:
     """Return the name that was probably meant, or all if they are few; empty otherwise."""
-    known = sorted(known)
+    names = sorted(names)
     if len(name) > _LONGEST:
         return ""
-    for near in get_close_matches(name, [*known, *refused], 1, 0.8):
+    for near in get_close_matches(name, [*names, *refused], 1, 0.8):
         if near in refused:
             return f", and refuses {near}: {refused[near].note}"
         return f"; the nearest is {near}"
-    return f"; it has {', '.join(known)}" if 0 < len(known) <= _FEW else ""
+    return f"; it has {', '.join(names)}" if 0 < len(names) <= _FEW else ""
 
 
 def _show(value: object) -> str:

@@ -150,18 +150,18 @@ def _check_part(part: Any, where: str, template: str) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str):
         return part
-    known = _PART | ({kind, "uuid"} if kind in _IMAGES else {kind})
-    return _check(part, known, where, template)
+    names = _PART | ({kind, "uuid"} if kind in _IMAGES else {kind})
+    return _check(part, names, where, template)
 
 
-def _check(fields: Mapping[str, Any], known: Set[str], where: str, template: str) -> dict[str, Any]:
+def _check(fields: Mapping[str, Any], names: Set[str], where: str, template: str) -> dict[str, Any]:
     read = {name: value for name, value in fields.items() if value is not None}
-    for name in sorted(read.keys() - known):
+    for name in sorted(read.keys() - names):
         if not re.search(rf"[.'\"]{re.escape(str(name))}\b", template):
-            text = f"{where} knows no {shorten(repr(name))}{hint(str(name), known)}"
+            text = f"{where} knows no {shorten(repr(name))}{hint(str(name), names)}"
             raise ApiError(400, text, param=shorten(f"{where}.{name}"))
     for name, value in read.items():
-        if isinstance(value, Mapping) and name in _VALUES and name in known:
+        if isinstance(value, Mapping) and name in _VALUES and name in names:
             read[name] = _check(value, _VALUES[name], f"{where}.{name}", template)
     return read
 

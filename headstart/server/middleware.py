@@ -51,8 +51,8 @@ class RequestMiddleware:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, line: Line) -> None:
         headers = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"")
-        name = given.decode() if _NAME.fullmatch(given) else new_name()
+        requested = headers.get(b"x-request-id", b"")
+        name = requested.decode() if _NAME.fullmatch(requested) else new_name()
         state = scope["state"]
         state["request_id"] = name
         names = [(b"x-request-id", name.encode()), (b"request-id", name.encode())]

@@ -282,9 +282,9 @@ class BaseService(ABC, Generic[Work, Output]):
         """Return a unique name for a request, with the prefix that its API uses."""
         return f"{kind}-{new_name()}"
 
-    def salt(self, request: Request, asked: str | None) -> str | None:
+    def salt(self, request: Request, requested: str | None) -> str | None:
         """Return the cache salt of a request: its tenant's, narrowed by the one in its body."""
-        return self.tenants.salt(tenant_of(request), asked)
+        return self.tenants.salt(tenant_of(request), requested)
 
     async def run(self, work: Work) -> AsyncGenerator[Output]:
         """Yield the outputs of a request. Raises ApiError (504) when its time is over."""
@@ -350,12 +350,12 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
         await asyncio.to_thread(self.watch.settle)
         return await self.llm.call(self.watch.metrics.read)
 
-    def salt(self, request: Request, asked: str | None) -> str | None:
+    def salt(self, request: Request, requested: str | None) -> str | None:
         """Return the salt of a tenant, and set the tenant's share of the pool."""
         tenant = tenant_of(request)
         if tenant.salt is not None:
             self.llm.set_share(tenant.salt, tenant.weight)
-        return super().salt(request, asked)
+        return super().salt(request, requested)
 
     def _open(self, work: RequestGroup) -> AsyncOutputStream[RequestOutput]:
         return self.llm.outputs(work, paced=True)
@@ -386,29 +386,29 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
             call = current_call()
             self.tracer.trace(work, reason, call.trace if call is not None else {})
 
-    def template_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def template_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return a request's template options, with the server's defaults.
 
         Raises ApiError for a template, which is a program, unless the server runs those of
         requests.
         """
-        if "chat_template" in given and not self.options.trust_request_chat_template:
+        if "chat_template" in options and not self.options.trust_request_chat_template:
             raise ApiError(
                 400,
                 "chat_template is given; allowed: none, unless the server was started with "
                 "--trust-request-chat-template",
                 param="chat_template",
             )
-        more = self._template_options | (given.get("chat_template_kwargs") or {})
-        return {**given, "chat_template_kwargs": more} if more else dict(given)
+        more = self._template_options | (options.get("chat_template_kwargs") or {})
+        return {**options, "chat_template_kwargs": more} if more else dict(options)
 
-    def params(self, given: Mapping[str, Any], *, stream: bool) -> SamplingParams:
+    def params(self, values: Mapping[str, Any], *, stream: bool) -> SamplingParams:
         """Return the model's default sampling with a request's fields. Raises RequestError.
 
         None is the absence of a field, except for `max_tokens`.
         """
         kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
-        fields = {name: v for name, v in given.items() if v is not None or name == "max_tokens"}
+        fields = {name: v for name, v in values.items() if v is not None or name == "max_tokens"}
         return replace(self.llm.get_default_sampling_params(), **fields, output_kind=kind)
 
     async def prepare(

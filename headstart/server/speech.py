@@ -334,9 +334,10 @@ def _check_fields(body: ChatCompletionRequest) -> None:
         text = f"{fields[0]} is given; a model that speaks takes none"
         raise ApiError(400, text, param=fields[0])
     for name, value in (("priority", 0), ("add_generation_prompt", True)):
-        given = getattr(body, name)
-        if given is not None and given != value:
-            raise ApiError(400, f"{name} is {given}; a model that speaks takes {value}", param=name)
+        actual = getattr(body, name)
+        if actual is not None and actual != value:
+            text = f"{name} is {actual}; a model that speaks takes {value}"
+            raise ApiError(400, text, param=name)
 
 
 def _read_form(body: ChatCompletionRequest) -> str | None:

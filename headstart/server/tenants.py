@@ -71,11 +71,11 @@ class Tenants:
         if self._ring is None:
             return EVERYBODY
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
-        given = bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-        key = self._ring.find(given) if given else None
+        token = bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+        key = self._ring.find(token) if token else None
         if key is None:
             text = "the API key is not known here: ask whoever runs this server for one"
-            if not given:
+            if not token:
                 text = (
                     "the request has no API key; allowed: one in the header "
                     "'Authorization: Bearer' or 'x-api-key'"
@@ -95,16 +95,16 @@ class Tenants:
             self._salt_of(*key.tenant)
         return self._names
 
-    def salt(self, tenant: Tenant, asked: str | None) -> str | None:
+    def salt(self, tenant: Tenant, requested: str | None) -> str | None:
         """Return the salt of a tenant's request whose body has this salt.
 
         Raises RequestError for a salt that UTF-8 cannot encode.
         """
-        if asked is not None:
-            check_utf8("the salt", asked)
-        if tenant.salt is None or asked is None:
-            return tenant.salt or asked
-        return f"{tenant.salt}/{self._derive(tenant.kind, tenant.name, asked)}"
+        if requested is not None:
+            check_utf8("the salt", requested)
+        if tenant.salt is None or requested is None:
+            return tenant.salt or requested
+        return f"{tenant.salt}/{self._derive(tenant.kind, tenant.name, requested)}"
 
     def _salt_of(self, kind: str, name: str) -> str:
         salt = self._salts.get((kind, name))
@@ -129,8 +129,8 @@ def open_tenants(options: ServerOptions, address: str = "127.0.0.1") -> Tenants:
     if options.api_keys is False and is_open:
         text = f"api_keys is off, and {reach}; allowed: on, or a loopback address as host"
         raise ConfigError(text)
-    given = [operator_key(key) for key in options.api_key]
-    ring = KeyRing(folder, lambda error: _LOG.error("no request is let in: %s", error), given)
+    operators = [operator_key(key) for key in options.api_key]
+    ring = KeyRing(folder, lambda error: _LOG.error("no request is let in: %s", error), operators)
     keys = ring.keys
     if not (is_open or bool(keys) if options.api_keys is None else options.api_keys):
         return Tenants()

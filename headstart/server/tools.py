@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -33,13 +34,17 @@ class HostedTool(BaseModel):
     type: str
 
 
-def tag_tool(given: Any) -> str:
+def tag_tool(tool: Any, tags: Mapping[str, str] = MappingProxyType({})) -> str:
     """Return "HostedTool" for a tool that only OpenAI or Anthropic run, and "OwnTool" for others.
+
+    tags: the tags of the client's tools by their types, where an API has several kinds.
 
     Tags are like names of classes, which errors leave out of the names of fields.
     """
-    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-    return "HostedTool" if isinstance(kind, str) and _TYPES.fullmatch(kind) else "OwnTool"
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    if not isinstance(kind, str):
+        return "OwnTool"
+    return "HostedTool" if _TYPES.fullmatch(kind) else tags.get(kind, "OwnTool")
 
 
 def leave_out_hosted(tools: Sequence[Any] | None, request: Request, own: str) -> None:
@@ -50,8 +55,8 @@ def leave_out_hosted(tools: Sequence[Any] | None, request: Request, own: str) ->
     hosted = {i: tool.type for i, tool in enumerate(tools or ()) if isinstance(tool, HostedTool)}
     if hosted and len(hosted) == len(tools or ()):
         place, kind = next(iter(hosted.items()))
-        told = f"{describe(kind)} does not run here; allowed: {own!r}, a tool of yours"
-        raise ApiError(400, f"tools[{place}].type: {told}", param=f"tools[{place}].type")
+        text = f"{describe(kind)} does not run here; allowed: {own!r}, a tool of yours"
+        raise ApiError(400, f"tools[{place}].type: {text}", param=f"tools[{place}].type")
     if hosted:
         names = ", ".join(f"tools[{place}] {kind}" for place, kind in hosted.items())
         request.state.ignored = shorten(names)

@@ -41,7 +41,7 @@ class Adviser:
         """
         tokens = np.asarray(token_ids, np.int32)
         closest = traffic.closest(namespace, tokens)
-        text, told = str(missed), None
+        text, earlier = str(missed), None
         if closest is not None and closest.num_common:
             now = traffic.now()
             seconds, difference = now - closest.seen.times.came, Difference()
@@ -56,7 +56,7 @@ class Adviser:
             elif difference.looks_like not in (None, ENDS):
                 text += f"; what differs there looks like {difference.looks_like}"
             text = f"{missed}; {text}"
-            told = {
+            earlier = {
                 "request_id": closest.seen.request_id,
                 "common_tokens": closest.num_common,
                 "seconds_ago": round(seconds, 1),
@@ -68,21 +68,23 @@ class Adviser:
             "reason": missed.reason.name.lower(),
             "position": missed.position,
             "text": text,
-            "closest": told,
+            "closest": earlier,
         }
 
     def _difference(self, tokens: Tokens, closest: Closest) -> Difference:
         if self._decode is None:
             return Difference()
-        at = closest.num_common
-        before = self._decode(tokens[max(0, at - _BEFORE) : at].tolist())
+        start = closest.num_common
+        before = self._decode(tokens[max(0, start - _BEFORE) : start].tolist())
         here, there = (
             # With the tokens before, since a token's text may depend on its neighbor.
-            self._decode(side[max(0, at - _BEFORE) : at + _AFTER].tolist())[len(before) :]
+            self._decode(side[max(0, start - _BEFORE) : start + _AFTER].tolist())[len(before) :]
             for side in (tokens, closest.seen.tokens)
         )
         difference = describe_difference(before, here, there)
-        if difference.looks_like == OTHER and _is_swapped(tokens[at:], closest.seen.tokens[at:]):
+        if difference.looks_like == OTHER and _is_swapped(
+            tokens[start:], closest.seen.tokens[start:]
+        ):
             return difference._replace(looks_like=PASSAGES)
         return difference
 

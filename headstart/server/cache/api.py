@@ -74,10 +74,10 @@ async def explain_prompt(body: CachePromptRequest, request: Request) -> Response
     def look() -> tuple[int, MissExplanation, list[BlockHash]]:
         if not prepared.requests[0].reads_cache:
             return 0, MissExplanation(MissReason.NOT_READ, 0), []
-        found = manager.get_computed_blocks(sequence)
-        hashes = manager.block_hashes(sequence)[len(found.blocks) :]
+        match = manager.get_computed_blocks(sequence)
+        hashes = manager.block_hashes(sequence)[len(match.blocks) :]
         missed = manager.explain(sequence, across_salts=tenant_of(request).is_admin)
-        return found.num_tokens, missed, hashes
+        return match.num_tokens, missed, hashes
 
     num_cached, missed, beyond = await service.llm.call(look)
     answer: dict[str, Any] = {

@@ -228,7 +228,7 @@ class Traffics:
     @property
     def forgotten(self) -> float:
         """The time when the last of all forgotten prompts ended."""
-        return max([self._forgotten, *(one.forgotten for one in self._traffic.values())])
+        return max([self._forgotten, *(traffic.forgotten for traffic in self._traffic.values())])
 
     @property
     def recent(self) -> list[list[Seen]]:

@@ -82,9 +82,9 @@ class Tracer:
             return now - round((clock - seconds) * 1e9)
 
         arrival, answers = request.arrival_time, request.requests
-        firsts = [one.first_token_time for one in answers if one.first_token_time is not None]
-        lasts = [one.last_token_time for one in answers if one.last_token_time]
-        first, last = min(firsts, default=None), max(lasts, default=None)
+        firsts = [answer.first_token_time for answer in answers]
+        first = min((seconds for seconds in firsts if seconds is not None), default=None)
+        last = max((answer.last_token_time or 0.0 for answer in answers), default=0.0) or None
         context = TraceContextTextMapPropagator().extract(headers)
         start = to_ns(arrival)
         span = self._tracer.start_span("llm_request", context, SpanKind.SERVER, start_time=start)
@@ -108,8 +108,9 @@ class Tracer:
         params, answers = request.params, request.requests
         model = self._model if request.adapter is None else request.adapter.name
         prompt = len(request.prompt_token_ids)
-        generated = sum(len(one.sampling.output_token_ids) for one in answers)
+        generated = sum(len(answer.sampling.output_token_ids) for answer in answers)
         missing = "abort" if end == "answered" else end
+        reasons = [answer.finish_reason or missing for answer in answers]
         missed = answers[0].missed
         attributes: dict[str, Value | None] = {
             "gen_ai.provider.name": "headstart",
@@ -118,7 +119,7 @@ class Tracer:
             "gen_ai.response.model": model,
             "gen_ai.response.id": request.request_id,
             "gen_ai.request.id": request.request_id,
-            "gen_ai.response.finish_reasons": [one.finish_reason or missing for one in answers],
+            "gen_ai.response.finish_reasons": reasons,
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,
             "gen_ai.request.max_tokens": params.max_tokens,

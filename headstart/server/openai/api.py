@@ -363,13 +363,13 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     return await read_whole(whole, lambda: JsonResponse(answers.whole(whole)))
 
 
-def _prompts(given: Any) -> Sequence[Prompt]:
+def _prompts(prompts: Any) -> Sequence[Prompt]:
     """Return one or several prompts, texts or token ids, as a list. Raises RequestError."""
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        given = [given]
-    if not given or len(given) > _MAX_PROMPTS:
-        raise RequestError(f"prompt has {len(given)} entries; allowed: 1 to {_MAX_PROMPTS}")
-    return given  # type: ignore[no-any-return]
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        prompts = [prompts]
+    if not prompts or len(prompts) > _MAX_PROMPTS:
+        raise RequestError(f"prompt has {len(prompts)} entries; allowed: 1 to {_MAX_PROMPTS}")
+    return prompts  # type: ignore[no-any-return]
 
 
 class _TextAnswers(Chunks):

@@ -125,20 +125,20 @@ class ResponseFormat(Body):
 
     def read(self) -> StructuredOutputsParams | None:
         """Return the form without white space between tokens: a model could write it for ever."""
-        given: dict[str, Any] = {"json_object": True}
+        form: dict[str, Any] = {"json_object": True}
         needed: dict[str, Any] = {}
         match self.type:
             case "text":
                 return None
             case "structural_tag":
                 needed = {"structures": self.structures, "triggers": self.triggers}
-                given = {"structural_tag": needed}
+                form = {"structural_tag": needed}
             case "json_schema":
                 needed = {"json_schema": self.json_schema}
-                given = {"json": (self.json_schema and self.json_schema.schema_) or {}}
+                form = {"json": (self.json_schema and self.json_schema.schema_) or {}}
         for name in (name for name, value in needed.items() if value is None):
             raise ApiError(400, f"response_format.{name} is missing", param="response_format")
-        return StructuredOutputsParams(**given, disable_any_whitespace=True)
+        return StructuredOutputsParams(**form, disable_any_whitespace=True)
 
 
 class StructuredOutputs(Body):

@@ -382,12 +382,6 @@ class NamespaceTool(Body):
     tools: Many[Annotated[ResponseFunctionTool | CustomTool, Field(discriminator="type")]]
 
 
-def _tool_tag(given: Any) -> str:
-    tag = tag_tool(given)
-    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-    return _TAGS.get(kind, tag) if isinstance(kind, str) else tag
-
-
 _TAGS = {"custom": "CustomTool", "local_shell": "ShellTool", "namespace": "NamespaceTool"}
 
 
@@ -397,5 +391,5 @@ AnyTool = Annotated[
     | Annotated[ShellTool, Tag("ShellTool")]
     | Annotated[NamespaceTool, Tag("NamespaceTool")]
     | Annotated[HostedTool, Tag("HostedTool")],
-    Discriminator(_tool_tag),
+    Discriminator(lambda tool: tag_tool(tool, _TAGS)),
 ]

@@ -130,10 +130,12 @@ def check_fields(message: Mapping[str, Any], place: int, template: str) -> dict[
     if "content" in message:
         read["content"] = content = message["content"]
         if isinstance(content, list):
-            read["content"] = [
-                _check_part(part, f"{where}.content[{i}]", template)
-                for i, part in enumerate(content)
-            ]
+            read["content"] = parts = list(content)
+            for i, part in enumerate(content):
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                if isinstance(kind, str):  # a part of type "a" has its value in the field "a"
+                    names = _PART | ({kind, "uuid"} if kind in _IMAGES else {kind})
+                    parts[i] = _check(part, names, f"{where}.content[{i}]", template)
     calls = read.get("tool_calls")
     if isinstance(calls, list):
         read["tool_calls"] = [
@@ -143,15 +145,6 @@ def check_fields(message: Mapping[str, Any], place: int, template: str) -> dict[
             for i, call in enumerate(calls)
         ]
     return read
-
-
-def _check_part(part: Any, where: str, template: str) -> Any:
-    """Return a part; a part of type "a" has its value in the field "a"."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(kind, str):
-        return part
-    names = _PART | ({kind, "uuid"} if kind in _IMAGES else {kind})
-    return _check(part, names, where, template)
 
 
 def _check(fields: Mapping[str, Any], names: Set[str], where: str, template: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
@@ -47,13 +47,6 @@ _RETRY_AFTER = 1  # seconds; places come free one by one
 _CALL: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
-class Outputs(Protocol):
-    """The outputs of a request, whatever its model."""
-
-    def fail(self, error: Exception) -> None:
-        """Cancel the request if it is unfinished; its reader gets this error."""
-
-
 @dataclass(eq=False, slots=True)
 class Call:
     """One call: its tenant, its places, and its deadline in the event loop's time.
@@ -67,7 +60,7 @@ class Call:
     num_places: int = 1
     num_prompts: int = 0
     trace: Mapping[str, str] = field(default_factory=dict)
-    read: set[Outputs] = field(default_factory=set)
+    read: set[AsyncOutputStream[Any]] = field(default_factory=set)
 
 
 @asynccontextmanager
@@ -215,7 +208,7 @@ class BaseService(ABC, Generic[Work, Output]):
         of_tenant = options.max_requests_per_tenant or max(1, most // 2)
         self.calls = Calls(most, of_tenant, options.request_timeout)
         self.started = int(time.time())
-        self._read: set[Outputs] = set()  # by calls under way
+        self._read: set[AsyncOutputStream[Output]] = set()  # by calls under way
 
     @property
     def is_running(self) -> bool:

@@ -15,14 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
 from headstart.validation import in_one_line
-
-if TYPE_CHECKING:
-    from headstart.server.errors import ApiError
 
 _LOG = logging.getLogger("headstart.server.requests")
 _QUIET = ("/health", "/ready", "/metrics")  # polled: logged when they are refused
@@ -85,19 +81,14 @@ def log_request(scope: Scope) -> Iterator[Line]:
         tenant = state.get("tenant")
         line.tenant = tenant.name if tenant is not None else None
         if (error := state.get("error")) is not None:
-            line.error = _describe(error)
+            text = str(error)
+            if error.status == 400 and (quote := _QUOTE.search(text)):  # without texts of a body
+                text = f"{text[: quote.start()]}..."
+                if error.param is not None and error.param not in text:
+                    text = f"{error.param}: {text}"
+            line.error = in_one_line(text)
         if line.path not in _QUIET or line.status >= 400:
             _LOG.info("%s %s %d", line.method, line.path, line.status, extra={"line": line})
-
-
-def _describe(error: ApiError) -> str:
-    """Return the reason of a refusal; without its quote of a body, but with the field."""
-    text = str(error)
-    if error.status == 400 and (quote := _QUOTE.search(text)):
-        text = f"{text[: quote.start()]}..."
-        if error.param is not None and error.param not in text:
-            text = f"{error.param}: {text}"
-    return in_one_line(text)
 
 
 class _AsText(logging.Formatter):

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import Context
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -213,15 +213,6 @@ _MOMENT = 0.02  # seconds; by then, clients that were answered together have sen
 _MOST_ENDED = 1024  # requests that wait to be recorded
 
 
-class _Ended(NamedTuple):
-    """A request that ended, its last output or else the reason, and when."""
-
-    request: RequestGroup
-    output: RequestOutput | str
-    since: float  # `time.monotonic`
-    time: float  # `time.time`
-
-
 class Watch:
     """Records requests when they have ended, in a thread. Thread-safe."""
 
@@ -232,7 +223,8 @@ class Watch:
         blocks = llm.num_blocks
         self._pool = PoolSize(blocks, llm.block_size, llm.kv_cache_bytes // blocks)
         self._lock = threading.Lock()
-        self._ended: deque[_Ended] = deque()
+        # Each with its last output or the reason, and the times of `monotonic` and `time`.
+        self._ended: deque[tuple[RequestGroup, RequestOutput | str, float, float]] = deque()
         self._is_due = False
         self._traffics = Traffics(by_tenant=by_tenant)
         self._adviser = Adviser(self.decode, llm.block_size)
@@ -245,7 +237,7 @@ class Watch:
         output: the last one; "abort" or "error" if there is no answer. For the event loop: a thread
         records, which takes as long as some tokens of a small model.
         """
-        self._ended.append(_Ended(request, output, time.monotonic(), time.time()))
+        self._ended.append((request, output, time.monotonic(), time.time()))
         if len(self._ended) > _MOST_ENDED:
             self.settle(1)
         if not self._is_due:

@@ -108,8 +108,7 @@ def test_texts_are_in_a_line_where_they_are_asked_for(
 ) -> None:
     options = dataclasses.replace(server.service.options, log_texts=True)
     monkeypatch.setattr(server.service, "options", options)
-    for module in (logs, service):
-        monkeypatch.setattr(module, "MOST_LOGGED", 60)
+    monkeypatch.setattr(service, "MOST_LOGGED", 60)
     answer = ask(server).json()["choices"][0]["text"]
     lines = written(kind)
     ask(server, stream=stream, prompt=[SECRET, "x" * 100])

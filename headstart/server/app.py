@@ -37,7 +37,7 @@ from headstart.version import __version__
 if TYPE_CHECKING:
     from headstart.frontend.async_llm import AsyncLLM
     from headstart.omni.omni import AsyncOmni
-    from headstart.server.monitoring.tracing import Tracer
+    from headstart.server.monitoring.logs import Tracer
 
 _LONG = 1 << 15  # bytes of a body beyond which it is read in a thread
 _MAX_VALUES = 1 << 20  # of a body: no other thread runs while so many are read, at most 0.1 s

@@ -26,33 +26,21 @@ from granian.constants import HTTPModes, Interfaces, SSLProtocols
 from granian.http import HTTP1Settings
 from granian.net import SocketHolder  # type: ignore[attr-defined]
 from granian.server.embed import Server
-from uvloop import new_event_loop
+from uvloop import new_event_loop as new_event_loop
 
 from headstart.engine.tenant_queue import TenantQueue
 from headstart.errors import ConfigError, HeadstartError
-from headstart.server.app import create_app, create_speech_app
+from headstart.server.app import create_app as create_app
+from headstart.server.app import create_speech_app as create_speech_app
+from headstart.server.monitoring.logs import open_tracer as open_tracer
 from headstart.server.monitoring.logs import set_up_logs
-from headstart.server.monitoring.tracing import open_tracer
 from headstart.server.options import ServerOptions
 from headstart.server.service import BaseService
-from headstart.server.tenants import open_tenants
+from headstart.server.tenants import open_tenants as open_tenants
 from headstart.validation import describe
 
 if TYPE_CHECKING:
     from headstart.frontend.async_llm import AsyncLLM
-
-__all__ = [
-    "HttpServer",
-    "create_app",
-    "create_speech_app",
-    "listen",
-    "new_event_loop",
-    "open_tenants",
-    "open_tracer",
-    "publish",
-    "read_prefixes",
-    "serve",
-]
 
 Prefix = str | list[int]
 _LOG = logging.getLogger("headstart.server")

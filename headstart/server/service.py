@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from headstart.frontend.streams import AsyncOutputStream
     from headstart.omni.omni import AsyncOmni
     from headstart.omni.params import OmniOutput
-    from headstart.server.monitoring.tracing import Tracer
+    from headstart.server.monitoring.logs import Tracer
 
 
 _RETRY_AFTER = 1  # seconds; places come free one by one

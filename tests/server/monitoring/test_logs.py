@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from headstart.server import service
-from headstart.server.monitoring import logs
 from headstart.server.monitoring.logs import set_up_logs
 from tests.server.running import Running
 

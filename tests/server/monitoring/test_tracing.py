@@ -12,7 +12,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from headstart.errors import ConfigError, EngineError
 from headstart.frontend.streams import AsyncMailbox
-from headstart.server.monitoring.tracing import Tracer, open_tracer
+from headstart.server.monitoring.logs import Tracer, open_tracer
 from headstart.server.options import ServerOptions
 from tests.server.running import Running
 

@@ -92,7 +92,7 @@ def test_blocks_that_are_texts_to_a_model(
         ({"type": "url", "url": "a", "data": "b"}, "source knows no 'data'"),
         ({"type": "text"}, "source.data: Field required"),
         ({"type": "content"}, "source.content: Field required"),
-        ({"type": "pdf"}, "'text', 'content', 'base64', 'url', 'file'"),
+        ({"type": "pdf"}, "'text', 'base64', 'content', 'url', 'file'"),
     ],
 )
 def test_a_document_has_the_fields_of_its_type(

@@ -75,15 +75,19 @@ class Adviser:
         if self._decode is None:
             return Difference()
         start = closest.num_common
+        sides = tokens, closest.seen.tokens
         before = self._decode(tokens[max(0, start - _BEFORE) : start].tolist())
         here, there = (
             # With the tokens before, since a token's text may depend on its neighbor.
             self._decode(side[max(0, start - _BEFORE) : start + _AFTER].tolist())[len(before) :]
-            for side in (tokens, closest.seen.tokens)
+            for side in sides
         )
         difference = describe_difference(before, here, there)
-        if difference.looks_like == OTHER and _is_swapped(
-            tokens[start:], closest.seen.tokens[start:]
+        # Passages are longer than these texts. If two are swapped, the first of each prompt, with
+        # any number, is further on in the other; after an edit that holds for at most one side.
+        if difference.looks_like == OTHER and all(
+            count_again(mine[start + _NUMBERED : start + _HEAD], theirs[start + _MOVED :])
+            for mine, theirs in (sides, sides[::-1])
         ):
             return difference._replace(looks_like=PASSAGES)
         return difference
@@ -149,16 +153,6 @@ class Adviser:
                 f"and {on}: {remedy} would have saved {saved:,} tokens"
             ),
         }
-
-
-def _is_swapped(tokens: Tokens, earlier: Tokens) -> bool:
-    """Return True if the first passage of each is further on in the other, with any number.
-
-    Passages are longer than the text that `describe_difference` reads. After an edit or an
-    insertion, this is true of at most one side.
-    """
-    pairs = ((tokens, earlier), (earlier, tokens))
-    return all(count_again(mine[_NUMBERED:_HEAD], theirs[_MOVED:]) for mine, theirs in pairs)
 
 
 def _describe_salts(seen: Sequence[Seen]) -> dict[str, Any] | None:

@@ -74,10 +74,10 @@ async def explain_prompt(body: CachePromptRequest, request: Request) -> Response
     def look() -> tuple[int, MissExplanation, list[BlockHash]]:
         if not prepared.requests[0].reads_cache:
             return 0, MissExplanation(MissReason.NOT_READ, 0), []
-        match = manager.get_computed_blocks(sequence)
-        hashes = manager.block_hashes(sequence)[len(match.blocks) :]
+        computed = manager.get_computed_blocks(sequence)
+        hashes = manager.block_hashes(sequence)[len(computed.blocks) :]
         missed = manager.explain(sequence, across_salts=tenant_of(request).is_admin)
-        return match.num_tokens, missed, hashes
+        return computed.num_tokens, missed, hashes
 
     num_cached, missed, beyond = await service.llm.call(look)
     answer: dict[str, Any] = {

@@ -80,17 +80,22 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def old_x86(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU without products of bfloat16."""
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr(dtypes, "multiplies_bfloat16", lambda: False)
+def old_x86(pretend: Callable[..., None]) -> None:
+    """Make this a CPU without products of bfloat16."""
+    pretend("avx2 fma")
+
+
+@pytest.fixture
+def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Make this the number of bytes that are free."""
+    return lambda nbytes: monkeypatch.setattr(dtypes, "available_memory", lambda: nbytes)
 
 
 @pytest.mark.usefixtures("old_x86")
 def test_auto_is_float32_where_bfloat16_is_slow_and_says_so_in_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
+    folder: Path, logged: list[logging.LogRecord], use_kernels: Callable[..., None]
 ) -> None:
-    monkeypatch.setenv("HEADSTART_NATIVE", "0")
+    use_kernels("0")
     assert load_model(folder).dtype == torch.float32
     [record] = logged
     assert record.levelno == logging.WARNING
@@ -103,12 +108,12 @@ def test_auto_is_float32_where_bfloat16_is_slow_and_says_so_in_one_line(
 
 @pytest.mark.usefixtures("old_x86")
 def test_auto_is_float32_over_weights_as_they_are_where_kernels_serve_that(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
+    folder: Path, logged: list[logging.LogRecord], free_memory: Callable[[int], None]
 ) -> None:
     """It takes no memory, so nothing is said, and free memory does not matter."""
     if avx2_library() is None:
         pytest.skip("no compiled kernels for AVX2 here")
-    monkeypatch.setattr(dtypes, "available_memory", lambda: 0)
+    free_memory(0)
     assert load_model(folder).dtype == torch.float32
     assert not logged
 
@@ -122,24 +127,23 @@ def test_a_dtype_that_is_asked_for_is_taken(folder: Path, logged: list[logging.L
 
 @pytest.mark.usefixtures("old_x86")
 def test_auto_keeps_the_dtype_where_memory_is_short(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
+    folder: Path, logged: list[logging.LogRecord], free_memory: Callable[[int], None]
 ) -> None:
     wide = 2 * (folder / "model.safetensors").stat().st_size
-    monkeypatch.setattr(dtypes, "available_memory", lambda: 2 * wide)
+    free_memory(2 * wide)
     assert fast_dtype("auto", folder, CPU) == torch.float32
     logged.clear()
-    monkeypatch.setattr(dtypes, "available_memory", lambda: 2 * wide - 1)
+    free_memory(2 * wide - 1)
     assert fast_dtype("auto", folder, CPU) == "auto"
     [record] = logged
     assert "too few for float32" in record.getMessage()
 
 
-@pytest.mark.parametrize("fast", [True, None])
+@pytest.mark.parametrize("flags", ["avx512f avx512_bf16", ""])
 def test_auto_is_the_checkpoints_where_bfloat16_is_fast_or_nothing_is_known(
-    folder: Path, fast: bool | None, monkeypatch: pytest.MonkeyPatch
+    folder: Path, flags: str, pretend: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr(dtypes, "multiplies_bfloat16", lambda: fast)
+    pretend(flags)
     assert fast_dtype("auto", folder, CPU) == "auto"
     assert load_model(folder).dtype == torch.bfloat16
 

@@ -9,11 +9,14 @@ import pytest
 from tests.cli.test_main import SMALL, cached_tokens, call
 
 
-def test_a_file_is_read_once(
-    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def usual_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Store prefixes where they usually are, in a cache folder of this test."""
     monkeypatch.delenv("HEADSTART_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_a_file_is_read_once(demo_model: Path, tmp_path: Path) -> None:
     kept, book = tmp_path / "headstart" / "prefixes", tmp_path / "book.txt"
     book.write_text("A prefix that was computed once stays computed. " * 8)
 
@@ -34,11 +37,9 @@ def test_a_file_is_read_once(
 
 @pytest.mark.parametrize("command", ["run", "chat"])
 def test_where_prefixes_are_kept_is_told_of_a_start_that_succeeds(
-    command: str, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, demo_model: Path, tmp_path: Path
 ) -> None:
     """It was told, and then an error: no prefix was kept anywhere."""
-    monkeypatch.delenv("HEADSTART_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     prompt = ["Who is it?"] if command == "run" else []
     for length, succeeds in (("999999", False), ("64", True)):
         done = call(command, *SMALL, "--max-model-len", length, *prompt, stdin="/quit\n")

@@ -12,6 +12,7 @@ from headstart import LLM, AsyncEngineArgs, AsyncLLM, RequestError, SamplingPara
 from headstart.engine.metrics import Counter, Gauge
 from headstart.outputs import RequestOutput
 from headstart.sampling_params import RequestOutputKind
+from tests.engine.internals import remembered_chats
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 PROMPT = list(range(3, 60))
@@ -179,11 +180,11 @@ def test_a_request_may_leave_nothing_in_the_cache(llm: LLM) -> None:
 
 def test_a_turn_that_is_not_stored_is_not_remembered(tiny: LLM) -> None:
     turns = [{"role": "user", "content": "Who is never stored?"}]
-    known = len(tiny.chats._memory)
+    known = remembered_chats(tiny)
     tiny.chat(turns, greedy(4, skip_storing_prefix_cache=True))
-    assert len(tiny.chats._memory) == known
+    assert remembered_chats(tiny) == known
     tiny.chat(turns, greedy(4))
-    assert len(tiny.chats._memory) > known
+    assert remembered_chats(tiny) > known
 
 
 def test_the_cache_is_reset_while_requests_run(llm: LLM) -> None:

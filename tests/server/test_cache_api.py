@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from headstart.cache import PathSegment
+from tests.engine.internals import remembered_chats
 from tests.server.running import Running, running
 from tests.server.templates import png_of
 from tests.small_demos import shallow_built_in
@@ -282,10 +283,10 @@ def test_images_and_turns_are_forgotten_too(image_server: Running) -> None:
             client.post("/v1/chat/completions", json=body).raise_for_status()
             encoded.append(llm.frontend.images.cache.num_encoded)
             assert llm.frontend.images.cache.num_rows > 0
-            assert len(llm.chats._memory) > 0
+            assert remembered_chats(llm) > 0
             client.post("/cache/reset").raise_for_status()
             assert llm.frontend.images.cache.num_rows == 0
-            assert len(llm.chats._memory) == 0
+            assert remembered_chats(llm) == 0
     assert encoded[1] == encoded[0] + 1
 
 

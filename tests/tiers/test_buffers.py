@@ -15,6 +15,11 @@ from tests.tiers.stores import blocks, disk
 SIZE = 1 << 13
 
 
+def unused(buffers: ReadBuffers) -> set[object]:
+    """Return the buffers that wait for the next read."""
+    return set(buffers._free)
+
+
 def address(view: memoryview) -> int:
     return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
 
@@ -38,12 +43,12 @@ def test_buffers_that_were_made_ready_are_used_first() -> None:
     buffers = ReadBuffers(SIZE, most=3)
     for _ in range(2):
         buffers.fill()
-    ready = set(buffers._free)
+    ready = unused(buffers)
     assert len(ready) == 3
     views = [buffers.take(SIZE) for _ in range(4)]
-    assert not buffers._free
+    assert not unused(buffers)
     del views
-    assert len(buffers._free) == 3 and ready & set(buffers._free)
+    assert len(unused(buffers)) == 3 and ready & unused(buffers)
 
 
 def test_what_is_larger_or_much_smaller_has_memory_of_its_own() -> None:
@@ -82,4 +87,4 @@ def test_a_store_that_has_blocks_makes_its_buffers_ready(
         for thread in threading.enumerate():
             if thread.name == "headstart-buffers":
                 thread.join()
-        assert len(buffers._free) == (0 if is_empty else 2)
+        assert len(unused(buffers)) == (0 if is_empty else 2)

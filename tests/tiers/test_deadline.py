@@ -26,6 +26,7 @@ from headstart.tiers import (
     StoreChain,
 )
 from headstart.tiers.store import make_header
+from tests.engine.internals import first_tier
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, Clock, block, blocks, name, names, payload
 from tests.tiers.test_threads import FOREVER, Gate, Store, arrived, everything, loading
@@ -350,7 +351,7 @@ def test_images_are_forgotten_though_the_store_of_prefixes_does_not_answer(
         assert tiers is not None
         limits(clearing=0.05)
         with monkeypatch.context() as patch:
-            patch.setattr(tiers._tiers[0].store, "clear", lambda: unblocked.wait(FOREVER))
+            patch.setattr(first_tier(tiers).store, "clear", lambda: unblocked.wait(FOREVER))
             patch.setattr(tiers._object_tiers[0].store, "clear", lambda: asked.set() or True)
             with pytest.raises(EngineError, match="what is kept elsewhere may not be"):
                 llm.reset_prefix_cache(reset_connector=True)

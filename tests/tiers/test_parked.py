@@ -11,6 +11,7 @@ import pytest
 from headstart import LLM, SamplingParams
 from headstart.engine.request import RequestGroup
 from headstart.tiers import Loader, LoadJob
+from tests.engine.internals import loader_of
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, names, payload
 from tests.tiers.test_threads import FOREVER, Store, arrived, everything, loading
@@ -124,7 +125,7 @@ def run_until(llm: LLM, *groups: RequestGroup) -> None:
         if all(group.finished for group in groups):
             return
         if tiers.loads.are_under_way:
-            settle(tiers._loader, *(load.job for load in tiers.loads.waiting.values()))
+            settle(loader_of(tiers), *(load.job for load in tiers.loads.waiting.values()))
         llm.engine.step()
         llm.engine.manager.check()
     raise AssertionError("requests wait for ever")
@@ -179,4 +180,4 @@ def test_loads_that_wait_for_one_another_all_come(
         assert [group.output().num_loaded_tokens for group in groups] == [208, 208, 32]
         assert [answer(group) for group in groups] == answers
         assert llm.engine.manager.num_free_blocks == 16
-        assert llm.engine.tiers is not None and llm.engine.tiers._loader.queued_bytes == 0
+        assert llm.engine.tiers is not None and loader_of(llm.engine.tiers).queued_bytes == 0

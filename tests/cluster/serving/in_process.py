@@ -26,6 +26,11 @@ OPTIONS = {"num_blocks": 64, "block_size": 16, "debug": True, "max_images": 3, "
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
+def llm_of(replica: EngineReplica) -> AsyncLLM:
+    """Return the engine of a replica."""
+    return replica._llm
+
+
 class _Call:
     """A call of a replica's generator, as Ray Serve returns one."""
 
@@ -105,13 +110,13 @@ class Replicas:
     @property
     def num_encoded(self) -> int:
         """Images that the replica encoded."""
-        assert self.replica._llm.frontend.images is not None
-        return self.replica._llm.frontend.images.cache.num_encoded
+        assert llm_of(self.replica).frontend.images is not None
+        return llm_of(self.replica).frontend.images.cache.num_encoded
 
     def close(self) -> None:
         """End both."""
         self.llm.close()
-        self.replica._llm.close()
+        llm_of(self.replica).close()
 
 
 def _no_adapter(name: str, path: Path) -> Any:

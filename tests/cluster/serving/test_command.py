@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -14,10 +15,20 @@ from headstart.errors import ConfigError
 QUIET = ["serve", "--port", "0", "--no-api-keys"]
 
 
-def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("headstart.cluster.serving.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "ray", None)
+@pytest.fixture
+def uninstall(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Make imports of a package fail, and import the modules of ours that need it anew."""
+
+    def uninstall(package: str, ours: str) -> None:
+        for name in [name for name in sys.modules if name.startswith(ours)]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, package, None)
+
+    return uninstall
+
+
+def test_without_ray_it_says_what_to_install(uninstall: Callable[[str, str], None]) -> None:
+    uninstall("ray", "headstart.cluster.serving.")
     done = CliRunner().invoke(main, [*QUIET, "--replicas", "2"])
     assert done.exit_code == 2
     assert (
@@ -25,11 +36,11 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-def test_without_anything_it_says_what_to_install_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_anything_it_says_what_to_install_once(
+    uninstall: Callable[[str, str], None],
+) -> None:
     """It named the extra of a server first, and that of replicas when that was there."""
-    for name in [name for name in sys.modules if name.startswith("headstart.server.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "fastapi", None)
+    uninstall("fastapi", "headstart.server.")
     for given, extra in (["--replicas", "2"], "cluster"), ([], "serve"):
         done = CliRunner().invoke(main, [*QUIET, *given])
         assert (done.exit_code, f'needs fastapi: pip install ".[{extra}]"' in done.stderr) == (

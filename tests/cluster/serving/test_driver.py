@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 
@@ -27,6 +27,15 @@ def server() -> Iterator[Server]:
     made = Server()
     yield made
     made.driver.close()
+
+
+def run_soon(server: Server, work: Callable[[], object]) -> None:
+    """Run work in the driver's loop."""
+    server.driver._soon(work)
+
+
+def match_feeds(server: Server) -> None:
+    server.driver._feeds.match()
 
 
 def fail(update: Update) -> None:
@@ -174,7 +183,7 @@ def test_the_id_of_a_cancelled_request_is_free_at_once(server: Server) -> None:
     assert told.tokens() == [8]
     server.stream().put(part(0, 9, finished=True))
     held_up = threading.Event()
-    server.driver._soon(lambda: held_up.wait(LIMIT))
+    run_soon(server, lambda: held_up.wait(LIMIT))
     server.driver.cancel([request])
     server.driver.submit(server.request("a"), again)
     held_up.set()
@@ -220,9 +229,9 @@ def test_a_replica_that_is_back_before_its_feed_has_ended_is_followed(server: Se
     def go_and_come() -> None:
         for names in ([], [REPLICA]):
             server.dispatcher.set_replicas(names)
-            server.driver._feeds.match()
+            match_feeds(server)
 
-    server.driver._soon(go_and_come)
+    run_soon(server, go_and_come)
     assert server.handle.is_asked_to_follow.wait(LIMIT)
 
 
@@ -244,11 +253,11 @@ def test_the_log_tells_which_replicas_come_and_go(
     def come_and_go() -> None:
         for names in ([REPLICA], [REPLICA], [], [REPLICA]):
             server.dispatcher.set_replicas(names)
-            server.driver._feeds.match()
+            match_feeds(server)
         done.set()
 
     try:
-        server.driver._soon(come_and_go)
+        run_soon(server, come_and_go)
         assert done.wait(LIMIT)
     finally:
         log.setLevel(before)

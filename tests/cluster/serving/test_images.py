@@ -24,7 +24,7 @@ from headstart.engine.image_cache import EncoderKey, PromptImages, SentImage
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.request import RequestGroup
 from headstart.errors import EngineError, RequestError
-from tests.cluster.serving.in_process import GREEDY, OPTIONS, Replicas, ask, prompt, told
+from tests.cluster.serving.in_process import GREEDY, OPTIONS, Replicas, ask, llm_of, prompt, told
 from tests.cluster.serving.scripted import Put
 from tests.engine.images.test_generate import FAMILIES, Oracle
 from tests.frontend.images.test_similar import as_jpeg, spots
@@ -201,7 +201,7 @@ def test_a_replica_of_a_model_that_sees_nothing_refuses(
     replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its files are others than those of the replica that the server asked."""
-    monkeypatch.setattr(replicas.replica._llm.frontend, "images", None)
+    monkeypatch.setattr(llm_of(replicas.replica).frontend, "images", None)
     with pytest.raises(EngineError, match="the model in this replica sees none"):
         ask(replicas.llm, prompt("@", make_image(1)))
 
@@ -303,7 +303,7 @@ def test_a_store_has_images_for_one_engine_and_replicas_alike(
         made = Replicas(folder, **options) if which == "a replica" else None
         llm = AsyncLLM(folder, **OPTIONS, **options) if made is None else made.llm
         found = ask(llm, asked), ask(llm, {**prompt("@", make_image(1))})
-        images = (llm if made is None else made.replica._llm).frontend.images
+        images = (llm if made is None else llm_of(made.replica)).frontend.images
         assert images is not None
         made.close() if made is not None else llm.close()
         return found[0], images.cache.num_encoded

@@ -21,6 +21,7 @@ from headstart.engine.adapter_names import Adapter
 from headstart.engine.request import RequestGroup
 from headstart.errors import DamagedAdapterError, EngineError, ModelError
 from headstart.models.files import find_folder
+from tests.cluster.serving.in_process import llm_of
 from tests.tiny_adapters import make_adapter
 
 ASKED = AnswerRequest(
@@ -40,7 +41,7 @@ ASKED = AnswerRequest(
 def replica() -> Iterator[EngineReplica]:
     made = EngineReplica("headstart-tiny", {"num_blocks": 64, "dtype": "float32"})
     yield made
-    made._llm.close()
+    llm_of(made).close()
 
 
 class _BrokenGauges:
@@ -92,7 +93,7 @@ def test_two_adapters_of_one_name_answer_their_own_requests(
     folders = [make_adapter(model, tmp_path / str(seed), seed=seed) for seed in (1, 2)]
     options = {"num_blocks": 64, "dtype": "float32", "enable_lora": True}
     made = EngineReplica("headstart-tiny", options)
-    llm, loading = made._llm, Counter[str]()
+    llm, loading = llm_of(made), Counter[str]()
     load, prepare = llm.load_adapter, llm.prepare
 
     async def load_counted(name: str, path: Path) -> Adapter:
@@ -149,13 +150,13 @@ def test_tenants_share_what_a_request_says_is_public_and_nothing_after_it() -> N
 
     async def ask_all() -> None:
         made = EngineReplica("headstart-tiny", {"num_blocks": 64, "dtype": "float32"})
-        names = made._llm.engine.manager.hasher
+        names = llm_of(made).engine.manager.hasher
         assert await ask(made, "a", 2) == 0
         assert await ask(made, "b", 2) == 2 * names.block_size
         sequence = TokenSequence("asked", prompt, salt="c", public=names.public)
         sequence.cut(names.block_size)
         assert sequence.num_public == 2
-        made._llm.close()
+        llm_of(made).close()
 
     asyncio.run(ask_all())
 
@@ -180,13 +181,13 @@ def test_what_a_silent_server_asked_for_ends_and_nothing_of_another(
     now = [0.0]
     monkeypatch.setattr(replica, "_servers", Heartbeats(120.0, lambda: now[0]))
     aborted: list[str] = []
-    abort = replica._llm.abort
+    abort = llm_of(replica).abort
 
     async def note(request_id: str) -> None:
         aborted.append(request_id)
         await abort(request_id)
 
-    monkeypatch.setattr(replica._llm, "abort", note)
+    monkeypatch.setattr(llm_of(replica), "abort", note)
     long = replace(ASKED, params=SamplingParams(max_tokens=800, temperature=0, ignore_eos=True))
 
     async def fall_silent() -> None:

@@ -19,6 +19,7 @@ from headstart.engine.image_cache import (
 from headstart.engine.request import PromptExtras, Request
 from headstart.engine.step import Batch
 from headstart.models.decoder import ProcessedImage
+from tests.engine.internals import encoder_users
 from tests.engine.test_scheduler import BLOCK, Bench
 
 Shown = tuple[int, int, int]  # tokens before the image, which image, its rows: 1 to 3 times 3
@@ -118,7 +119,7 @@ def test_all_end_and_rows_are_there(
             assert whole_blocks  # several images of one block, more than there is room for
     bench.run()
     assert all(request.finish_reason == "length" for request in added)
-    assert all(not entry.users for entry in bench.cache._entries.values())
+    assert not encoder_users(bench.cache)
 
 
 def test_two_that_hold_what_the_other_needs_both_end() -> None:

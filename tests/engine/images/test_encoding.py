@@ -1,5 +1,6 @@
 """Images that are encoded while an engine runs: each once, and nobody waits for ever."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from headstart.engine.image_cache import (
 )
 from headstart.engine.request import PlacedRows, RequestGroup
 from headstart.models.decoder import ProcessedImage, VisionModel
+from tests.engine.internals import encoder_users
 from tests.tiny_vision import IDS, make_image, save_tiny_vision
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -22,6 +24,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_vision("llava", tmp_path_factory.mktemp("llava"))
+
+
+def set_encoder(images: PromptImages, make: Callable[[Any], Any]) -> None:
+    """Encode images by an object that is made of the vision model."""
+    images.cache._encoder = make(images._vision)
 
 
 def ask(text: str, *seeds: int) -> dict[str, Any]:
@@ -81,14 +88,14 @@ def test_a_tower_that_fails_ends_its_requests_and_leaks_nothing(folder: Path) ->
     llm = LLM(folder, num_blocks=64, debug=True)
     images = llm.frontend.images
     assert images is not None
-    images.cache._encoder = _Broken()
+    set_encoder(images, lambda vision: _Broken())
     with pytest.raises(EngineError, match="no such picture"):
         llm.generate(ask("<image>?", 1), GREEDY)
     assert images.cache.num_rows == 0
     images.cache.check()
     llm.engine.manager.check()
     assert llm.engine.manager.num_free_blocks == 64
-    images.cache._encoder = images._vision
+    set_encoder(images, lambda vision: vision)
     [output] = llm.generate(ask("<image>?", 1), GREEDY)
     assert len(output.outputs[0].token_ids) == 6
     llm.close()
@@ -109,7 +116,8 @@ def test_an_image_that_cannot_be_encoded_ends_the_requests_that_show_it(folder: 
     expected = [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in (good, text)]
     assert llm.reset_prefix_cache()
     images.cache.clear()
-    images.cache._encoder = _Blind(images._vision, llm.frontend.prepare(bad, GREEDY))
+    request = llm.frontend.prepare(bad, GREEDY)
+    set_encoder(images, lambda vision: _Blind(vision, request))
     running = llm.frontend.prepare(text, GREEDY, request_id="running")
     engine.submit(running)
     engine.step()
@@ -132,7 +140,7 @@ def test_an_image_that_cannot_be_encoded_ends_the_requests_that_show_it(folder: 
     assert found == expected
     assert groups["good"].output().num_cached_tokens == 5  # "What " of texts, and none of "bad"
     assert engine.manager.num_free_blocks == 96
-    assert all(not entry.users for entry in images.cache._entries.values())
+    assert not encoder_users(images.cache)
     llm.close()
 
 
@@ -159,7 +167,8 @@ def test_whatever_else_goes_on_the_others_are_answered(
     alone = [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in prompts]
     assert llm.reset_prefix_cache()
     images.cache.clear()
-    images.cache._encoder = _Blind(images._vision, llm.frontend.prepare(ask("<image>", 3), GREEDY))
+    request = llm.frontend.prepare(ask("<image>", 3), GREEDY)
+    set_encoder(images, lambda vision: _Blind(vision, request))
     twice = replace(GREEDY, n=2)
     groups = [llm.frontend.prepare(prompt, twice) for prompt in prompts]
     for group in groups:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from headstart.engine.fair_share import ACTIVE_SECONDS
@@ -210,19 +212,27 @@ def test_a_prompt_fits_beside_those_that_hold_its_beginning() -> None:
         simulation.step()
     free = simulation.manager.num_free_blocks * BLOCK
     assert free < len(head)
-    assert simulation.fair._fits(simulation.ask("b", [*head, 2]))
-    assert not simulation.fair._fits(simulation.ask("b", [9, *head]))
-    assert not simulation.fair._fits(simulation.ask("b", [*head, *range(free + BLOCK)]))
+
+    def fits(tokens: list[int]) -> bool:
+        return simulation.fair._fits(simulation.ask("b", tokens))
+
+    assert fits([*head, 2])
+    assert not fits([9, *head])
+    assert not fits([*head, *range(free + BLOCK)])
 
 
 def test_what_a_prompt_hits_when_it_runs_again_costs_it_no_rank() -> None:
     simulation = Simulation(("a", "b"))
     request = simulation.ask("a", list(range(640)))
-    waiting = simulation.fair._rank(request)
+
+    def rank() -> tuple[Any, ...]:
+        return simulation.fair._rank(request)
+
+    waiting = rank()
     for _ in range(2):
         simulation.step()
     simulation.scheduler.preempt_all()
     simulation.scheduler.schedule()
     sequence = request.sequence
     assert sequence.num_computed_tokens == 3 * TOKENS and sequence.num_reused == 2 * TOKENS // BLOCK
-    assert simulation.fair._rank(request) == (waiting[0], waiting[1] + TOKENS)
+    assert rank() == (waiting[0], waiting[1] + TOKENS)

@@ -9,6 +9,7 @@ from headstart import LLM, SamplingParams
 from headstart.engine.engine import EngineCore
 from headstart.engine.request import RequestGroup
 from headstart.errors import EngineError
+from tests.engine.internals import loader_of
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 NUM_BLOCKS = 20
@@ -72,7 +73,7 @@ def check(engine: EngineCore) -> None:
     living = {request.sequence for group in engine._groups.values() for request in group.requests}
     loads = {load.sequence for load in engine.tiers.loads.waiting.values()}
     assert set(engine.manager.sequences) <= living | loads, "blocks are held for nobody"
-    assert engine.tiers.loads.are_under_way or engine.tiers._loader.queued_bytes == 0
+    assert engine.tiers.loads.are_under_way or loader_of(engine.tiers).queued_bytes == 0
 
 
 @pytest.mark.parametrize("begin", [begin, begin_again])

@@ -10,6 +10,7 @@ from headstart.engine.metrics import Counter
 from headstart.engine.tiering.tiers import TierStats
 from headstart.tiers import DiskStore
 from headstart.tiers.index import DiskIndex
+from tests.engine.internals import first_tier
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 PROMPT = {"prompt_token_ids": list(range(3, 103))}
@@ -38,7 +39,7 @@ def test_what_is_not_saved_while_a_tier_is_left_alone_is_counted(
     with closing(make_llm(model, cache_dir=str(tmp_path))) as llm:
         assert told(llm, "unsaved_blocks") == {("disk",): 0} and not told(llm, "tier_faults")
         assert llm.engine.tiers is not None
-        llm.engine.tiers._tiers[0].pause.failed("it does not answer", "on purpose")
+        first_tier(llm.engine.tiers).pause.failed("it does not answer", "on purpose")
         llm.generate([PROMPT], GREEDY)
         stats = counted(llm)
         assert (stats.saved_blocks, stats.dropped_blocks) == (0, 0)

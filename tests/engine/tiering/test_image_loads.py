@@ -14,6 +14,7 @@ from headstart.engine.image_cache import EncoderCache, PromptImages
 from headstart.engine.request import RequestGroup
 from headstart.errors import TierError
 from headstart.tiers import OBJECTS, DiskStore, LoadedBlock
+from tests.engine.internals import loader_of
 from tests.tiny_vision import make_image, save_tiny_vision
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -165,7 +166,7 @@ def test_who_waits_for_an_image_that_another_has_computed_past_gets_it(
         assert tiers is not None
         for _ in range(20):  # each time with what there is of it
             if tiers.loads.are_under_way:
-                tiers._loader.wait(4)
+                loader_of(tiers).wait(4)
             while tiers.image_loads.are_under_way:
                 tiers.image_loads.wait(4)
             llm.engine.step()

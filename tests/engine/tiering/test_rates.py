@@ -11,6 +11,7 @@ from headstart import LLM, SamplingParams
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.tiering.tiers import Tiers, is_worth_loading
 from headstart.tiers import DiskStore, LoadedBlock
+from tests.engine.internals import first_tier, loader_of
 from tests.engine.tiny_llm import make_llm, save_smallest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -68,7 +69,7 @@ def test_a_hit_that_is_slower_than_computing_is_not_taken(
         assert outputs[0].num_loaded_tokens == 16 and disk.num_blocks == 2, "it was tried"
         stats = tiers_of(llm).stats
         assert stats.declined_tokens == 0 and stats.late_answers == 1
-        while tiers_of(llm)._tiers[0].is_stuck:
+        while first_tier(tiers_of(llm)).is_stuck:
             time.sleep(0.01)
         outputs += [ask(llm, tokens) for tokens in PROMPTS[1:]]
         assert [output.num_loaded_tokens for output in outputs[1:]] == [0, 0, 0]
@@ -99,7 +100,7 @@ def test_a_new_process_knows_what_computing_took_the_one_before(model: Path, kep
         tiers = tiers_of(llm)
         assert tiers._rate.value is None and 0 < tiers._chain.block_seconds < 10
         assert tiers._compute_rate == 16 / tiers._chain.block_seconds
-        tiers._loader.rate = tiers._payload.nbytes / 60  # a minute for a block
+        loader_of(tiers).rate = tiers._payload.nbytes / 60  # a minute for a block
         assert ask(llm, PROMPTS[0]).num_loaded_tokens == 0
         assert tiers.stats.declined_tokens == 96
 

@@ -20,6 +20,7 @@ from headstart.cache import ExtraKey, MultiModalItem, TokenSequence, extra_keys
 from headstart.frontend.images.prompt import IMAGE_MARK
 from headstart.models.decoder import PlacedImage, ProcessedImage
 from headstart.models.transformers_backend.image_encoder import TransformersVision as VisionModel
+from tests.engine.internals import encoder_users
 from tests.tiny_vision import IDS, make_image, save_tiny_vision
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -288,7 +289,7 @@ def test_an_aborted_request_lets_go_of_its_images(llm: LLM) -> None:
     next(stream)
     stream.close()
     assert not images.cache.fits([]) or images.cache.num_rows == 16
-    assert all(not entry.users for entry in images.cache._entries.values())
+    assert not encoder_users(images.cache)
     images.cache.check()
 
 

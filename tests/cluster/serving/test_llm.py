@@ -17,6 +17,7 @@ from headstart.cluster.serving.llm import ReplicatedLLM, router
 from headstart.engine.adapter_names import Adapter, LoRARequest
 from headstart.engine.metrics import Counter, Gauge, Histogram, Metric, read_metrics
 from headstart.errors import AdapterNotFoundError, RequestError
+from headstart.frontend.chat.messages import TemplateOptions
 from headstart.server.app import create_app
 from headstart.server.keys import KeyFolder
 from headstart.server.options import ServerOptions
@@ -149,7 +150,7 @@ async def _prompt(llm: ReplicatedLLM) -> None:
 
 
 async def _chat(llm: ReplicatedLLM) -> None:
-    await llm.prepare_chat([{"role": "user", "content": [IMAGE]}])
+    await llm.prepare([{"role": "user", "content": [IMAGE]}], template=TemplateOptions())
 
 
 @pytest.mark.parametrize("call", [_prompt, _chat])

@@ -7,13 +7,9 @@ share these bytes with a probability of 3 in a million. The index is a hint in a
 looks up its own blocks, so a lost event or a shared key costs a worse choice, never a wrong answer.
 
 An engine evicts a prefix from its end, so a replica that has a block has those before it. A query
-bisects for each depth that the prompt has on some replica and skips the blocks between. A lookup
-waits for memory, up to 1 us, so looking up every block of 8,192 tokens took a quarter of a
-millisecond. After a lost event, or where a tier lost a block in the middle, a query may report too
-many blocks.
-
-Where all replicas share a store, any of them can load its blocks: one search finds how much of a
-prompt the store has for all.
+bisects for each depth that the prompt has on some replica: looking up every block of 8,192 tokens
+took a quarter of a millisecond. After a lost event, or where a tier lost a block in the middle, a
+query may report too many blocks.
 
 A removed replica is in no answer from then on. Its blocks stay in the tables for a while: each
 batch sweeps several times as many blocks as it stores.
@@ -34,8 +30,7 @@ Holders = list[dict[PrefixKey, int]]
 """A table in parts; key `k` is in part `k % num_parts`, since keys are evenly spread.
 
 A dictionary of a million blocks is copied as a whole when its insertions fill it, which stops
-routing for 60 ms. With parts as large as a replica the copy takes one. More parts would not fit
-into the processor's cache: with 1,024 for 64 replicas an event took a quarter longer.
+routing for 60 ms. With parts as large as a replica the copy takes one.
 """
 
 MAX_BACKLOG = 1024
@@ -254,7 +249,6 @@ class ReplicaIndex:
         return feed.is_current
 
     def _replace(self, feed: _Feed, snapshot: EventBatch) -> Generator[None, None, bool]:
-        """Apply a snapshot, then the batches after it."""
         newer = [batch for batch in feed.backlog if batch.number > snapshot.number]
         if feed.is_current and feed.number > snapshot.number:
             return True  # it is late, and nothing is missing

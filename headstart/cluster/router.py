@@ -54,8 +54,7 @@ class RouteRequest:
 
 
 class MeasuredRate:
-    """Tokens per second: `tokens` in `seconds`, of which older ones count less; `mean` is 0 at
-    first."""
+    """Tokens per second, of which older ones count less; `mean` is 0 at first."""
 
     __slots__ = ("mean", "seconds", "tokens")
 
@@ -187,10 +186,10 @@ class Expected(RoutingPolicy):
     follows its first request. A hot prefix spreads: once the queue of the replica that holds it
     costs more than computing it elsewhere, the next request computes it there.
 
-    w > 1, because a token computed also delays later requests and takes memory from cached blocks,
-    while a queued token is waited for once. d spreads prompts that cost little to compute again,
-    such as a short system prompt, before one replica decodes for all. Among equals the replica that
-    was given least to compute so far wins: new prefixes then fill all pools equally.
+    w > 1, because a token computed also delays later requests and takes memory from cached blocks.
+    d spreads prompts that cost little to compute again, before one replica decodes for all. Among
+    equals the replica with the least computed so far wins: new prefixes then fill all pools
+    equally.
     """
 
     def __init__(self, weight: float = COMPUTE_WEIGHT, load_rate: float = LOAD_RATE) -> None:

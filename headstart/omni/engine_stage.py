@@ -205,7 +205,6 @@ class TalkerFeed(Feed):
         self._identify(self._count, pads)
 
     def _rows_of(self, start: int, stop: int) -> Tensor:
-        """Return the rows of positions `start` to `stop - 1`, which must have arrived."""
         assert self._buffer is not None and stop <= self._count
         rows = self._buffer[start : min(stop, self._num_given)]
         missing = stop - max(start, self._num_given)
@@ -215,7 +214,6 @@ class TalkerFeed(Feed):
         return torch.cat([rows, self._padding.expand(missing, *self._padding.shape)])
 
     def _identify(self, stop: int, digest: bytes | None = None) -> None:
-        """Add the identities of the blocks up to position `stop`."""
         size = self.block_size
         while (block := len(self._items)) * size + size <= stop:
             identity = self._private or digest
@@ -441,7 +439,6 @@ class EngineStage(Stage):
                 self._fail(request_id, engine_error(f"stage {self.spec.name!r}", error))
 
     def _update_feed(self, request_id: str, update: Callable[[Feed], None]) -> None:
-        """Update a request's feed, and begin the request if its prompt is complete."""
         state = self._states.get(request_id)
         if state is None:
             return

@@ -6,7 +6,7 @@
                   a block's frames are cached by all codes up to the block's end.
 
 Both give the same bits with and without the cache: a frames stage always computes whole blocks at
-absolute positions, so its shapes do not depend on what was cached.
+absolute positions.
 """
 
 import time

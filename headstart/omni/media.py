@@ -275,7 +275,6 @@ def _wave(sound: Any) -> NDArray[np.float32]:
 
 
 def _load(kind: Any, folder: Path, **options: Any) -> Any:
-    """Load a feature extractor or an image processor."""
     try:
         with silence_transformers():
             return kind.from_pretrained(folder, local_files_only=True, **options)

@@ -1,12 +1,9 @@
 """Stage-output store: output rows of stages, block by block.
 
-A stage that skips a cached prefix still needs that prefix's rows for the next stage.
-
-An entry maps (block identity, stage, output) to the rows of one block, in host memory, in the
-dtype and trailing shape of the stage's output. An entry is made when a block's rows are written and
-is never overwritten. When the bytes run out, the least recently used entry is evicted that does not
-belong to the prefix that is being stored: without its head no prefix is found. If there is no such
-entry, nothing more of the prefix is stored. So
+A stage that skips a cached prefix still needs that prefix's rows for the next stage. An entry maps
+(block identity, stage, output) to the rows of one block in host memory, and is never overwritten.
+When the bytes run out, the least recently used entry is evicted that does not belong to the prefix
+that is being stored. If there is no such entry, nothing more of the prefix is stored. So
 
     KV evicted, rows kept      the rows stay until they are evicted; they are used again once a
                                request computes the block's K/V anew
@@ -15,8 +12,8 @@ entry, nothing more of the prefix is stored. So
                                block's slots do not affect them
 
 A block is identified by its stage, its namespace, and every key from the root on, compared by
-content as in the KV cache. The store knows no block ids of the KV cache. So reuse of a block id
-does not affect rows, and a stage may have any number of KV groups.
+content as in the KV cache. The store knows no block ids, so a stage may have any number of KV
+groups.
 
 Source: "Automatic Prefix Caching in Omni Models" (vLLM-Omni). The reference mirrors KV slots in
 one tensor `[num_blocks, block_size, D]` per key; docs/omni.md compares the two.
@@ -204,14 +201,12 @@ class OutputCache:
         assert self._bytes == counted, "the bytes are counted wrong"
 
     def _nodes(self) -> list[_Node]:
-        """Return all nodes but the roots."""
         nodes: list[PrefixNode] = [*self._tree.roots()]
         for node in nodes:  # it grows meanwhile
             nodes += node.children()
         return [node for node in nodes if isinstance(node, _Node)]
 
     def _walk(self, path: BlockPath) -> Iterator[_Node]:
-        """Yield the nodes of a path's blocks, up to the first missing one."""
         node: PrefixNode | None = self._tree.root(path.namespace)
         for depth, key in enumerate(_keys(path)):
             node = self._tree.find(node, key) if node is not None else None
@@ -265,7 +260,6 @@ class OutputCache:
             self._prune(node, keep)
 
     def _prune(self, node: PrefixNode, keep: _Node | None = None) -> None:
-        """Remove nodes that have neither rows nor children."""
         leaf: PrefixNode | None = node
         while leaf is not None and leaf is not keep and leaf.child is None:
             if isinstance(leaf, _Node):

@@ -207,7 +207,6 @@ class CodecTalkerFeed(TalkerFeed):
         return [self.mask_id] * length + list(lead)
 
     def _combine(self, position: int, token_ids: Sequence[int], rows: Tensor) -> Tensor:
-        """Return the rows, plus the embeddings of the token ids from the lead on."""
         assert self._prompt_tokens is not None
         first = max(0, self._prompt_tokens - position)
         if first >= len(rows):

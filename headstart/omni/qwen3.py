@@ -225,9 +225,8 @@ class CausalVocoder:
     convolutions leave them out at the end of their input. So the wave is delayed by `delay`
     samples: it begins with silence, and blocks join without a gap.
 
-    The transformer before the convolutions has a longer context (8 layers with windows of 72 codes,
-    against 10 codes) and is the cheaper part. So it runs over all given codes, and the convolutions
-    only over the block and the `reach` codes before it.
+    The transformer before the convolutions has a longer context and is the cheaper part. So it runs
+    over all codes, and the convolutions only over the block and the `reach` codes before it.
     """
 
     def __init__(self, code2wav: Qwen3OmniMoeCode2Wav) -> None:

@@ -5,9 +5,8 @@
                                              ^ where the request runs from
 
 Rows of a skipped prefix come from the store, or from the step if another request computes them in
-this step. Computed rows come from the step. Rows below the watermark were passed on before. This
-one rule covers chunks of a prompt, decoding, and a preempted request that resumes with a longer or
-a shorter hit.
+this step. This rule covers chunks of a prompt, decoding, and a preempted request that resumes with
+a longer or a shorter hit.
 
 The order in a step: `usable` for requests that could be admitted, `admitted` for admitted requests,
 `computed` for all requests that ran.
@@ -191,7 +190,6 @@ class StageRows:
         ]
 
     def _sort(self, outputs: Mapping[str, Tensor], parts: Sequence[Part]) -> dict[str, Tensor]:
-        """Return the outputs that have, or may have, rows for the step's tokens."""
         num_tokens = sum(part.stop - part.start for part in parts)
         for name, output in self._outputs.items():
             if name in outputs:
@@ -215,7 +213,6 @@ class StageRows:
         return named
 
     def _find_nonfinite(self, parts: Sequence[Part], named: Mapping[str, Tensor]) -> None:
-        """Record each request's first row with a NaN or an infinity."""
         tokens: set[int] = set()  # of the step
         for name, rows in named.items():
             if rows.is_floating_point():
@@ -264,7 +261,6 @@ class StageRows:
             cache.touch(self._path(part.sequence, max(blocks) + 1))
 
     def _cut(self, tail: _Tail, ratio: int) -> list[tuple[int, Tensor]]:
-        """Remove the whole blocks from the head of a tail; return them by index."""
         size = self._block_size
         first, last = -(-tail.start // size), tail.stop // size
         if last * size <= tail.start:

@@ -98,11 +98,10 @@ class Output:
 class AlignmentDetector:
     """Detects the outputs of a stage with one row per token, from shapes, never from names.
 
-    An output is a candidate if its first axis is as long as the pass has tokens, as in the
-    reference. A single pass proves little: 12 rows for 12 tokens may be chance, and so may one row
-    per request while every request decodes one token. So a candidate is trusted after matching
-    passes of two different lengths, one of them with more tokens than requests. A pass that does
-    not match rules it out for good. Declared alignments are not checked here.
+    An output is a candidate if its first axis is as long as the pass has tokens. A single match
+    may be chance, so a candidate is trusted after matching passes of two different lengths, one of
+    them with more tokens than requests. A pass that does not match rules it out for good. Declared
+    alignments are not checked here.
     """
 
     def __init__(self, declared: Mapping[str, Alignment]) -> None:

@@ -6,8 +6,7 @@ Rows are copied to host memory asynchronously:
     copy stream                        | rows -> pinned memory | event
     host                                                       waits here, and not before
 
-A copy begins when its rows are queued on the device. The host waits for it only before it reads
-the rows. Rows that are in host memory already are not copied.
+The host waits for a copy only before it reads the rows. Rows in host memory are not copied.
 """
 
 import hashlib
@@ -216,7 +215,6 @@ class StageDecoder(TransformersDecoder):
         return logits
 
     def _deep_rows(self, embeddings: EmbeddingOverlay | None, is_own: Tensor) -> dict[str, Any]:
-        """Return the rows added after the first layers, as arguments of text models."""
         if embeddings is None or not self._parts.num_deep:
             return {}
         width = embeddings.values.shape[1] // (1 + self._parts.num_deep)

@@ -122,7 +122,6 @@ class ReplicaCluster:
         self._leave()
 
     def _connect(self, engine: EngineConfig) -> bool:
-        """Find or start Ray; return True if it was started."""
         address = os.environ.get("RAY_ADDRESS")
         _check_address(address)
         cpus = math.ceil(self._share(engine, is_alone=True)[0] * self._config.most)
@@ -151,7 +150,6 @@ class ReplicaCluster:
         return not address
 
     def _share(self, engine: EngineConfig, *, is_alone: bool) -> tuple[float, float]:
-        """Return the CPUs and GPUs of one replica."""
         config = self._config
         cpus = max(1, count_cores() // config.most) if is_alone else 1
         gpus = config.replica_gpus
@@ -162,8 +160,7 @@ class ReplicaCluster:
     def _check_resources(self, engine: EngineConfig) -> None:
         """Check CPUs and GPUs, for which Ray waits silently without end. Raises ConfigError.
 
-        A cluster may yet get more machines: there a line of the log names the missing resources. A
-        separate Ray was started with enough CPUs.
+        A cluster may yet get more machines: there a line of the log names the missing resources.
         """
         cpus, gpus = self._share(engine, is_alone=self._is_own_ray)
         resources = ray.cluster_resources()
@@ -322,7 +319,6 @@ class ReplicaCluster:
 
 
 def _call(function: Callable[[], Answer]) -> Answer:
-    """Call a function of Ray; raises our errors."""
     try:
         return function()
     except Exception as error:

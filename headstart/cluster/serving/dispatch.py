@@ -27,10 +27,8 @@ from headstart.engine.metrics import Counter, Gauge, Histogram, Metric
 DISPATCHERS: dict[str, Dispatcher] = {}
 """The dispatcher of each application whose server is in this process."""
 _TRIES = 3
-"""The number of times a request is sent to a replica that does not accept it.
-
-Ray waits longer each time, up to a second: a slow replica gets its prefixes, and a replica that
-hangs delays no request for long.
+"""The number of times a request is sent to a replica that does not accept it; Ray waits longer each
+time, up to a second.
 """
 
 
@@ -85,10 +83,7 @@ class Dispatcher:
             return dict(self._metrics)
 
     def sum_metrics(self) -> list[Metric]:
-        """Return the metrics of all replicas as one's, with the counts of those that are gone.
-
-        Otherwise a sum would fall, which a monitor takes for a restart.
-        """
+        """Return the metrics of all replicas as one's, with the counts of those that are gone."""
         with self._lock:
             metrics = [*self._past, *chain(*self._metrics.values())]
         return add_up(metrics)

@@ -8,10 +8,9 @@ and a conversation's earlier turns are stored in one place whichever replica ans
                     └──────────┘ the replica is lost    │ the replica is lost: an error, since a
                       another one computes it again     ▼ client may have seen tokens
 
-A replica is lost when it died, or when it missed two heartbeats (`heartbeat.py`).
-
-A request that wants its tokens only at the end has shown none before, so it is always computed
-again. `MAX_LOST` replicas that die under one request are no chance: it then ends.
+A replica is lost when it died, or when it missed two heartbeats (`heartbeat.py`). A request that
+wants its tokens only at the end has shown none before, so it is always computed again. It ends when
+`MAX_LOST` replicas died under it.
 
 One thread with its own event loop does everything, Ray Serve's calls included. A request's last
 update is sent when its task ends, however it ends: a task that is cancelled before it starts runs
@@ -227,7 +226,7 @@ class _Attempt:
 
 
 def _receiver_error(error: Exception) -> EngineError:
-    return EngineError(f"the answer cannot be told: {type(error).__name__}: {error}")
+    return EngineError(f"the answer cannot be sent: {type(error).__name__}: {error}")
 
 
 class ReplicaDriver:
@@ -477,7 +476,6 @@ class ReplicaDriver:
         raise EngineError("this server was silent for too long: a replica took it for dead")
 
     def _lose(self, replica: str) -> None:
-        """Give up the attempts at a silent replica."""
         names = self._dispatcher.note_silent(replica)
         for attempt in self._attempts.values():
             if attempt.running.name in names:
@@ -485,7 +483,6 @@ class ReplicaDriver:
                 attempt.running.cancel()
 
     def _take_progress(self, key: RequestKey, part: Part) -> None:
-        """Add tokens of a report; an output that cannot be sent ends its request."""
         attempt = self._attempts.get(key)
         if attempt is None:  # it is answered
             return

@@ -222,7 +222,6 @@ class Feeds:
             cancel(stream)
 
     async def _apply(self, replica: str, batch: EventBatch) -> bool:
-        """Apply a batch, a long one in another thread."""
         if batch.cleared or len(batch.stored) + len(batch.removed) > _LARGE:
             return await asyncio.to_thread(self._dispatcher.apply, replica, batch)
         return self._dispatcher.apply(replica, batch)

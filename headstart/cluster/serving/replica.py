@@ -187,7 +187,6 @@ class CachePublisher:
         return self._read(AllBlocksCleared()) if done else None
 
     def _read_all(self) -> Report:
-        """Return a snapshot as of the last batch that was sent to all followers."""
         process = f"{os.getpid()} on {socket.gethostname()}"
         return Report(self._events.snapshot(), self._llm.read_metrics(), process=process)
 
@@ -409,7 +408,7 @@ class EngineReplica:
         try:
             self._gauges.update(values)
         except Exception:  # requests are answered all the same
-            _LOG.warning("the metrics of this replica cannot be told to Ray", exc_info=True)
+            _LOG.warning("the metrics of this replica cannot be passed to Ray", exc_info=True)
 
     def __del__(self) -> None:
         """Save cached blocks to the tiers; called by Ray Serve when nothing runs here any more."""

@@ -134,7 +134,7 @@ def test_a_receiver_that_raises_at_the_first_token_has_its_stream_cancelled(
     assert stream.cancelled.wait(LIMIT)
     assert not isinstance(updates.get(timeout=LIMIT), BaseException)
     last = updates.get(timeout=LIMIT)
-    assert str(last) == "the answer cannot be told: RuntimeError: Event loop is closed"
+    assert str(last) == "the answer cannot be sent: RuntimeError: Event loop is closed"
 
 
 def test_two_requests_under_way_cannot_have_one_id(server: Server) -> None:

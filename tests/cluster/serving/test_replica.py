@@ -54,7 +54,7 @@ def test_metrics_that_cannot_be_told_do_not_make_a_replica_ill(
 ) -> None:
     monkeypatch.setattr(replica, "_gauges", _BrokenGauges())
     asyncio.run(replica.check_health())
-    told = "the metrics of this replica cannot be told to Ray"
+    told = "the metrics of this replica cannot be passed to Ray"
     assert any(told in record.getMessage() for record in logged)
 
 

@@ -10,6 +10,7 @@ that waits for an answer, never the work on answers.
 """
 
 import asyncio
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -230,6 +231,10 @@ class LocalDriver:
         # the garbage collector may close a stream while its thread is in here.
         self._starting = threading.RLock()
         self._thread: threading.Thread | None = None
+        # Ctrl-C within `join` or `is_alive` of Python 3.11 marks a running thread as ended.
+        self._process = 0  # the process that started the thread
+        self._has_gone = False
+        self._gone: queue.SimpleQueue[None] = queue.SimpleQueue()  # has an item after the thread
         self._waits = WaitGraph()  # of steps and orders
         self._ended: EngineError | None = None  # the reason why no order is accepted any more
 
@@ -319,7 +324,8 @@ class LocalDriver:
     @property
     def is_alive(self) -> bool:
         """True while the engine's thread runs; False in a process that was forked."""
-        return self._thread is not None and self._thread.is_alive()
+        is_started = self._thread is not None and self._thread.ident is not None
+        return is_started and not self._has_gone and self._process == os.getpid()
 
     def ended(self) -> EngineError:
         """Return the reason why the engine accepts no orders any more."""
@@ -338,10 +344,13 @@ class LocalDriver:
         self._orders.put(None)
         try:
             with self.awaited():
-                while self._thread is not None and self._thread.is_alive():
-                    self._thread.join(_PATIENCE)
+                while self.is_alive:
+                    with suppress(queue.Empty):  # or another caller took the item
+                        self._gone.get(timeout=_PATIENCE)
         except EngineError:
             return  # to the thread, which closes the engine after its current work
+        if self._thread is not None and self._process == os.getpid():
+            self._thread.join()  # it has nothing left to do
         with self._starting:
             self._engine.close(str(self._ended))  # again, if the thread broke before it could
 
@@ -373,6 +382,7 @@ class LocalDriver:
                 self._thread = threading.Thread(
                     target=self._run, name="headstart-engine", daemon=True
                 )
+                self._process = os.getpid()
                 self._thread.start()
             elif not self.is_alive:
                 raise self.ended()
@@ -390,7 +400,12 @@ class LocalDriver:
                     self._do(self._step)
         except BaseException as error:
             reason = error
-        self._end(reason)
+        finally:
+            try:
+                self._end(reason)
+            finally:
+                self._has_gone = True
+                self._gone.put(None)
 
     def _take_orders(self) -> bool:
         """Carry out the orders since the last step; wait for one when there is no work."""

@@ -221,6 +221,43 @@ def test_real_signals_at_random_moments(folder: Path) -> None:
     assert done.stdout.split() == ["20", "20", "20"]
 
 
+_CLOSE = """
+import os, signal, sys, threading
+from headstart import LLM
+llm = LLM(sys.argv[1], dtype="float32", num_blocks=24, num_threads=1)
+main, started, release = threading.main_thread().ident, threading.Event(), threading.Event()
+closed_within, is_within = [], False
+close = llm.driver._engine.close
+llm.driver._engine.close = lambda reason: (closed_within.append(is_within), close(reason))
+def work():
+    global is_within
+    is_within = True
+    started.set()
+    while True:
+        frame = sys._current_frames()[main]
+        if frame.f_code.co_name in ("_wait_for_tstate_lock", "join", "close"):
+            break
+    os.kill(os.getpid(), signal.SIGINT)
+    release.wait()
+    is_within = False
+threading.Thread(target=lambda: llm.driver.call(work), daemon=True).start()
+started.wait()
+try:
+    llm.driver.close()
+except KeyboardInterrupt:
+    print("interrupted", llm.driver.is_alive)
+release.set()
+llm.driver.close()
+print(closed_within[0], llm.driver.is_alive)
+"""
+
+
+def test_ctrl_c_while_closing_closes_no_engine_at_work(folder: Path) -> None:
+    """Python 3.11 took an interrupted `join` for the thread's end: a step ran on a closed engine."""
+    done = run_program(_CLOSE, folder)
+    assert done.stdout.split() == ["interrupted", "True", "False", "False"], done.stderr
+
+
 _FORK = """
 import os, sys
 from headstart import LLM, SamplingParams

@@ -215,9 +215,7 @@ class EngineCore:
     def _step(self, results: list[StepResult]) -> None:
         if self.adapters.has_unnamed:
             self.adapters.forget_unnamed(self._groups.values())
-        batch, waited = self._schedule(), None
-        while not batch.scheduled and (read := self.adapters.wait_for_reading()) is not waited:
-            waited, batch = read, self._schedule()
+        batch = self._schedule()
         if not batch.scheduled and self.tiers is not None and self.tiers.wait():
             batch = self._schedule()
         for name, refusal in self.adapters.take_refused().items():
@@ -258,10 +256,16 @@ class EngineCore:
             self.tiers.committed(batch, is_last=not self._groups)
 
     def _schedule(self) -> Batch:
-        self.adapters.take_in()
-        if self.tiers is not None:
-            self.tiers.take_in()
-        return self._scheduler.schedule()
+        """Return the next batch; if nothing can run, wait for adapters that are being read."""
+        waited = None
+        while True:
+            self.adapters.take_in()
+            if self.tiers is not None:
+                self.tiers.take_in()
+            batch = self._scheduler.schedule()
+            if batch.scheduled or (read := self.adapters.wait_for_reading()) is waited:
+                return batch
+            waited = read
 
     def _compute(self, batch: Batch) -> StepLogits:
         now = time.perf_counter()

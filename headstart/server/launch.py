@@ -84,7 +84,9 @@ def listen(options: ServerOptions) -> socket.socket:
         if options.port:  # otherwise two servers of one user could share the port
             socket.create_server(info[4][:2], family=info[0]).close()
         listener = socket.socket(info[0], socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # also after a kill
+        # Both also after a kill, and while old connections are in TIME_WAIT.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # ends connections that leave an answer unread
             milliseconds = round(options.request_timeout * 1000)
@@ -139,6 +141,8 @@ class HttpServer:
         self._server.listener.listen(_BACKLOG)
         self._task = asyncio.create_task(self._server.serve())
         await asyncio.sleep(0)  # Granian starts in one turn of the loop
+        if self._task.done():
+            self._task.result()  # raises the reason
 
     async def stop(self, seconds: float) -> None:
         """Stop listening; requests that run have this long to end."""

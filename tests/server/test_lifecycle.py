@@ -224,6 +224,18 @@ def test_after_a_kill_it_serves_again(tmp_path: Path) -> None:
     assert said[0] == said[1]
 
 
+def test_after_a_stop_with_open_connections_it_serves_again_at_once(tmp_path: Path) -> None:
+    """The server's old connections were in TIME_WAIT, and kept its port for a minute."""
+    port = "0"
+    for _ in range(2):
+        with process(tmp_path, "--port", port) as server:
+            port = server.url.rpartition(":")[2]
+            with httpx.Client(base_url=server.url) as client:
+                assert client.get("/health").status_code == 200
+                server.signal(signal.SIGTERM)
+                assert server.wait() == 0
+
+
 def test_adapters_are_models_that_clients_name(demo_model: Path, tmp_path: Path) -> None:
     sea = make_adapter(demo_model, tmp_path / "adapter", lora_alpha=64)
     with closing(LLM(demo_model, num_blocks=64)) as llm:

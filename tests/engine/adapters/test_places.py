@@ -63,6 +63,18 @@ class Reader:
     def shutdown(self, **_: Any) -> None: ...
 
 
+def test_an_adapter_is_read_while_prefixes_come_from_disk(world: World, tmp_path: Path) -> None:
+    """After the wait for a load nothing waited for the adapter: "the scheduler is stuck"."""
+    llm = LLM(world.model, num_blocks=64, max_loras=1, debug=True, cache_dir=str(tmp_path))
+    for name in NAMES[:2]:
+        llm.load_adapter(name, world.adapters[name])
+    for _ in range(3):
+        for name in NAMES[:2]:
+            [output] = llm.generate({"prompt_token_ids": PROMPT}, GREEDY, adapter=name)
+            assert output.outputs[0].token_ids == world.expected[name]
+    llm.close()
+
+
 def submit(llm: LLM, *names: str) -> list[RequestGroup]:
     groups = [llm.frontend.prepare(PROMPT, GREEDY, adapter=name) for name in names]
     for group in groups:

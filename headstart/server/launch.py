@@ -84,14 +84,16 @@ def listen(options: ServerOptions) -> socket.socket:
         if options.port:  # otherwise two servers of one user could share the port
             socket.create_server(info[4][:2], family=info[0]).close()
         listener = socket.socket(info[0], socket.SOCK_STREAM)
-        # Both also after a kill, and while old connections are in TIME_WAIT.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # also after a kill
+        # Binds while connections of the last server are in TIME_WAIT. Off again until connections
+        # are accepted, or another server could bind the port while the model is loaded.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # ends connections that leave an answer unread
             milliseconds = round(options.request_timeout * 1000)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         listener.bind(info[4])
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except (OSError, UnicodeError) as error:
         text = str(error)
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
@@ -138,6 +140,7 @@ class HttpServer:
 
     async def start(self) -> None:
         """Accept connections from now on."""
+        self._server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._server.listener.listen(_BACKLOG)
         self._task = asyncio.create_task(self._server.serve())
         await asyncio.sleep(0)  # Granian starts in one turn of the loop

@@ -253,7 +253,7 @@ print(closed_within[0], llm.driver.is_alive)
 
 
 def test_ctrl_c_while_closing_closes_no_engine_at_work(folder: Path) -> None:
-    """Python 3.11 took an interrupted `join` for the thread's end: a step ran on a closed engine."""
+    """Python 3.11 took an interrupted `join` for the thread's end: a closed engine ran a step."""
     done = run_program(_CLOSE, folder)
     assert done.stdout.split() == ["interrupted", "True", "False", "False"], done.stderr
 

@@ -1,7 +1,7 @@
 # `make demo`, `make serve` and `make test` need Python 3.11+, pip and make, nothing else. All keep their
 # environment in .venv, made anew only when requirements.lock or pyproject.toml change; the tools of
-# `make test` come with the first command that needs them. torch is its CPU build unless TORCH=cuda. Where there is a C++ compiler the kernels
-# in headstart/native are built too, anew when they change.
+# `make test` come with the first command that needs them. torch is its CPU build unless TORCH=cuda.
+# Where there is a C++ compiler the kernels in headstart/native are built too, anew when they change.
 
 MODERN := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3 python python3.14 python3.13 python3.12 python3.11; do \
@@ -125,7 +125,7 @@ $(INSTALLED): requirements.lock pyproject.toml
 ifeq ($(TORCH),cuda)
 	$(BIN)/python -m pip uninstall --quiet --yes torch
 else
-	$(PIP) $(CPU_TORCH) $(PINNED_TORCH) || \
+	@$(PIP) $(CPU_TORCH) $(PINNED_TORCH) || \
 	  echo "PyTorch's CPU builds cannot be reached. Installing PyPI's build: up to 4.7 GB, which runs on CPUs too"
 endif
 	$(PIP) $(LOCKED) $(PINNED_TORCH) setuptools

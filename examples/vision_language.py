@@ -8,6 +8,8 @@ from headstart import LLM, SamplingParams
 
 
 def main() -> None:
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     model, *paths = sys.argv[1:]
     llm = LLM(model=model, limit_mm_per_prompt={"image": len(paths)}, max_num_seqs=4)
     sampling_params = SamplingParams(temperature=0.0, max_tokens=16)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from headstart.imports import load_module
 from headstart.version import __version__, __version_tuple__
 
-# torch's threads spin while they wait for one another. With a busy neighbour on the machine the
+# torch's threads spin while they wait for one another. With a busy neighbor on the machine the
 # one they wait for is not running, and a step takes 2 to 10 times as long; giving the core up
 # after a thousand turns costs nothing on an idle machine. Read when torch is loaded: so here.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")

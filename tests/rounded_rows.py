@@ -37,9 +37,9 @@ def round_rows(layer: WeightFormat, rows: Tensor) -> Tensor:
     return round_groups(rows.float() * columns) / columns.double()
 
 
-def round_inputs(plain: nn.Module, quantised: nn.Module) -> None:
+def round_inputs(plain: nn.Module, quantized: nn.Module) -> None:
     """Let a float model multiply rows as a model does whose layers have a compiled product."""
-    for name, layer in quantised.named_modules():
+    for name, layer in quantized.named_modules():
         if isinstance(layer, Linear) and layer.matrix.rounds_rows:
             module = plain.get_submodule(name)
             assert isinstance(module, nn.Linear)

@@ -1,7 +1,7 @@
 """The picture of a prompt with an image in it: its blocks, and what is in the key of each."""
 
 from pool import MARGIN, WIDTH, heading
-from svg import CACHED, EMPTY, HOLDERS, LINE, Canvas, Colour
+from svg import CACHED, EMPTY, HOLDERS, LINE, Canvas, Color
 
 from headstart.cache import BlockHasher, MultiModalItem, TokenSequence, extra_keys
 
@@ -58,7 +58,7 @@ def draw_items() -> Canvas:
 def _draw_tokens(canvas: Canvas, y: float, token_ids: list[int], start: int) -> None:
     for at, token_id in enumerate(token_ids):
         shown = "<p>" if token_id == IMAGE_TOKEN else str(token_id)
-        colour = HOLDERS[1] if token_id == IMAGE_TOKEN else HOLDERS[0]
+        color = HOLDERS[1] if token_id == IMAGE_TOKEN else HOLDERS[0]
         x = LEFT + at * (WIDE + 2)
-        canvas.box((x, y, WIDE, 34), Colour(colour.fill, LINE), style="square")
+        canvas.box((x, y, WIDE, 34), Color(color.fill, LINE), style="square")
         canvas.text(x + WIDE / 2, y + 22, shown, size=12, style="mono middle")

@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from svg import HOLDERS, LINE, Canvas, Colour
+from svg import HOLDERS, LINE, Canvas, Color
 
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 76, 164, 104, 56  # room around the axes
@@ -13,11 +13,11 @@ APART = 18  # pixels between two names
 
 
 class Curve(NamedTuple):
-    """One line: its name, one value for each place on the x axis, and its colour."""
+    """One line: its name, one value for each place on the x axis, and its color."""
 
     name: str
     values: list[float]
-    colour: Colour
+    color: Color
 
 
 class Frame(NamedTuple):
@@ -60,15 +60,15 @@ def draw_curves(frame: Frame, curves: list[Curve]) -> Canvas:
     for curve in curves:
         points = [(frame.x(at), frame.y(value)) for at, value in enumerate(curve.values)]
         for start, end in pairwise(points):
-            canvas.line(start, end, curve.colour.line, style="thick")
+            canvas.line(start, end, curve.color.line, style="thick")
         for x, y in points:
-            canvas.box((x - 4, y - 4, 8, 8), curve.colour, style="thick")
+            canvas.box((x - 4, y - 4, 8, 8), curve.color, style="thick")
     lowest: float = -APART
     for curve in sorted(curves, key=lambda curve: frame.y(curve.values[-1])):
         lowest = max(frame.y(curve.values[-1]), lowest + APART)
         words = f"{curve.values[-1]:.3g} {curve.name}"
         at = WIDTH - RIGHT + 14
-        canvas.text(at, lowest + 4, words, size=13, style=f"bold {curve.colour.line}")
+        canvas.text(at, lowest + 4, words, size=13, style=f"bold {curve.color.line}")
     return canvas
 
 

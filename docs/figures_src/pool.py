@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from scenes import BLOCK_SIZE, BlockView, Scene
-from svg import CACHED, EMPTY, HOLDERS, INK, LINE, MUTED, Canvas, Colour
+from svg import CACHED, EMPTY, HOLDERS, INK, LINE, MUTED, Canvas, Color
 
 from headstart.cache import BlockHasher, TokenSequence
 from headstart.cache.identity import Namespace, root_hash
@@ -22,7 +22,7 @@ def block_middle(block_id: int) -> float:
     return block_x(block_id) + BLOCK / 2
 
 
-def colour_of(block: BlockView) -> Colour:
+def color_of(block: BlockView) -> Color:
     """Of whom holds it, else of what it keeps."""
     if block.holders:
         return HOLDERS[block.holders[0]]
@@ -38,18 +38,18 @@ def draw_block(canvas: Canvas, block: BlockView, y: float) -> None:
     """A block: its id, its tokens in their slots, who holds it, and whether it can be found."""
     x = block_x(block.block_id)
     place = (x, y, BLOCK, HEIGHT)
-    colour = colour_of(block)
+    color = color_of(block)
     if len(block.holders) > 1:
         canvas.halves(place, *(HOLDERS[holder] for holder in block.holders[:2]))
     else:
         free_style = "" if block.cached else "dashed"
-        canvas.box(place, colour, style="thick" if block.holders else free_style)
+        canvas.box(place, color, style="thick" if block.holders else free_style)
     canvas.text(x + 10, y + 19, str(block.block_id), size=14, style="bold")
     if block.cached:
         draw_mark(canvas, x + BLOCK - 14, y + 14)
     for at in range(BLOCK_SIZE):
         slot = (x + 8 + at * 17.3, y + 27, 16, 22)
-        canvas.box(slot, Colour(EMPTY.fill, LINE), style="square")
+        canvas.box(slot, Color(EMPTY.fill, LINE), style="square")
         letter = block.letters[at : at + 1]
         canvas.text(slot[0] + 8, y + 43, letter, size=14, style="mono middle")
     if block.holders:
@@ -75,10 +75,10 @@ def draw_queue(
     for block_id in scene.queue:
         block = scene.blocks[block_id]
         canvas.line((x, y + 20), (x + 16, y + 20), MUTED, style="arrow")
-        colour = CACHED if block.cached else EMPTY
-        canvas.box((x + 19, y, 42, 40), colour, style="" if block.cached else "dashed")
+        color = CACHED if block.cached else EMPTY
+        canvas.box((x + 19, y, 42, 40), color, style="" if block.cached else "dashed")
         if block_id in rings:
-            canvas.box((x + 15, y - 4, 50, 48), Colour("none", HOLDERS[0].line), style="thick")
+            canvas.box((x + 15, y - 4, 50, 48), Color("none", HOLDERS[0].line), style="thick")
         canvas.text(x + 40, y + 25, str(block_id), size=15, style="middle bold")
         if block.cached:
             draw_mark(canvas, x + 54, y + 8)
@@ -91,10 +91,10 @@ def draw_queue(
 def draw_tables(canvas: Canvas, scene: Scene, y: float, x: float) -> None:
     """The block table of each running request."""
     for holder, table in scene.tables.items():
-        colour = HOLDERS[holder]
-        canvas.text(x, y + 21, f"request {holder}", size=13, style=f"bold {colour.line}")
+        color = HOLDERS[holder]
+        canvas.text(x, y + 21, f"request {holder}", size=13, style=f"bold {color.line}")
         for at, block_id in enumerate(table):
-            canvas.box((x + 82 + at * 31, y, 28, 30), colour)
+            canvas.box((x + 82 + at * 31, y, 28, 30), color)
             canvas.text(x + 96 + at * 31, y + 20, str(block_id), size=13, style="middle")
         y += 38
     if not scene.tables:
@@ -118,8 +118,8 @@ def draw_legend(canvas: Canvas, scene: Scene, y: float) -> None:
     x = float(MARGIN)
     entries = [(HOLDERS[at], "thick", f"held by request {at}") for at in scene.tables]
     entries += [(CACHED, "", "free, its content cached"), (EMPTY, "dashed", "free and empty")]
-    for colour, style, words in entries:
-        canvas.box((x, y, 18, 14), colour, style=style)
+    for color, style, words in entries:
+        canvas.box((x, y, 18, 14), color, style=style)
         canvas.text(x + 25, y + 12, words, size=12, style="muted")
         x += 44 + 6.4 * len(words)
     draw_mark(canvas, x + 6, y + 7)
@@ -167,14 +167,14 @@ def _overview_tables(canvas: Canvas, scene: Scene) -> None:
     canvas.text(MARGIN, 100, "Request blocks: one table a request", size=13, style="bold")
     x = float(MARGIN)
     for holder, table in scene.tables.items():
-        colour = HOLDERS[holder]
-        canvas.text(x, 131, f"request {holder}", size=13, style=f"bold {colour.line}")
+        color = HOLDERS[holder]
+        canvas.text(x, 131, f"request {holder}", size=13, style=f"bold {color.line}")
         for at, block_id in enumerate(table):
             left = x + 82 + at * 34
-            canvas.box((left, 112, 30, 30), colour)
+            canvas.box((left, 112, 30, 30), color)
             canvas.text(left + 15, 132, str(block_id), size=13, style="middle")
             end = (block_middle(block_id) + (12 if holder else -12), 214)
-            canvas.line((left + 15, 144), end, colour.line, style="arrow faint")
+            canvas.line((left + 15, 144), end, color.line, style="arrow faint")
         x += 440
 
 

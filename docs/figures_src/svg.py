@@ -1,6 +1,6 @@
-"""Just enough SVG to draw with: boxes, text, lines and arrows on a card of its own colour.
+"""Just enough SVG to draw with: boxes, text, lines and arrows on a card of its own color.
 
-Attributes hold the colours for a light page; a style sheet in the file changes them where the
+Attributes hold the colors for a light page; a style sheet in the file changes them where the
 reader's system is dark. A viewer that knows no style sheets shows the light card, which is opaque.
 Numbers are written one way only, so that the same drawing is the same file.
 """
@@ -15,22 +15,22 @@ PAPER, INK, MUTED, LINE = "#fcfbf8", "#20242b", "#6b7280", "#c9ccd3"
 
 
 @dataclass(frozen=True)
-class Colour:
+class Color:
     """A hue in two strengths: `fill` under text, `line` for borders and arrows."""
 
     fill: str
     line: str
 
 
-EMPTY = Colour("#ffffff", "#b4b8c0")
-CACHED = Colour("#e9e4f7", "#7558b5")
+EMPTY = Color("#ffffff", "#b4b8c0")
+CACHED = Color("#e9e4f7", "#7558b5")
 HOLDERS = (
-    Colour("#d7e7fb", "#2f6db5"),
-    Colour("#fde3c8", "#c26a15"),
-    Colour("#d5efdc", "#2c8651"),
+    Color("#d7e7fb", "#2f6db5"),
+    Color("#fde3c8", "#c26a15"),
+    Color("#d5efdc", "#2c8651"),
 )
 
-# What each colour becomes on a dark page.
+# What each color becomes on a dark page.
 DARK = {
     PAPER: "#16191f",
     INK: "#e7e9ed",
@@ -64,7 +64,7 @@ class Canvas:
     parts: list[str] = field(default_factory=list)
 
     def box(
-        self, place: tuple[float, float, float, float], colour: Colour, *, style: str = ""
+        self, place: tuple[float, float, float, float], color: Color, *, style: str = ""
     ) -> None:
         """A rounded box at (x, y, width, height). `style`: dashed, thick, square."""
         x, y, width, height = place
@@ -73,15 +73,15 @@ class Canvas:
         dashed = ' stroke-dasharray="4 3"' if "dashed" in style else ""
         self.parts.append(
             f'<rect x="{number(x)}" y="{number(y)}" width="{number(width)}" '
-            f'height="{number(height)}" rx="{corner}" fill="{colour.fill}" stroke="{colour.line}" '
+            f'height="{number(height)}" rx="{corner}" fill="{color.fill}" stroke="{color.line}" '
             f'stroke-width="{number(stroke)}"{dashed}/>'
         )
 
-    def halves(self, place: tuple[float, float, float, float], left: Colour, right: Colour) -> None:
-        """A box whose halves have two colours, the border too."""
+    def halves(self, place: tuple[float, float, float, float], left: Color, right: Color) -> None:
+        """A box whose halves have two colors, the border too."""
         x, y, width, height = place
         middle, bottom, corner = x + width / 2, y + height, 6
-        for edge, turn, colour in ((x, corner, left), (x + width, -corner, right)):
+        for edge, turn, color in ((x, corner, left), (x + width, -corner, right)):
             outline = (
                 f"M {number(middle)} {number(y)} H {number(edge + turn)} "
                 f"Q {number(edge)} {number(y)} {number(edge)} {number(y + corner)} "
@@ -90,15 +90,15 @@ class Canvas:
                 f"H {number(middle)}"
             )
             self.parts.append(
-                f'<path d="{outline}" fill="{colour.fill}" stroke="{colour.line}" '
+                f'<path d="{outline}" fill="{color.fill}" stroke="{color.line}" '
                 f'stroke-width="2.2"/>'
             )
 
     def text(self, x: float, y: float, words: str, *, size: float = 13, style: str = "") -> None:
-        """Words whose baseline is at y. `style`: mono, bold, muted, middle, end, or #colour."""
+        """Words whose baseline is at y. `style`: mono, bold, muted, middle, end, or #color."""
         look = style.split()
-        colours = [word for word in look if word.startswith("#")]
-        fill = colours[0] if colours else MUTED if "muted" in look else INK
+        colors = [word for word in look if word.startswith("#")]
+        fill = colors[0] if colors else MUTED if "muted" in look else INK
         anchor = "middle" if "middle" in look else "end" if "end" in look else "start"
         weight = ' font-weight="600"' if "bold" in look else ""
         family = MONO if "mono" in look else SANS
@@ -108,32 +108,32 @@ class Canvas:
             f'xml:space="preserve">{escape(words)}</text>'
         )
 
-    def path(self, outline: str, colour: str, *, style: str = "") -> None:
+    def path(self, outline: str, color: str, *, style: str = "") -> None:
         """A line along an SVG path. `style`: arrow, dashed, faint, thick."""
-        marker = f' marker-end="url(#tip-{colour[1:]})"' if "arrow" in style else ""
+        marker = f' marker-end="url(#tip-{color[1:]})"' if "arrow" in style else ""
         dashed = ' stroke-dasharray="4 3"' if "dashed" in style else ""
         faint = ' opacity="0.55"' if "faint" in style else ""
         width = "2" if "thick" in style else "1.4"
         self.parts.append(
-            f'<path d="{outline}" fill="none" stroke="{colour}" stroke-width="{width}"'
+            f'<path d="{outline}" fill="none" stroke="{color}" stroke-width="{width}"'
             f"{dashed}{faint}{marker}/>"
         )
 
     def line(
-        self, start: tuple[float, float], end: tuple[float, float], colour: str, *, style: str = ""
+        self, start: tuple[float, float], end: tuple[float, float], color: str, *, style: str = ""
     ) -> None:
         """A straight line."""
         (x, y), (to_x, to_y) = start, end
         outline = f"M {number(x)} {number(y)} L {number(to_x)} {number(to_y)}"
-        self.path(outline, colour, style=style)
+        self.path(outline, color, style=style)
 
     def render(self) -> str:
         """The whole file."""
         tips = "".join(
-            f'<marker id="tip-{colour[1:]}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6.5" '
+            f'<marker id="tip-{color[1:]}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6.5" '
             f'markerHeight="6.5" orient="auto-start-reverse">'
-            f'<path d="M 0 0.6 L 7.4 4 L 0 7.4 z" fill="{colour}"/></marker>'
-            for colour in (INK, MUTED, CACHED.line, EMPTY.line, *(c.line for c in HOLDERS))
+            f'<path d="M 0 0.6 L 7.4 4 L 0 7.4 z" fill="{color}"/></marker>'
+            for color in (INK, MUTED, CACHED.line, EMPTY.line, *(c.line for c in HOLDERS))
         )
         rules = "".join(
             f'[fill="{light}"]{{fill:{dark}}}[stroke="{light}"]{{stroke:{dark}}}'

@@ -21,13 +21,13 @@ from rich.text import Text
 from examples.small_models.adapter import write_adapter
 from headstart import LLM, RequestOutput, SamplingParams
 from headstart.cli.demo import INSTRUCTION, demo_console, people_table
-from headstart.cli.pool_picture import colour_of
+from headstart.cli.pool_picture import color_of
 from headstart.cli.terminal import cached_share, duration
 
 PARAMS = SamplingParams(
     temperature=0, max_tokens=32, stop=["!", "?"], include_stop_str_in_output=True
 )
-COLOURS = {"cheerful": colour_of(3), "doubtful": colour_of(1), "jolly": colour_of(3)}
+COLORS = {"cheerful": color_of(3), "doubtful": color_of(1), "jolly": color_of(3)}
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def act_table(act: Act, outputs: Sequence[RequestOutput]) -> Table:
         table.add_column(heading, width=width, header_style="dim")
     table.add_column("answer, and why not more was cached", ratio=1, header_style="dim")
     for (name, _), output in zip(act.asks, outputs, strict=True):
-        shown = Text(name or "none", style=f"bold {COLOURS.get(name or '', '')}")
+        shown = Text(name or "none", style=f"bold {COLORS.get(name or '', '')}")
         answer = Text().append(output.outputs[0].text, style="italic")
         if output.num_cached_tokens * 2 < len(output.prompt_token_ids):
             answer.append(f"\n{output.why_missed}", style="dim")
@@ -122,8 +122,8 @@ def main() -> None:
             write_adapter(llm.engine.model, Path(folder) / name, (token, end), seed)
         console.print(
             "Two generated LoRA adapters: where the model ends its answer, "
-            f"[bold {COLOURS['cheerful']}]cheerful[/] says ! and "
-            f"[bold {COLOURS['doubtful']}]doubtful[/] says ?.\n"
+            f"[bold {COLORS['cheerful']}]cheerful[/] says ! and "
+            f"[bold {COLORS['doubtful']}]doubtful[/] says ?.\n"
         )
         outputs = []
         for act in ACTS:

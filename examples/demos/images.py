@@ -22,7 +22,7 @@ from rich.text import Text
 from examples.small_models.vision import demo_vision_path
 from headstart import LLM, RequestOutput, SamplingParams
 from headstart.cli.demo import PANEL, demo_console, figures_table
-from headstart.cli.pool_picture import PoolPicture, colour_of
+from headstart.cli.pool_picture import PoolPicture, color_of
 from headstart.cli.terminal import cached_share, duration
 
 PARAMS = SamplingParams(temperature=0, max_tokens=24)
@@ -116,7 +116,7 @@ def draw_panel(
         Group(figures, Padding(Text(ask.point, style="italic"), (1, 0)), pictures),
         title=f"[bold]{number}[/] {ask.title}",
         title_align="left",
-        border_style=colour_of(number),
+        border_style=color_of(number),
     )
 
 
@@ -129,8 +129,8 @@ def draw_thumbnails(ask: Ask, width: int = 16) -> Padding:
         text = Text()
         for upper, lower in zip(small[::2], small[1::2], strict=True):
             for above, below in zip(upper, lower, strict=True):
-                colours = [f"rgb({','.join(map(str, pixel))})" for pixel in (above, below)]
-                text.append("▀", style=" on ".join(colours))
+                colors = [f"rgb({','.join(map(str, pixel))})" for pixel in (above, below)]
+                text.append("▀", style=" on ".join(colors))
             text.append("\n")
         text.rstrip()
         thumbnails.append(text)

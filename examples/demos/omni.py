@@ -24,7 +24,7 @@ from rich.text import Text
 from examples.small_models.omni import DEMO_OMNI, OmniSizes, demo_omni_path
 from headstart import Omni, OmniOutput, OmniParams, SamplingParams
 from headstart.cli.demo import demo_console
-from headstart.cli.pool_picture import colour_of
+from headstart.cli.pool_picture import color_of
 from headstart.cli.terminal import duration
 
 NOTE = (
@@ -93,7 +93,7 @@ def draw_panel(number: int, question: str, answer: Answer, where: str) -> Panel:
         Group(table, Padding(text, (1, 0, 0, 0))),
         title=f"[bold]{number}[/] {question}",
         title_align="left",
-        border_style=colour_of(number),
+        border_style=color_of(number),
     )
 
 

@@ -10,8 +10,8 @@ Every module of `token2wav` runs, with weights that are constructed instead of l
 
 A note is a pair of channels, its cosine and its sine, so that a complex product can shift its
 frequency. Its kernel is a triangle two strides wide times a wave of the note's frequency:
-neighbouring triangles add up to 1, and all notes are whole multiples of the mel frame rate, so
-that the waves of neighbouring frames are in phase. A held note is a pure tone.
+neighboring triangles add up to 1, and all notes are whole multiples of the mel frame rate, so
+that the waves of neighboring frames are in phase. A held note is a pure tone.
 """
 
 from typing import Any

@@ -102,7 +102,7 @@ class PagedKVMemory:
     def write_blocks(self, block_ids: Sequence[int], blocks: Sequence[memoryview]) -> None:
         """Write blocks that `read_blocks` returned as bytes, each of `block_bytes`.
 
-        On a CPU in runs of neighbours: copying by a list of ids takes torch ten times as long.
+        On a CPU in runs of neighbors: copying by a list of ids takes torch ten times as long.
         """
         if self.device.type == "cpu":
             runs = list(contiguous_runs(block_ids, blocks))

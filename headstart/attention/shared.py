@@ -58,7 +58,7 @@ class SharedPlan:
 def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> SharedPlan:
     """Return the shared-prefix groups of decoding spans that save more than they cost.
 
-    Sorted by block table, spans with a common prefix are neighbours, and the prefix common to the
+    Sorted by block table, spans with a common prefix are neighbors, and the prefix common to the
     first and last of a run is common to the whole run. So the trie is walked without being built:
     O(spans log spans) comparisons of tables, each at the speed of memory.
 
@@ -76,10 +76,10 @@ def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> Sh
     order = sorted(range(len(spans)), key=tables.__getitem__)
     groups: list[PrefixGroup] = []
     own_first = [0] * len(spans)
-    waiting = [(order, 0, 0)]  # neighbours, their common blocks, the blocks already in groups
+    waiting = [(order, 0, 0)]  # neighbors, their common blocks, the blocks already in groups
     while waiting:
         members, common, covered = waiting.pop()
-        runs: dict[int, list[int]] = {}  # neighbours with the same next block
+        runs: dict[int, list[int]] = {}  # neighbors with the same next block
         for member in members:
             if len(tables[member]) > common:
                 runs.setdefault(tables[member][common], []).append(member)

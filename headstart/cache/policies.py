@@ -9,7 +9,7 @@ Retained blocks are free blocks that are reused after all others, for a time and
 
     unmarked ──mark──▶ marked, held ──release──▶ retained ──claim──▶ marked, held
                              │                      │
-                             └──its minute is over──┴─or too many──▶ unmarked, released anew
+                             └──its minute is over──┴─or too many──▶ unmarked, released again
 
 A mark stays on a block, held or free, until its minute is over, the block is reused, or too many
 are retained. It is a preference between free blocks: a pool short of blocks gives them all.

@@ -185,7 +185,7 @@ def verify(repair: bool, folder: str | None) -> None:
         if text := ", ".join(f"{n:,} {what}" for what, n in counts._asdict().items() if n):
             click.echo(f"{model.title}  {text}")
     if not report.index_is_sound:
-        click.echo("the index is damaged" + (" and was made anew" if repair else ""))
+        click.echo("the index is damaged" + (" and was rebuilt" if repair else ""))
     if report.is_whole:
         total = report.total
         if total.overwritten:

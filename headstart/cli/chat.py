@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 _ROOM = 256  # tokens of a reply that a prompt must leave room for; a longer one ends at the limit
 _PROMPT = "> "
 _QUOTES = '"""'
-# ECMA-48: a control sequence such as a colour, a text for the terminal such as its title, or a
+# ECMA-48: a control sequence such as a color, a text for the terminal such as its title, or a
 # sequence of one letter; then what is left of a sequence that was cut.
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]|\x1b"
@@ -388,7 +388,7 @@ def _pool(chat: Chat, argument: str) -> None:
     console.print(chat.picture.draw(console.width))
     note(
         f"A block holds the K/V of {chat.llm.block_size} tokens. What is cached is not computed "
-        "again when a prompt begins with the same tokens; a colour stands for the message that "
+        "again when a prompt begins with the same tokens; a color stands for the message that "
         "computed it."
     )
 
@@ -419,7 +419,7 @@ def _show(chat: Chat, argument: str) -> None:
 def _reset(chat: Chat, argument: str) -> None:
     chat.resume(Conversation(system=chat.conversation.system))
     system = ", with the system message" if chat.conversation.system else ""
-    note(f"the conversation begins anew{system}")
+    note(f"a new conversation begins{system}")
 
 
 @_command("/quit /exit /bye", "ends the chat; so do /exit and /bye")
@@ -510,7 +510,7 @@ class _Bindings(KeyBindings):
         self.add("c-d", filter=is_empty)(self._leave)
         self.add(Keys.BracketedPaste)(self._paste)
         for key in (Keys.Vt100MouseEvent, Keys.CPRResponse):
-            self.add(key)(lambda event: None)  # colours of a paste that the terminal did not mark
+            self.add(key)(lambda event: None)  # colors of a paste that the terminal did not mark
         self.add("escape", "enter")(self._new_line)
         self.add("enter", filter=is_open)(self._new_line)
 

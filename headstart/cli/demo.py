@@ -24,7 +24,7 @@ from rich.text import Text
 import headstart
 from headstart.cli.opening import note_on, resolve_model
 from headstart.cli.options import GroupedCommand, GroupedOption, flags, model_option, sort_options
-from headstart.cli.pool_picture import PoolPicture, colour_of
+from headstart.cli.pool_picture import PoolPicture, color_of
 from headstart.cli.terminal import MAX_WIDTH, cached_share, draw_svg, duration
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
@@ -156,7 +156,7 @@ def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:
             Group(_figures(outputs), Padding(answer, (1, 0)), pool),
             title=f"[bold]{number}[/] {request.title}",
             title_align="left",
-            border_style=colour_of(number),
+            border_style=color_of(number),
         )
     first, second = (duration(output.metrics.time_to_first_token) for output in outputs[:2])
     prompts = [len(output.prompt_token_ids) for output in outputs]

@@ -51,11 +51,11 @@ class _Row(NamedTuple):
 
 
 @click.group(
-    invoke_without_command=True, short_help="List, recommend, pull, remove and quantise models."
+    invoke_without_command=True, short_help="List, recommend, pull, remove and quantize models."
 )
 @click.pass_context
 def models(context: click.Context) -> None:
-    """List the models that are on this machine; pull, remove and quantise them."""
+    """List the models that are on this machine; pull, remove and quantize them."""
     if context.invoked_subcommand is None:
         context.invoke(list_models)
 
@@ -90,7 +90,7 @@ def pull(name: str) -> None:
     note(f"{name}: {show_bytes(size)} in {place}")
 
 
-# Small models that chat: the size in MB on the hub, and the licence.
+# Small models that chat: the size in MB on the hub, and the license.
 _RECOMMENDED = (
     ("Qwen/Qwen3-0.6B-GGUF:Q8_0", 640, "Apache 2.0"),
     ("bartowski/google_gemma-3-1b-it-GGUF:Q4_0", 722, "Gemma"),
@@ -109,10 +109,10 @@ def recommend() -> None:
 
     RAM is an estimate, without cached prompts.
     """
-    click.echo(f"{'download':>8}  {'RAM':>7}  {'licence':<10}  command")
-    for name, size, licence in _RECOMMENDED:
+    click.echo(f"{'download':>8}  {'RAM':>7}  {'license':<10}  command")
+    for name, size, license in _RECOMMENDED:
         download, memory = (show_bytes(10**6 * mb) for mb in (size, size + _MORE_RAM))
-        click.echo(f"{download:>8}  {memory:>7}  {licence:<10}  headstart chat --model {name}")
+        click.echo(f"{download:>8}  {memory:>7}  {license:<10}  headstart chat --model {name}")
 
 
 @models.command()

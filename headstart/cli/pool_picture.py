@@ -2,7 +2,7 @@
 
     ■ held: in the block table of a request     □ cached: free, but would be hit     · empty
 
-The colour stands for the request that computed the block. In a pool of more blocks than cells a
+The color stands for the request that computed the block. In a pool of more blocks than cells a
 cell stands for several blocks.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 HELD, CACHED, EMPTY = "■", "□", "·"
 SIGNS = {BlockState.HELD: HELD, BlockState.CACHED: CACHED, BlockState.EMPTY: EMPTY}
 # A contrast of 3 and more on black and on white alike; terminals' own yellow is lost on white.
-COLOURS = tuple(f"color({number})" for number in (31, 133, 136, 65, 63, 167))
+COLORS = tuple(f"color({number})" for number in (31, 133, 136, 65, 63, 167))
 CELLS_PER_ROW = (64, 48, 32, 16)
 MAX_CELLS = 512
 
@@ -87,7 +87,7 @@ class PoolPicture:
         for start in used or starts[:1]:
             picture.append(f"{start * per_cell:>{width},}  ", style="dim")
             for (state, owner), run in groupby(cells[start : start + per_row]):
-                style = "dim" if owner is None else colour_of(owner)
+                style = "dim" if owner is None else color_of(owner)
                 style = style if owner is None or state == CACHED else f"bold {style}"
                 picture.append(state * len(list(run)), style=style)
             picture.append("\n")
@@ -105,10 +105,10 @@ class PoolPicture:
             legend.append(f"{gap}{scale}", style="dim")
         legend.append(f"\n{indent}computed by request")
         for owner, number in sorted(Counter(filter(None, self._owners)).items()):
-            legend.append(f"  {owner}", style=f"bold {colour_of(owner)}").append(f": {number:,}")
+            legend.append(f"  {owner}", style=f"bold {color_of(owner)}").append(f": {number:,}")
         return legend
 
 
-def colour_of(owner: int) -> str:
-    """Return the colour of an owner's blocks."""
-    return COLOURS[(owner - 1) % len(COLOURS)]
+def color_of(owner: int) -> str:
+    """Return the color of an owner's blocks."""
+    return COLORS[(owner - 1) % len(COLORS)]

@@ -386,9 +386,9 @@ def quantizing_line(done: int, layers: int, elapsed: float, last: float) -> str:
     last: the seconds that the finished layers took.
 
     >>> quantizing_line(0, 30, 1.0, 0.0), quantizing_line(10, 30, 21.0, 20.0)
-    ('quantising 30 layers', 'quantised 10 of 30 layers; about 39 s to go')
+    ('quantizing 30 layers', 'quantized 10 of 30 layers; about 39 s to go')
     """
     if not done:
-        return f"quantising {layers} layers"
+        return f"quantizing {layers} layers"
     left = _roughly(last / done * layers - elapsed)
-    return f"quantised {done} of {layers} layers; about {left} to go"
+    return f"quantized {done} of {layers} layers; about {left} to go"

@@ -32,7 +32,7 @@ Answer = TypeVar("Answer")
 
 
 class _Rows(NamedTuple):
-    """_Rows of the flat batch that belong to one sequence: positions `start` to `stop - 1`.
+    """Rows of the flat batch that belong to one sequence: positions `start` to `stop - 1`.
 
     known: where padding begins. wanted: how many of the last rows need logits. extras: None where
     the prompt is token ids alone.

@@ -62,7 +62,7 @@ class SyncFacade(Facade):
     ) -> bool:
         """Forget everything cached; return False, and do nothing, while a request runs.
 
-        reset_running_requests: compute running requests anew instead. reset_connector: also forget
+        reset_running_requests: compute running requests again instead. reset_connector: also forget
         what the model has on disk or another machine.
         """
         return self._reset_cache(reset_running_requests, reset_connector)
@@ -166,8 +166,8 @@ class LLM(SyncFacade):
 
         messages: dicts with "role" and "content", by the model's chat template; a content is a
         text or a list of OpenAI's parts, images among them if the model sees. A reply that
-        comes back in a later turn is recognised by its text and keeps its token ids, even where
-        tokenizing it anew would give others. Raises what `generate` does.
+        comes back in a later turn is recognized by its text and keeps its token ids, even where
+        tokenizing it again could give others. Raises what `generate` does.
         """
         check_call(locals())
         make = partial(self.chats.prepare, template=TemplateOptions.pick(locals()))

@@ -6,7 +6,7 @@ be stripped or collapsed, unknown words may become one token. So the bound is fo
 for a tokenizer that does not return a difficult text unchanged. A text beyond that bound is
 refused even if its tokenizer would make few tokens of it.
 
-The text of a token depends on its neighbours: a character may be spread over several tokens, and
+The text of a token depends on its neighbors: a character may be spread over several tokens, and
 many decoders drop a leading space at the beginning. So each step decodes a short window twice,
 with and without the new tokens, and emits the difference once it ends in a whole character. The
 first window begins in the prompt, later windows one emission back; their length does not grow with

@@ -112,7 +112,7 @@ OMNI_TYPES = ("qwen2_5_omni", "qwen3_omni_moe")
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _UNWANTED = ["consolidated*", "original/*"]
 # Keys of a quantization_config, wherever it stands.
-_QUANTISED = frozenset({"quant_method", "load_in_4bit", "load_in_8bit"})
+_QUANTIZED = frozenset({"quant_method", "load_in_4bit", "load_in_8bit"})
 _INTEGERS = frozenset({"BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
 _OF_OLLAMA = re.compile(r"\w[\w.-]*:[\w.-]+")  # `qwen2.5:0.5b`
 _POINTER = b"version https://git-lfs"
@@ -230,14 +230,14 @@ def _calling_hub(name: str) -> Iterator[None]:
         raise ModelNotFoundError(
             f"there is no folder {name!r}, and the hub does not give out a model of this name: "
             f"{_first_line(error)}{_hint(name)}"
-        ) from error
+        ) from None
     # Without a network this is an OSError or an error of the HTTP library, which differs between
     # versions of huggingface_hub.
     except Exception as error:
         raise ModelNotFoundError(
             f"there is no folder {name!r}, no model of this name was downloaded before, and the "
             f"hub cannot be reached: {_first_line(error).removeprefix('Got: ')}{_hint(name)}"
-        ) from error
+        ) from None  # the library's four tracebacks say no more
 
 
 def _hint(name: str) -> str:
@@ -297,7 +297,7 @@ def check_files(folder: Path) -> None:
 
     The numbers of config.json and generation_config.json must lie in their ranges. No part of the
     model may have more layers than there are tensors, or be wider than the number of weights. A
-    model with experts must use some of them, and only a quantised one may have integers for
+    model with experts must use some of them, and only a quantized one may have integers for
     weights.
     """
     config = folder / "config.json"
@@ -312,7 +312,7 @@ def check_files(folder: Path) -> None:
         check_values(generation, read_json(generation))
     headers = _read_headers(folder)
     check_experts(config, content, headers)
-    if not any(find_values(content, _QUANTISED)):
+    if not any(find_values(content, _QUANTIZED)):
         for name, (file, shape, dtype) in headers.items():
             # Masks and positions are no weights: a mask that is named "bias" has four axes.
             is_weight = name.endswith(".weight") or (name.endswith(".bias") and len(shape) == 1)

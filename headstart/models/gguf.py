@@ -254,7 +254,7 @@ _NEEDED = (
 _OF_TOKENIZER = ("tokenizer.ggml.model", "tokenizer.ggml.tokens")
 # What numpy says of a slice beyond the end of a file.
 _BEYOND = ("cannot reshape", "must be a divisor of the total size", "is out of bounds")
-_FORMAT = 5  # of what is written here; another number makes every folder anew
+_FORMAT = 5  # of what is written here; another number rebuilds every folder
 
 
 def gguf_folder(file: Path) -> Path:

@@ -316,7 +316,7 @@ class Written(NamedTuple):
 def plan_quantizing(model: str | Path, target: Path, text: Path | None = None) -> Plan:
     """Check everything that can be checked before the work.
 
-    Raises `ModelError`, also for a model that is quantised already or of no family of
+    Raises `ModelError`, also for a model that is quantized already or of no family of
     `headstart.models.families`, and `ConfigError` for a target that exists, or a text that cannot
     be read or is too short.
     """
@@ -356,7 +356,7 @@ def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
     if config is not None or is_gguf(source):
         kind = config.get("quant_method") if isinstance(config, dict) else "GGUF"
         raise UnsupportedModelError(
-            f"{source} is quantised already, as {describe(kind)}; allowed: weights in float"
+            f"{source} is quantized already, as {describe(kind)}; allowed: weights in float"
         )
     outline = Outline()
     try:
@@ -365,13 +365,13 @@ def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
         with SafetensorsCheckpoint(weight_files(source)) as checkpoint:
             check_tensors(checkpoint, outline, about.shape.tied)
     except UnsupportedLayerError as error:
-        raise UnsupportedModelError(f"{source} cannot be quantised: {error}") from error
+        raise UnsupportedModelError(f"{source} cannot be quantized: {error}") from error
     shape = about.shape
     for width in (shape.hidden_size, shape.intermediate_size, shape.heads * shape.head_dim):
         if width % GROUP:
             raise UnsupportedModelError(
                 f"{source} has layers of {width} inputs; allowed: multiples of {GROUP}, which "
-                "share a step (weights that are quantised at load may have any width)"
+                "share a step (weights that are quantized at load may have any width)"
             )
     return about, frozenset(outline.shapes)
 

@@ -7,7 +7,7 @@ error of each is spread over all that follow, by the Cholesky factor of the inve
 A group's grid is chosen when its first input is reached, for the elements as they then are. At the
 end the steps of an output's groups are fitted together by least squares, with the values as found.
 
-Rows of a quantised model differ from those of the float model. `shifts`, the mean of (y - x) x^T
+Rows of a quantized model differ from those of the float model. `shifts`, the mean of (y - x) x^T
 for rows y of the float model, moves the weight towards one that gives for x what the weight gives
 for y, as GPTAQ does (Li et al. 2025, https://arxiv.org/abs/2504.02692).
 

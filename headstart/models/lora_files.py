@@ -46,7 +46,7 @@ _SKIPPED = {
     *("fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
     "init_lora_weights",
 }
-# These initialisations change the base weights, and the adapter needs the changed ones.
+# These initializations change the base weights, and the adapter needs the changed ones.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 _MATRIX = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")

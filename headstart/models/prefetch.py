@@ -39,7 +39,7 @@ def read_ahead(
     copied = packed or (halves and config.get("model_type") in FAMILIES)
     files = weight_files(folder)
     floats = "quantization_config" not in config and files[0].suffix != ".gguf"
-    # What is quantised has memory of its own.
+    # What is quantized has memory of its own.
     copied = copied and (device, stored, weights) == ("cpu", "bfloat16", "auto") and floats
     size = sum(file.stat().st_size for file in files)
     if not hasattr(os, "posix_fadvise") or size > _memory() // _MOST:

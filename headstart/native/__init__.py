@@ -180,7 +180,7 @@ def _torch_library() -> ctypes.CDLL | None:
 
 
 def release_threads() -> None:
-    """End the OpenMP threads that wait for this one; its next parallel work makes them anew.
+    """End the OpenMP threads that wait for this one; its next parallel work starts them again.
 
     GNU's OpenMP retains such threads for each thread that ever computed in parallel. They spin for
     their next work before they sleep, but a tenth as long once there are more of them than cores.

@@ -6,7 +6,7 @@ When the bytes run out, the least recently used entry is evicted that does not b
 that is being stored. If there is no such entry, nothing more of the prefix is stored. So
 
     KV evicted, rows kept      the rows stay until they are evicted; they are used again once a
-                               request computes the block's K/V anew
+                               request computes the block's K/V again
     rows evicted, KV kept      the block is no hit for a stage that must hand its rows on
     a late reader              holds the tensors themselves: changes to the store or to the KV
                                block's slots do not affect them

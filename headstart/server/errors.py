@@ -38,7 +38,7 @@ from headstart.errors import (
     TierError,
 )
 from headstart.server.bodies import encode, refusals
-from headstart.validation import in_one_line, shorten
+from headstart.validation import describe, in_one_line, shorten
 
 _LOG = logging.getLogger("headstart.server")
 _TYPES = {
@@ -189,9 +189,19 @@ def _read_validation(error: RequestValidationError) -> ApiError:
         owner = _spell(parents) or "the request"
         text = f"{owner} knows no '{in_one_line(name)}'{first['msg']}"
     else:
-        texts = dict.fromkeys(in_one_line(each["msg"]) for each in (first, *others))
+        texts = dict.fromkeys(in_one_line(_word(each)) for each in (first, *others))
         text = f"{param or 'the body'}: {' or '.join(texts)}"
     return ApiError(400, text, param=param or None)
+
+
+def _word(error: Mapping[str, Any]) -> str:
+    """Return pydantic's text, except for a `type` that names none of the allowed objects."""
+    if error["type"] == "union_tag_invalid":
+        context = error["ctx"]
+        return f"the type is {context['tag']!r}; allowed: {context['expected_tags']}"
+    if error["type"] == "union_tag_not_found":
+        return f"{describe(error['input'])} has no {error['ctx']['discriminator']}"
+    return str(error["msg"])
 
 
 def _spell(path: Iterable[str]) -> str:

@@ -158,7 +158,7 @@ async def _send_in_parts(send: Send, message: Message) -> None:
 def _check_kind(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
     """Refuse a websocket, and a body that is compressed or not declared to be JSON."""
     if headers.get(b"upgrade", b"").lower() == b"websocket":
-        raise ApiError(400, "there are no websockets here; ask by HTTP, which streams events, too")
+        raise ApiError(400, "there are no websockets; HTTP streams events too")
     if scope["method"] != "POST":
         return
     encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
@@ -201,4 +201,4 @@ def check_origin(headers: Mapping[bytes, bytes], options: ServerOptions) -> None
     with suppress(ValueError):
         own = urlsplit(origin).netloc
     if origin and origin not in allowed and "*" not in allowed and own != host:
-        raise ApiError(403, f"pages of {origin!r} may not ask; --cors-origin allows them")
+        raise ApiError(403, f"pages of {origin!r} may not call here; --cors-origin allows them")

@@ -9,7 +9,7 @@ bits in all. Those of a file are float16, and have its values: 5, 6 or 9 bits.
 
 `scales` and `columns` are common to an output and to an input. They make all outputs and inputs
 equally large before they are rounded, so that a small input does not take the step of its large
-neighbours: half of the error of 4 bits. SINQ (arXiv 2509.22944) gives a weight two such scales.
+neighbors: half of the error of 4 bits. SINQ (arXiv 2509.22944) gives a weight two such scales.
 
 `native/narrow/integers.h` describes the bytes, and the product: each 32 inputs of a row become
 whole numbers of 8 bits. On a CPU with AMX, rows in bfloat16 stay as they are: the weight but for

@@ -176,7 +176,7 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         if is_torchao and (pickles := [file for file in files if file.suffix != ".safetensors"]):
             raise UnsupportedModelError(
                 f"{pickles[0]} is a pickle of torchao's tensors, which is not read: load the model "
-                "with the torchao that wrote it, or quantise it again, and let save_pretrained of "
+                "with the torchao that wrote it, or quantize it again, and let save_pretrained of "
                 "transformers 5 or later write it as safetensors"
             )
         super().__init__(files)

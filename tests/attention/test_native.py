@@ -176,7 +176,7 @@ def test_any_strides(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", [16, 32])
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_rows_are_bitwise_blind_to_block_ids_neighbours_and_threads(
+def test_rows_are_bitwise_blind_to_block_ids_neighbors_and_threads(
     dtype: torch.dtype, options: AttentionOptions, gather: bool, width: int
 ) -> None:
     """Also to what others left in the memory, and to how a prompt is cut; in bf16 not into rows."""

@@ -147,7 +147,7 @@ def in_order_alone(gather: bool, heads: int, layout: LayerLayout) -> list[Tensor
 
 
 @pytest.mark.parametrize("layout", [LayerLayout(2, 8, 8), LayerLayout(6, 24, 16)], ids=str)
-def test_contiguous_gather_is_bitwise_blind_to_block_ids_and_neighbours(
+def test_contiguous_gather_is_bitwise_blind_to_block_ids_and_neighbors(
     layout: LayerLayout,
 ) -> None:
     expected = in_order_alone(True, 6, layout)

@@ -194,11 +194,11 @@ def test_documents_limits_and_saved_chats(tmp_path: Path) -> None:
     terminal.end()
 
 
-def test_colours_in_a_paste_are_no_text(tmp_path: Path) -> None:
-    """A colour is like a mouse's click: prompt_toolkit failed, and asked for ENTER."""
+def test_colors_in_a_paste_are_no_text(tmp_path: Path) -> None:
+    """A color is like a mouse's click: prompt_toolkit failed, and asked for ENTER."""
     terminal = Terminal(tmp_path, "--max-tokens", "4")
-    coloured = "\x1b[1;31mHi\x1b[0m \x1b]0;a title\x07the\x1b[Kre\x1b(B \x1b]8;;a:b\x1b\\now"
-    terminal.send(f"{PASTE}{coloured}\r\nand on{END_PASTE}\r")
+    colored = "\x1b[1;31mHi\x1b[0m \x1b]0;a title\x07the\x1b[Kre\x1b(B \x1b]8;;a:b\x1b\\now"
+    terminal.send(f"{PASTE}{colored}\r\nand on{END_PASTE}\r")
     terminal.cost()
     # In a terminal that marks no paste the text arrives as if it were typed.
     terminal.send("\x1b[31mHello\x1b[0m the\x1b[2;3Rre\r")

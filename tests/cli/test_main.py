@@ -149,7 +149,7 @@ def test_chat_takes_what_other_programs_call_commands(demo_model: Path) -> None:
     hello, slashed = (int(n) for n in re.findall(r"prompt (\d+) tokens", result.stderr))
     assert slashed == hello + 1  # "/Hello"
     assert "shows this; so does /?" in result.stderr
-    assert "the conversation begins anew" in result.stderr
+    assert "a new conversation begins" in result.stderr
     assert "1 turn so far" in result.stderr
     assert "\nBe brief.\nBe brief.\nheadstart: /show license" in result.stderr
     assert " license is not there; allowed: info, parameters, system" in result.stderr
@@ -160,7 +160,7 @@ def test_chat_begins_anew_after_reset(demo_model: Path) -> None:
     result = call("chat", *SMALL, "--system", "Be brief.", stdin="Hello\n/reset\n/explain\nHello\n")
     prompts = re.findall(r"prompt (\d+) tokens", result.stderr)
     assert prompts[0] == prompts[1]
-    assert "\nthe conversation begins anew, with the system message\n" in result.stderr
+    assert "\na new conversation begins, with the system message\n" in result.stderr
     assert "headstart: nothing was asked yet" in result.stderr
 
 

@@ -155,7 +155,7 @@ def test_what_is_checked_before_a_model_is_loaded_is_shown(
     assert compiling == f"compiling the schema in {schema}: 12.00 s"
 
 
-def test_what_is_read_before_a_model_is_quantised_is_shown(
+def test_what_is_read_before_a_model_is_quantized_is_shown(
     shown: list[str], tmp_path: Path
 ) -> None:
     """Nothing was, for seconds."""
@@ -174,7 +174,7 @@ def test_that_a_server_is_imported_is_shown(shown: list[str], tmp_path: Path) ->
     assert shown == ["importing the server: 12.00 s"]
 
 
-def test_the_time_that_quantising_still_takes_falls_while_a_layer_is_rounded() -> None:
+def test_the_time_that_quantizing_still_takes_falls_while_a_layer_is_rounded() -> None:
     """It grew from 16 to 32 minutes during the second layer, whose time was not yet done."""
     lines = [quantizing_line(2, 10, elapsed, last=6.0) for elapsed in (6.0, 7.5, 8.9)]
     assert [line.rpartition("about ")[2] for line in lines] == [

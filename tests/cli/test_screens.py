@@ -13,7 +13,7 @@ from rich.console import Console
 from headstart import SamplingParams
 from headstart.cli import terminal as streams
 from headstart.cli.markdown import MarkdownWriter
-from headstart.cli.pool_picture import COLOURS
+from headstart.cli.pool_picture import COLORS
 from tests.cli.test_main import call
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.forked import start_headstart
@@ -28,8 +28,8 @@ def luminance(name: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-@pytest.mark.parametrize("name", COLOURS)
-def test_colours_stand_out_on_black_and_on_white(name: str) -> None:
+@pytest.mark.parametrize("name", COLORS)
+def test_colors_stand_out_on_black_and_on_white(name: str) -> None:
     assert (luminance(name) + 0.05) / 0.05 >= 3
     assert 1.05 / (luminance(name) + 0.05) >= 3
 
@@ -45,8 +45,8 @@ def test_a_reply_is_readable_on_black_and_on_white() -> None:
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     codes = {code for found in re.findall(r"\x1b\[([\d;]+)m", shown) for code in [found]}
-    colours = set(re.findall(r"38;5;(\d+)", ";".join(sorted(codes))))
-    assert {f"color({one})" for one in colours} <= {*COLOURS} and len(colours) == 3
+    colors = set(re.findall(r"38;5;(\d+)", ";".join(sorted(codes))))
+    assert {f"color({one})" for one in colors} <= {*COLORS} and len(colors) == 3
     plain = [re.sub(r"38;5;\d+", "0", code) for code in codes]
     assert not any(int(part) >= 30 for code in plain for part in code.split(";"))
 

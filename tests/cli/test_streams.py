@@ -130,7 +130,7 @@ def test_the_command_for_a_model_that_speaks_asks_for_speech(
 def shown_in_terminal(
     write: Callable[[], object], columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> str:
-    """What is written to stderr where that is a terminal, without colours."""
+    """What is written to stderr where that is a terminal, without colors."""
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (40, columns))
     monkeypatch.setenv("COLUMNS", "200")  # of another terminal, in which the shell began

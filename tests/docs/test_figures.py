@@ -32,7 +32,7 @@ def test_every_figure_is_shown_in_the_docs() -> None:
         assert any(f"(figures/{path.name})" in page for page in pages)
 
 
-def test_every_colour_of_a_figure_has_another_on_a_dark_page() -> None:
+def test_every_color_of_a_figure_has_another_on_a_dark_page() -> None:
     for path in FIGURES.iterdir():
         text = path.read_text(encoding="utf-8")
         [style] = DARK_STYLE.findall(text)
@@ -41,20 +41,20 @@ def test_every_colour_of_a_figure_has_another_on_a_dark_page() -> None:
 
 
 @pytest.mark.parametrize("name", ["architecture", "omni"])
-def test_every_colour_of_a_drawing_has_another_on_a_dark_page(name: str) -> None:
-    """Colours stand in the style sheet alone; each class that has one has one for dark pages."""
+def test_every_color_of_a_drawing_has_another_on_a_dark_page(name: str) -> None:
+    """Colors stand in the style sheet alone; each class that has one has one for dark pages."""
     text = (ROOT / "docs" / f"{name}.svg").read_text(encoding="utf-8")
     [dark] = DARK_STYLE.findall(text)
     light = DARK_STYLE.sub("", text)
-    coloured = {
+    colored = {
         kind
         for kinds, rule in re.findall(r"^    ([.\w, ]+) \{ (.*) \}$", light, re.MULTILINE)
         for kind in kinds.split(", ")
         if "#" in rule.replace("url(#head)", "")
     }
     assert "#" not in re.sub(r"url\(#head\)", "", light.split("<defs>")[1])
-    assert {kind for kind in coloured if not re.search(rf"{re.escape(kind)}\b", dark)} == set()
-    assert len(coloured) > 5
+    assert {kind for kind in colored if not re.search(rf"{re.escape(kind)}\b", dark)} == set()
+    assert len(colored) > 5
 
 
 def test_the_demo_keeps_its_spaces_outside_browsers() -> None:

@@ -65,7 +65,7 @@ def test_a_poisoned_prompt_leaves_nothing_behind(llm: LLM, params: SamplingParam
     assert again.num_cached_tokens == 0
 
 
-def test_neighbours_of_a_poisoned_prompt_go_on(llm: LLM) -> None:
+def test_neighbors_of_a_poisoned_prompt_go_on(llm: LLM) -> None:
     """One shares its clean prefix in the same step; one has its poison as well, and ends too."""
     engine = llm.engine
     prompts = [[*CLEAN, POISON, 5, 6], [*CLEAN, 8, 9], [*CLEAN, POISON, 5, 6, 7], [90, 91, 92]]
@@ -88,9 +88,9 @@ def test_neighbours_of_a_poisoned_prompt_go_on(llm: LLM) -> None:
         llm.generate(prompts[0], GREEDY)
 
 
-def test_a_bad_row_in_a_block_that_a_neighbour_hit_is_found_by_nobody(folder: Path) -> None:
-    """A fault of one step, in the last layer, where the neighbour's rows have no logits yet: the
-    block kept its name for the neighbour's sake, and all prompts after them hit the bad row."""
+def test_a_bad_row_in_a_block_that_a_neighbor_hit_is_found_by_nobody(folder: Path) -> None:
+    """A fault of one step, in the last layer, where the neighbor's rows have no logits yet: the
+    block kept its name for the neighbor's sake, and all prompts after them hit the bad row."""
     llm = make_llm(folder, max_num_batched_tokens=80, partial_hits=False)
     engine = llm.engine
     prompts = [[*CLEAN, 100], [*CLEAN[:50], *range(100, 130)], [*CLEAN[:20], 140, 141]]

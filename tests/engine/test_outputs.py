@@ -103,7 +103,7 @@ def test_several_answers_share_the_prompt(llm: LLM) -> None:
     assert [a.token_ids for a in again.outputs] == [a.token_ids for a in output.outputs]
 
 
-def test_a_seeded_request_does_not_depend_on_its_neighbours(llm: LLM) -> None:
+def test_a_seeded_request_does_not_depend_on_its_neighbors(llm: LLM) -> None:
     params = SamplingParams(temperature=1, seed=11, max_tokens=12, ignore_eos=True)
     [alone] = llm.generate(PROMPT, params)
     others = [PROMPT[:20] + [at] * 5 for at in range(5)]

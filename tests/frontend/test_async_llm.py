@@ -218,7 +218,7 @@ def test_a_stream_that_is_over_stays_so(llm: AsyncLLM) -> None:
 
 
 @pytest.mark.parametrize("way", ["generate", "chat"])
-def test_prompts_are_tokenised_off_the_event_loop(
+def test_prompts_are_tokenized_off_the_event_loop(
     way: str, demo_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt of 300 KB stood in the way of all other streams for 0.37 s."""
@@ -249,7 +249,7 @@ def test_prompts_are_tokenised_off_the_event_loop(
 
 
 def test_a_reply_is_remembered_off_the_event_loop(demo_model: Path) -> None:
-    """The loop waited for a lock under which another thread tokenised a whole conversation."""
+    """The loop waited for a lock under which another thread tokenized a whole conversation."""
     llm = AsyncLLM(demo_model, num_blocks=64, num_threads=1)
 
     async def ask() -> None:

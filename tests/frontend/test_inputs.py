@@ -29,7 +29,7 @@ def name_of(value: object) -> str:
     return re.sub(r" at 0x\w+", "", describe(value))[:40]
 
 
-class Colour(IntEnum):
+class Color(IntEnum):
     RED = 5
 
 
@@ -120,7 +120,7 @@ def test_a_prompt_of_a_wrong_type_is_refused(llm: LLM, prompt: Any, message: str
         (5, 6),
         range(5, 7),
         [np.int64(5), np.uint8(6)],
-        [Colour.RED, 6],
+        [Color.RED, 6],
         np.array([5, 6]),
         np.array([5, 6], dtype=np.uint16),
         torch.tensor([5, 6]),
@@ -274,7 +274,7 @@ def test_marks_of_images_may_come_from_nowhere_but_images(vision_llm: LLM) -> No
 # Length
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     text_llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = text_llm.get_tokenizer()
@@ -283,7 +283,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
     encode = tokenizer.encode
 
     def encode_short(text: str, **options: Any) -> Any:
-        assert len(text) < 100, "a long text is tokenised"
+        assert len(text) < 100, "a long text is tokenized"
         return encode(text, **options)
 
     monkeypatch.setattr(tokenizer, "encode", encode_short)

@@ -151,8 +151,8 @@ def test_integers_for_weights_are_refused(
     with pytest.raises(DamagedModelError, match=f"{name} is of integers .*no quantization_config"):
         load_model(folder)
     config = json.loads((folder / "config.json").read_text())
-    quantised = {"part": config | {"quantization_config": {"quant_method": "gptq"}}}
-    (folder / "config.json").write_text(json.dumps(quantised))
+    quantized = {"part": config | {"quantization_config": {"quant_method": "gptq"}}}
+    (folder / "config.json").write_text(json.dumps(quantized))
     check_files(folder)
 
 

@@ -26,14 +26,14 @@ def test_only_the_row_itself_is_lost(dtype: torch.dtype, own: bool, tmp_path: Pa
         pack_linears(model)
         engine = Paged(model)
     prompt, other = [3, 4, 5, 6, 9, 10], [11, 12, 13]
-    clean, neighbour = engine.add(prompt), engine.add(other)
-    engine.step([(clean, 6), (neighbour, 3)])
+    clean, neighbor = engine.add(prompt), engine.add(other)
+    engine.step([(clean, 6), (neighbor, 3)])
     assert engine.backend.nonfinite_rows() == []
     bad, same = engine.add([*prompt[:4], BAD, 10]), engine.add(other)
     engine.step([(bad, 6), (same, 3)])
     assert engine.backend.nonfinite_rows() == [4, 5]
     for found, expected in zip(
-        bad.logits[:4] + same.logits, clean.logits[:4] + neighbour.logits, strict=True
+        bad.logits[:4] + same.logits, clean.logits[:4] + neighbor.logits, strict=True
     ):
         assert torch.equal(found, expected)
     assert not any(bool(row.isfinite().all()) for row in bad.logits[4:])

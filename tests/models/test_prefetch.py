@@ -169,7 +169,7 @@ def test_memory_is_for_weights_that_will_be_packed(
 
 
 @pytest.mark.parametrize("is_gguf", [True, False])
-def test_no_memory_is_got_for_weights_that_are_quantised(
+def test_no_memory_is_got_for_weights_that_are_quantized(
     folder: Path, monkeypatch: pytest.MonkeyPatch, is_gguf: bool
 ) -> None:
     """As much as the file was touched, and held beside the weights until all of them were read."""

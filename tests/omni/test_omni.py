@@ -194,15 +194,15 @@ def test_ctrl_c_leaves_a_call_and_the_next_is_answered(tmp_path: Path) -> None:
     assert int(done.stdout.split()[-1]) > 5
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     async_omni: AsyncOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pipeline's thread tokenises: 12 MB of text took it 32 s, from every other request."""
+    """The pipeline's thread tokenizes: 12 MB of text took it 32 s, from every other request."""
 
-    def tokenise(*_: object, **__: object) -> list[int]:
-        raise AssertionError("it is tokenised")
+    def tokenize(*_: object, **__: object) -> list[int]:
+        raise AssertionError("it is tokenized")
 
-    monkeypatch.setattr(frontend, "encode_text", tokenise)
+    monkeypatch.setattr(frontend, "encode_text", tokenize)
     with pytest.raises(RequestError, match="bytes of text; allowed"):
         asyncio.run(async_omni.generate("hello " * 1_000_000, TEXT))
 

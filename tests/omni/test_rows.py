@@ -146,8 +146,8 @@ def test_from_a_row_that_is_not_finite_on_no_block_is_kept(
     assert cache.count(path) == 3
 
 
-def test_rows_that_are_not_finite_spoil_no_block_of_a_neighbour() -> None:
-    """A neighbour that hits them in the same step gets them as they are."""
+def test_rows_that_are_not_finite_spoil_no_block_of_a_neighbor() -> None:
+    """A neighbor that hits them in the same step gets them as they are."""
     cache = OutputCache(1 << 20)
     stage = FakeStage(num_blocks=16, cache=cache)
     stage.spoiled = ("hidden", 3)

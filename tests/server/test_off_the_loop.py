@@ -106,7 +106,7 @@ def test_a_short_body_takes_no_thread(server: Running, watched: Watched) -> None
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-def test_prompts_are_tokenised_in_threads(server: Running, watched: Watched, path: str) -> None:
+def test_prompts_are_tokenized_in_threads(server: Running, watched: Watched, path: str) -> None:
     watched.watch(server.llm.tokenizer, "encode")
     body = {"prompt": PADDING[:5000]}
     answer = httpx.post(server.url + path, json=body, timeout=60)

@@ -164,7 +164,7 @@ def test_a_conversation_goes_on(client: openai.OpenAI, server: Running) -> None:
         lambda: client.responses.delete(first.id),
         lambda: ask(client, "And Anna?", previous_response_id=first.id),
     ):
-        with pytest.raises(openai.NotFoundError, match="is not stored here"):
+        with pytest.raises(openai.NotFoundError, match="is not stored"):
             call()
     third = ask(client, "And Anna?", previous_response_id=second.id)  # which has all of it
     assert third.usage is not None and third.usage.input_tokens > second.usage.input_tokens

@@ -228,7 +228,7 @@ def test_any_shape_and_form_on_any_number_of_threads(
     form: Form,
     is_rounded: bool,
 ) -> None:
-    """Quantised here, or as a file has it; rows lie between such as are not finite."""
+    """Quantized here, or as a file has it; rows lie between such as are not finite."""
     with pytest.MonkeyPatch.context() as patch:
         use(path, patch)
         dtype = torch.float32 if form.bits == 8 else own_dtype(path)

@@ -97,7 +97,7 @@ def test_a_weight_is_the_nearest_in_8_bits(outputs: int, inputs: int) -> None:
 
 
 @pytest.mark.parametrize("path", ["avx2", "tiles"])
-def test_a_weight_that_is_quantised_tile_by_tile_is_the_same(
+def test_a_weight_that_is_quantized_tile_by_tile_is_the_same(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles are made of whole panels, whatever number of outputs is asked for."""
@@ -206,7 +206,7 @@ def test_any_number_of_rows_and_threads(
 
 
 @PATHS
-def test_unpacked_it_is_the_weight_that_was_quantised(
+def test_unpacked_it_is_the_weight_that_was_quantized(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = make_weight(131, 95)

@@ -1,4 +1,4 @@
-"""Models with quantised weights: against the same models with those weights in float."""
+"""Models with quantized weights: against the same models with those weights in float."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +34,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3_moe", "gemma2", "phi3", "opt", "gpt_ne
 TOKENS = torch.arange(3, 23) % VOCABULARY
 
 
-def quantised(model: DecoderModel) -> dict[str, WeightFormat]:
+def quantized(model: DecoderModel) -> dict[str, WeightFormat]:
     return quantized_matrices(model.module)
 
 
@@ -49,7 +49,7 @@ def logits(model: DecoderModel) -> Tensor:
 def in_float(folder: Path, model: DecoderModel, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' model with the layers' own weights, and rows rounded as they round them."""
     plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    for name, layer in quantised(model).items():
+    for name, layer in quantized(model).items():
         # A parameter of its own, which embeddings do not share.
         module = plain.get_submodule(name)
         module.weight = nn.Parameter(layer.unpack().to(dtype))
@@ -131,7 +131,7 @@ def test_layers_under_bfloat16_run_as_one_call_with_amx(
 def test_every_layer_of_the_text_is_replaced(kind: WeightKind, load: Any, tmp_path: Path) -> None:
     model = load(save_tiny("qwen2", tmp_path), weights=kind)
     left = [name for name, m in model.module.named_modules() if isinstance(m, nn.Linear)]
-    found = quantised(model)
+    found = quantized(model)
     assert not left and len(found) == 3 * 7 + 1
     assert found["lm_head"].kind == "int8"
     plain = load_model(tmp_path)
@@ -177,7 +177,7 @@ def test_embeddings_that_share_the_heads_weight_share_its_values(
     assert model.vocab_size == VOCABULARY and model.dtype == getattr(torch, dtype)
 
 
-def test_a_table_too_large_to_be_quantised_is_refused(tmp_path: Path) -> None:
+def test_a_table_too_large_to_be_quantized_is_refused(tmp_path: Path) -> None:
     """Its logits would be infinite."""
     file = tied_llama(tmp_path) / "model.safetensors"
     weights = load_file(file)
@@ -226,7 +226,7 @@ def test_freed_memory_is_returned_after_the_embedding_each_layer_and_the_head(
     assert len(returned) == 1 + len(model.layouts) + 1
 
 
-def test_what_is_not_quantised_outlives_its_file(tmp_path: Path) -> None:
+def test_what_is_not_quantized_outlives_its_file(tmp_path: Path) -> None:
     """transformers leaves weights in their mapped file: embeddings and norms changed with it."""
     model = load_zoo(save_tiny("gpt_neox", tmp_path), weights="int4")
     expected, file = logits(model), tmp_path / "model.safetensors"
@@ -247,7 +247,7 @@ def test_files_that_are_written_to_while_transformers_reads_them(
 
 def test_routers_and_experts_stay_as_they_are(tmp_path: Path) -> None:
     model = load_model(save_tiny("qwen3_moe", tmp_path), weights="int4")
-    assert quantised(model).keys() == {
+    assert quantized(model).keys() == {
         f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(3) for name in "qkvo"
     } | {"lm_head"}
 
@@ -273,14 +273,14 @@ def test_int4_takes_more_bits_where_it_loses_most(kv_heads: int, load: Any, tmp_
     config = tiny_config("llama")
     config.num_key_value_heads = kv_heads
     tiny_model(config).save_pretrained(tmp_path)
-    kinds = {name: layer.kind for name, layer in quantised(load(tmp_path, weights="int4")).items()}
+    kinds = {name: layer.kind for name, layer in quantized(load(tmp_path, weights="int4")).items()}
     assert kinds.pop("lm_head") == "int8"
     wanted = dict.fromkeys(("q", "gate", "down"), "int4") | dict.fromkeys(("o", "up"), "int5")
     # As many keys as queries are too much of a model.
     wanted |= dict.fromkeys("kv", "int8" if kv_heads == 2 else "int5")
     found = {(name.split(".")[-1].removesuffix("_proj"), kind) for name, kind in kinds.items()}
     assert found == set(wanted.items()) and len(kinds) == 7 * config.num_hidden_layers
-    others = quantised(load(tmp_path, weights="int5")).values()
+    others = quantized(load(tmp_path, weights="int5")).values()
     assert {layer.kind for layer in others} == {"int5", "int8"}
 
 

@@ -26,7 +26,7 @@ from tests.weights.written import (
     BASE,
     COMPRESSED,
     GPTQ,
-    Quantise,
+    Quantize,
     awq,
     compressed,
     compressed_config,
@@ -155,7 +155,7 @@ def test_eight_bits_with_a_zero_point_for_an_output_are_kept_in_groups() -> None
     assert (GroupedWeight(kept).unpack() - found.weight()).abs().max() <= 2**-3
 
 
-def test_neighbouring_outputs_may_share_a_step_in_torchao() -> None:
+def test_neighboring_outputs_may_share_a_step_in_torchao() -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(-128, 128, (8, 64), generator=generator, dtype=torch.int8)
     steps = torch.rand(4, 2, generator=generator)
@@ -165,7 +165,7 @@ def test_neighbouring_outputs_may_share_a_step_in_torchao() -> None:
     assert torch.equal(found, values * wide)
 
 
-FOLDERS: dict[str, tuple[dict[str, Any], Quantise, str]] = {
+FOLDERS: dict[str, tuple[dict[str, Any], Quantize, str]] = {
     "awq": (AWQ, awq, "int4"),
     "gptq": (GPTQ, gptq, "int4"),
     "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, lambda w: gptq(w, less=0), "int4"),
@@ -186,9 +186,9 @@ FOLDERS: dict[str, tuple[dict[str, Any], Quantise, str]] = {
 def test_a_checkpoint_answers_as_the_model_of_its_weights(
     kind: str, make: Any, tmp_path: Path
 ) -> None:
-    about, quantise, wanted = FOLDERS[kind]
+    about, quantize, wanted = FOLDERS[kind]
     config = make(**BASE, tie_word_embeddings=make is Qwen2Config)
-    original = save(tmp_path, config, about, quantise)
+    original = save(tmp_path, config, about, quantize)
     model = load_model(tmp_path, "float32")
     assert model.fallback_reason is None
     layers = quantized_matrices(model.module)
@@ -209,7 +209,7 @@ def test_a_checkpoint_answers_as_the_model_of_its_weights(
 
 
 @pytest.mark.parametrize(
-    ("quantise", "about", "why"),
+    ("quantize", "about", "why"),
     [
         (
             lambda w: gptq(w, 8, shuffled=True),
@@ -224,7 +224,7 @@ def test_a_checkpoint_answers_as_the_model_of_its_weights(
     ],
 )
 def test_why_a_weight_is_rounded_again_is_told(
-    quantise: Quantise,
+    quantize: Quantize,
     about: dict[str, Any],
     why: str,
     tmp_path: Path,
@@ -233,7 +233,7 @@ def test_why_a_weight_is_rounded_again_is_told(
     """It was "8 bits in 2 groups", which is also said of what is kept."""
     lines: list[str] = []
     monkeypatch.setattr(prequantized._log, "info", lambda text, *told: lines.append(text % told))
-    save(tmp_path, LlamaConfig(**BASE), GPTQ | about, quantise)
+    save(tmp_path, LlamaConfig(**BASE), GPTQ | about, quantize)
     load_model(tmp_path, "float32")
     [told] = [line for line in lines if line.startswith("model.layers.1.mlp.down_proj")]
     assert told.endswith(f"is rounded again, to int8: its values have {why}")
@@ -244,8 +244,8 @@ def test_weights_that_are_rounded_again_are_named(
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(prequantized._log, "info", lambda text, *told: lines.append(text % told))
-    about, quantise, _ = FOLDERS["w4 in 16"]
-    save(tmp_path, LlamaConfig(**BASE), about, quantise)
+    about, quantize, _ = FOLDERS["w4 in 16"]
+    save(tmp_path, LlamaConfig(**BASE), about, quantize)
     load_model(tmp_path, "float32")
     assert lines[0] == "14 weights of the compressed-tensors checkpoint have 4 bits"
     named = "model.layers.1.mlp.up_proj.weight is rounded again, to int8: its values have 4 bits in"
@@ -255,10 +255,10 @@ def test_weights_that_are_rounded_again_are_named(
 @pytest.mark.parametrize("kind", ["w8a8", "w4 in 32"])
 def test_a_file_may_be_written_to_once_it_is_read(kind: str, tmp_path: Path) -> None:
     """Scales of 8 bits that are float32 in the file stayed in it: answers changed with it."""
-    about, quantise, _ = FOLDERS[kind]
+    about, quantize, _ = FOLDERS[kind]
 
     def in_float(weight: Tensor) -> dict[str, Tensor]:
-        parts = quantise(weight)
+        parts = quantize(weight)
         return parts | {"weight_scale": parts["weight_scale"].float()}
 
     save(tmp_path, LlamaConfig(**BASE), about, in_float)

@@ -21,7 +21,7 @@ from tests.weights.written import (
     BASE,
     COMPRESSED,
     GPTQ,
-    Quantise,
+    Quantize,
     Tensors,
     compressed,
     compressed_config,
@@ -33,7 +33,7 @@ from tests.weights.written import (
 )
 
 
-def _damaged(change: Callable[[Tensors], Tensors]) -> Quantise:
+def _damaged(change: Callable[[Tensors], Tensors]) -> Quantize:
     return lambda weight: change(gptq(weight))
 
 
@@ -96,15 +96,15 @@ def test_what_config_json_promises_is_needed(tmp_path: Path) -> None:
         del parts["g_idx"]
         return parts
 
-    cases: list[tuple[dict[str, Any], Quantise, str]] = [
+    cases: list[tuple[dict[str, Any], Quantize, str]] = [
         (compressed_config(kept), without_zeros, "there is no weight_zero_point"),
         (symmetric, partial(compressed, theirs, layout), "symmetric, without weight_zero_point"),
         (compressed_config(kept), without_shape, "there is no weight_shape"),
         (GPTQ | {"desc_act": True}, without_order, "there is no g_idx"),
         (GPTQ | {"group_size": 48}, gptq, "groups, by config.json of"),
     ]
-    for config, quantise, said in cases:
-        save(tmp_path, LlamaConfig(**BASE), config, quantise)
+    for config, quantize, said in cases:
+        save(tmp_path, LlamaConfig(**BASE), config, quantize)
         with pytest.raises(DamagedModelError, match=said):
             load_model(tmp_path, "float32")
 
@@ -135,7 +135,7 @@ def test_a_method_that_transformers_overlooks_is_refused(
         load_model(tmp_path, "float32", weights=weights)
 
 
-def test_zero_points_of_0_borrow_from_their_neighbours_in_gptq() -> None:
+def test_zero_points_of_0_borrow_from_their_neighbors_in_gptq() -> None:
     """GPTQModel takes 1 from whole words, and adds 1 to whole words when it reads them."""
     torch.manual_seed(0)
     weight = torch.randn(24, 96)

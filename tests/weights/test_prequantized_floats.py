@@ -1,4 +1,4 @@
-"""What stays a float in a quantised checkpoint, or where layers are quantised at load."""
+"""What stays a float in a quantized checkpoint, or where layers are quantized at load."""
 
 from pathlib import Path
 

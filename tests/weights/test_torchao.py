@@ -79,17 +79,17 @@ KINDS: dict[str, tuple[Any, str]] = {
 }
 
 
-def save(folder: Path, config: Any, quantised: Any, **options: Any) -> Any:
-    """A model that torchao quantised, and its files in `folder`."""
+def save(folder: Path, config: Any, quantized: Any, **options: Any) -> Any:
+    """A model that torchao quantized, and its files in `folder`."""
     torch.manual_seed(0)
-    return save_model(folder, AutoModelForCausalLM.from_config(config), quantised, **options)
+    return save_model(folder, AutoModelForCausalLM.from_config(config), quantized, **options)
 
 
-def save_model(folder: Path, model: Any, quantised: Any, **options: Any) -> Any:
+def save_model(folder: Path, model: Any, quantized: Any, **options: Any) -> Any:
     plain = folder.parent / "plain"
     model.bfloat16().save_pretrained(plain)
     made = AutoModelForCausalLM.from_pretrained(
-        plain, dtype=torch.bfloat16, quantization_config=quantised
+        plain, dtype=torch.bfloat16, quantization_config=quantized
     )
     made.save_pretrained(folder, **options)
     return made

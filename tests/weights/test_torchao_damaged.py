@@ -46,7 +46,7 @@ def shared(kind: str, **data: Any) -> About:
     return {"_type": kind, "_version": 1, "_data": data}
 
 
-def quantise(weight: Tensor) -> Tensors:
+def quantize(weight: Tensor) -> Tensors:
     scale = weight.abs().amax(dim=1, keepdim=True) / 127.5
     return {
         "_weight_qdata": (weight / scale).round().clamp(-128, 127).char(),
@@ -69,7 +69,7 @@ def write(
     about: About | None = None,
 ) -> None:
     """A checkpoint; change: of its tensors and of its header."""
-    save(folder, LlamaConfig(**BASE), about or config(), quantise)
+    save(folder, LlamaConfig(**BASE), about or config(), quantize)
     file = folder / "model.safetensors"
     tensors = load_file(file)
     described = {

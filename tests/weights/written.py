@@ -24,7 +24,7 @@ __all__ = [
     "BASE",
     "COMPRESSED",
     "GPTQ",
-    "Quantise",
+    "Quantize",
     "Tensors",
     "awq",
     "compressed",
@@ -53,7 +53,7 @@ BASE: dict[str, Any] = {
 
 Tensors = dict[str, Tensor]
 """The tensors of a module by their suffix."""
-Quantise = Callable[[Tensor], Tensors]
+Quantize = Callable[[Tensor], Tensors]
 """Makes the tensors of a module for its weight."""
 
 
@@ -150,8 +150,8 @@ def decompressed(scheme: Any, layout: str, parts: Tensors) -> Tensor:
     return weight
 
 
-def save(folder: Path, config: Any, scheme: dict[str, Any], quantise: Quantise) -> Any:
-    """A model whose linear layers but the head are quantised; returns it in float32."""
+def save(folder: Path, config: Any, scheme: dict[str, Any], quantize: Quantize) -> Any:
+    """A model whose linear layers but the head are quantized; returns it in float32."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     tensors: Tensors = {}
@@ -160,7 +160,7 @@ def save(folder: Path, config: Any, scheme: dict[str, Any], quantise: Quantise) 
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if "_proj" in name and name.endswith(".weight"):
-            tensors |= {f"{module}.{part}": made for part, made in quantise(tensor).items()}
+            tensors |= {f"{module}.{part}": made for part, made in quantize(tensor).items()}
         elif name not in tensors:
             tensors[name] = tensor.to(torch.bfloat16)
     if hasattr(config, "use_sliding_window"):  # it has biases of its own

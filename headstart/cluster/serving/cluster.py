@@ -275,7 +275,7 @@ class ReplicaCluster:
         }
 
         def lose(reason: str) -> None:
-            _LOG.error("%s: no request is taken any more; start the server anew", reason)
+            _LOG.error("%s: no more requests are accepted; restart the server", reason)
             self._is_lost = True
             driver.break_off(reason)
 

@@ -1,6 +1,6 @@
 """Chats: from messages to the token ids of a prompt that begins with the tokens of earlier turns.
 
-A reply comes back in the next turn as text. Tokenized anew it often has other ids than the model
+A reply comes back in the next turn as text. Tokenized again it often has other ids than the model
 sampled ("the" may be "t" + "he"), and from there on nothing hits. So the ids are stored under the
 text that they spell, and a prompt that begins with such a text begins with its ids. Only the rest
 is tokenized.
@@ -258,7 +258,7 @@ class ConversationMemory:
     def encode(self, text: str, namespace: Namespace = SHARED) -> list[int]:
         """Return the ids of a rendered text: first those stored for its longest known beginning.
 
-        Decoding them gives the text back, or what tokenizing all of it anew would decode to
+        Decoding them gives the text back, or what tokenizing all of it again would decode to
         where the tokenizer loses something (a normalizer, a dummy space). Costs a hash over the
         text, a digest for each distinct length remembered, and tokenizing the rest.
         """

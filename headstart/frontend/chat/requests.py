@@ -258,7 +258,7 @@ class ChatRequests:
 
         replies: ids by the place of the message. Ids that do not spell the message are left out.
         Raises RequestError for a conversation that the template refuses, and for values that are no
-        ids or no places. Chats with images are read anew.
+        ids or no places. Chats with images are read again.
         """
         for place, token_ids in replies.items():
             is_reply = type(place) is int and place in range(len(messages))

@@ -34,7 +34,7 @@ HEADER_BYTES = 2**20
 
 _decoding = threading.Lock()
 
-_GREY_STEPS = {"L;2": 85, "L;4": 17}
+_GRAY_STEPS = {"L;2": 85, "L;4": 17}
 """Distance of two levels of a PNG with 2 or 4 bits, in Pillow's 8 bits. Pillow scales the pixels,
 and not the level that the file declares transparent."""
 
@@ -68,7 +68,7 @@ def decode_image(source: ImageSource, max_pixels: int) -> Image:
             level = opened.info.get("transparency")
             tile: Any = opened.tile
             if opened.mode == "L" and isinstance(level, int) and tile:  # not decoded yet
-                opened.info["transparency"] = level * _GREY_STEPS.get(tile[0][3], 1)
+                opened.info["transparency"] = level * _GRAY_STEPS.get(tile[0][3], 1)
         _check_size(*opened.size, max_pixels)
         # A user's picture, which may be in several prompts, is not decoded twice at once.
         with _decoding if opened is source else nullcontext():
@@ -111,7 +111,7 @@ def to_rgb(image: Image) -> Image:
     from PIL import Image
 
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        image = _scale_grey(image)
+        image = _scale_gray(image)
     level = image.info.get("transparency")
     if image.mode == "RGB" and isinstance(level, tuple) and max(level) > 255:
         # Of 16 bits, of which Pillow's pixels have the upper 8.
@@ -126,8 +126,8 @@ def to_rgb(image: Image) -> Image:
     return ground
 
 
-def _scale_grey(image: Image) -> Image:
-    """Convert grey of 16 or 32 bits, or of floats, to 8 bits. Pillow would clip it at 255.
+def _scale_gray(image: Image) -> Image:
+    """Convert gray of 16 or 32 bits, or of floats, to 8 bits. Pillow would clip it at 255.
 
     16 bits lose the lower 8, as they do in Pillow's RGB. The range of 32 bits and of floats is the
     first of 0 .. 1 (floats alone), 0 .. 255, 0 .. 65,535 that has all levels, else from the
@@ -149,10 +149,10 @@ def _scale_grey(image: Image) -> Image:
         scaled = levels / 256
     elif high <= 1 and levels.dtype.kind == "f":
         scaled = levels * 255
-    grey = Image.fromarray(scaled.astype(np.uint8))
+    gray = Image.fromarray(scaled.astype(np.uint8))
     if "transparency" in image.info:
-        grey.putalpha(Image.fromarray(levels != image.info["transparency"]).convert("L"))
-    return grey
+        gray.putalpha(Image.fromarray(levels != image.info["transparency"]).convert("L"))
+    return gray
 
 
 def read_source(source: ImageSource, limit: int) -> bytes:

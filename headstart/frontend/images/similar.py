@@ -35,11 +35,11 @@ MAX_IMAGES = 4096  # of all tenants: a new one walks through them in about a mil
 ENTRY_BYTES = 2048  # Python's objects of an entry: 1.7 to 2.0 kB, besides pixels and thumbnail
 MAX_COMPARED = 3  # earlier images, those with the nearest thumbnails
 THUMBNAIL = 16  # pixels on each side
-MAX_STEP = 32  # of 255, in any colour of any pixel of the thumbnail
+MAX_STEP = 32  # of 255, in any color of any pixel of the thumbnail
 LEVEL = 1  # of zlib: 11 ms for a screenshot of 1280 x 800, 66 ms for a photograph
 MAX_SCALE = 1.025
 WINDOW = 128  # pixels, a multiple of the 16 of a JPEG macroblock
-BORDER = 8  # pixels of a window that are not compared: a codec mixes them with their neighbours
+BORDER = 8  # pixels of a window that are not compared: a codec mixes them with their neighbors
 FILTERS = ("BICUBIC", "LANCZOS", "BILINEAR", "HAMMING", "BOX", "NEAREST")
 TRIED_SCALINGS = 4  # the best with a rough codec are tried with all
 TRIED_JPEGS = 3  # with which the whole picture is saved
@@ -58,7 +58,7 @@ Thumbnail = NDArray[np.int16]  # [16, 16, 3]
 Box = tuple[int, int, int, int]
 Codec = dict[str, Any]  # how Pillow saves a picture with loss
 JPEG_CODECS: list[Codec] = [
-    {"format": "jpeg", "quality": quality, "subsampling": share}  # of colours: halved or full
+    {"format": "jpeg", "quality": quality, "subsampling": share}  # of colors: halved or full
     for share in (2, 0)
     for quality in range(75, 101)
 ]
@@ -309,7 +309,7 @@ def _loses_detail(source: Picture, copy: Picture, codec: Codec) -> bool:
 
 
 def _steps(one: Pixels, other: Pixels) -> Any:
-    """Return how far the pixels are apart, in the colour that differs the most."""
+    """Return how far the pixels are apart, in the color that differs the most."""
     return (np.maximum(one, other) - np.minimum(one, other)).max(2)
 
 

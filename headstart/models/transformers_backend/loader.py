@@ -222,7 +222,7 @@ def _some(names: list[str]) -> str:
 def load_config(folder: Path) -> PreTrainedConfig:
     """Return transformers' configuration of the model in `folder`.
 
-    Raises `DamagedModelError`, `UnsupportedModelError` for an architecture, or a way to quantise
+    Raises `DamagedModelError`, `UnsupportedModelError` for an architecture, or a way to quantize
     weights, that transformers does not have, and `OutOfMemoryError`.
     """
     raw = read_json(folder / "config.json")
@@ -245,7 +245,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
                 isinstance(method, str) and AutoHfQuantizer.supports_quant_method(scheme)
             ):
                 raise UnsupportedModelError(
-                    f"the weights in {folder} are quantised by {method!r}, in a way that neither "
+                    f"the weights in {folder} are quantized by {method!r}, in a way that neither "
                     "headstart nor transformers reads"
                 )
     return config

@@ -324,7 +324,7 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
     steps, num_blocks = _steps(model.device)
     backend = TorchAttention(PagedKVMemory(layouts, num_blocks, _BLOCK, model.dtype, model.device))
     logits = [_through(model, backend, step, prompt) for step in steps]
-    # The unit in the last place of what layers compute with; coarser in quantised layers.
+    # The unit in the last place of what layers compute with; coarser in quantized layers.
     linears = (module for module in model.modules() if isinstance(module, Linear))
     rounding = max(torch.finfo(model.dtype).eps, *(part.matrix.rounding for part in linears), 0.0)
     attend, signs = attend_with(backend), torch.Generator().manual_seed(1)

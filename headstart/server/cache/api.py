@@ -129,7 +129,7 @@ async def reset_cache(request: Request, body: CacheResetRequest | None = None) -
             await asyncio.to_thread(service.watch.clear)
     if not done:
         raise ApiError(
-            409, "requests run: wait, or set reset_running_requests, which computes them anew"
+            409, "requests run: wait, or set reset_running_requests, which computes them again"
         )
     return JsonResponse({"reset": True})
 

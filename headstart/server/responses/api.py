@@ -422,7 +422,7 @@ def _resolve(items: list[Item], store: ResponseStore, tenant: str | None) -> lis
         if isinstance(item, ItemReference):
             if item.id not in stored:
                 param = f"input[{place}].id"
-                text = f"{param}: the item {describe(item.id)} is not stored here, or not any more"
+                text = f"{param}: the item {describe(item.id)} is not stored"
                 raise ApiError(404, text, param=param)
             [item] = as_items([stored[item.id]])
         resolved.append(item)
@@ -478,7 +478,7 @@ def _find(request: Request, name: str, param: str | None = None) -> StoredRespon
     store, tenant = _store_of(request)
     response = store.get(name, tenant)
     if response is None:
-        text = f"the response {name!r} is not stored here, or not any more"
+        text = f"the response {name!r} is not stored"
         code = "previous_response_not_found" if param else None
         raise ApiError(404, text, param=param, code=code)
     return response

@@ -207,7 +207,7 @@ def test_bytes_that_spoil_the_prompt_s_last_character_are_forgotten() -> None:
 def test_a_reply_that_comes_back_changed_keeps_the_prompt() -> None:
     """Rewritten by the template or edited by the user: the prompt's ids stand, as they were.
 
-    The prompt's own last token would merge with the reply's first if all were tokenised anew:
+    The prompt's own last token would merge with the reply's first if all were tokenized anew:
     two line ends are one token.
     """
     memory = ConversationMemory(BYTES)
@@ -322,7 +322,7 @@ def test_ids_spell_the_text_whatever_is_remembered(name: str, data: st.DataObjec
 @pytest.mark.parametrize("name", TINY_TOKENIZERS)
 @given(data=st.data())
 def test_a_reply_in_whole_characters_is_kept_whole(name: str, data: st.DataObject) -> None:
-    """Replies that are texts, tokenised another way than the tokenizer does it, come back whole."""
+    """Replies that are texts, tokenized another way than the tokenizer does it, come back whole."""
     tokenizer = TOKENIZERS[name]
     memory = ConversationMemory(tokenizer)
     prompt = memory.render(MESSAGES)

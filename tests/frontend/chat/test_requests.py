@@ -165,7 +165,7 @@ def test_a_stream_may_be_aborted_before_it_begins(make_llm: MakeLLM) -> None:
 def test_a_stream_that_is_left_remembers_nothing_wrong(
     make_llm: MakeLLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """What was shown until then may still be said, and is tokenised like any text."""
+    """What was shown until then may still be said, and is tokenized like any text."""
     llm = make_llm()
     messages = ask("hello there")
     stream: Any = llm.stream_chat(messages, PARAMS)

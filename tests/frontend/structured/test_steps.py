@@ -107,7 +107,7 @@ def test_preempted_by_a_lack_of_blocks_all_answers_are_valid(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_neighbours_are_answered_as_without(folder: Path, deterministic: bool) -> None:
+def test_neighbors_are_answered_as_without(folder: Path, deterministic: bool) -> None:
     """Greedy and drawn ones, their log-probabilities, and what they hit.
 
     The last bits of a log-probability may depend on how many rows a step has, unless deterministic.

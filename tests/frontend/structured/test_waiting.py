@@ -66,10 +66,10 @@ def threads_of_forms(before: set[threading.Thread]) -> list[threading.Thread]:
     return [one for one in there if one.name.startswith("headstart-forms")]
 
 
-def test_texts_are_tokenised_while_forms_compile(
+def test_texts_are_tokenized_while_forms_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight slow forms took all threads that tokenise texts and read images."""
+    """Eight slow forms took all threads that tokenize texts and read images."""
 
     before = set(threading.enumerate())
 

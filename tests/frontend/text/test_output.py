@@ -47,7 +47,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], skip: bool)
 @pytest.mark.parametrize("name", TINY_TOKENIZERS)
 @given(texts=st.lists(TEXTS, max_size=6))
 def test_pieces_together_are_the_text(name: str, texts: list[str]) -> None:
-    """Texts tokenised one by one: characters over several tokens, words that a model may split."""
+    """Texts tokenized one by one: characters over several tokens, words that a model may split."""
     tokenizer = TOKENIZERS[name]
     token_ids = [token_id for text in texts for token_id in tokens(text, tokenizer)]
     found = pieces(tokenizer, token_ids, skip=True)

@@ -200,7 +200,7 @@ def test_no_block_is_computed_in_pieces() -> None:
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_an_mlp_of_quantised_weights_rounds_rows_in_bfloat16_once(
+def test_an_mlp_of_quantized_weights_rounds_rows_in_bfloat16_once(
     weights: str, tmp_path: Path
 ) -> None:
     model = load_model(save_tiny("qwen2", tmp_path), "bfloat16", weights=weights)

@@ -208,7 +208,7 @@ def test_weights_that_bfloat16_makes_infinite_are_refused(name: str, tmp_path: P
 
 @pytest.mark.parametrize("weights", ["int8", "int5", "int4"])
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj", "lm_head"])
-def test_weights_too_large_to_be_quantised_are_refused(
+def test_weights_too_large_to_be_quantized_are_refused(
     name: str, weights: str, tmp_path: Path
 ) -> None:
     """Their scales are near the largest float: what int4 made of them was infinite."""
@@ -224,7 +224,7 @@ def test_weights_too_large_to_be_quantised_are_refused(
 
 @pytest.mark.parametrize("weights", ["auto", "int8", "int5", "int4"])
 def test_weights_of_64_bits_that_are_too_large(weights: str, tmp_path: Path) -> None:
-    """Where they were quantised, they were read, and every logit was NaN."""
+    """Where they were quantized, they were read, and every logit was NaN."""
     folder, name = save_tiny("llama", tmp_path), "model.layers.1.mlp.up_proj.weight"
     edit_weights(folder, lambda w: w.update({name: w[name].double().fill_(1e300)}))
     with pytest.raises(UnsupportedModelError, match=f"{name} holds weights that are not finite"):

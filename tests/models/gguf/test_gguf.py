@@ -144,7 +144,7 @@ def test_floats_beside_blocks_run_with_them_as_one_call(
 
 @pytest.mark.parametrize("kind", sorted(FORMATS))
 def test_blocks_of_any_bytes(kind: str) -> None:
-    """Against the package's own dequantising, for bytes that no quantiser would write."""
+    """Against the package's own dequantizing, for bytes that no quantizer would write."""
     generator = np.random.default_rng(0)
     number = gguf.GGMLQuantizationType[kind]
     per_block, size = gguf.GGML_QUANT_SIZES[number]

@@ -1,4 +1,4 @@
-"""Small random models of every family, with a tokenizer, as checkpoints to quantise."""
+"""Small random models of every family, with a tokenizer, as checkpoints to quantize."""
 
 from pathlib import Path
 from typing import Any

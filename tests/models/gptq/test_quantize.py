@@ -186,9 +186,9 @@ def test_a_log_tells_how_far_it_is(text: Path, tmp_path: Path) -> None:
     called = ["models", "quantize", str(tmp_path / "float"), str(tmp_path / "small")]
     result = CliRunner().invoke(main, [*called, "--text", str(text)])
     assert result.exit_code == 0, result.stderr
-    found = re.findall(r"quantising \d+ layers|quantised \d of \d layers; about", result.stderr)
-    layers = [f"quantised {number} of 3 layers; about" for number in (1, 2)]
-    assert found == ["quantising 3 layers", *layers]
+    found = re.findall(r"quantizing \d+ layers|quantized \d of \d layers; about", result.stderr)
+    layers = [f"quantized {number} of 3 layers; about" for number in (1, 2)]
+    assert found == ["quantizing 3 layers", *layers]
 
 
 def test_bad_input_is_told_before_any_work(text: Path, tmp_path: Path) -> None:
@@ -211,12 +211,12 @@ def test_bad_input_is_told_before_any_work(text: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="UTF-8"):
         plan_quantizing(source, target, short)
     quantize(plan_quantizing(source, target, text))
-    with pytest.raises(UnsupportedModelError, match="quantised already, as 'compressed-tensors'"):
+    with pytest.raises(UnsupportedModelError, match="quantized already, as 'compressed-tensors'"):
         plan_quantizing(target, tmp_path / "smaller", text)
 
 
 def test_a_gguf_file_is_refused_before_it_is_read(text: Path, tmp_path: Path) -> None:
-    """Its tokenizer was converted first, for minutes; one in bfloat16 "is quantised already"."""
+    """Its tokenizer was converted first, for minutes; one in bfloat16 "is quantized already"."""
     (tmp_path / "some.gguf").write_bytes(b"not even GGUF")
     with pytest.raises(UnsupportedModelError, match=r"some\.gguf is a GGUF file; allowed: a check"):
         plan_quantizing(tmp_path / "some.gguf", tmp_path / "small", text)

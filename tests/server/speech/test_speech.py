@@ -192,7 +192,7 @@ class TestMedia:
         stereo = np.stack([waves(1, rate)] * 2, axis=1)
         found = read_sound(as_file(stereo, rate), RATE)
         assert found.shape == (RATE,) and found.dtype == np.float32
-        inner = slice(800, -800)  # the ends have no neighbours
+        inner = slice(800, -800)  # the ends have no neighbors
         assert np.abs(found - waves(1, RATE))[inner].max() < 1e-3
         assert speaking.ask(heard(as_file(stereo, rate))).usage.prompt_tokens > 20
 

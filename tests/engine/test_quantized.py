@@ -57,10 +57,10 @@ def test_answers_are_those_of_the_unpacked_weights_with_and_without_an_adapter(
         for _ in range(2)
     ]
     prompts[2] = prompts[1]
-    quantised = make_llm(base, weights=kind)
-    plain = make_llm(save_unpacked(quantised, tmp_path / "plain"))
-    round_inputs(plain.engine.model.module, quantised.engine.model.module)
-    found = ask(quantised, prompts, lora_request=asked)
+    quantized = make_llm(base, weights=kind)
+    plain = make_llm(save_unpacked(quantized, tmp_path / "plain"))
+    round_inputs(plain.engine.model.module, quantized.engine.model.module)
+    found = ask(quantized, prompts, lora_request=asked)
     expected = ask(plain, prompts, lora_request=asked)
     assert found[1].token_ids != found[2].token_ids, "the adapter changes nothing"
     apart: list[list[float]] = []
@@ -79,7 +79,7 @@ def test_answers_are_those_of_the_unpacked_weights_with_and_without_an_adapter(
 def test_an_adapter_may_bring_a_copy_of_a_weight_but_not_another(
     kind: WeightKind, tmp_path: Path
 ) -> None:
-    """PEFT saves the LM head that it adapts, which a quantised model no longer has as it was."""
+    """PEFT saves the LM head that it adapts, which a quantized model no longer has as it was."""
     base = save_tiny("llama", tmp_path / "base")
     adapter = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
     model = load_model(base, weights=kind)

@@ -11,14 +11,14 @@ from PIL import Image
 __all__ = ["SIDES", "draw_points"]
 
 SIDES = (1, 2, 3, 4)  # pixels
-STEPS = (8, 10, 12, 16, 20, 30, 45, 55, 70)  # of 255, in one color or in all three
+STEPS = (8, 10, 12, 16, 20, 30, 45, 55, 70)  # of 255, in one colour or in all three
 AROUND = 3  # even pixels on every side of a point
 EVEN = 2  # of 255
 TRIES = 1000
 
 
 def draw_points(seed: int, size: tuple[int, int] | None = None) -> Pair:
-    """A pair by its number; its point has a place and colors drawn by chance."""
+    """A pair by its number; its point has a place and colours drawn by chance."""
     picture = (draw_screens, draw_scenes)[seed % 2](seed, size).picture
     random = np.random.default_rng(seed)
     side = SIDES[seed // 2 % len(SIDES)]

@@ -58,7 +58,7 @@ def _ground(random: Random, width: int, height: int) -> Image.Image:
     first, last = (random.integers(0, 256, 3).astype(np.float32) for _ in range(2))
     kind = random.integers(4)
     part = (x / width + y / height) / 2
-    if kind == 0:  # one color
+    if kind == 0:  # one colour
         part = np.zeros_like(part)
     elif kind == 1:  # weave
         part = (np.sin(x / random.uniform(1, 9)) * np.sin(y / random.uniform(1, 9)) + 1) / 4
@@ -90,7 +90,7 @@ def _place(random: Random, image: Image.Image, room: int) -> tuple[int, int]:
 
 
 def _ink(random: Random, image: Image.Image, place: tuple[int, int]) -> tuple[int, int, int]:
-    """A color that can be told from the one at this place, faint or strong."""
+    """A colour that can be told from the one at this place, faint or strong."""
     ground = np.asarray(image.getpixel(place), dtype=float)
     sign = np.where(ground < 128, 1, -1)
     red, green, blue = (ground + sign * random.uniform(40, 128, 3)).astype(int).tolist()
@@ -188,7 +188,7 @@ def _line(random: Random, image: Image.Image) -> Image.Image:
 
 
 def _lamp(random: Random, image: Image.Image) -> Image.Image:
-    """A lamp of another color, as bright as before."""
+    """A lamp of another colour, as bright as before."""
     other, (x, y) = image.copy(), _place(random, image, 14)
     size = int(random.integers(3, 14))
     first = random.integers(40, 200, 3)
@@ -196,8 +196,8 @@ def _lamp(random: Random, image: Image.Image) -> Image.Image:
     second[0] = (first[0] + 100) % 256
     weights = np.array([0.299, 0.587, 0.114])
     second = np.clip(second + (weights @ first - weights @ second), 0, 255)
-    for drawn, color in ((image, first), (other, second)):
-        red, green, blue = (int(level) for level in color)
+    for drawn, colour in ((image, first), (other, second)):
+        red, green, blue = (int(level) for level in colour)
         ImageDraw.Draw(drawn).ellipse((x, y, x + size, y + size), fill=(red, green, blue))
     return other
 
@@ -228,6 +228,6 @@ SCENES: dict[str, Scene] = {
     "label glyph": _label,
     "point or minus": _dot,
     "thin line": _line,
-    "lamp color": _lamp,
+    "lamp colour": _lamp,
     "icon shape": _icon,
 }

@@ -21,10 +21,10 @@ WORDS = (
     "yes", "no", "north", "south", "monday", "friday", "error", "warning", "before", "after",
     "increase", "decrease",
 )  # fmt: skip
-CHANGES = ("digit", "word", "glyph", "point", "minus", "swap", "color", "icon", "line")
+CHANGES = ("digit", "word", "glyph", "point", "minus", "swap", "colour", "icon", "line")
 
 Random = np.random.Generator
-Color = tuple[int, int, int]
+Colour = tuple[int, int, int]
 
 
 class Pair(NamedTuple):
@@ -66,22 +66,22 @@ def draw_screens(seed: int, size: tuple[int, int] | None = None) -> Pair:
     return Pair(change, picture, other)
 
 
-def _paper(random: Random, size: tuple[int, int]) -> tuple[Image.Image, Color]:
-    """An empty window and the color of its text."""
+def _paper(random: Random, size: tuple[int, int]) -> tuple[Image.Image, Colour]:
+    """An empty window and the colour of its text."""
     dark = random.random() < 0.25
     paper = random.integers(0, 50, 3) if dark else random.integers(225, 256, 3)
     ink = random.integers(180, 256, 3) if dark else random.integers(0, 80, 3)
     if random.random() < 0.3:
         ink[random.integers(3)] = 255 - ink[0] // 2
     ink = paper + (ink - paper) * CONTRASTS[random.integers(len(CONTRASTS))]
-    picture = Image.new("RGB", size, _color(paper))
+    picture = Image.new("RGB", size, _colour(paper))
     if random.random() < 0.3:
         picture = _uneven(random, picture)
     draw = ImageDraw.Draw(picture)
     for _ in range(random.integers(0, 8)):
         x, y, side = (int(random.integers(low, high)) for low, high in _boxes(size))
-        draw.rectangle((x, y, x + side, y + side // 2), fill=_color(random.integers(0, 256, 3)))
-    return picture, _color(ink)
+        draw.rectangle((x, y, x + side, y + side // 2), fill=_colour(random.integers(0, 256, 3)))
+    return picture, _colour(ink)
 
 
 def _boxes(size: tuple[int, int]) -> tuple[tuple[int, int], ...]:
@@ -89,7 +89,7 @@ def _boxes(size: tuple[int, int]) -> tuple[tuple[int, int], ...]:
     return (0, width), (0, height), (6, max(8, width // 6))
 
 
-def _color(levels: np.ndarray) -> Color:
+def _colour(levels: np.ndarray) -> Colour:
     red, green, blue = (int(level) for level in levels)
     return red, green, blue
 
@@ -161,7 +161,7 @@ def _edit(random: Random, text: str, change: str) -> str:
 
 
 def _mark(
-    random: Random, picture: Image.Image, other: Image.Image, change: str, ink: Color
+    random: Random, picture: Image.Image, other: Image.Image, change: str, ink: Colour
 ) -> None:
     """A small mark on both pictures, another one on the second."""
     side = int(random.integers(6, 20))
@@ -169,14 +169,14 @@ def _mark(
     y = int(random.integers(0, picture.height - side))
     box = (x, y, x + side, y + side)
     left, right = ImageDraw.Draw(picture), ImageDraw.Draw(other)
-    if change == "color":
-        colors = random.integers(0, 256, 3), random.integers(3)
-        left.ellipse(box, fill=_color(colors[0]))
-        colors[0][colors[1]] = (colors[0][colors[1]] + 128) % 256
-        right.ellipse(box, fill=_color(colors[0]))
+    if change == "colour":
+        colours = random.integers(0, 256, 3), random.integers(3)
+        left.ellipse(box, fill=_colour(colours[0]))
+        colours[0][colours[1]] = (colours[0][colours[1]] + 128) % 256
+        right.ellipse(box, fill=_colour(colours[0]))
     elif change == "icon":
         left.ellipse(box, outline=ink)
         right.rectangle(box, outline=ink)
     else:  # also where no line of text can be changed in the way that was asked for
-        color = _color((np.asarray(picture.getpixel((x, y))) + 128) % 256)
-        right.line((x, y, x + 2 * side, y), fill=color)
+        colour = _colour((np.asarray(picture.getpixel((x, y))) + 128) % 256)
+        right.line((x, y, x + 2 * side, y), fill=colour)

@@ -10,7 +10,7 @@ also saved or scaled anew, as a copy would be: the second, or the first. A third
 Held against: no look-alike is taken for the same, and at least 90 % of the copies are found by
 every kind of copying in COPIES. The copies in OTHER_COPIES are measured and held to nothing.
 
-Pairs that nowhere differ by MIN_CHANGE levels of 255, ink on a ground of its own color, are left
+Pairs that nowhere differ by MIN_CHANGE levels of 255, ink on a ground of its own colour, are left
 out. A codec may erase what was added: if both pictures of a pair have the same copy in every pixel,
 it is a true copy of the one without. Such a copy is compared with the other one, and counted.
 Limits: nothing here is a photograph. Codecs are those that Pillow has.
@@ -92,7 +92,7 @@ def _percent(image: Image.Image, percent: int) -> tuple[int, int]:
 COPIES: dict[str, Copy] = {
     "JPEG 75": jpeg(75),
     "JPEG 83": jpeg(83),
-    "JPEG 90, full colors": jpeg(90, subsampling=0),
+    "JPEG 90, full colours": jpeg(90, subsampling=0),
     "JPEG 95": jpeg(95),
     "WebP": webp(),
     "WebP, lossless": webp(lossless=True),

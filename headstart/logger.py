@@ -5,6 +5,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+__all__ = ["init_logger"]
+
 
 def init_logger(name: str) -> logging.Logger:
     """Return the logger of this name, with `info_once` and the like.

@@ -147,7 +147,8 @@ def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
         name = str(dtype).removeprefix("torch.")
         config["dtype"] = {"half": "float16", "float": "float32"}.get(name, name)
     for name, values in (("device", ["auto"]), ("max_model_len", [-1, "auto"])):
-        if config.get(name) in values:
+        value = config.get(name)
+        if isinstance(value, str | int) and value in values:
             del config[name]
     for name, field_name in _ALIASES.items():
         value = options.get(name)

@@ -9,6 +9,8 @@ from headstart.frontend.images.decoding import to_rgb
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+__all__ = ["encode_image_base64"]
+
 
 def encode_image_base64(image: "Image", *, image_mode: str = "RGB", format: str = "PNG") -> str:
     """Return a Pillow image as a file of this format in base64, for a `data:` URL.

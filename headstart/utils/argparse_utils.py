@@ -9,6 +9,8 @@ from typing import Any
 
 _LEVEL = re.compile(r"-O=?([^.=]+)")
 
+__all__ = ["FlexibleArgumentParser"]
+
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """A parser that takes `--max_model_len` and `--max-model-len` alike.

@@ -99,16 +99,16 @@ def plain_and_copy(codec: str, quality: int) -> tuple[Image.Image, Image.Image]:
 
 
 @pytest.mark.parametrize("codec", [("jpeg", 75), ("jpeg", 85), ("webp", 80)])
-@pytest.mark.parametrize("color", [(0, 0, -1), (0, -1, 0), (-1, 0, 0), (-1, -1, -1), (0, 1, -1)])
+@pytest.mark.parametrize("colour", [(0, 0, -1), (0, -1, 0), (-1, 0, 0), (-1, -1, -1), (0, 1, -1)])
 @pytest.mark.parametrize(("side", "levels"), [(1, 12), (1, 55), (2, 20), (2, 55), (3, 20)])
 def test_a_point_that_a_codec_weakens_or_erases(
-    side: int, levels: int, color: tuple[int, int, int], codec: tuple[str, int]
+    side: int, levels: int, colour: tuple[int, int, int], codec: tuple[str, int]
 ) -> None:
     """A copy of neither picture is the other one, unless saving made the copies equal."""
     plain, copy = plain_and_copy(*codec)
     pixels = np.asarray(plain).astype(np.int16)
     y, x = 61, 271 + side
-    pixels[y : y + side, x : x + side] += np.array(color, np.int16) * levels
+    pixels[y : y + side, x : x + side] += np.array(colour, np.int16) * levels
     marked = Image.fromarray(pixels.astype(np.uint8))
     copy_of_marked = saved(marked, format=codec[0], quality=codec[1])
     assert not are_same(marked, copy)
@@ -148,11 +148,11 @@ def test_a_brighter_picture_is_another_one(levels: int) -> None:
     assert not are_same(picture, picture.point(lambda level: level + levels))
 
 
-@pytest.mark.parametrize("color", ["#3b6ea5", "#3b6fa1"])
-def test_one_color_is_not_a_similar_one(color: str) -> None:
+@pytest.mark.parametrize("colour", ["#3b6ea5", "#3b6fa1"])
+def test_one_colour_is_not_a_similar_one(colour: str) -> None:
     first = Image.new("RGB", (300, 200), "#3b6ea5")
-    second = Image.new("RGB", (300, 200), color)
-    assert are_same(first, second) == (color == "#3b6ea5")
+    second = Image.new("RGB", (300, 200), colour)
+    assert are_same(first, second) == (colour == "#3b6ea5")
 
 
 def test_sizes_that_differ_by_more_than_a_little_are_not_compared() -> None:

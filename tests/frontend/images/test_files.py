@@ -195,7 +195,7 @@ def shown(source: Any) -> np.ndarray[Any, Any]:
 
 
 def see_through() -> Image.Image:
-    """A picture in color, more transparent from left to right."""
+    """A picture in colour, more transparent from left to right."""
     picture = make_image(1, *_SIZE)
     ramp = np.linspace(0, 255, _SIZE[0]).astype(np.uint8)
     picture.putalpha(Image.fromarray(np.tile(ramp, (_SIZE[1], 1))))
@@ -249,7 +249,7 @@ def test_a_palette_with_transparent_entries_is_shown_on_white() -> None:
 def test_one_transparent_level_of_a_png(
     mode: tuple[int, int], rows: bytes, transparent: tuple[int, ...], expected: list[int]
 ) -> None:
-    """tRNS, in each number of bits that gray and color may have."""
+    """tRNS, in each number of bits that grey and colour may have."""
     head = struct.pack(">IIBBBBB", 4, 1, *mode, 0, 0, 0)
     level = struct.pack(f">{len(transparent)}H", *transparent)
     data = png_of((b"IHDR", head), (b"tRNS", level), (b"IDAT", zlib.compress(b"\0" + rows)))
@@ -262,7 +262,7 @@ def deep(kind: str) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("source", ["I;16", "I;16B", "I", "F", "PNG", "TIFF"])
-def test_gray_of_16_bits_is_scaled(source: str) -> None:
+def test_grey_of_16_bits_is_scaled(source: str) -> None:
     """Everything above level 255 was white."""
     mode = {"I;16B": ">u2", "I": "i4", "F": "f4"}.get(source, "u2")
     image: Any = Image.fromarray(deep(mode))
@@ -282,7 +282,7 @@ def test_gray_of_16_bits_is_scaled(source: str) -> None:
         (np.array([[-7, -7, -7]], np.int32), [0, 0, 0]),
     ],
 )
-def test_other_gray_is_scaled_by_its_range(levels: Any, expected: list[int]) -> None:
+def test_other_grey_is_scaled_by_its_range(levels: Any, expected: list[int]) -> None:
     assert shown(Image.fromarray(levels))[0, :, 0].tolist() == expected
 
 
@@ -300,7 +300,7 @@ def test_a_picture_of_the_user_stays_as_it_is() -> None:
 
 
 def test_pictures_that_differ_only_where_they_are_transparent_are_the_same() -> None:
-    black, red = (Image.new("RGBA", _SIZE, color) for color in ((0, 0, 0, 0), (255, 0, 0, 0)))
+    black, red = (Image.new("RGBA", _SIZE, colour) for colour in ((0, 0, 0, 0), (255, 0, 0, 0)))
     white = Image.new("RGB", _SIZE, "white")
     assert len({reader().read(picture).digest for picture in (black, red, white)}) == 1
 

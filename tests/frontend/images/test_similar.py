@@ -34,7 +34,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def spots(seed: int, size: int = 60) -> Image.Image:
-    """Squares of colors: finer noise would not survive JPEG."""
+    """Squares of colours: finer noise would not survive JPEG."""
     return make_image(seed, 16, 16).resize((size, size), Image.Resampling.BICUBIC)
 
 
@@ -288,7 +288,7 @@ def test_what_a_new_image_costs_does_not_grow_with_other_tenants() -> None:
 
 def test_tiny_images_count_what_keeps_them() -> None:
     similar = SimilarImages(Everything(), capacity=20_000)  # type: ignore[arg-type]
-    for gray in range(0, 240, 40):
-        similar.settle(loaded(Image.new("RGB", (4, 4), (gray, gray, gray))), None)
+    for grey in range(0, 240, 40):
+        similar.settle(loaded(Image.new("RGB", (4, 4), (grey, grey, grey))), None)
     assert len(similar) == 5
     assert 5 * (ENTRY_BYTES + 1536) < similar.num_bytes <= 20_000

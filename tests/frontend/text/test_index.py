@@ -5,7 +5,6 @@ import tracemalloc
 from array import array
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,8 +94,3 @@ def test_the_bytes_that_are_counted_are_the_bytes_that_it_takes() -> None:
         tracemalloc.stop()
         assert index.num_bytes > 0.95 * 2**20
         assert taken < 1.1 * 2**20
-
-
-def test_bounds_are_said_in_the_error() -> None:
-    with pytest.raises(ValueError, match="max_bytes is -1; allowed: at least 1"):
-        TextIndex(1, -1)

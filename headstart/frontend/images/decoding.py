@@ -196,7 +196,9 @@ def read_data_url(url: str, limit: int) -> bytes:
         raise RequestError(f"an image's URL is {describe(url)}; allowed: data:image/...;base64,...")
     if (len(url) - comma - 1) // 4 * 3 > limit:
         extra = sum(url.count(space, comma) for space in _SPACES) + 2 * url.count("%", comma)
-        _check_bytes((len(url) - comma - 1 - extra) // 4 * 3 - 2, limit)  # 2: padding at most
+        end = unquote(url[-12:]).rstrip(_SPACES)
+        padding = end.endswith("=") + end.endswith("==")
+        _check_bytes((len(url) - comma - 1 - extra) // 4 * 3 - padding, limit)
     try:
         data = decode_base64(url[comma + 1 :])
     except ValueError as error:

@@ -315,7 +315,7 @@ BAD = [
     (
         {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
         400,
-        "messages.0.content.0: Input tag 'audio' found using 'type' does not match any",
+        "messages.0.content.0: the type is 'audio'; allowed: 'text', ",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {"url": "u"}}]}]},

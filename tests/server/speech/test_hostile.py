@@ -111,7 +111,7 @@ def test_a_sound_of_an_absurd_rate_is_not_resampled(rate: int) -> None:
 
 
 def test_an_unreadable_sound_tells_nothing_of_the_server() -> None:
-    with pytest.raises(RequestError, match="cannot be read: Format not recognized") as caught:
+    with pytest.raises(RequestError, match="cannot be read: Format not recognised") as caught:
         read_sound(base64.b64encode(b"RIFF nothing").decode(), RATE)
     assert "object at" not in str(caught.value)
 

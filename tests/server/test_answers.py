@@ -56,6 +56,7 @@ def call(index: int, name: str, arguments: str) -> list[Part]:
 
 F = [*call(0, "f", A)]
 G = [*call(0, "f", A), *call(1, "get_weather", B)]
+NO_ARGUMENTS = call(0, "f", "{}")
 CASES: list[tuple[str, str, list[Part]]] = [
     ("hermes", "Hello.\n", [content("Hello.\n")]),
     ("hermes", f'<tool_call>\n{{"name": "f", "arguments": {A}}}\n</tool_call>\n', F),
@@ -70,6 +71,8 @@ CASES: list[tuple[str, str, list[Part]]] = [
     ),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', call(0, "f", "{}")),
     ("hermes", '<tool_call>{"name": "f", "arguments": null}', call(0, "f", "{}")),
+    ("hermes", '<tool_call>{"name": "f", "arguments": }</tool_call>', NO_ARGUMENTS),
+    ("hermes", '<tool_call>{"arguments": , "name": "f"}</tool_call>', NO_ARGUMENTS),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a', call(0, "f", '{"a')),
     ("hermes", '<tool_call>{"name": "f", "arguments": ["1\n2"]}', call(0, "f", '["1\\n2"]')),
     ("hermes", "<tool_call>f(1)</tool_call> so", [content("<tool_call>f(1)</tool_call> so")]),

@@ -240,6 +240,16 @@ def test_a_warm_repeat_creates_nothing_whatever_its_length(client: anthropic.Ant
     assert 0 in lengths
 
 
+def test_a_mark_of_the_whole_request_creates_all_full_blocks(client: anthropic.Anthropic) -> None:
+    """It stands after what the template writes behind the last message."""
+    for end in range(16):
+        turns = [{"role": "user", "content": f"whole {end} {PEOPLE}" + "a b c d e f g h "[:end]}]
+        message = ask(client, turns, max_tokens=1, cache_control={"type": "ephemeral"})
+        usage = message.usage
+        full = prompt_tokens(message) - prompt_tokens(message) % 16
+        assert usage.cache_creation_input_tokens == full - (usage.cache_read_input_tokens or 0)
+
+
 def test_usage_parts_what_was_read_created_and_neither(
     client: anthropic.Anthropic, server: Running
 ) -> None:

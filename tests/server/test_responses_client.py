@@ -132,6 +132,18 @@ def test_instructions_and_messages(client: openai.OpenAI) -> None:
         assert other.output_text == first.output_text
 
 
+@pytest.mark.parametrize("flag", [True, False, None])
+def test_a_response_repeats_its_request(client: openai.OpenAI, flag: bool | None) -> None:
+    """None is the default: a response is stored, and may call several tools."""
+    change: Any = {"max_output_tokens": 1, "store": flag, "parallel_tool_calls": flag}
+    fields = client.responses.create(model="tiny", input="Hi", **change).to_dict()
+    expected = flag is not False
+    assert fields["store"] is expected and fields["parallel_tool_calls"] is expected
+    assert fields["background"] is False and fields["error"] is None
+    assert fields["tool_choice"] == "auto" and fields["tools"] == []
+    assert fields["max_output_tokens"] == 1 and fields["status"] == "incomplete"
+
+
 def test_an_answer_that_is_too_long(client: openai.OpenAI) -> None:
     response = ask(client, max_output_tokens=2)
     assert response.status == "incomplete" and response.incomplete_details is not None

@@ -1,4 +1,4 @@
-"""What LoRA adapters cost: a batch without any, with one for all, with one for each.
+"""The cost of LoRA adapters: a batch without any, with one for all, with one for each.
 
     python bench/adapters.py [--shape demo|qwen2.5-0.5b] [--threads 2] [--rank 16] [--rounds 15]
                              [--cpu-clock]

@@ -53,7 +53,7 @@ progress = Console(stderr=True, highlight=False)
 
 @dataclass
 class Bench:
-    """How to run and to time; seconds gather in `figures`, a list for what is timed."""
+    """Settings of a run, and the measured seconds of each figure."""
 
     threads: int
     clock: Clock
@@ -171,7 +171,7 @@ def run_loads(bench: Bench, chosen: list[str], rounds: int) -> None:
 
 
 def unit(key: str) -> int:
-    """What seconds are multiplied by to be told."""
+    """Return the factor from seconds to the unit in which a figure is printed."""
     return 1000 if KEYS[key].endswith("_ms") else 1
 
 

@@ -1,4 +1,4 @@
-"""What a tenant notices of another's flood: its hits, and its time to the first token.
+"""Effects of one tenant's flood on another: its hit rate, and its time to the first token.
 
     python bench/fairness.py [--questions 60] [--flooders 24] [--answer 8] [--defaults]
 
@@ -127,7 +127,7 @@ class Flood:
 
 
 def percentile(times: Sequence[float], share: int) -> float:
-    """Of so many in a hundred."""
+    """Return a percentile of these times."""
     return sorted(times)[min(len(times) - 1, len(times) * share // 100)]
 
 

@@ -1,4 +1,4 @@
-"""What caching between stages saves, and what it costs where it saves nothing.
+"""The time that caching between stages saves, and its cost where it saves nothing.
 
     python bench/omni.py [--model FOLDER] [--tokens 1500] [--rounds 5] [--threads 1]
 

@@ -40,7 +40,7 @@ Answer = dict[str, Any]
 
 
 class Engine(Protocol):
-    """What a load asks of an engine."""
+    """An engine as the loads use it."""
 
     def stream(self, prompt: Ids, count: int) -> Iterator[int]:
         """The answer's tokens, each as soon as it is known."""
@@ -239,7 +239,7 @@ def has_bf16() -> bool:
 
 
 def shared_head(rows: list[Ids]) -> Ids:
-    """What all rows begin with."""
+    """Return the common prefix of all rows."""
     alike = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))
     return [column[0] for column in alike]
 

@@ -91,10 +91,10 @@ class Peer:
         return openvino_folder(self, shape) if self.name == "openvino" else model_folder(shape)
 
     def environment(self, threads: int) -> dict[str, str]:
-        """What its process must find in its environment.
+        """Return the environment variables of its process.
 
-        vLLM asks for Intel's OpenMP, which is installed with it, to be loaded ahead; the rest is
-        what it would set itself if it ran its model in a process of its own.
+        vLLM needs Intel's OpenMP, which is installed with it, to be preloaded. It would set the
+        others itself if it ran its model in a separate process.
         """
         if self.name != "vllm":
             return {}
@@ -149,7 +149,7 @@ class Running:
         self._told: IO[str] = process.stdout
 
     def read(self) -> dict[str, Any]:
-        """What it says next."""
+        """Return its next line."""
         line = self._told.readline()
         if not line:
             raise RuntimeError(f"{self.peer.name} ended; its own words are above")
@@ -157,7 +157,7 @@ class Running:
         return told
 
     def ask(self, load: dict[str, Any]) -> dict[str, Any]:
-        """Its answer to a load."""
+        """Send a load and return the answer."""
         self._asked.write(json.dumps(load) + "\n")
         self._asked.flush()
         return self.read()

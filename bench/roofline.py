@@ -1,4 +1,4 @@
-"""What this machine can do at the most, and how long a load must take by that.
+"""The limits of this machine, and the time that a load takes at least.
 
 A pass of the model must multiply its rows by every weight, and read every weight and every K and
 V once: the longer of the two is its floor (the roofline: Williams, Waterman, Patterson 2009). Rows

@@ -247,7 +247,7 @@ def prepare_model(shape: str) -> Path:
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
-    """What each kind of server showed in all rounds, by load and clients."""
+    """Measure each kind of server in all rounds, by load and number of clients."""
     folder = prepare_model(options.shape)
     vocab = SHAPES[options.shape].vocab_size
     kinds = {

@@ -1,4 +1,4 @@
-"""What the clients of `serve.py` ask, and what they see. Its docstring names the loads."""
+"""The clients of `serve.py`: their requests and timings. Its docstring names the loads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Ask:
 
 @dataclass
 class Timing:
-    """What the clients of one run saw. Seconds, but for counts."""
+    """Measurements of one run's clients, in seconds except for counts."""
 
     first: list[float] = field(default_factory=list)
     per_token: list[float] = field(default_factory=list)

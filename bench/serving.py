@@ -18,7 +18,7 @@ __all__ = ["Answer", "Server", "serving"]
 
 
 class Answer(NamedTuple):
-    """What was seen of a streamed answer: seconds to its first event, and the cached tokens."""
+    """A streamed answer: seconds to its first event, and its cached and prompt tokens."""
 
     first_token: float
     cached: int
@@ -34,7 +34,7 @@ class Server:
         self._client = httpx.Client(base_url=url, timeout=600)
 
     def headers(self, tenant: str) -> dict[str, str]:
-        """By which the server knows the tenant."""
+        """Return the headers that identify the tenant."""
         return {"Authorization": f"Bearer {self._keys.get(tenant, 'none')}"}
 
     def ask(self, tenant: str, path: str, body: Mapping[str, Any]) -> Answer:

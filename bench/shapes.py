@@ -111,9 +111,9 @@ def model_folder(shape: str) -> Path:
 
 
 def gguf_file(shape: str, kind: str) -> Path:
-    """The same model as llama.cpp reads it, its matrices in `kind` (BF16, Q8_0, Q4_0).
+    """Return the model as a GGUF file, its matrices in `kind` (BF16, Q8_0, Q4_0).
 
-    Written on the first call, whole or not at all; without a tokenizer, as the folder.
+    The first call writes it, in one piece. Like the folder it has no tokenizer.
     """
     path = FOLDER / "gguf" / f"{shape}-{kind}.gguf"
     if not path.exists():

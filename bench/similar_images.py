@@ -1,4 +1,4 @@
-"""What `similar_images` takes for the same picture and what not.
+"""Pictures that `similar_images` takes for the same, and pictures that it does not.
 
     python bench/similar_images.py [--pairs 2000] [--only screens|scenes|points]
 
@@ -111,7 +111,7 @@ OTHER_COPIES: dict[str, Copy] = {
 
 
 def taken(one: Image.Image, other: Image.Image) -> bool:
-    """Whether the second picture is answered as the first, as `SimilarImages` decides it."""
+    """Return True if `SimilarImages` answers the second picture as the first."""
     is_near = distance(thumbnail_of(one), thumbnail_of(other)) is not None
     return is_near and are_same(other, one)
 
@@ -143,7 +143,7 @@ class Counts:
         self.add(("look-alike", name, pair.change), one, other)
 
     def total(self, *start: str) -> tuple[int, int]:
-        """How many were taken for the same, of how many, of the keys that begin so."""
+        """Count the pairs under keys that begin with `start`: those taken for the same, and all."""
         keys = [key for key in self.pairs if key[: len(start)] == start]
         return sum(self.taken[key] for key in keys), sum(self.pairs[key] for key in keys)
 

@@ -1,4 +1,4 @@
-"""What a clock tells one tenant of another's prompts.
+"""The information about another tenant's prompts that response times give away.
 
     python bench/tenants.py [--prompts 300] [--images 100]
 
@@ -49,7 +49,10 @@ def auc(sent: Sequence[float], others: Sequence[float]) -> float:
 
 
 def standard_error(count: int) -> float:
-    """Of the AUC of guessing, for two samples of this size (Mann and Whitney, 1947)."""
+    """Return the standard error of a guesser's AUC for two samples of this size.
+
+    By Mann and Whitney, 1947.
+    """
     return float(((2 * count + 1) / (12 * count * count)) ** 0.5)
 
 

@@ -183,13 +183,13 @@ def time_round(folder: Path, kept: Path, options: argparse.Namespace) -> dict[st
 
 
 def make_document(options: argparse.Namespace) -> list[int]:
-    """The same in every process."""
+    """Return a document that is the same in every process."""
     rng = random.Random(1)
     return [rng.randrange(1000, 20_000) for _ in range(options.tokens)]
 
 
 def open_engine(folder: Path, kept: Path, options: argparse.Namespace) -> LLM:
-    """An engine that keeps prefixes."""
+    """Open an engine that stores prefixes on disk."""
     return LLM(
         folder,
         cache_dir=str(kept),
@@ -217,7 +217,7 @@ def time_first_tokens(folder: Path, kept: Path, options: argparse.Namespace) -> 
 
 
 def ask_llama(kept: Path, options: argparse.Namespace) -> dict[str, float]:
-    """What llama.cpp's process tells; the first of a run computes the document and keeps it."""
+    """Return the figures of llama.cpp. The first call of a run computes and stores the document."""
     rng = random.Random(time.time())
     asked = {"document": make_document(options)}
     for name in ("question", "other"):

@@ -1,6 +1,6 @@
-"""What the modules of `headstart.cache` tell mypyc, which compiles them for some wheels.
+"""Hints in `headstart.cache` for mypyc, which compiles that package for some wheels.
 
-Interpreted, as they are everywhere else, `mypyc_attr` changes nothing and needs no package.
+In interpreted modules `mypyc_attr` changes nothing and needs no package.
 """
 
 from typing import TYPE_CHECKING
@@ -12,5 +12,5 @@ if TYPE_CHECKING:
 else:
 
     def mypyc_attr(**_):
-        """Leaves a class as it is."""
+        """Return a decorator that changes nothing."""
         return lambda decorated: decorated

@@ -87,8 +87,10 @@ def check_name(
     *,
     required: bool = False,
 ) -> None:
-    """Raise `error` if a name is neither a text of at least one character nor, unless required,
-    None."""
+    """Raise `error` unless a name is a text of at least one character.
+
+    None is also allowed if the name is not required.
+    """
     if name is None and not required:
         return
     if not isinstance(name, str) or not name:

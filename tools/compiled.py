@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
 
 def can_compile() -> bool:
-    """Whether there are a C compiler and Python's headers."""
+    """Return True if there are a C compiler and Python's headers."""
     compiler = shutil.which((os.environ.get("CC") or "cc").split()[0])
     return compiler is not None and Path(sysconfig.get_path("include"), "Python.h").exists()
 

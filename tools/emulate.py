@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
 
 
 def sanitizer() -> dict[str, str]:
-    """What a process needs in its environment to load a library with sanitizers."""
+    """Return the environment variables for a process that loads a library with sanitizers."""
     # libstdc++ too, or the sanitizer ends the run at the first exception that torch throws.
     preloaded = [find_library(name) for name in ("libasan.so", "libstdc++.so.6")]
     return {
@@ -92,7 +92,7 @@ def sanitizer() -> dict[str, str]:
 
 
 def find_library(name: str) -> str:
-    """Where the compiler has one of its own libraries."""
+    """Return the path of one of the compiler's own libraries."""
     command = [COMPILER, f"-print-file-name={name}"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 

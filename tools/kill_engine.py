@@ -47,7 +47,7 @@ def make_prompts(random: Random) -> list[list[int]]:
 
 
 def ask(model: str, prompts: list[list[int]], folder: str | None, tell: Callable[[], None]) -> str:
-    """What an engine answers, as JSON: its tokens, and how many prompt tokens were cached.
+    """Return an engine's answers as JSON: tokens, and the number of cached prompt tokens.
 
     tell: called when the engine is ready.
     """
@@ -94,14 +94,14 @@ def _write(pipe: int, data: bytes) -> None:
 
 
 def read(reading: int) -> bytes:
-    """What came from a process, once something has; nothing at its end."""
+    """Wait for output of a process and return it, or b"" at its end."""
     if not select.select([reading], [], [], _PATIENCE)[0]:
         raise TimeoutError("a process hangs")
     return os.read(reading, 1 << 20)
 
 
 def finish(child: int, reading: int) -> str:
-    """The answer of a process; empty if it ended without one."""
+    """Return the answer of a process, or "" if it ended without one."""
     told = b""
     try:
         while some := read(reading):

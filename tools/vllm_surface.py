@@ -111,7 +111,7 @@ class Source:
         return "..."
 
     def called_default(self, value: ast.Call) -> str:
-        """What `get_field(Config, "name")` or `Field(default=...)` stands for."""
+        """Return the default that `get_field(Config, "name")` or `Field(default=...)` means."""
         texts = [ast.unparse(argument).strip("'\"") for argument in value.args]
         if ast.unparse(value.func) == "get_field" and len(texts) == 2:
             return self.default_of(texts[0], texts[1])
@@ -137,7 +137,7 @@ class Source:
 
 
 def _attributes(function: FunctionNode) -> list[str]:
-    """What a function sets on `self`."""
+    """Return the attributes that a function sets on `self`."""
     return [
         node.attr
         for node in ast.walk(function)
@@ -148,7 +148,7 @@ def _attributes(function: FunctionNode) -> list[str]:
 
 
 def _exports(path: Path) -> list[str]:
-    """What a file names in `__all__`."""
+    """Return the names in a file's `__all__`."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))

@@ -141,7 +141,7 @@ def require(is_done: object) -> None:
 
 
 def count_shared(one: Ids, other: Ids) -> int:
-    """How many tokens both begin with."""
+    """Count the tokens that both begin with."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 

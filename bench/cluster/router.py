@@ -1,4 +1,4 @@
-"""What the router adds to a request, and what its prefix index costs, with no engine.
+"""The time that the router adds to a request, and the cost of its prefix index, without engine.
 
     python bench/cluster/router.py [--replicas 64] [--requests 2000] [--blocks 20000]
                                    [--store none|each|shared]
@@ -84,7 +84,7 @@ def arrivals(replicas: int, requests: int, rng: random.Random) -> list[_Arrival]
 
 
 class Feed:
-    """What a replica with a full cache says of a tier: as many blocks stored as evicted."""
+    """Events of a full cache in one tier of a replica: as many blocks stored as evicted."""
 
     def __init__(self, replica: int, tier: str, size: int, rng: random.Random) -> None:
         self.replica, self.tier, self.size, self.rng = replica, tier, size, rng
@@ -99,10 +99,10 @@ class Feed:
 
 
 def time_stalls(replicas: int, blocks: int, rng: random.Random) -> Figures:
-    """How long one piece of work at most keeps requests waiting, in an index where blocks change.
+    """Return the longest time that one change of the index makes requests wait.
 
-    A batch of 128 events, of so many that half of the blocks are replaced; and the removal of a
-    replica.
+    The changes are batches of 128 events, until half of the blocks are replaced, and the removal
+    of a replica.
     """
     index = ReplicaIndex(replicas)
     feeds = [Feed(replica, POOL, 64, rng) for replica in range(replicas)]
@@ -185,7 +185,7 @@ def time_match(router: Router, prompts: list[list[int]], rng: random.Random) -> 
 
 
 def time_full_match(index: ReplicaIndex, tiers: Sequence[str], rng: random.Random) -> float:
-    """The same of a prompt that all replicas hold as a whole, each to another depth."""
+    """Time the lookup of a prompt that every replica holds, each to another depth."""
     names = names_of([rng.randrange(150_000) for _ in range(TOKENS)])
     for replica in range(index.num_replicas):
         for at, tier in enumerate(tiers):

@@ -171,7 +171,7 @@ class Peer:
         return self._read()
 
     def end(self) -> Figures:
-        """What it measures at the end."""
+        """Return the figures that it measures at the end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         return self._read()

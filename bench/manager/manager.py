@@ -1,4 +1,4 @@
-"""What the cache manager costs, in microseconds, with no model and no tensor.
+"""The cost of the cache manager in microseconds, without model and tensors.
 
     python bench/manager/manager.py [--blocks 100000] [--turns 20] [--beside build/peers/vllm]
         [--compiled build/compiled]
@@ -78,12 +78,12 @@ class Headstart(Subject):
 
 
 def memory() -> Figures:
-    """Of this manager."""
+    """Measure the memory of headstart's manager."""
     return measure_memory(lambda n: KVCacheManager(CacheConfig(num_blocks=n)), Headstart)
 
 
 def measure_in_turns(options: argparse.Namespace) -> dict[str, list[Figures]]:
-    """By manager, its figures, turn by turn and those of the end."""
+    """Return each manager's figures: one entry per turn, then those of the end."""
     blocks = ["--blocks", str(options.blocks)]
     own = [sys.executable, __file__, "--answer", *blocks]
     with ExitStack() as running, Progress(console=Console(stderr=True)) as progress:
@@ -105,19 +105,19 @@ def measure_in_turns(options: argparse.Namespace) -> dict[str, list[Figures]]:
 
 
 def medians(found: list[Figures]) -> Figures:
-    """Of every figure, over those who have it."""
+    """Return the median of every figure over the runs that have it."""
     names = dict.fromkeys(name for figures in found for name in figures)
     return {name: statistics.median(f[name] for f in found if name in f) for name in names}
 
 
 def shares(ours: list[Figures], theirs: list[Figures]) -> Figures:
-    """Medians of what each turn's figures are of the other's."""
+    """Return the medians of the ratios in each turn."""
     pairs = zip(ours, theirs, strict=True)
     return medians([{name: a[name] / b[name] for name in a} for a, b in pairs])
 
 
 def show(columns: dict[str, Figures]) -> None:
-    """The table a person reads."""
+    """Print the table."""
     table = Table("", *columns, "limit")
     for name in columns["headstart"]:
         limit = f"{LIMITS[name]:g} of vLLM's" if name in LIMITS else ""

@@ -93,7 +93,7 @@ class VLLM(Subject):
 
 
 def memory() -> Figures:
-    """Of vLLM's manager."""
+    """Measure the memory of vLLM's manager."""
     return measure_memory(make_manager, VLLM)
 
 

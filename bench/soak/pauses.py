@@ -1,4 +1,4 @@
-"""How long the server's event loop stands still while long bodies come: every stream waits as long.
+"""Longest pauses of the server's event loop during long bodies: every stream waits as long.
 
     python bench/soak/pauses.py [--mb 2] [--rounds 3]
 
@@ -80,7 +80,7 @@ class Beat:
 
 
 def bodies(num_bytes: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """What is sent: its name, path and body, each of about so many bytes."""
+    """Yield the requests: name, path, and a body of about so many bytes."""
     text = LINE * (num_bytes // len(LINE))
     ids = [random.randrange(100, 2000) for _ in range(num_bytes // 6)]
     parts = [{"type": "text", "text": LINE}] * (num_bytes // 78)  # more tokens than are computed

@@ -59,7 +59,7 @@ progress = Console(stderr=True, highlight=False)
 
 @dataclass
 class Soak:
-    """What was asked of the server, and what came of it."""
+    """Requests to the server, and their results."""
 
     url: str
     rng: random.Random

@@ -1,4 +1,4 @@
-"""How much memory loading a model takes at most, against what stays: for each kind of weights.
+"""Peak memory while a model is loaded, compared with what stays, for each kind of weights.
 
     python bench/weights/memory.py [build/bench/qwen2.5-0.5b]      bench/shapes.py makes this folder
 

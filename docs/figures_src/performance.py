@@ -21,7 +21,7 @@ class Curve(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What stands around the lines: the words, the places on the x axis, the height of y."""
+    """The frame of a chart: its texts, the places on the x axis, the ticks of y."""
 
     title: str
     note: str

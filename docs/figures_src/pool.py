@@ -23,7 +23,7 @@ def block_middle(block_id: int) -> float:
 
 
 def color_of(block: BlockView) -> Color:
-    """Of whom holds it, else of what it keeps."""
+    """Return the color of the block's holder, else that of its content."""
     if block.holders:
         return HOLDERS[block.holders[0]]
     return CACHED if block.cached else EMPTY

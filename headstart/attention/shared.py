@@ -30,7 +30,7 @@ class SharingCost(NamedTuple):
     member: int
 
     def pays(self, tokens: int, members: int) -> bool:
-        """True if a group with so many tokens and members saves more than it costs."""
+        """Return True if a group of this size saves more than it costs."""
         return tokens * (members - 1) >= self.group + self.member * members
 
 

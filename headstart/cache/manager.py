@@ -312,7 +312,7 @@ class KVCacheManager:
     # The index
 
     def _extend_to(self, sequence: TokenSequence, end: int) -> None:
-        """This step computes the sequence's tokens up to `end`: index its new full blocks."""
+        """Index the sequence's new full blocks, since this step computes its tokens up to `end`."""
         sequence.step = self._step
         sequence.num_computed_tokens = end
         full = end // self.block_size

@@ -120,7 +120,7 @@ _plain_option = _option("--plain", is_flag=True, help="Show replies as they are,
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="headstart")
 def main() -> None:
-    """An LLM inference engine whose KV cache never computes the same prefix twice."""
+    """Run language models with a KV cache that never computes the same prefix twice."""
 
 
 @main.command(cls=GroupedCommand)
@@ -251,7 +251,7 @@ def completion(shell: str) -> None:
     bash, in ~/.bashrc:        eval "$(headstart completion bash)"
     zsh, in ~/.zshrc:          eval "$(headstart completion zsh)"
     fish, in its config.fish:  headstart completion fish | source
-    """
+    """  # noqa: D301 (click looks for the character that backslash-b stands for)
     kind = get_completion_class(shell)
     assert kind is not None
     click.echo(kind(main, {}, "headstart", "_HEADSTART_COMPLETE").source())

@@ -201,7 +201,7 @@ _folder = partial(
 
 @click.group()
 def keys() -> None:
-    """API keys of a server: add, list, remove. A running server knows of changes at once."""
+    """Add, list or remove API keys. A running server applies changes at once."""
 
 
 @keys.command()

@@ -77,11 +77,11 @@ def reading_stdin() -> Iterator[None]:
 
 
 def as_typed(argument: str) -> str:
-    """Return an argument of the command line decoded as UTF-8 in any locale.
+    r"""Return an argument of the command line decoded as UTF-8 in any locale.
 
     Raises RequestError.
 
-    >>> as_typed(b"caf\\xc3\\xa9".decode("ascii", "surrogateescape"))
+    >>> as_typed(b"caf\xc3\xa9".decode("ascii", "surrogateescape"))
     'café'
     """
     try:
@@ -303,7 +303,7 @@ class CachedShare:
     """The share of files that is in the system's page cache, from a sample of their pages."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Raises OSError where the system has no `mincore`."""
+        """Map the files. Raises OSError where the system has no `mincore`."""
         try:
             self._mincore = ctypes.CDLL(None, use_errno=True).mincore
         except (AttributeError, TypeError) as error:  # Windows

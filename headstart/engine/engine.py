@@ -161,7 +161,7 @@ class EngineCore:
 
     @property
     def num_preemptions(self) -> int:
-        """How often a running request had to give up its blocks."""
+        """Number of times that a running request gave up its blocks."""
         return self._scheduler.num_preemptions
 
     @property

@@ -8,7 +8,8 @@ own copy of the compiled matcher, which takes microseconds.
 Two kinds of schemas are refused, since llguidance would follow them without an end. It makes a
 state for each remainder of a `multipleOf` when a mask is computed, and cannot be stopped: 100,003
 take a second, 982,451,653 would take hours. A schema whose every value contains itself, such as
-`{"$ref": "#"}` as a required property, would have an answer open objects until `max_tokens`."""
+`{"$ref": "#"}` as a required property, would have an answer open objects until `max_tokens`.
+"""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[C
 
 @contextmanager
 def _progress(prompts: int) -> Iterator[Callable[[RequestOutput], None]]:
-    """A bar on stderr for several prompts; yields a function to call for each answered prompt."""
+    """Show a bar on stderr for several prompts; yield a function to call for each output."""
     tokens = 0
     with load_module("tqdm").tqdm(total=prompts, desc="prompts", disable=prompts < 2) as bar:
 

@@ -10,7 +10,8 @@ The text of a token depends on its neighbors: a character may be spread over sev
 many decoders drop a leading space at the beginning. So each step decodes a short window twice,
 with and without the new tokens, and emits the difference once it ends in a whole character. The
 first window begins in the prompt, later windows one emission back; their length does not grow with
-the text."""
+the text.
+"""
 
 from __future__ import annotations
 

@@ -239,8 +239,11 @@ def _default_of(name: str) -> Any:
 
 
 class _Fields:
-    """The fields of an `EngineArgs` are the model and the options that were passed, so that
-    `LLM(**asdict(args))` works. Those of the class are all options of vLLM's."""
+    """The dataclass fields of `EngineArgs`.
+
+    An instance has the model and the options that were passed, so that `LLM(**asdict(args))`
+    works. The class has all of vLLM's options.
+    """
 
     def __get__(self, args: EngineArgs | None, kind: type) -> dict[str, Field[Any]]:
         names = FLAGS if args is None else vars(args)
@@ -352,8 +355,11 @@ def read_value(text: str) -> Any:
 
 
 class _PromptOptions(TypedDict):
-    """multi_modal_data: `{"image": one or a list}`. multi_modal_uuids: names of those images.
-    cache_salt: prompts of different salts share no K/V."""
+    """Fields of every prompt.
+
+    multi_modal_data: `{"image": image}` or `{"image": [image, ...]}`. multi_modal_uuids: names of
+    those images. cache_salt: prompts of different salts share no K/V.
+    """
 
     multi_modal_data: NotRequired[Mapping[str, Any] | None]
     multi_modal_uuids: NotRequired[Mapping[str, Any] | None]

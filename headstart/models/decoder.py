@@ -146,10 +146,10 @@ class DecoderModel(ABC):
         self.calls_each_layer = False
         """True for a step in which single layers are wrapped: none is part of a larger call."""
         self.fallback_reason: str | None = None
-        """Why the model does not run in headstart's own modules; None if it does."""
+        """The reason for which headstart's own modules do not run the model; None if they do."""
 
     def layer(self, name: str) -> nn.Module:
-        """The module of this dotted name."""
+        """Return the module of this dotted name."""
         return self.module.get_submodule(name)
 
     @abstractmethod

@@ -185,9 +185,9 @@ def find_gguf(model: str | Path) -> Path | None:
 
 
 def is_omni(model: str | Path) -> bool:
-    """True for a model of several stages, which `Omni` runs and `LLM` does not. Raises ModelError.
+    """Return True for a model of several stages, which `Omni` runs and `LLM` does not.
 
-    It is found as `find_folder` finds it, but of a GGUF file nothing is read.
+    The model is located as by `find_folder`, but a GGUF file is not read. Raises ModelError.
     """
     if Path(model).suffix == ".gguf":
         return False

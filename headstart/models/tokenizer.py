@@ -22,7 +22,7 @@ _SETTINGS = "tokenizer_config.json"
 
 
 def has_vocabulary(folder: Path) -> bool:
-    """True if a model's folder has a file that a tokenizer can be made of."""
+    """Return True if a model's folder has a file that a tokenizer can be made of."""
     return any(match for pattern in _VOCABULARIES for match in folder.glob(pattern))
 
 

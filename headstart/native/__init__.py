@@ -31,7 +31,7 @@ NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"
 """The CPU flags that the kernels need, as Linux spells them."""
 
 NEEDED_FOR_AVX2 = frozenset({"avx2", "fma", "f16c"})
-"""The same for kernels that need AVX2 only."""
+"""The CPU flags that kernels for AVX2 need."""
 # The results of headstart_native_level().
 _AVX2, _AVX512, AMX = 1, 2, 3
 _CAPS = {"": AMX, "avx2": _AVX2, "avx512": _AVX512}  # of HEADSTART_CPU

@@ -64,7 +64,7 @@ class AttentionCall(ctypes.Structure):
 
 
 INT8, INT8_IN_GROUPS, BF16 = 4, 5, 6
-"""How a `Weight` lies: its kind; below these it is the form of one of 4 or 5 bits."""
+"""Memory layouts of a `Weight`, its `kind`. Smaller numbers are layouts of 4 or 5 bits."""
 
 
 class Weight(ctypes.Structure):

@@ -102,11 +102,11 @@ class OmniOutput:
         return sum(map(len, self.audio_chunks)) / self.sample_rate
 
     def pcm16(self) -> bytes:
-        """The waveform as 16-bit PCM."""
+        """Return the waveform as 16-bit PCM."""
         return pcm16(self.audio)
 
     def wav(self) -> bytes:
-        """The waveform as a WAV file."""
+        """Return the waveform as a WAV file."""
         return wav_bytes(self.audio, self.sample_rate)
 
     def save_wav(self, path: str | Path) -> None:

@@ -458,7 +458,7 @@ _SEGMENT, _CONTEXT = 300, 25
 
 
 def vocoder_plan(vocoder: CausalVocoder) -> FramesPlan:
-    """The vocoder's plan: small blocks that together give the samples of transformers' passes."""
+    """Plan the vocoder in small blocks that together give the samples of transformers' passes."""
     return FramesPlan(function=vocoder, block=_BLOCK, context=_CONTEXT, segment=_SEGMENT)
 
 

@@ -132,13 +132,13 @@ class AlignmentDetector:
         return refuted
 
     def is_by_token(self, name: str) -> bool:
-        """True if the output's rows belong to tokens, by declaration or by two passes."""
+        """Return True if the output's rows belong to tokens, by declaration or by two passes."""
         if name in self._declared:
             return self._declared[name].is_by_token
         return name in self._dense and name not in self._refuted and len(self._lengths[name]) > 1
 
     def is_undecided(self, name: str) -> bool:
-        """True if the output needs another pass; until then no request may rely on its rows."""
+        """Return True if the output needs another pass before requests may rely on its rows."""
         is_known = name in self._declared or name in self._refuted
         return not is_known and not self.is_by_token(name)
 

@@ -23,15 +23,17 @@ MAX_SKIPPED = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedModel:
-    """A step that computes p tokens of prompts while n requests decode takes, in seconds,
+    """The speed of a simulated replica.
+
+    A step that computes p tokens of prompts while n requests decode generates a token for each of
+    the n requests. It takes, in seconds,
 
         step_time + p / prefill_rate + n * decode_time
 
-    and gives each decoding request a token. The defaults are those of a 70B model on four
-    accelerators, roughly: 15,000 tokens of prompts or 50 steps of decoding a second. Attention
-    over a long context costs what over a short one.
+    The defaults are roughly those of a 70B model on four accelerators: 15,000 tokens of prompts or
+    50 steps of decoding a second. The length of a context does not change the cost of attention.
 
-    chunk: tokens of prompts in a step at the most. max_running: requests that run at once.
+    chunk: largest number of tokens of prompts in a step. max_running: requests that run at once.
     transfer_rate: of each replica that computes prompts for others; 13 GB/s for 128 KB a token.
     Raises ConfigError.
     """

@@ -122,7 +122,7 @@ async def check_ready(request: Request) -> Response:
 
 @router.get("/metrics")
 async def show_metrics(request: Request) -> Response:
-    """The server's metrics as Prometheus reads them."""
+    """Return the server's metrics in the text format of Prometheus."""
     text = await front_of(request).read_metrics()
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 

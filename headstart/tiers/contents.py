@@ -1,4 +1,4 @@
-"""The prefixes of a folder, for people: verified, listed from fork to fork, exported, imported.
+r"""The prefixes of a folder, for people: verified, listed from fork to fork, exported, imported.
 
 Other processes may use a folder that is verified: a block that does not read well is read again
 while no process may write, since it may have been moved.

@@ -221,7 +221,7 @@ class SlotFile:
         return read_header(os.pread(self._fd, HEADER_BYTES, slot * self.slot_bytes))
 
     def holds_another(self, slot: int, name: BlockHash) -> bool:
-        """True if a slot was overwritten with another block than this, at least in part."""
+        """Return True if another block has overwritten a slot, at least in part."""
         header = self.header(slot)
         return header is not None and header.name != name
 

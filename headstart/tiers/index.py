@@ -148,7 +148,7 @@ class DiskIndex:
         self._connection.close()
 
     def is_sound(self) -> bool:
-        """True if SQLite finds no damage; reads all of the file."""
+        """Read the whole file; return True if SQLite finds no damage."""
         return bool(self._execute("PRAGMA integrity_check(1)").fetchone() == ("ok",))
 
     @contextmanager
@@ -404,6 +404,7 @@ def slot_path(folder: Path, record: ModelRecord) -> Path:
 
 
 def slot_files(folder: Path) -> set[Path]:
+    """Return the files of a cache folder that hold blocks, of any model."""
     return {path for path in folder.glob("*.kv") if _OURS.fullmatch(path.name)}
 
 

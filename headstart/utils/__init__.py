@@ -8,5 +8,5 @@ __all__ = ["FlexibleArgumentParser", "random_uuid"]
 
 
 def random_uuid() -> str:
-    """A new id for a request: 16 hexadecimal digits, drawn at random."""
+    """Return a new id for a request: 16 random hexadecimal digits."""
     return uuid4().hex[16:]

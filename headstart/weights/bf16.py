@@ -30,7 +30,7 @@ MANY_ROWS = 64
 
 
 def can_pack(weight: Tensor) -> bool:
-    """True if the kernels support this weight: bfloat16 `[outputs, inputs]` on the CPU."""
+    """Return True if the kernels support this weight: bfloat16 `[outputs, inputs]` on the CPU."""
     return (
         has_memory(weight)
         and weight.dtype == torch.bfloat16
@@ -96,7 +96,7 @@ class PackedWeight(WeightFormat):
 
 
 def can_halve(held: Set[torch.dtype], wanted: torch.dtype, device: torch.device) -> bool:
-    """True for weights of dtypes `held` under arithmetic in `wanted`, if the kernels run here."""
+    """Return True if the kernels multiply weights of dtypes `held` in `wanted` here."""
     return held == {torch.bfloat16} and choose_product("bfloat16", wanted, device) == "float32"
 
 

@@ -27,7 +27,7 @@ _APART = 1 << 21  # tensors nearer to one another share pages
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """True if a tensor's memory layout is the one that its dtype and strides describe.
+    """Return True if a tensor's memory layout is what its dtype and strides describe.
 
     A subclass of `Tensor` may have another layout: torchao's quantized weights report bfloat16 and
     hold integers and scales. Only its own operations may read such a tensor.

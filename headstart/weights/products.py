@@ -146,7 +146,7 @@ def _multiply_digits(digits: Tensor, packed: Any) -> Tensor:
 
 @cache
 def has_fbgemm() -> bool:
-    """True if FBGEMM multiplies and unpacks a weight correctly here."""
+    """Return True if FBGEMM multiplies and unpacks a weight correctly here."""
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         return False
     values = torch.arange(-96, 96, dtype=torch.int8).view(4, 48)

@@ -52,7 +52,7 @@ def quantize(
 
 
 def is_made_of(matrix: WeightFormat, weight: Tensor) -> bool:
-    """True if a quantized matrix is `weight`, in its dtype, or what quantizing it gives."""
+    """Return True if a quantized matrix equals `weight` or the result of quantizing it."""
     if matrix.kind is None or weight.shape != (matrix.outputs, matrix.inputs):
         return False
     own = matrix.unpack()

@@ -262,7 +262,7 @@ def _torch_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
 
 
 def _is_finite(weight: Tensor) -> bool:
-    """False for infinities and NaN; reads the weight once."""
+    """Return False for a weight with infinities or NaN; read it once."""
     some = weight.sum() if weight.dtype == torch.float32 else torch.stack(torch.aminmax(weight))
     # A sum of finite numbers may overflow; only then each is looked at.
     return bool(torch.isfinite(some).all() or torch.isfinite(weight).all())

@@ -1,4 +1,4 @@
-"""Who may import whom: the arrows between rooms, and no knots.
+"""Imports between packages: allowed directions, and no cycles.
 
     cache      stdlib and numpy            tiers    + cache          replay   + cache, tiers,
                                                                                 cluster's core

@@ -33,7 +33,7 @@ def count_lines(function: FunctionNode) -> int:
 
 
 def count_parameters(function: FunctionNode) -> int:
-    """What a caller may pass: `self` and `cls` do not count."""
+    """Count the parameters that a caller may pass, without `self` and `cls`."""
     arguments = function.args
     named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     extra = [arguments.vararg, arguments.kwarg]

@@ -29,7 +29,7 @@ class WrongAnswerError(Exception):
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a fault. lost: blocks that are gone. problem: what must not happen."""
+    """The outcome of a fault. lost: blocks that are gone. problem: a broken promise, or ""."""
 
     lost: int = 0
     wrong: int = 0
@@ -86,7 +86,7 @@ def _interrupt(folder: Path) -> None:
 
 
 def exercise(store: DiskStore, model: ModelRecord, prompts: Iterable[Iterable[int]]) -> int:
-    """How many of the prompts' blocks are loaded. Raises WrongAnswerError."""
+    """Load the prompts' blocks and return how many there are. Raises WrongAnswerError."""
     count = 0
     for prompt in prompts:
         for number, loaded in zip(prompt, store.load([name(n) for n in prompt]), strict=False):
@@ -131,7 +131,7 @@ def _saves_and_loads(store: DiskStore, model: ModelRecord, numbers: range) -> bo
 
 
 def _look_at(folder: Path) -> str:
-    """What is wrong with a folder that was used after a fault; empty if nothing is."""
+    """Return the fault of a folder that was used after an injected fault, or ""."""
     size = sum(path.stat().st_size for path in folder.glob("*.kv"))
     if size > BUDGET:
         return f"the files have {size - BUDGET:,} bytes more than they may"

@@ -8,7 +8,8 @@ has. So a text that spells the placeholder, and a model that generates it, stay 
 An image's digest is SHA-256 over everything that shapes its embeddings: the fingerprint of the
 vision tower and its processor, the pixels as the processor gets them, and the user's own id for
 the image if there is one, each framed by its length. The id can only separate equal images, never
-join different ones."""
+join different ones.
+"""
 
 from __future__ import annotations
 

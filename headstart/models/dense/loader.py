@@ -131,7 +131,7 @@ def load_dense(
     ready_memory: ReadyMemory | None = None,
     weights: WeightKind | None = None,
 ) -> DenseDecoder:
-    """The decoder in `folder`; packed weights lie in `ready_memory` if it is large enough.
+    """Load the decoder in `folder`, its packed weights into `ready_memory` if they fit.
 
     `dtype` "auto" and `weights` None are the checkpoint's own. Raises `UnsupportedLayerError`,
     before weights are read, for a model that is not of the families of `headstart.models.families`,

@@ -36,7 +36,7 @@ class Frequencies(NamedTuple):
 
 
 def read_frequencies(config: Any, kind: str, shape: DecoderShape) -> Frequencies:
-    """The frequencies of one kind of layer in `config.rope_parameters`; "" if all are alike.
+    """Read the frequencies of a kind of layer; `kind` is "" if all layers are alike.
 
     Raises `UnsupportedLayerError` for rotary positions of a type that the family does not have.
     """
@@ -194,7 +194,7 @@ class Attention(nn.Module):
             )
 
     def forward(self, x: Tensor, step: LayerStep, kept_rows: Tensor | None = None) -> Tensor:
-        """The update of all rows, or of `kept_rows`; K and V of all rows are written."""
+        """Return the update of all rows, or of `kept_rows`; write K and V of all rows."""
         if self._fused:
             query, key, value = self.qkv_proj(x).split(self._widths, dim=-1)
         else:
@@ -279,7 +279,7 @@ class DecoderLayer(nn.Module):
         self._scale = shape.residual_scale
 
     def forward(self, x: Tensor, step: LayerStep, kept_rows: Tensor | None = None) -> Tensor:
-        """The rows `[rows, hidden]` after the layer, of `kept_rows` alone if they are given."""
+        """Return the rows `[rows, hidden]` after the layer, or only `kept_rows` of them."""
         before, after, around = (self._norms == place for place in ("before", "after", "around"))
         update = self.self_attn(x if after else self.input_layernorm(x), step, kept_rows)
         if not before:

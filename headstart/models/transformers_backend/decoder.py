@@ -159,7 +159,7 @@ class TransformersDecoder(DecoderModel):
 
 
 def text_part(model: PreTrainedModel) -> PreTrainedModel:
-    """The part whose attention is paged: all of a text model, the decoder of a vision model.
+    """Return the part with paged attention: a text model, or the decoder of a vision model.
 
     A vision tower keeps transformers' own attention.
     """

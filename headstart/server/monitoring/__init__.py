@@ -1,1 +1,1 @@
-"""What is seen of a server: its health, metrics, a line for each request, the prompts of late."""
+"""Views of a server: its health, metrics, a log line per request, recent prompts."""

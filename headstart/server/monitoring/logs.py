@@ -225,7 +225,10 @@ def log_request(scope: Scope) -> Iterator[Line]:
 
 
 class _AsText(logging.Formatter):
-    """`10:15:02 POST /v1/chat/completions 200 0.31 s, 1,396 of 1,421 tokens cached, 8 generated`"""
+    """The format of lines for people.
+
+    `10:15:02 POST /v1/chat/completions 200 0.31 s, 1,396 of 1,421 tokens cached, 8 generated`
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))

@@ -69,8 +69,8 @@ class StepPlan:
         return [] if self.contiguous_gather else [s for s in self.spans if s.num_rows == 1]
 
     @property
-    def several(self) -> list[Span]:
-        """The other spans; each is computed alone."""
+    def separate(self) -> list[Span]:
+        """The other spans, which are computed alone."""
         return [s for s in self.spans if s.num_rows > 1 or self.contiguous_gather]
 
 
@@ -114,9 +114,9 @@ class AttentionBackend(Protocol):
     def compiled(
         self, layer_idx: int, rows: tuple[int, int], options: AttentionOptions, dtype: torch.dtype
     ) -> tuple[int, int] | None:
-        """Return structs with which compiled code can replace `attend`; None if there are none.
+        """Return structs with which compiled code can replace `attend`; None if not supported.
 
-        `rows` are the code's own: their number, and that of their query heads. They are dense, in
+        `rows` are the numbers of the code's rows and of their query heads. The rows are dense, in
         `dtype`. The structs are the addresses of the layer's `AttentionStep` and `AttentionCall`
         (`native/attention/attention.h`), valid until the step ends; query, key, value and out are
         unset.
@@ -128,6 +128,6 @@ class AttentionBackend(Protocol):
     def nonfinite_rows(self) -> list[int]:
         """Return the ascending rows whose K or V were not finite when written, in any layer.
 
-        Rows of padding and of the scratch slot count like any other. The answer is valid from a
+        Rows of padding and of the scratch slot count like any other. The result is valid from a
         layer's `attend` until the next `begin_step`; `end_step` does not clear it.
         """

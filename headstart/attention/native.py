@@ -35,10 +35,8 @@ from headstart.native.bindings import AttentionCall, AttentionStep, Merger, Segm
 _MAX_DIM = 256  # of the kernel
 _MOST_POSITIONS = (1 << 31) - 1  # its positions have 32 bits
 
-# Measured with 2 KV heads of 64 and 7 query heads each, on one core. In bf16, 16 rows that share
-# 2,000 tokens take 0.44 ms instead of 1.3 ms. They break even at 16 tokens; the step's tables cost
-# more. In float32 16 rows take 2.7 ms instead of 4.9 ms and break even at 100 tokens, since the
-# products limit them more than memory does. In 8 bits the arithmetic is the same.
+# The break-even points of `bench/kernels/attention.py`, in tokens. Float32 needs more than bf16, as
+# its products limit it more than memory does. K/V in 8 bits are computed in float32.
 SHARING = {
     torch.bfloat16: SharingCost(group=0, member=40),
     torch.float32: SharingCost(group=0, member=100),
@@ -70,7 +68,7 @@ class NativeAttention:
         self._calls = [_make_call(memory, layer) for layer in range(len(memory.layouts))]
         self._tables = BlockTables(memory.num_blocks)
         self._planner = SharedPlanner(memory.block_size, SHARING[memory.dtype]) if share else None
-        self._before: dict[bool, NativeStep] = {}  # the last step with and without sharing
+        self._previous: dict[bool, NativeStep] = {}  # the last step with and without sharing
         # Buffers for partial results, of steps that share and of steps that do not.
         self._partials = {True: torch.empty(0), False: torch.empty(0)}
         self._fell_back = False
@@ -152,15 +150,15 @@ class NativeAttention:
     def _prepare(
         self, call: AttentionCall, rows: Sequence[int], options: AttentionOptions
     ) -> "NativeStep":
-        """Fill the call's scalar fields; returns the step for a layer of these options.
+        """Fill the call's scalar fields; return the step for a layer with these options.
 
-        rows: their number, and that of query heads.
+        rows: the numbers of rows and of query heads.
         """
         tokens, heads = rows
         if tokens != len(self._nonfinite) or heads < 1 or heads % call.kv_heads:
             raise EngineError(
-                f"attention was given {tokens} rows of {heads} query heads; this step and layer "
-                f"have {len(self._nonfinite)} rows, and a multiple of {call.kv_heads} query heads"
+                f"attention received {tokens} rows of {heads} query heads; allowed: "
+                f"{len(self._nonfinite)} rows of a multiple of {call.kv_heads} query heads"
             )
         plan, step, window = self._plan, self._shared, options.sliding_window
         assert plan is not None
@@ -190,11 +188,11 @@ class NativeAttention:
 
     def _next_step(self, plan: StepPlan, shared: SharedPlan | None, kv_splits: int) -> "NativeStep":
         """Return the previous step if this one only continues its decoding, else a new one."""
-        before = self._before.get(shared is not None)
-        if before is not None and before.take(plan, self._tables, shared, kv_splits):
-            return before
+        previous = self._previous.get(shared is not None)
+        if previous is not None and previous.update(plan, self._tables, shared, kv_splits):
+            return previous
         step = NativeStep(plan, self._tables, self._memory.block_size, shared, kv_splits)
-        self._before[shared is not None] = step
+        self._previous[shared is not None] = step
         return step
 
 
@@ -215,13 +213,13 @@ def name_backend(memory: PagedKVMemory) -> str:
 
 
 def _find_library(memory: PagedKVMemory) -> ctypes.CDLL | None:
-    """Return the kernels for this memory; None if they support no layer of it, or are not here."""
+    """Return the kernels for this memory; None if they are missing or support no layer of it."""
     size = memory.block_size
     is_supported = (
         memory.dtype in _FUNCTIONS
         and memory.device.type == "cpu"
         and size > 0
-        and size & (size - 1) == 0  # they find a block by shifting a position
+        and size & (size - 1) == 0  # kernels find a block by shifting a position
         and any(_make_call(memory, layer) is not None for layer in range(len(memory.layouts)))
     )
     if not is_supported:
@@ -236,7 +234,7 @@ def _find_library(memory: PagedKVMemory) -> ctypes.CDLL | None:
 def _make_call(memory: PagedKVMemory, layer: int) -> AttentionCall | None:
     """Return the fields that are the same in every call of a layer; None if torch computes it."""
     layout, scales = memory.layouts[layer], memory.has_scales
-    # In bf16 it multiplies keys two dims at a time.
+    # In bf16 the kernel multiplies keys two dims at a time.
     is_odd = memory.dtype == torch.bfloat16 and layout.key_dim % 2 == 1
     widths = (layout.key_dim, layout.value_dim)
     if is_odd or min(layout.kv_heads, *widths) < 1 or max(widths) > _MAX_DIM:
@@ -262,13 +260,13 @@ def _check_plan(plan: StepPlan, memory: PagedKVMemory) -> None:
         if low < 0 or high > memory.scratch_slot:
             raise EngineError(f"slots are {low} to {high}; allowed: 0 to {memory.scratch_slot}")
     for span in plan.spans:
-        most = len(span.block_ids) * memory.block_size
+        capacity = len(span.block_ids) * memory.block_size
         is_inside = span.first_row >= 0 and 1 <= span.num_rows <= tokens - span.first_row
-        if not is_inside or not span.num_rows <= span.context <= most:
+        if not is_inside or not span.num_rows <= span.context <= capacity:
             raise EngineError(
                 f"a span of {span.num_rows} rows from row {span.first_row} on, with a context of "
-                f"{span.context}, does not fit a step of {tokens} tokens and a block table of "
-                f"{most}"
+                f"{span.context} tokens, does not fit a step of {tokens} tokens and a block table "
+                f"for {capacity} tokens"
             )
 
 
@@ -301,8 +299,8 @@ _LAST_KEY = Segment._fields.index("last_key")
 class BlockTables:
     """The block tables of a step as int32 `[spans, blocks]`, reused from step to step.
 
-    A running sequence's table mostly stays the same or grows at its end. Comparing it with the
-    previous one takes a tenth of the time of converting it.
+    A running sequence's table mostly stays the same or grows at its end, and comparing it with the
+    previous table costs less than converting it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -337,7 +335,7 @@ class NativeStep:
     """The `AttentionStep` of a plan, and the arrays that it points to.
 
     `kv_splits` is the number of parts that a decoding span's keys are cut into if there are enough
-    of them, so that threads without a KV head of their own get work.
+    of them, so that threads without a separate KV head get work.
     """
 
     def __init__(
@@ -380,12 +378,12 @@ class NativeStep:
             threads=torch.get_num_threads(),
         )
 
-    def take(
+    def update(
         self, plan: StepPlan, tables: BlockTables, shared: SharedPlan | None, kv_splits: int
     ) -> bool:
-        """Update this step to `plan` if `plan` only continues its decoding.
+        """Update this step to `plan` and return True if `plan` only continues its decoding.
 
-        Takes a tenth of the time of a new one. False if the plan differs in more than lengths.
+        Return False if the plan differs in more than lengths.
         """
         contexts = _decoding_contexts(plan)
         if (
@@ -408,7 +406,7 @@ class NativeStep:
         return True
 
     def _add_part(self, token: int) -> int:
-        """Add a partial result of a token; returns its number."""
+        """Add a partial result of a token; return its number."""
         self._parts.setdefault(token, []).append(self.num_partials)
         self.num_partials += 1
         return self.num_partials - 1
@@ -436,7 +434,7 @@ class NativeStep:
         return segments
 
     def _rests(self, plan: StepPlan) -> list[Segment]:
-        """Return the segments that spans attend to alone."""
+        """Return the segments of keys that each span reads alone."""
         firsts = iter(self._shared.own_first if self._shared is not None else ())
         segments: list[Segment] = []
         for index, span in enumerate(plan.spans):

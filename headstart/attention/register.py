@@ -20,7 +20,7 @@ from headstart.errors import EngineError, UnsupportedModelError
 _names = map("headstart_paged_{}".format, itertools.count())
 
 
-class AttentionCall(NamedTuple):
+class LayerCall(NamedTuple):
     """The arguments of a transformers layer's call to attention.
 
     `layer` is the calling module, with a `layer_idx`. `query` is `[1, query_heads, tokens,
@@ -36,7 +36,7 @@ class AttentionCall(NamedTuple):
     keywords: dict[str, Any]
 
 
-AttentionFunction = Callable[[AttentionCall], Tensor]
+AttentionFunction = Callable[[LayerCall], Tensor]
 """Returns `[1, tokens, query_heads, value_dim]`."""
 
 
@@ -48,14 +48,14 @@ def attend_with(backend: AttentionBackend) -> AttentionFunction:
     """
     reference = weakref.ref(backend)
 
-    def attend(call: AttentionCall) -> Tensor:
+    def attend(call: LayerCall) -> Tensor:
         backend = reference()
         if backend is None:
-            raise EngineError("the engine that this model was attached to is gone")
+            raise EngineError("the model's engine no longer exists; load the model again")
         if call.mask is not None:
             raise UnsupportedModelError(
-                f"{type(call.layer).__name__} brings a mask or a bias of its own "
-                f"({type(call.mask).__name__}), which paged attention would ignore"
+                f"{type(call.layer).__name__} passes an attention mask or bias "
+                f"({type(call.mask).__name__}), which paged attention does not support"
             )
         query, key, value = (part[0].transpose(0, 1) for part in (call.query, call.key, call.value))
         out = backend.attend(call.layer.layer_idx, query, key, value, read_options(call))
@@ -64,7 +64,7 @@ def attend_with(backend: AttentionBackend) -> AttentionFunction:
     return attend
 
 
-def read_options(call: AttentionCall) -> AttentionOptions:
+def read_options(call: LayerCall) -> AttentionOptions:
     """Return a layer's options, read from the keywords that transformers' models pass."""
     scaling = call.keywords.get("scaling")
     return AttentionOptions(
@@ -76,7 +76,7 @@ def read_options(call: AttentionCall) -> AttentionOptions:
 
 
 def register(function: AttentionFunction) -> str:
-    """Register `function` with transformers; returns the name of the attention implementation."""
+    """Register `function` with transformers; return the name of the attention implementation."""
 
     def attention(
         module: Any,
@@ -86,8 +86,8 @@ def register(function: AttentionFunction) -> str:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        call = AttentionCall(module, query, key, value, attention_mask, kwargs)
-        return function(call), None  # and no weights
+        call = LayerCall(module, query, key, value, attention_mask, kwargs)
+        return function(call), None  # no attention weights
 
     name = next(_names)
     AttentionInterface.register(name, attention)

@@ -70,13 +70,13 @@ def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> Sh
     >>> plan.own_first
     (192, 192, 128)
     """
-    # The block of a span's last token is never shared, so every row has a rest to attend to.
+    # The block of a span's last token is never shared, so every row has keys that it reads alone.
     full = [span.block_ids[: (span.context - 1) // block_size] for span in spans]
     tables = [ids if isinstance(ids, list) else list(ids) for ids in full]
     order = sorted(range(len(spans)), key=tables.__getitem__)
     groups: list[PrefixGroup] = []
     own_first = [0] * len(spans)
-    waiting = [(order, 0, 0)]  # neighbors, their common blocks, the blocks already in groups
+    waiting = [(order, 0, 0)]  # neighbors, number of common blocks, number of blocks in groups
     while waiting:
         members, common, covered = waiting.pop()
         runs: dict[int, list[int]] = {}  # neighbors with the same next block
@@ -86,7 +86,7 @@ def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> Sh
         for sharing in runs.values():
             if len(sharing) < 2:
                 continue
-            depth = _common(tables[sharing[0]], tables[sharing[-1]], common)
+            depth = _common_blocks(tables[sharing[0]], tables[sharing[-1]], common)
             first, last = covered * block_size, depth * block_size
             done = covered
             if last > first and cost.pays(last - first, len(sharing)):
@@ -98,12 +98,12 @@ def find_groups(spans: Sequence[Span], block_size: int, cost: SharingCost) -> Sh
     return SharedPlan(tuple(groups), tuple(own_first))
 
 
-def _common(left: list[int], right: list[int], least: int) -> int:
+def _common_blocks(first: list[int], second: list[int], least: int) -> int:
     """Return the length of two tables' common prefix in blocks, by bisection; at least `least`."""
-    low, high = least, min(len(left), len(right))
+    low, high = least, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
+        if first[low:middle] == second[low:middle]:
             low = middle
         else:
             high = middle - 1
@@ -111,10 +111,10 @@ def _common(left: list[int], right: list[int], least: int) -> int:
 
 
 class SharedPlanner:
-    """Plans each step; a plan is reused while the tables that it was made from only grow.
+    """Planner of a step's shared groups; reuses the last plan while its block tables only grow.
 
-    This check compares one pair of lists per span. Blocks that sequences begin to share while
-    decoding are found when the batch changes next.
+    The check compares one pair of lists per span. Blocks that sequences begin to share while
+    decoding join a group at the next change of the batch.
     """
 
     def __init__(self, block_size: int, cost: SharingCost) -> None:

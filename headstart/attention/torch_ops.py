@@ -7,8 +7,7 @@ are in float32; products in narrow dtypes are faster only on CPUs where the comp
 The g query heads of a KV head are treated as g query rows, so that a layer is a gather, a
 batched product, a softmax and a batched product. On a CPU this is several times faster than
 `scaled_dot_product_attention`, which repeats K and V per query head. Contiguous block ids have no
-separate path: measured in bf16, products over a strided view of the memory cost 3 to 5 times as
-much as a gather.
+separate path: products over a strided view of the memory are slower than a gather.
 
 All layers with the same sliding window read the same memory rows, so these are computed once in a
 step. A prefix that decoding sequences share (`shared.py`) is read once. The rest of their contexts
@@ -26,15 +25,14 @@ from headstart.attention.backend import AttentionOptions, Span, StepPlan
 from headstart.attention.memory import PagedKVMemory
 from headstart.attention.shared import SharedPlan, SharedPlanner, SharingCost
 
-# Measured with 2 KV heads of 64 and 7 query heads each, on one core with AVX2: 16 rows that share
-# 2,000 tokens take 3.7 ms instead of 10.7 ms, but each group costs 0.4 ms in torch operations.
+# The break-even point of `bench/kernels/attention.py`. A group costs a few more torch operations.
 SHARING = SharingCost(group=8192, member=32)
 # Rows of a prefill in one pair of products: enough for full GEMM speed, few enough that little is
 # computed above the causal diagonal.
 CHUNK_ROWS = 128
 # Tokens that one decode group gathers: its K of one layer then still fits the L2 cache.
 GROUP_TOKENS = 16_384
-# Below this many tokens of difference, padding costs less than one more group.
+# Up to this difference in tokens, padding costs less than another group.
 SMALL_GAP = 64
 
 
@@ -46,9 +44,9 @@ class TorchAttention:
 
     def __init__(self, memory: PagedKVMemory, *, share: bool = True) -> None:
         self._memory = memory
-        wide = torch.promote_types(memory.dtype, torch.float32)
         is_narrow = memory.device.type == "cuda" and not memory.has_scales
-        self._dtype = memory.dtype if is_narrow else wide
+        float_dtype = torch.promote_types(memory.dtype, torch.float32)
+        self._dtype = memory.dtype if is_narrow else float_dtype
         """The dtype of the products' inputs."""
         self._planner = SharedPlanner(memory.block_size, SHARING) if share else None
         self._plan: StepPlan | None = None
@@ -153,12 +151,12 @@ class TorchAttention:
         totals = torch.full((*out.shape[:2], 1), -torch.inf, device=out.device)
 
         def merge(rows: Tensor, mixed: Tensor, total: Tensor) -> None:
-            before = totals.index_select(0, rows)
-            after = torch.logaddexp(before, total)
-            mixed = mixed * (total - after).exp()
-            mixed += result.index_select(0, rows) * (before - after).exp()
+            old_total = totals.index_select(0, rows)
+            new_total = torch.logaddexp(old_total, total)
+            mixed = mixed * (total - new_total).exp()
+            mixed += result.index_select(0, rows) * (old_total - new_total).exp()
             result.index_copy_(0, rows, mixed)
-            totals.index_copy_(0, rows, after)
+            totals.index_copy_(0, rows, new_total)
 
         for shared in tables.shared:
             merge(shared.rows, *self._attend_shared(layer_idx, query, shared, options))
@@ -222,7 +220,7 @@ class TorchAttention:
 
 
 class Group(NamedTuple):
-    """Decoding rows that are computed together, all over the same tokens or each over its own.
+    """Decoding rows that are computed together, over common tokens or over one sequence each.
 
     rows: int64 `[batch]`, in the flat batch. kv_rows: int64, of the memory, in the order
     `[sequences, kv_heads, columns]`. hidden: bool `[batch, columns]`, True for padding, or None.
@@ -257,7 +255,7 @@ class PrefillSpan(NamedTuple):
     chunks: list[Chunk]
 
 
-class Rest(NamedTuple):
+class DecodeSpan(NamedTuple):
     """A decoding span that attends to its tokens from `first` on."""
 
     span: Span
@@ -288,12 +286,12 @@ class StepTables:
         self._window = window
         decoding = plan.decoding
         firsts = shared.own_first if shared is not None else (0,) * len(decoding)
-        rests = [
-            Rest(span, max(first, 0 if window is None else span.context - window))
+        spans = [
+            DecodeSpan(span, max(first, 0 if window is None else span.context - window))
             for span, first in zip(decoding, firsts, strict=True)
         ]
-        self.decode = [self._make_decode(group) for group in group_rests(rests)]
-        self.prefill = [self._make_prefill(span) for span in plan.several]
+        self.decode = [self._make_decode(group) for group in group_by_length(spans)]
+        self.prefill = [self._make_prefill(span) for span in plan.separate]
         self.shared: list[Group] = []
         for group in shared.groups if shared is not None else ():
             position = torch.arange(group.first, group.last, device=self._device)
@@ -302,21 +300,21 @@ class StepTables:
             kv_rows = self._kv_rows(self._tensor([table]), position.unsqueeze(0))
             self.shared.append(Group(rows, len(position), kv_rows))
 
-    def _make_decode(self, rests: Sequence[Rest]) -> Group:
-        lengths = [rest.length for rest in rests]
+    def _make_decode(self, spans: Sequence[DecodeSpan]) -> Group:
+        lengths = [span.length for span in spans]
         columns = lengths[0]
         tables = [
-            rest.span.block_ids[rest.first // self._block_size : self._num_blocks(rest.span)]
-            for rest in rests
+            span.block_ids[first // self._block_size : self._num_blocks(span)]
+            for span, first in spans
         ]
         width = max(map(len, tables))
         table = self._tensor([[*ids, *[0] * (width - len(ids))] for ids in tables])
         offset = torch.arange(columns, device=self._device).unsqueeze(0)
         length = self._tensor(lengths).unsqueeze(1)
-        # Padding reads the sequence's own last token again: never another sequence's memory.
+        # Padding reads the sequence's last token again, never another sequence's memory.
         position = torch.minimum(offset, length - 1)
-        position += self._tensor([rest.first % self._block_size for rest in rests]).unsqueeze(1)
-        rows = self._tensor([rest.span.first_row for rest in rests])
+        position += self._tensor([first % self._block_size for _, first in spans]).unsqueeze(1)
+        rows = self._tensor([span.first_row for span, _ in spans])
         hidden = offset >= length if lengths[-1] < columns else None
         return Group(rows, columns, self._kv_rows(table, position), hidden)
 
@@ -345,11 +343,11 @@ class StepTables:
         if rows == 1 and not cut_left:
             return None
         width = columns if cut_left else rows
-        own = torch.arange(width - rows, width, device=self._device).unsqueeze(1)
-        other = torch.arange(width, device=self._device).unsqueeze(0)
-        hidden = other > own
+        position = torch.arange(width - rows, width, device=self._device).unsqueeze(1)
+        column = torch.arange(width, device=self._device).unsqueeze(0)
+        hidden = column > position
         if window is not None and cut_left:
-            hidden |= other <= own - window
+            hidden |= column <= position - window
         return hidden
 
     def _num_blocks(self, span: Span) -> int:
@@ -359,8 +357,8 @@ class StepTables:
         """Return row numbers of positions in a memory seen as `[slots * kv_heads, dim]`.
 
         A gather then yields `[sequences, kv_heads, columns, dim]` directly, the order that the
-        products need. Gathering `[sequences, columns, kv_heads, dim]` and transposing it costs one
-        more copy (measured: 1.3 to 3 times the time of a whole decode).
+        products need. Gathering `[sequences, columns, kv_heads, dim]` and transposing it would cost
+        another copy.
         """
         block = torch.div(position, self._block_size, rounding_mode="floor")
         slots = table.gather(1, block) * self._block_size + position % self._block_size
@@ -370,22 +368,22 @@ class StepTables:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def group_rests(rests: Sequence[Rest]) -> list[list[Rest]]:
-    """Group `rests` by similar length, longest first.
+def group_by_length(spans: Sequence[DecodeSpan]) -> list[list[DecodeSpan]]:
+    """Group spans of similar length, longest first.
 
-    >>> rests = [Rest(Span(0, 1, context, ()), 0) for context in (10, 1000, 900, 60)]
-    >>> [[rest.length for rest in group] for group in group_rests(rests)]
+    >>> spans = [DecodeSpan(Span(0, 1, context, ()), 0) for context in (10, 1000, 900, 60)]
+    >>> [[span.length for span in group] for group in group_by_length(spans)]
     [[1000, 900], [60, 10]]
     """
-    groups: list[list[Rest]] = []
+    groups: list[list[DecodeSpan]] = []
     longest = 0
-    for rest in sorted(rests, key=lambda rest: rest.length, reverse=True):
-        near = rest.length * 4 >= longest * 3 or longest - rest.length <= SMALL_GAP
-        if groups and near and (len(groups[-1]) + 1) * longest <= GROUP_TOKENS:
-            groups[-1].append(rest)
+    for span in sorted(spans, key=lambda span: span.length, reverse=True):
+        is_similar = span.length * 4 >= longest * 3 or longest - span.length <= SMALL_GAP
+        if groups and is_similar and (len(groups[-1]) + 1) * longest <= GROUP_TOKENS:
+            groups[-1].append(span)
         else:
-            groups.append([rest])
-            longest = rest.length
+            groups.append([span])
+            longest = span.length
     return groups
 
 
@@ -401,7 +399,7 @@ def _zero_if_finite(rows: Tensor, dim: tuple[int, ...]) -> Tensor:
 
 
 def _isolate_nonfinite(keys: Tensor, values: Tensor) -> None:
-    """Keep values that are not finite from rows that do not see them; changes both in place.
+    """Hide values that are not finite from rows that do not see them, in place.
 
     A weight of 0 times such a value is NaN. So the value becomes zeros and its key NaN: the score
     is then NaN for every row that sees it, and masked for every other row. Only on a CPU is there a
@@ -430,8 +428,8 @@ def _mix_part(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs float32 over part of the rows' context, and their log-sum-exps.
 
     The largest score s has the largest weight w = exp(s - total), so total = s - log w. This
-    takes two maxima; logsumexp takes several passes over new float32 tensors, whose page faults
-    cost more than the products (measured: 1.9 ms against 0.2 ms for 224 rows of 2,000).
+    takes two maxima; logsumexp would allocate float32 tensors, whose page faults cost more than
+    the products.
     """
     weights = torch.softmax(scores, dim=-1)
     largest = weights.amax(dim=-1, keepdim=True).log_()

@@ -39,7 +39,7 @@ _DTYPES = {
 def find_dtype(name: str) -> str | torch.dtype:
     """Return the dtype of this name, or "auto" for the checkpoint's own; raises `ConfigError`."""
     if not isinstance(name, str) or (name != "auto" and name not in _DTYPES):
-        raise ConfigError(f"dtype is {describe(name)}; it may be auto, {', '.join(_DTYPES)}")
+        raise ConfigError(f"dtype is {describe(name)}; allowed: auto, {', '.join(_DTYPES)}")
     return _DTYPES.get(name, name)
 
 

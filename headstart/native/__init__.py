@@ -51,14 +51,14 @@ def avx2_library() -> ctypes.CDLL | None:
 
 
 def required(kernels: ctypes.CDLL | None) -> ctypes.CDLL:
-    """Return the result of `library` or `avx2_library`; raises `ModelError` for None.
+    """Return the result of `library` or `avx2_library`; raise `ModelError` for None.
 
-    Code that loads a model checks before: None means a weight that was pickled elsewhere.
+    Code that loads a model checks before, so None means a weight that was pickled elsewhere.
     """
     if kernels is None:
         raise ModelError(
-            "a weight lies as compiled kernels want it, and those cannot be used here: load the "
-            "model again on this machine instead of a pickle of it"
+            "a pickled model has weights packed for the compiled kernels, which are not available "
+            "on this machine; load the model here instead of unpickling it"
         )
     return kernels
 
@@ -69,7 +69,7 @@ def is_usable() -> bool:
 
 
 def is_built() -> bool:
-    """Return True if the library is there and of these sources, whatever the CPU."""
+    """Return True if a library built from these sources exists, on any CPU."""
     return _load(_FOLDER) is not None
 
 
@@ -77,7 +77,7 @@ def level() -> int:
     """Return the kernels that can be used: 0 none, 1 for AVX2, 2 for AVX-512 too, 3 (`AMX`) all."""
     cap = os.environ.get("HEADSTART_CPU", "")
     if cap not in _CAPS:
-        raise ConfigError(f"HEADSTART_CPU is {cap!r}; it may be avx2, avx512, or unset")
+        raise ConfigError(f"HEADSTART_CPU is {cap!r}; allowed: avx2, avx512, or unset")
     kernels = _load(_FOLDER) if _is_wanted() else None
     return 0 if kernels is None else min(_CAPS[cap], int(kernels.headstart_native_level()))
 
@@ -94,7 +94,7 @@ def vnni() -> int:
 def _is_wanted() -> bool:
     switch = os.environ.get("HEADSTART_NATIVE", "")
     if switch not in ("", "0", "1"):
-        raise ConfigError(f"HEADSTART_NATIVE is {switch!r}; it may be 0, 1, or unset")
+        raise ConfigError(f"HEADSTART_NATIVE is {switch!r}; allowed: 0, 1, or unset")
     return switch != "0"
 
 
@@ -136,7 +136,7 @@ def _threaded() -> ctypes.CDLL | None:
 
 @cache
 def _load(folder: Path) -> ctypes.CDLL | None:
-    """Return the library in a folder, if it was built of these sources and for this machine."""
+    """Return the library in a folder if it was built from these sources and for this machine."""
     paths = (folder / f"_kernels{suffix}" for suffix in EXTENSION_SUFFIXES)
     path = next((path for path in paths if path.exists()), None)
     try:
@@ -145,10 +145,10 @@ def _load(folder: Path) -> ctypes.CDLL | None:
         return None
     if kernels is None or kernels.headstart_native_interface() != INTERFACE:
         return None
-    here, there = bindings.expected_layout(), bindings.library_layout(kernels)
-    for name in here | there:
-        if here.get(name) != there.get(name):
-            sizes = f"{there.get(name)} in C++ and {here.get(name)} in Python (bytes)"
+    expected, actual = bindings.expected_layout(), bindings.library_layout(kernels)
+    for name in expected | actual:
+        if expected.get(name) != actual.get(name):
+            sizes = f"{actual.get(name)} in C++ and {expected.get(name)} in Python (bytes)"
             _log.warning("compiled kernels are not used: %s is %s", name, sizes)
             return None
     bindings.declare(kernels)
@@ -183,8 +183,8 @@ def release_threads() -> None:
     """End the OpenMP threads that wait for this one; its next parallel work starts them again.
 
     GNU's OpenMP retains such threads for each thread that ever computed in parallel. They spin for
-    their next work before they sleep, but a tenth as long once there are more of them than cores.
-    To wake one takes 50 us, 190 times a token. Does nothing without such a library.
+    their next work before they sleep. Once there are more of them than cores, they spin for a
+    shorter time, and each wake-up then delays a token. Does nothing without such a library.
     """
     soft = 1  # omp_pause_soft
     pause = getattr(_torch_library(), "omp_pause_resource_all", None)

@@ -107,7 +107,7 @@ class Screen(ctypes.Structure):
 _ROWS: tuple[type[NamedTuple], ...] = (Segment, Merger)
 _STRUCTS = (AttentionStep, AttentionCall, Weight, Norm, Layer, LayerRun, Screen)
 
-_PRODUCT = (c_void_p, c_int64, c_void_p, c_int)  # rows, their number, where to, threads
+_PRODUCT = (c_void_p, c_int64, c_void_p, c_int)  # rows, number of rows, output, threads
 _LAYERS = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int)
 # The arguments of functions, which return nothing. Addresses are c_void_p, which takes integers and
 # `ctypes.byref`.

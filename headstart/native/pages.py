@@ -1,7 +1,7 @@
 """Advice to the system about pages of memory, and memory that is returned to it.
 
-Python's own `mmap.madvise` takes only memory that a `mmap` of Python's holds; here an address is
-given. Advice is for Linux alone.
+Python's `mmap.madvise` only works on Python's own `mmap` objects; these functions take an address.
+Advice works on Linux only.
 """
 
 import ctypes
@@ -26,9 +26,9 @@ _SLACK = 1 << 20  # plus 1/32: packed weights are aligned to pages and padded to
 def advise_pages(start: int, size: int, advice: int) -> bool:
     """Give advice for all pages with some of the `size` bytes at address `start`.
 
-    True if the system takes it. The call releases the GIL.
+    Return True if the system accepts it. The call releases the GIL.
     """
-    if sys.platform != "linux":  # another has other numbers of advice
+    if sys.platform != "linux":  # other systems number the kinds of advice differently
         return False
     try:
         advise = ctypes.CDLL(None).madvise
@@ -36,8 +36,8 @@ def advise_pages(start: int, size: int, advice: int) -> bool:
         return False
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
-    taken: bool = advise(first, start + size - first, advice) == 0
-    return taken
+    is_accepted: bool = advise(first, start + size - first, advice) == 0
+    return is_accepted
 
 
 def drop_pages(start: int, size: int) -> None:
@@ -94,9 +94,9 @@ class ReadyMemory:
             return None
         self._taken = True
         self._thread.join()
-        rest = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        if rest < len(self._memory):
-            self._memory.madvise(mmap.MADV_DONTNEED, rest)
+        end = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        if end < len(self._memory):
+            self._memory.madvise(mmap.MADV_DONTNEED, end)
         return self._memory
 
     def _touch(self) -> None:
@@ -109,6 +109,6 @@ class ReadyMemory:
             if self._taken:
                 break
             size = min(_PIECE, self.size - offset)
-            with suppress(OSError, AttributeError):  # a system without pages of 2 MiB
+            with suppress(OSError, AttributeError):  # the system may have no pages of 2 MiB
                 self._memory.madvise(mmap.MADV_HUGEPAGE, offset, size)
             ctypes.memset(start + offset, 0, size)  # releases the GIL

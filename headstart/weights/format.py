@@ -32,7 +32,7 @@ def find_kind(name: str) -> WeightKind | None:
     """Return the kind of this name, None for "auto" (the checkpoint's); raises `ConfigError`."""
     kinds: tuple[WeightKind, ...] = get_args(WeightKind)
     if name != "auto" and name not in kinds:
-        raise ConfigError(f"weights is {name!r}; it may be auto, {', '.join(kinds)}")
+        raise ConfigError(f"weights is {name!r}; allowed: auto, {', '.join(kinds)}")
     return next((kind for kind in kinds if kind == name), None)
 
 

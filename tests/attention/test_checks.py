@@ -77,9 +77,9 @@ WRONG_PLANS: dict[str, dict[str, Any]] = {
     r"3 rows from row 2 on": {"spans": (Span(2, 3, 3, [0, 1]),)},
     r"1 rows from row -1 on": {"spans": (Span(-1, 1, 3, [0, 1]),)},
     r"0 rows from row 0 on": {"spans": (Span(0, 0, 3, [0, 1]),)},
-    r"a context of 3, does not fit": {"spans": (Span(0, 4, 3, [0, 1]),)},
-    r"a context of 9, .* block table of 8": {"spans": (Span(0, 4, 9, [0, 1]),)},
-    r"a block table of 0": {"spans": (Span(0, 4, 4, []),)},
+    r"a context of 3 tokens, does not fit": {"spans": (Span(0, 4, 3, [0, 1]),)},
+    r"a context of 9 .* block table for 8": {"spans": (Span(0, 4, 9, [0, 1]),)},
+    r"a block table for 0": {"spans": (Span(0, 4, 4, []),)},
     r"ids from 0 to 3; allowed: 0 to 2": {"spans": (Span(0, 4, 8, [0, 3]),)},
     r"ids from -2 to 1; allowed: 0 to 2": {"spans": (Span(0, 4, 8, (1, -2)),)},
     r"to 4294967296; allowed: 0 to 2": {"spans": (Span(0, 4, 8, [1, 2**32]),)},
@@ -137,7 +137,7 @@ def test_compiled_code_says_what_it_will_bring() -> None:
     backend.begin_step(PLAN)
     assert backend.compiled(0, (4, 6), AttentionOptions(1.0), BF16) is not None
     for rows_and_heads in ((5, 6), (3, 6), (4, 3), (4, 0)):
-        with pytest.raises(EngineError, match="this step and layer have 4 rows, and a multiple of"):
+        with pytest.raises(EngineError, match="allowed: 4 rows of a multiple of"):
             backend.compiled(0, rows_and_heads, AttentionOptions(1.0), BF16)
 
 

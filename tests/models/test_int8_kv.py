@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.attention.register import AttentionCall, read_options, register, unregister
+from headstart.attention.register import LayerCall, read_options, register, unregister
 from tests.attention.rows import reference
 from tests.models.paged import Paged
 from tests.models.test_oracle import PIECES, prompts
@@ -23,7 +23,7 @@ def rounded(rows: Tensor) -> Tensor:
     return torch.from_numpy(np.rint(exact / step) * step)
 
 
-def attend_to_rounded(call: AttentionCall) -> Tensor:
+def attend_to_rounded(call: LayerCall) -> Tensor:
     query, key, value = (rows[0].transpose(0, 1) for rows in (call.query, call.key, call.value))
     out = reference(query, rounded(key), rounded(value), read_options(call))
     return out.unsqueeze(0).to(query.dtype)

@@ -365,7 +365,7 @@ def test_unknown_and_unsupported(folder: Path, changes: dict[str, Any], reason: 
 
 
 def test_wrong_options(saved: Path) -> None:
-    with pytest.raises(ConfigError, match="dtype is 'int8'; it may be auto, float32"):
+    with pytest.raises(ConfigError, match="dtype is 'int8'; allowed: auto, float32"):
         load_model(saved, dtype="int8")
     with pytest.raises(ConfigError, match="device is 'toaster'"):
         load_model(saved, device="toaster")

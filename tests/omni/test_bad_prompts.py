@@ -215,8 +215,8 @@ def changed(audio: Any) -> OmniParams:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"dtype": []}, "dtype is []; it may be auto, float32"),
-        ({"dtype": np.array([[1], [2]])}, "dtype is array([[1], [2]]); it may be auto"),
+        ({"dtype": []}, "dtype is []; allowed: auto, float32"),
+        ({"dtype": np.array([[1], [2]])}, "dtype is array([[1], [2]]); allowed: auto"),
         ({"device": None}, "device is None; allowed: a text such as cpu or cuda"),
         ({"device": "gpu"}, "device is 'gpu', which torch cannot use here"),
     ],

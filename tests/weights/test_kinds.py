@@ -311,5 +311,5 @@ def test_bits_are_by_the_name_and_the_shape_of_a_layer(
 
 
 def test_a_kind_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="weights is 'int3'; it may be auto, int8, int5, int4"):
+    with pytest.raises(ConfigError, match="weights is 'int3'; allowed: auto, int8, int5, int4"):
         load_model(tmp_path, weights="int3")

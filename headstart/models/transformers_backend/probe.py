@@ -31,8 +31,8 @@ from transformers import AttentionMaskInterface, DynamicCache, PreTrainedConfig,
 from headstart.attention.backend import LayerLayout, Span, StepPlan
 from headstart.attention.memory import PagedKVMemory
 from headstart.attention.register import (
-    AttentionCall,
     AttentionFunction,
+    LayerCall,
     attend_with,
     read_options,
     register,
@@ -70,7 +70,7 @@ class Attending:
         self._model.set_attn_implementation("eager")
         unregister(self.name)
 
-    def _count(self, call: AttentionCall) -> Tensor:
+    def _count(self, call: LayerCall) -> Tensor:
         layer = getattr(call.layer, "layer_idx", None)
         if not isinstance(layer, int):
             raise UnsupportedModelError(
@@ -129,7 +129,7 @@ def _run_at(
     """Record a pass over the rows at positions `first` to `last - 1`; each row sees only itself."""
     recorded: _Recorded = []
 
-    def attend_to_self(call: AttentionCall) -> Tensor:
+    def attend_to_self(call: LayerCall) -> Tensor:
         where = f"of layer {call.layer.layer_idx}"
         for name, part in (("queries", call.query), ("keys", call.key), ("values", call.value)):
             recorded.append((f"the {name} {where}", part[0].transpose(0, 1).flatten(1)))
@@ -230,7 +230,7 @@ def _record(model: PreTrainedModel) -> list[_Call]:
     """Return the layers' calls of one pass over three tokens, in layer order."""
     calls: list[_Call] = []
 
-    def return_zeros(call: AttentionCall) -> Tensor:
+    def return_zeros(call: LayerCall) -> Tensor:
         (_, kv_heads, tokens, key_dim), value_dim = call.key.shape, call.value.shape[3]
         window, layer = read_options(call).sliding_window, call.layer
         causal = getattr(layer, "is_causal", True) and call.keywords.get("is_causal") is not False
@@ -329,7 +329,7 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
     rounding = max(torch.finfo(model.dtype).eps, *(part.matrix.rounding for part in linears), 0.0)
     attend, signs = attend_with(backend), torch.Generator().manual_seed(1)
 
-    def shaken(call: AttentionCall) -> Tensor:
+    def shaken(call: LayerCall) -> Tensor:
         """Perturb the results of attention by two units in the last place."""
         out = attend(call)
         up_or_down = torch.randint(0, 2, out.shape, generator=signs) * 2 - 1

@@ -43,7 +43,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.models.llama import modeling_llama
 
 from headstart.attention import AttentionOptions, LayerLayout, register
-from headstart.attention.register import AttentionCall
+from headstart.attention.register import LayerCall
 from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.transformers_backend import probe as paged_kv
 from headstart.models.transformers_backend.probe import check_config, probe_model
@@ -111,10 +111,10 @@ def test_the_model_is_left_with_transformers_own_attention() -> None:
 # What goes wrong if attention ignores one of the things that a layer asks for.
 
 
-def without(option: str) -> Callable[[AttentionCall], AttentionOptions]:
+def without(option: str) -> Callable[[LayerCall], AttentionOptions]:
     read = register.read_options
 
-    def forgetful(call: AttentionCall) -> AttentionOptions:
+    def forgetful(call: LayerCall) -> AttentionOptions:
         kept = {key: value for key, value in call.keywords.items() if key != option}
         return read(call._replace(keywords=kept))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -93,6 +94,11 @@ def check_call(arguments: Mapping[str, Any]) -> None:
     check_absent({name: arguments[name] or None for name in _ABSENT if name in arguments})
 
 
+def _part(path: str) -> Any:
+    """Make a read-only attribute from the path to its value."""
+    return property(attrgetter(path))
+
+
 class Facade:
     """An engine, the driver that runs its steps, and the chats that become its requests.
 
@@ -103,30 +109,28 @@ class Facade:
     engine: EngineCore
     driver: Driver
 
-    config: EngineConfig
+    config: EngineConfig = _part("frontend.config")
     """The options of the engine."""
-    max_model_len: int
+    max_model_len: int = _part("frontend.facts.max_model_len")
     """Tokens of the longest prompt with its answer."""
-    block_size: int
+    block_size: int = _part("config.block_size")
     """Tokens in a KV block."""
-    num_blocks: int
+    num_blocks: int = _part("frontend.facts.num_blocks")
     """KV blocks in the pool, or in all pools."""
-    kv_cache_bytes: int
+    kv_cache_bytes: int = _part("frontend.facts.kv_cache_bytes")
     """Bytes of these blocks."""
-    takes_images: bool
-    """True if the model sees images."""
 
     # Of an engine in this process only.
-    manager: KVCacheManager
+    manager: KVCacheManager = _part("engine.manager")
     """The cache manager, for the engine's thread."""
-    tiers: Tiers | None
+    tiers: Tiers | None = _part("engine.tiers")
     """The tiers behind the pool, None for none."""
-    vllm_config: VllmView
+    vllm_config: VllmView = _part("_view")
     """The configuration, in vLLM's names; its parts follow."""
-    model_config: ModelView
-    cache_config: CacheView
-    scheduler_config: SchedulerView
-    parallel_config: ParallelView
+    model_config: ModelView = _part("_view.model_config")
+    cache_config: CacheView = _part("_view.cache_config")
+    scheduler_config: SchedulerView = _part("_view.scheduler_config")
+    parallel_config: ParallelView = _part("_view.parallel_config")
 
     # Parts of `vllm_config` that have no value here.
     speculative_config: ClassVar[None] = None
@@ -193,16 +197,7 @@ class Facade:
         """Take over an engine that has been loaded."""
         self.frontend, self.chats, self.driver, self._sampling, engine = started
         if engine is not None:
-            self.engine, self.manager, self.tiers = engine, engine.manager, engine.tiers
-            view = self.vllm_config = view_config(engine, self.frontend.tokenizer)
-            self.model_config, self.cache_config = view.model_config, view.cache_config
-            self.scheduler_config = view.scheduler_config
-            self.parallel_config = view.parallel_config
-        config, facts = self.frontend.config, self.frontend.facts
-        self.config, self.block_size = config, config.block_size
-        self.max_model_len = facts.max_model_len
-        self.num_blocks, self.kv_cache_bytes = facts.num_blocks, facts.kv_cache_bytes
-        self.takes_images = self.frontend.images is not None
+            self.engine, self._view = engine, view_config(engine, self.frontend.tokenizer)
         weakref.finalize(self, self.driver.close)
 
     @classmethod
@@ -229,6 +224,11 @@ class Facade:
         """The model's tokenizer, None if it came without one."""
         self.frontend.require_open()
         return self.frontend.tokenizer
+
+    @property
+    def takes_images(self) -> bool:
+        """True if the model sees images."""
+        return self.frontend.images is not None
 
     @property
     def chat_template(self) -> str | None:

@@ -70,6 +70,14 @@ def test_the_configuration_is_a_plain_value(llm: LLM) -> None:
     assert not hasattr(llm.model_config, "errored")
 
 
+@pytest.mark.parametrize("name", ["config", "max_model_len", "num_blocks", "vllm_config", "tiers"])
+def test_facts_of_an_engine_cannot_be_set(llm: LLM, name: str) -> None:
+    before = getattr(llm, name)
+    with pytest.raises(AttributeError):
+        setattr(llm, name, 7)
+    assert getattr(llm, name) is before
+
+
 def test_the_other_engines_have_it_too(folder: Path) -> None:
     engine = LLMEngine(folder, dtype="float32", num_blocks=24, max_model_len=48)
     assert engine.vllm_config.model_config == engine.model_config

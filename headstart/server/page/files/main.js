@@ -4,19 +4,19 @@ import { events, get, post, request } from "./api.js";
 import { Chat } from "./chat.js";
 import { coldPrompts, drawChart, drawRates, fillBatch, fillTable, isWarm, median, seconds } from "./chart.js";
 import { PoolMap } from "./map.js";
-import { colourFor, fillBars, fillTree } from "./tree.js";
+import { colorFor, fillBars, fillTree } from "./tree.js";
 import { count, counted } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
 let model = "";
-let colours = new Map();
+let colors = new Map();
 let measured = []; // the cold ones of the latest requests
 
 const styles = getComputedStyle(document.documentElement);
 const plain = () => styles.getPropertyValue("--quiet");
-const resolve = (colour) => colour.replace("var(--saturation)", styles.getPropertyValue("--saturation"))
+const resolve = (color) => color.replace("var(--saturation)", styles.getPropertyValue("--saturation"))
   .replace("var(--lightness)", styles.getPropertyValue("--lightness"));
-const map = new PoolMap($("pool"), $("block"), $("undrawn"), (prefix) => colours.has(prefix) ? resolve(colours.get(prefix)) : plain());
+const map = new PoolMap($("pool"), $("block"), $("undrawn"), (prefix) => colors.has(prefix) ? resolve(colors.get(prefix)) : plain());
 
 const chat = new Chat({ form: $("ask"), message: $("message"), submit: $("send"), stop: $("stop"), anew: $("anew"),
   example: $("example"), turns: $("turns") }, () => model, () => measured);
@@ -50,7 +50,7 @@ function show(look) {
   $("waiting").textContent = engine.waiting ? `${count(engine.waiting)} waiting` : "none waiting";
   const square = look.cells.blocks_per_cell > 1 ? `; a square is ${counted(look.cells.blocks_per_cell, "block")}` : "";
   $("pool-counts").textContent = `${counted(pool.num_blocks, "block")} of ${counted(pool.block_size, "token")}: ${count(pool.held)} held, ${count(pool.cached)} cached, ${count(pool.empty)} empty${square}`;
-  colours = new Map(prefixes.map((prefix) => [prefix.id, colourFor(prefix)]));
+  colors = new Map(prefixes.map((prefix) => [prefix.id, colorFor(prefix)]));
   map.show(look.cells, pool.num_blocks);
   fillTree($("tree"), prefixes);
   fillBars($("missed"), "No prompt has missed yet: send two that begin alike.", Object.entries(engine.missed).filter(([name]) => name !== "none")

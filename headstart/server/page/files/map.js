@@ -8,11 +8,11 @@ const EMPTY = 0, HELD = 2;
 const FEWEST = 512; // cells that are drawn, empty or not
 
 export class PoolMap {
-  constructor(canvas, caption, undrawn, colourOf) {
+  constructor(canvas, caption, undrawn, colorOf) {
     this.canvas = canvas;
     this.caption = caption;
     this.undrawn = undrawn; // tells of the empty cells at the end, which would make the rest tiny
-    this.colourOf = colourOf;
+    this.colorOf = colorOf;
     this.cells = [];
     this.perCell = 1;
     this.cursor = -1; // no cell yet
@@ -56,7 +56,7 @@ export class PoolMap {
     const gap = size > 6 ? 1 : 0.5;
     this.cells.forEach(([state, prefix], at) => {
       pen.globalAlpha = state === EMPTY || state === HELD ? 1 : 0.5;
-      pen.fillStyle = state === EMPTY ? empty : this.colourOf(prefix);
+      pen.fillStyle = state === EMPTY ? empty : this.colorOf(prefix);
       const x = (at % this.columns) * size, y = Math.floor(at / this.columns) * size;
       pen.fillRect(x, y, size - gap, size - gap);
     });

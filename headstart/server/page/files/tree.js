@@ -2,8 +2,8 @@
 
 import { count, counted } from "./words.js";
 
-// A colour that stays with a prefix from look to look.
-export function colourFor(prefix) {
+// A color that stays with a prefix from look to look.
+export function colorFor(prefix) {
   const owner = prefix.kind ? `${prefix.kind} ${prefix.tenant}` : prefix.salt;
   const name = `${owner}|${prefix.adapter}|${prefix.first_block}|${prefix.text}`;
   let hash = 2166136261;
@@ -16,7 +16,7 @@ function line(prefix) {
   const row = document.createElement("div");
   const swatch = document.createElement("span");
   swatch.className = "swatch";
-  swatch.style.background = colourFor(prefix);
+  swatch.style.background = colorFor(prefix);
   const text = document.createElement("span");
   text.className = "text";
   text.textContent = prefix.text === null ? "(text not shown)" : prefix.text.replace(/\s+/g, " ");

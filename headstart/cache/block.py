@@ -40,7 +40,7 @@ class PrefixNode:
     """One prefix identity: its parent's prefix and one more block. `block` holds its K/V, or None.
 
     `parent` and `key` never change. `child` is the only child, or the `Branches` that replace
-    several: most nodes have one child, which needs no dictionary.
+    several. Most nodes have one child, which needs no dictionary.
     """
 
     __slots__ = ("block", "block_hash", "child", "key", "parent")
@@ -86,7 +86,7 @@ class PrefixNode:
 
 
 class Branches(PrefixNode):
-    """The children of a node that has several; its key is no child's.
+    """The children of a node that has several; its own key is empty.
 
     `nodes` has all children by key. `order` has the keys of those whose K/V are written, in
     byte order: the child with the longest common head is next to the position where a key would
@@ -102,7 +102,7 @@ class Branches(PrefixNode):
 
 
 def block_ids(blocks: Iterable[KVCacheBlock]) -> list[int]:
-    """Return the block ids; reads the field itself, which costs a third of the property."""
+    """Return the block ids; reads the field, which is faster than the property."""
     return [block._block_id for block in blocks]
 
 
@@ -121,7 +121,7 @@ def make_node(
 
 
 class PartialNode(PrefixNode):
-    """Less than a block: rows that a finished request left behind."""
+    """A partly filled block that a finished request left."""
 
     __slots__ = ()
 

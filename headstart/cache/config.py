@@ -14,16 +14,15 @@ class CacheOptions:
 
     block_size: tokens in a block, at least 1.
     enable_prefix_caching: off, nothing is indexed, hit or cached.
-    deduplicate: a block that fills with content that is cached already is given back, and the
-        sequence continues with the cached block; off, block tables are append-only, as in the
-        reference.
+    deduplicate: when a block fills with content that is already cached, free it and continue with
+        the cached block; off, block tables are append-only, as in vLLM.
     partial_hits: reuse the head of a block that matches in part, by copying its rows.
     eviction: which free block is reused next, see `headstart.cache.eviction`.
     """
 
     block_size: int = option(16, "tokens in a KV block", Number(int, 1))
-    enable_prefix_caching: bool = option(True, "keep and reuse the K/V of prompts that begin alike")
-    deduplicate: bool = option(True, "give a block back when it fills with what is cached")
+    enable_prefix_caching: bool = option(True, "cache and reuse the K/V of common prefixes")
+    deduplicate: bool = option(True, "free a block that fills with content already cached")
     partial_hits: bool = option(True, "reuse the head of a block that matches in part")
     eviction: str = option(
         "adaptive-lru", "which free block is reused next", OneOf(tuple(POLICIES))

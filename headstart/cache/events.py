@@ -1,7 +1,7 @@
 """Events of cached blocks, for routers and tiers that mirror the index.
 
-A prefix is stored once, when its first block holds it, and evicted once, when its last does
-not: further copies of a block in the same pool raise no events. Hashes are computed when read.
+A prefix is stored once, when a first block holds it, and evicted once, when no block holds it any
+more. Further copies of a block in the same pool raise no events. Hashes are computed when read.
 """
 
 from dataclasses import dataclass, field

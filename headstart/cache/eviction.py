@@ -29,8 +29,8 @@ class FairLru:
     """`AdaptiveLru` among the free blocks of each owner, and max-min fair between owners.
 
     Empty blocks are taken first. Then each block is taken from the owner that has most for its
-    weight, held and cached blocks together, and the blocks that are taken count as the taker's. So
-    an owner with less than its share loses nothing to one with more, and an owner may use all
+    weight, held and cached blocks together, and the taken blocks count as the taker's. So an owner
+    with less than its share loses nothing to an owner with more, and an owner may use all blocks
     that no other uses. A block costs O(log owners), and O(1) while a single owner has free cached
     blocks. An owner retains at most half of its share of the pool, and only against its own blocks.
 
@@ -47,8 +47,8 @@ class FairLru:
         self._num_cached = 0
         self._empty = FreeBlockQueue(blocks)
         self._cached: dict[Owner, AdaptiveLru] = {}
-        self._salts: dict[KVCacheBlock, str | None] = {}  # of each block that is held or cached
-        self._used: Counter[Owner] = Counter()  # number of those
+        self._salts: dict[KVCacheBlock, str | None] = {}  # of each held or cached block
+        self._used: Counter[Owner] = Counter()  # number of held and cached blocks
 
     def _owner(self, salt: str | None) -> Owner:
         return owner_among(self._owners, salt)
@@ -85,7 +85,7 @@ class FairLru:
     def _queue(self, owner: Owner) -> AdaptiveLru:
         if owner not in self._cached:
             self._cached[owner] = AdaptiveLru([], self._marks, self._num_blocks)
-        if self._marks:  # half of the owner's share while all others want theirs
+        if self._marks:  # half of the owner's share while all other owners use theirs
             share = self._shares.weight(owner) / sum(map(self._shares.weight, self._cached))
             self._cached[owner].most_retained = int(self._num_blocks * share / 2)
         return self._cached[owner]
@@ -129,32 +129,32 @@ class FairLru:
 
     def _split(self, blocks: Sequence[KVCacheBlock]) -> dict[Owner, list[KVCacheBlock]]:
         """Return the cached ones of free blocks by owner; remove the empty ones from the queue."""
-        of_salt: dict[str | None, list[KVCacheBlock]] = defaultdict(list)
+        by_salt: dict[str | None, list[KVCacheBlock]] = defaultdict(list)
         for block in blocks:
             if block in self._salts:
-                of_salt[self._salts[block]].append(block)
+                by_salt[self._salts[block]].append(block)
                 self._num_cached -= 1
             else:
                 self._empty.remove(block)
-        owned: dict[Owner, list[KVCacheBlock]] = defaultdict(list)
-        for salt, own in of_salt.items():
-            owned[self._owner(salt)] += own
-        return owned
+        by_owner: dict[Owner, list[KVCacheBlock]] = defaultdict(list)
+        for salt, cached in by_salt.items():
+            by_owner[self._owner(salt)] += cached
+        return by_owner
 
     def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
         if count > len(self):
-            raise CacheError(f"{count} blocks asked of a free queue of {len(self)}")
+            raise CacheError(f"{count} free blocks are needed; the free queue has {len(self)}")
         self._follow_shares()
         taker = self._owner(salt)
-        taken = self._empty.popleft(min(count, len(self._empty)))
-        picks = self._pick(count - len(taken), taker, count)
+        blocks = self._empty.popleft(min(count, len(self._empty)))
+        picks = self._pick(count - len(blocks), taker, count)
         owned = {owner: iter(self._cached[owner].take(n)) for owner, n in Counter(picks).items()}
         evicted = [next(owned[owner]) for owner in picks]
         self._num_cached -= len(evicted)
         self._forget(evicted)
-        taken += evicted
-        self._note(taken, salt)
-        return taken
+        blocks += evicted
+        self._note(blocks, salt)
+        return blocks
 
     def _pick(self, count: int, taker: Owner, num_taken: int) -> list[Owner]:
         """Return the owners of the next `count` cached blocks to take, one by one."""
@@ -182,8 +182,8 @@ class FairLru:
             cached = len(self._cached.get(owner, ())) if owner != taker else 0
             if cached:
                 share = int(self._num_blocks * self._shares.weight(owner) / total)
-                held = self._used[owner] - cached
-                count += max(0, min(cached, share - held - blocks))
+                num_held = self._used[owner] - cached
+                count += max(0, min(cached, share - num_held - blocks))
         return count
 
     def __len__(self) -> int:
@@ -236,10 +236,10 @@ def make_policy(
 ) -> EvictionPolicy:
     """Return the policy of this name over these blocks, all free. Raises ConfigError.
 
-    marks: of blocks to retain; by default none.
+    marks: the blocks to retain; by default none.
     """
     if name not in POLICIES:
-        raise ConfigError(f"eviction {name!r} is not one of {', '.join(POLICIES)}")
+        raise ConfigError(f"eviction is {name!r}; allowed: {', '.join(POLICIES)}")
     return POLICIES[name](
         blocks, shares or Shares(), Marks(time.monotonic) if marks is None else marks
     )

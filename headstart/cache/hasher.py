@@ -1,4 +1,4 @@
-"""Portable hashes of prefixes, computed only where they are read."""
+"""Portable hashes of prefixes, computed only when they are read."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,8 +15,8 @@ from headstart.cache.identity import (
 )
 from headstart.mypyc_hints import mypyc_attr
 
-_RUN = 64  # blocks of a prompt whose hashes are remembered together
-_MOST_RUNS = 2048  # of each age; 2.3 KB each
+_RUN = 64  # blocks of a prompt whose hashes are cached together
+_MOST_RUNS = 2048  # in each generation; 2.3 KB each
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -27,11 +27,11 @@ class BlockHasher:
     on it and on `block_size`. A node's hash is stored in the node. `public` has the blocks that
     tenants share. Only tests replace `digest`, to show that no hit depends on it.
 
-    Hashes of recent prompts are remembered, a run of 64 blocks at a time: prompts begin alike,
-    chats grow. A run is found by SHA-256 over its parent's hash and its keys, in a fifth of the
-    time that its hashes take. Runs that no prompt had while 2,048 others came are forgotten.
+    Hashes of recent prompts are cached, a run of 64 blocks at a time, since prompts begin alike
+    and chats grow. A run is looked up by SHA-256 over its parent's hash and its keys, which is one
+    hash instead of 64. A run is evicted if no prompt has it while 2,048 other runs are used.
     Threads need no lock: at worst a run is hashed twice. A run is two bytes objects, which the
-    garbage collector does not look into: with lists it took 5 ms.
+    garbage collector need not traverse.
     """
 
     def __init__(self, block_size: int, model: str = "", digest: Digest = sha256) -> None:
@@ -45,7 +45,7 @@ class BlockHasher:
     def publish(self, token_ids: Sequence[int]) -> int:
         """Let tenants share the full blocks of a prefix; return the number of blocks.
 
-        It affects sequences that are made later. Raises CacheError for an invalid token.
+        It affects sequences created later. Raises CacheError for an invalid token.
         """
         return self.public.publish(token_ids, self.block_size)
 

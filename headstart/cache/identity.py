@@ -12,9 +12,9 @@ two different contents share a key:
 Adapter and salt shape every block of a prompt; they identify the root of a prompt's blocks
 (`Namespace`), so they need not be repeated in each key.
 
-Blocks that lie wholly in a public prefix are below the root of the salt `PUBLIC`, which no request
-has; the key of the first block after them begins with a frame of the request's salt, which no item
-has either:
+Blocks that are wholly within a public prefix are below the root of the salt `PUBLIC`, which no
+request has. The key of the first block after them begins with a frame of the request's salt, whose
+head no item's frame has:
 
     the salt "tenant 7" enters the chain, then the tokens 1 3:
     ffffffff 0 0 len(salt) salt | 01000000 03000000
@@ -41,13 +41,13 @@ BlockKey = NewType("BlockKey", bytes)
 BlockHash = NewType("BlockHash", bytes)
 Digest = Callable[[bytes], bytes]
 
-PUBLIC = ""  # a salt, and requests have none of no characters
+PUBLIC = ""  # a salt; a request's salt is never empty
 MAX_TOKEN_ID = 2**31 - 1
 TOKEN_BYTES = 4
 _BIG_ENDIAN = sys.byteorder == "big"
 _FRAME_MARK = b"\xff\xff\xff\xff"
 _FRAME_HEAD = struct.Struct("<4sIII")
-# `Any`, or compiled code would end the process where it finds no memory for so long an integer.
+# `Any`, or compiled code would end the process if memory is too short for such a long integer.
 _to_integer: Any = int.from_bytes
 # `Any`, or compiled code would raise TypeError for a digest of another type.
 _get_digest: Any = attrgetter("digest")
@@ -75,8 +75,8 @@ class MultiModalItem:
             )
         if self.offset < 0 or self.length < 1:
             raise CacheError(
-                f"a multimodal item lies at offset >= 0 with length >= 1, "
-                f"not at {self.offset} with {self.length}"
+                f"a multimodal item has offset {self.offset} and length {self.length}; allowed: "
+                "an offset of at least 0 and a length of at least 1"
             )
 
 
@@ -98,7 +98,7 @@ class PublicBlocks(dict[BlockKey, "PublicBlocks"]):
     def publish(self, token_ids: Sequence[int], block_size: int) -> int:
         """Add the full blocks of a public prefix; return their number.
 
-        Requests that are made later share them. Raises CacheError for an invalid token.
+        Requests created later share them. Raises CacheError for an invalid token.
         """
         count = len(token_ids) // block_size
         following = self
@@ -109,7 +109,7 @@ class PublicBlocks(dict[BlockKey, "PublicBlocks"]):
 
 
 class ExtraKey(NamedTuple):
-    """An item that a block overlaps, and where in it the block's part begins."""
+    """An item that a block overlaps, and the offset in it at which the block's part begins."""
 
     digest: bytes
     offset: int
@@ -123,16 +123,16 @@ def sha256(data: bytes) -> bytes:
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
     """Return four bytes a token, least significant first. Raises CacheError for an invalid token.
 
-    Costs one pass over the tokens, in C: about 5 ns a token of a list.
+    Costs one pass over the tokens, in C.
     """
-    words = array("I")
-    try:  # a third faster than `array("I", token_ids)`, which reads a list as any sequence
-        words.fromlist(token_ids if isinstance(token_ids, list) else list(token_ids))
+    values = array("I")
+    try:  # faster than `array("I", token_ids)`, which reads a list as any sequence
+        values.fromlist(token_ids if isinstance(token_ids, list) else list(token_ids))
     except (TypeError, OverflowError):
-        words.fromlist(list(map(check_token, token_ids)))
+        values.fromlist(list(map(check_token, token_ids)))
     if _BIG_ENDIAN:
-        words.byteswap()
-    data = words.tobytes()
+        values.byteswap()
+    data = values.tobytes()
     if not data[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii():  # a top bit is set
         list(map(check_token, token_ids))
     return data
@@ -166,13 +166,13 @@ def cut_keys(
 def slice_keys(data: bytes, block_size: int) -> list[BlockKey]:
     """Return the keys of encoded tokens without items; the last block may be partial.
 
-    `struct` cuts them four times as fast as slicing.
+    `struct` cuts them faster than slicing.
     """
     step = block_size * TOKEN_BYTES
     if len(data) <= step:
         return cast("list[BlockKey]", [data])
-    count, rest = divmod(len(data), step)
-    widths = f"{step}s" * count + f"{rest}s" * (rest > 0)
+    count, partial = divmod(len(data), step)
+    widths = f"{step}s" * count + f"{partial}s" * (partial > 0)
     return cast("list[BlockKey]", list(struct.unpack(widths, data)))
 
 
@@ -180,7 +180,7 @@ def _frame_item(keys: list[BlockKey], item: MultiModalItem, span: range, block_s
     """Put the item's frame into each key it overlaps.
 
     The items of one block are framed front to back, so a later frame's position is counted from
-    the key's end, where no frame is yet.
+    the key's end, which has no frame yet.
     """
     first = max(item.offset, span.start)
     last = min(item.offset + item.length, span.stop)
@@ -202,7 +202,7 @@ def add_salt(key: BlockKey, salt: str) -> BlockKey:
 
 
 def cut_salt(key: BlockKey) -> tuple[str | None, BlockKey]:
-    """Return the salt that enters the chain with a key, None for none; and the key without it."""
+    """Return the salt that enters the chain with a key, if any, and the key without it."""
     if not key.startswith(_SALT_HEAD):
         return None, key
     end = _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key)[3]
@@ -239,25 +239,25 @@ def read_tokens(key: BlockKey) -> list[int]:
     return tokens
 
 
-def common_tokens(left: BlockKey, right: BlockKey) -> int:
+def common_tokens(first: BlockKey, second: BlockKey) -> int:
     """Return the number of tokens at the head of two keys whose K/V are the same."""
-    return count_tokens(left[: _common_bytes(left, right)])
+    return count_tokens(first[: _common_bytes(first, second)])
 
 
-def _common_bytes(left: bytes, right: bytes) -> int:
+def _common_bytes(first: bytes, second: bytes) -> int:
     """Return the number of equal bytes at the head, by the lowest bit that differs."""
-    shorter = min(len(left), len(right))
-    difference = _to_integer(left[:shorter], "little") ^ _to_integer(right[:shorter], "little")
+    shorter = min(len(first), len(second))
+    difference = _to_integer(first[:shorter], "little") ^ _to_integer(second[:shorter], "little")
     if not difference:
         return shorter
     lowest: int = (difference & -difference).bit_length()
     return (lowest - 1) // 8
 
 
-def differs_in_item(left: BlockKey, right: BlockKey) -> bool:
+def differs_in_item(first: BlockKey, second: BlockKey) -> bool:
     """Return True if the first difference of two keys is an image or audio item, not a token."""
-    tokens = common_tokens(left, right)
-    return _frame_at(left, tokens) != _frame_at(right, tokens)
+    tokens = common_tokens(first, second)
+    return _frame_at(first, tokens) != _frame_at(second, tokens)
 
 
 def _frame_at(key: BlockKey, token: int) -> bytes:
@@ -305,9 +305,9 @@ def root_hash(
 def chain_hashes(
     parent: BlockHash, keys: Sequence[BlockKey], digest: Digest = sha256
 ) -> list[BlockHash]:
-    """Return the portable hashes of prefixes that each extend the one before by a block.
+    """Return the portable hashes of prefixes, each of which extends the previous by a block.
 
-    All digests have one length, so its frame is made once: a router hashes every prompt.
+    All digests have the same length, so its frame is built once.
     """
     frame = struct.pack("<I", len(parent))
     name: bytes = parent

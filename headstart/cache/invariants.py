@@ -46,22 +46,23 @@ def _check_blocks(pool: BlockPool, sequences: Sequences) -> None:
 def _check_index(config: CacheConfig, pool: BlockPool, nodes: set[PrefixNode]) -> None:
     """Check that blocks and identities refer to one another, and none is misplaced."""
     for block in pool.index.unwritten:
-        assert block.node is not None, f"{block} is to be filled, and has no identity"
-        assert block.ref_cnt, f"{block} is to be filled, and nobody holds it"
+        assert block.node is not None, f"{block} is unwritten and has no identity"
+        assert block.ref_cnt, f"{block} is unwritten and no sequence holds it"
     for block in pool.blocks:
         if block.node is not None:
             assert block.node in nodes, f"{block} has an identity that no lookup finds"
-            same: list[KVCacheBlock | None] = [block.node.block, *pool.copies.get(block.node, [])]
-            assert same.count(block) == 1, f"{block} is not what its identity holds"
+            holders: list[KVCacheBlock | None] = [block.node.block]
+            holders += pool.copies.get(block.node, [])
+            assert holders.count(block) == 1, f"{block} is not a block of its identity"
     assert not (pool.copies and config.deduplicate), "a block was cached twice"
     for node, copies in pool.copies.items():
-        assert copies, "an identity without copies is said to have some"
+        assert copies, "an identity without copies is listed as having some"
         for block in copies:
-            assert block.node is node and block.ref_cnt, f"{block} is no copy, or nobody's"
+            assert block.node is node and block.ref_cnt, f"{block} is no copy, or is not held"
     pool.index.check(nodes)
     for node in nodes:
         if node.block is not None:
-            assert node.block.node is node, f"an identity holds {node.block}, which is not its"
+            assert node.block.node is node, f"an identity holds the foreign {node.block}"
         if node.parent is not None:
             _check_place(config, pool, node)
 
@@ -75,12 +76,12 @@ def _check_place(config: CacheConfig, pool: BlockPool, node: PrefixNode) -> None
         assert node.block is not None, "a partial block is empty"
         assert node.block.ref_cnt == 0, "a partial block is held"
     else:
-        assert tokens == config.block_size, f"a block of {tokens} tokens has a name"
+        assert tokens == config.block_size, f"a block of {tokens} tokens has an identity"
     branches = node.parent.child
     if isinstance(branches, Branches):
         written = node.block is not None and node.block not in pool.index.unwritten
-        assert branches.order.count(node.key) == written, "the order is not that of the written"
-        assert branches.order == sorted(branches.order), "the order is none"
+        assert branches.order.count(node.key) == written, "`order` differs from written children"
+        assert branches.order == sorted(branches.order), "`order` is not sorted"
         assert branches.nodes.get(node.key) is node, "an identity is misplaced"
 
 
@@ -94,7 +95,7 @@ def _check_sequence(config: CacheConfig, sequence: TokenSequence) -> None:
     full = sequence.num_computed_tokens // size if config.enable_prefix_caching else 0
     full = full if sequence.is_stored else sequence.num_reused
     count = sequence.num_indexed
-    assert count == full, f"{name} has {full} full blocks, {count} named"
+    assert count == full, f"{name} has {full} full blocks, and {count} are indexed"
     node = sequence.node
     for i in range(full - 1, -1, -1):
         assert node is not None and node.key == sequence.keys[i], f"{name}: wrong identity"
@@ -102,9 +103,9 @@ def _check_sequence(config: CacheConfig, sequence: TokenSequence) -> None:
         node = node.parent
     assert node is None or node.parent is None, f"{name}: the path ends before the root"
     for block in sequence.blocks[full:]:
-        assert block.node is None, f"{name}: a block that is not full has a name"
-        assert block.ref_cnt == 1, f"{name}: its last block is held by another"
-    assert sequence.num_reused <= sequence.num_indexed, f"{name} reuses blocks without a name"
+        assert block.node is None, f"{name}: a block that is not full is indexed"
+        assert block.ref_cnt == 1, f"{name}: its last block is held by another sequence"
+    assert sequence.num_reused <= sequence.num_indexed, f"{name} reuses blocks that are not indexed"
     assert all(i < sequence.num_indexed for i in sequence.switched), f"{name} switched too far"
     table = [block.block_id for block in sequence.blocks]
-    assert sequence.block_ids == table, f"{name} has a block table that is not its blocks'"
+    assert sequence.block_ids == table, f"{name}: the block table differs from the blocks"

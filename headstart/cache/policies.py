@@ -40,7 +40,7 @@ class FreeBlockQueue:
     >>> [block.block_id for block in queue]
     [0, 2]
 
-    `length` is for reading, where a call of `len` would take longer than the rest.
+    Hot paths read `length`, which is faster than `len`.
     """
 
     __slots__ = ("_ends", "length")
@@ -68,46 +68,46 @@ class FreeBlockQueue:
         if block.next_free_block is not block:
             raise CacheError(f"block {block.block_id} is on the free queue already")
         ends = self._ends
-        after = ends.next_free_block
-        block.prev_free_block, block.next_free_block = ends, after
-        ends.next_free_block = after.prev_free_block = block
+        first = ends.next_free_block
+        block.prev_free_block, block.next_free_block = ends, first
+        ends.next_free_block = first.prev_free_block = block
         self.length += 1
 
     def extend(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Append blocks; one loop without a call per block, since `free` is hot."""
+        """Append blocks in one loop without a call per block, since `free` is hot."""
         ends = self._ends
         last = ends.prev_free_block
-        twice = None
+        duplicate = None
         for block in blocks:
             if block.next_free_block is not block:
-                twice = block
+                duplicate = block
                 break
             block.prev_free_block = last
             last.next_free_block = block
             last = block
         last.next_free_block = ends
         ends.prev_free_block = last
-        if twice is not None:
+        if duplicate is not None:
             self.length = sum(1 for _ in self)
-            raise CacheError(f"block {twice.block_id} is on the free queue already")
+            raise CacheError(f"block {duplicate.block_id} is on the free queue already")
         self.length += len(blocks)
 
     def popleft(self, count: int) -> list[KVCacheBlock]:
         """Take `count` blocks from the head. Raises CacheError when there are fewer."""
         if count > self.length:
-            raise CacheError(f"{count} blocks asked of a free queue of {self.length}")
+            raise CacheError(f"{count} free blocks are needed; the free queue has {self.length}")
         ends = self._ends
         block = ends.next_free_block
-        taken = []
+        blocks = []
         for _ in range(count):
-            taken.append(block)
+            blocks.append(block)
             following = block.next_free_block
             block.prev_free_block = block.next_free_block = block
             block = following
         ends.next_free_block = block
         block.prev_free_block = ends
         self.length -= count
-        return taken
+        return blocks
 
     def remove(self, block: KVCacheBlock) -> None:
         """Take a block out of the middle. Raises CacheError when it is not on the queue."""
@@ -117,12 +117,12 @@ class FreeBlockQueue:
         """Take blocks out of the middle. Raises CacheError when one is not on the queue."""
         count = 0
         for block in blocks:
-            before, after = block.prev_free_block, block.next_free_block
-            if after is block:
+            previous, following = block.prev_free_block, block.next_free_block
+            if following is block:
                 self.length -= count
                 raise CacheError(f"block {block.block_id} is not on the free queue")
-            before.next_free_block = after
-            after.prev_free_block = before
+            previous.next_free_block = following
+            following.prev_free_block = previous
             block.prev_free_block = block.next_free_block = block
             count += 1
         self.length -= count
@@ -148,9 +148,9 @@ class Marks:
         return block in self._minutes
 
     def add(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
-        """Retain held blocks for so many seconds from now; an earlier mark may be longer.
+        """Retain held blocks for this many seconds from now; a longer earlier mark stays.
 
-        Times end with a whole minute, so that few are different.
+        Times are rounded up to a whole minute, so that there are few different ones.
         """
         minute = ceil((self._clock() + seconds) / MINUTE)
         minutes = self._minutes
@@ -189,50 +189,50 @@ class RetainedBlocks:
 
     def add(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
         """Add the free blocks whose mark holds; return the others."""
-        others = []
+        unmarked = []
         for block in blocks:
             minute = self._marks.minute(block)
             if minute is None:
-                others.append(block)
+                unmarked.append(block)
             elif block.node is None or self._marks.is_over(minute):
                 self._marks.drop((block,))
-                others.append(block)
+                unmarked.append(block)
             else:
                 if minute not in self._by_minute:
                     self._by_minute[minute] = FreeBlockQueue()
                     insort(self._minutes, minute)
                 self._by_minute[minute].append(block)
                 self.count += 1
-        return others
+        return unmarked
 
     def remove(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
         """Remove the retained ones of free blocks; return the others. Marks stay."""
-        others = []
+        unmarked = []
         for block in blocks:
             minute = self._marks.minute(block)
             if minute is None:
-                others.append(block)
+                unmarked.append(block)
             else:
                 self._by_minute[minute].remove(block)
                 self.count -= 1
-        return others
+        return unmarked
 
     def popleft(self, count: int) -> list[KVCacheBlock]:
         """Remove and return the first `count` blocks, and remove their marks."""
-        taken: list[KVCacheBlock] = []
-        while len(taken) < count:
-            taken += self._pop_minute(count - len(taken))
-        return taken
+        blocks: list[KVCacheBlock] = []
+        while len(blocks) < count:
+            blocks += self._pop_minute(count - len(blocks))
+        return blocks
 
     def _pop_minute(self, most: int) -> list[KVCacheBlock]:
         minute = self._minutes[0]
         queue = self._by_minute[minute]
-        taken = queue.popleft(min(most, len(queue)))
-        self.count -= len(taken)
-        self._marks.drop(taken)
+        blocks = queue.popleft(min(most, len(queue)))
+        self.count -= len(blocks)
+        self._marks.drop(blocks)
         if not queue:
             del self._by_minute[minute], self._minutes[0]
-        return taken
+        return blocks
 
     def fall_due(self, most: int) -> list[KVCacheBlock]:
         """Remove blocks whose time is over, the first ones beyond `most`, and their marks."""
@@ -249,15 +249,15 @@ class RetainedBlocks:
         assert self.count == sum(map(len, self._by_minute.values())), "retained are miscounted"
         for minute, queue in self._by_minute.items():
             for block in queue:
-                assert self._marks.minute(block) == minute, f"{block} stands in another minute"
-                assert block.node is not None, f"{block} is retained and holds nothing"
+                assert self._marks.minute(block) == minute, f"{block} is in another minute"
+                assert block.node is not None, f"{block} is retained and has no content"
 
 
 class EvictionPolicy(Protocol):
     """The five verbs, and the free blocks in the order of their reuse."""
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Add blocks that became free; of one request, its last block comes first."""
+        """Add blocks that became free, the last block of a request first."""
 
     def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Remove free blocks that a request hit: they are held again and keep their content."""
@@ -266,7 +266,7 @@ class EvictionPolicy(Protocol):
         """Remove free blocks that no request hit."""
 
     def retain(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
-        """Retain held blocks, of one namespace, for so many seconds from now."""
+        """Retain held blocks of one namespace for this many seconds from now."""
 
     def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
         """Remove and return the `count` blocks to reuse, for a request of this salt.
@@ -275,13 +275,13 @@ class EvictionPolicy(Protocol):
         """
 
     def count_kept(self, taker: str | None, to_come: Mapping[str, int]) -> int:
-        """Return the blocks that owners other than the taker cached within their shares.
+        """Return the number of blocks that other owners cached within their shares.
 
         0 if the policy has no owners.
         """
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant of the policy's own is broken."""
+        """Raise AssertionError if an invariant of the policy is broken."""
 
     def __len__(self) -> int: ...
 
@@ -292,8 +292,7 @@ class EvictionPolicy(Protocol):
 class Lru:
     """Least recently used first; of one request, the last block first. O(1) a block.
 
-    The order of the reference: empty blocks are in line with the cached ones, and no block is
-    retained.
+    This is vLLM's order: empty blocks are in line with the cached ones, and no block is retained.
     Source: "Automatic Prefix Caching" (vLLM v1 design), free and eviction.
     """
 
@@ -352,12 +351,12 @@ class AdaptiveLru(EmptyFirstLru):
 
     A partial block holds fewer rows than a full one. After a one-shot request it is never hit;
     after a turn of a chat the next turn hits it. So the policy learns: a partial block that is
-    claimed raises the limit by `EARNED`, and one that is taken lowers it by one. One that is
-    withdrawn does neither. Partial blocks within the limit are in line by recency. If there are
-    more, the oldest are taken before any full block. O(1) a block.
+    claimed raises the limit by `EARNED`, a partial block that is taken lowers it by 1, and a
+    withdrawn one does not change it. Partial blocks within the limit are in line by recency. If
+    there are more, the oldest are taken before any full block. O(1) a block.
 
     Retained blocks are taken after all others. When their time is over, or when they are more than
-    `most_retained`, they are put in line like blocks that were released just now.
+    `most_retained`, they join the queue like blocks that were just released.
     """
 
     EARNED: ClassVar[int] = 4
@@ -365,7 +364,7 @@ class AdaptiveLru(EmptyFirstLru):
     def __init__(
         self, blocks: Sequence[KVCacheBlock], marks: Marks, most: int | None = None
     ) -> None:
-        """`most` is the number of blocks that there may ever be; None for those that there are."""
+        """Put `blocks` on the queue; `most` is the largest number to come, by default theirs."""
         super().__init__(blocks)
         self._num_blocks = len(blocks) if most is None else most
         # Oldest first. A dict iterates over all deleted entries before it finds its first.
@@ -392,36 +391,38 @@ class AdaptiveLru(EmptyFirstLru):
     def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
         super().claim(self._retained.remove(blocks) if self._retained.count else blocks)
         if self._partial and not self._partial.keys().isdisjoint(blocks):
-            self._limit = min(self._num_blocks, self._limit + self.EARNED * self._leave(blocks))
+            self._limit = min(
+                self._num_blocks, self._limit + self.EARNED * self._remove_partial(blocks)
+            )
 
     def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
         super().withdraw(self._retained.remove(blocks) if self._retained.count else blocks)
-        self._leave(blocks)
+        self._remove_partial(blocks)
 
     def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
-        rest = count - self._queue.length
-        if rest <= 0 and not self._partial:
+        missing = count - self._queue.length
+        if missing <= 0 and not self._partial:
             return self._queue.popleft(count)
-        if 0 < rest <= self._retained.count:
-            return [*self._take(count - rest), *self._retained.popleft(rest)]
+        if 0 < missing <= self._retained.count:
+            return [*self._take(count - missing), *self._retained.popleft(missing)]
         return self._take(count)
 
     def _take(self, count: int) -> list[KVCacheBlock]:
         excess = len(self._partial) - self._limit
         if excess <= 0 or count > self._queue.length:
-            taken = self._queue.popleft(count)
+            blocks = self._queue.popleft(count)
         else:
-            taken = list(islice(takewhile(lambda b: b.node is None, self._queue), count))
-            taken += islice(self._partial, min(excess, count - len(taken)))
-            self._queue.remove_all(taken)
-            taken += self._queue.popleft(count - len(taken))
-        if self._partial and not self._partial.keys().isdisjoint(taken):
-            self._limit = max(0, self._limit - self._leave(taken))
-        return taken
+            blocks = list(islice(takewhile(lambda b: b.node is None, self._queue), count))
+            blocks += islice(self._partial, min(excess, count - len(blocks)))
+            self._queue.remove_all(blocks)
+            blocks += self._queue.popleft(count - len(blocks))
+        if self._partial and not self._partial.keys().isdisjoint(blocks):
+            self._limit = max(0, self._limit - self._remove_partial(blocks))
+        return blocks
 
     def check(self) -> None:
         self._retained.check()
-        assert not any(block in self._marks for block in self._queue), "a block in line is marked"
+        assert not any(block in self._marks for block in self._queue), "a queued block is marked"
 
     def __len__(self) -> int:
         return self._queue.length + self._retained.count
@@ -438,7 +439,7 @@ class AdaptiveLru(EmptyFirstLru):
         yield from (block for block in blocks if block not in excess)
         yield from self._retained
 
-    def _leave(self, blocks: Sequence[KVCacheBlock]) -> int:
+    def _remove_partial(self, blocks: Sequence[KVCacheBlock]) -> int:
         """Remove the partial blocks among these; return their number."""
         partial = [block for block in blocks if block in self._partial]
         for block in partial:

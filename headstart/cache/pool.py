@@ -20,11 +20,11 @@ from headstart.cache.stats import EvictionAges
 from headstart.mypyc_hints import mypyc_attr
 
 AGE_SAMPLE = 64
-"""One block of so many has its time recorded: a time for each would take too much memory."""
+"""One block in this many has its times recorded, as times of all would take too much memory."""
 
 
 class BlockState(Enum):
-    """Held by a request; free but found by lookups; or free and without content."""
+    """State of a block: held by a request, free with content, or free and empty."""
 
     HELD = "held"
     CACHED = "cached"
@@ -34,7 +34,7 @@ class BlockState(Enum):
 class BlockPicture(NamedTuple):
     """The state and the content of a block, for drawing the pool.
 
-    `content` is the same object for as long as the block keeps it; None without an identity.
+    `content` is the same object until the block's content changes; None without an identity.
     """
 
     state: BlockState
@@ -63,7 +63,7 @@ class BlockPool:
         self.num_evicted = 0
         self.ages = EvictionAges()
         self._sample = frozenset(self.blocks[::AGE_SAMPLE])
-        self._freed = dict.fromkeys(self._sample, 0.0)  # and when that was
+        self._freed = dict.fromkeys(self._sample, 0.0)  # times at which they were freed
         self.hasher: BlockHasher | None = None
         self.events: list[CacheEvent] = []
 
@@ -80,8 +80,8 @@ class BlockPool:
 
         Their content is evicted. As many blocks must be free.
         """
-        taken = self.free.take(count, salt)
-        evicted = [block for block in taken if block.node is not None]
+        blocks = self.free.take(count, salt)
+        evicted = [block for block in blocks if block.node is not None]
         if evicted:
             self.num_evicted += len(evicted)
             sample = self._sample.intersection(evicted)
@@ -90,9 +90,9 @@ class BlockPool:
                 for block in sample:
                     self.ages.note(now - self._freed[block])
             self.forget(evicted)
-        for block in taken:
+        for block in blocks:
             block.ref_cnt = 1
-        return taken
+        return blocks
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Hold these blocks, which a request hit, once more; free ones leave the free queue."""
@@ -101,7 +101,7 @@ class BlockPool:
             block.ref_cnt += 1
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Hold these blocks once less; the last block of a request comes first.
+        """Hold these blocks once less, the last block of a request first.
 
         A copy of a block that is cached elsewhere becomes empty once it is free.
         """
@@ -116,7 +116,7 @@ class BlockPool:
         self.free.release(freed)
 
     def _lend_recency(self, freed: list[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Empty freed copies, and put the free block of each one's identity in line before it.
+        """Empty freed copies; put the free block with the same identity in line before each copy.
 
         The request that held the copy used the identity, so the other block counts as used now.
         """
@@ -150,7 +150,7 @@ class BlockPool:
             self.events.append(BlockStored(block.block_id, node, self.hasher))
 
     def store_child(self, parent: PrefixNode, key: BlockKey, block: KVCacheBlock) -> PrefixNode:
-        """Store one block under a node without children, in a sixth of `store_chain`'s time."""
+        """Store a single block under a node without children; faster than `store_chain`."""
         self.index.unwritten.add(block)
         node = PrefixNode()
         node.parent = parent

@@ -26,10 +26,10 @@ class Shares:
         self._weights: dict[str, float] = {}
 
     def set(self, owner: str, weight: float) -> None:
-        """Add an owner, or change its weight. Raises CacheError if that is not above 0."""
+        """Add an owner, or change its weight. Raises CacheError unless the weight is above 0."""
         if not isinstance(weight, int | float) or not 0 < weight < inf:
             raise CacheError(
-                f"the weight of owner {owner!r} is {describe(weight)}; allowed: above 0"
+                f"the weight of owner {owner!r} is {describe(weight)}; allowed: a number above 0"
             )
         self._weights[owner] = weight
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from headstart.cache.sequence import TokenSequence
 
 AGE_BOUNDS = (0.1, 1, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400)
-"""Seconds up to which ages are counted together, the bound included."""
+"""Upper bounds of the histogram's ages in seconds, inclusive."""
 
 
 class MissReason(Enum):
@@ -28,7 +28,7 @@ class MissReason(Enum):
     IN_PROGRESS = "another request is computing it"
     OUTPUTS = "cached, but not what the next stage needs of it"
 
-    __hash__ = object.__hash__  # in C: each admission counts one
+    __hash__ = object.__hash__  # in C, as each admission counts a reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class EvictionAges:
         self.seconds = 0.0
 
     def note(self, age: float) -> None:
-        """Count a block that had been free for so many seconds."""
+        """Count a block that had been free for this many seconds."""
         self.counts[bisect_left(AGE_BOUNDS, age)] += 1
         self.seconds += age
 
@@ -77,7 +77,7 @@ class Admission(NamedTuple):
 
 @dataclass
 class PrefixCacheStats:
-    """Counts since the start; each request once, at admission, resumed ones apart.
+    """Counts since the start; each request once, at admission, resumed requests separately.
 
     `queried_tokens` are tokens looked up, `hit_tokens` those hit; `missed` counts requests by the
     reason that ended their hit. An admission counts when its step is committed.

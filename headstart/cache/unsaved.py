@@ -17,17 +17,17 @@ from headstart.cache.identity import BlockHash, BlockKey, Namespace, cut_salt, r
 
 
 class UnsavedBlock(NamedTuple):
-    """A written block that no tier has: its place in the pool, and its identity.
+    """A written block that no tier has: its block id, and its identity.
 
-    depth: blocks before it in its prompt. asked: as passed to `note`. token_ids: its tokens,
-    where they may be shown: none of a tenant's. node: its identity.
+    depth: blocks before it in its prompt. requested_at: as passed to `note`. token_ids: its
+    tokens, empty if they are a tenant's. node: its identity.
     """
 
     block_id: int
     name: BlockHash
     parent: BlockHash
     depth: int
-    asked: float
+    requested_at: float
     token_ids: list[int]
     node: PrefixNode
 
@@ -39,12 +39,12 @@ class UnsavedBlock(NamedTuple):
 class UnsavedBlocks:
     """Blocks of a pool that no tier has stored yet. Must receive every event of the pool.
 
-    tells_tokens: report the tokens of blocks that are no tenant's alone.
+    with_tokens: report the tokens of blocks that do not belong to a single tenant.
     """
 
-    def __init__(self, hasher: BlockHasher, *, tells_tokens: bool = False) -> None:
+    def __init__(self, hasher: BlockHasher, *, with_tokens: bool = False) -> None:
         self._hasher = hasher
-        self._tells_tokens = tells_tokens
+        self._with_tokens = with_tokens
         self._filling: dict[PrefixNode, float] = {}
         # Oldest first. A dict iterates over all deleted entries before it finds its first.
         self._pending: OrderedDict[PrefixNode, float] = OrderedDict()
@@ -54,17 +54,17 @@ class UnsavedBlocks:
         return len(self._pending)
 
     def note(
-        self, events: Iterable[CacheEvent], asked: float, *, is_saved: bool = False
+        self, events: Iterable[CacheEvent], requested_at: float, *, is_saved: bool = False
     ) -> list[UnsavedBlock]:
-        """Read events; return the blocks that leave, whose rows exist until the step writes.
+        """Read events; return the pending blocks evicted, whose rows exist until the step writes.
 
-        asked: when the blocks that are stored were requested. is_saved: a tier has these.
+        requested_at: the time at which the stored blocks were requested. is_saved: a tier has them.
         """
         leaving: dict[PrefixNode, tuple[int, float]] = {}
         for event in events:
             if isinstance(event, BlockStored):
                 if not is_saved:
-                    self._filling[event.node] = asked
+                    self._filling[event.node] = requested_at
             elif isinstance(event, BlockEvicted):
                 self._filling.pop(event.node, None)
                 if event.node in self._pending:
@@ -72,32 +72,32 @@ class UnsavedBlocks:
             else:
                 self._filling.clear()
                 self._pending.clear()
-        return self._describe((node, block_id, when) for node, (block_id, when) in leaving.items())
+        return self._describe((node, block_id, time) for node, (block_id, time) in leaving.items())
 
     def commit(self) -> None:
-        """Mark the blocks that the step under way was to fill as written."""
-        self._pending.update((n, since) for n, since in self._filling.items() if n.block)
+        """Mark the blocks that the step under way has filled as written."""
+        self._pending.update((n, time) for n, time in self._filling.items() if n.block)
         self._filling.clear()
 
     def roll_back(self, events: Iterable[CacheEvent]) -> None:
-        """Drop the blocks that a failed step was to fill, and those that it evicted."""
+        """Drop the blocks that a failed step would have filled, and the blocks that it evicted."""
         self._filling.clear()
         if any(isinstance(event, AllBlocksCleared) for event in events):
             self._pending.clear()
         pending = self._pending.items()
-        self._pending = OrderedDict((node, since) for node, since in pending if node.block)
+        self._pending = OrderedDict((node, time) for node, time in pending if node.block)
 
     def pending(self, most: int) -> list[UnsavedBlock]:
-        """Return the first pending blocks; they stay so until `handed_on`."""
+        """Return the first pending blocks; they stay pending until `handed_on`."""
         evicted: list[PrefixNode] = []
         blocks: list[tuple[PrefixNode, int, float]] = []
-        for node, since in self._pending.items():
+        for node, time in self._pending.items():
             if len(blocks) == most:
                 break
             if node.block is None:
                 evicted.append(node)
             else:
-                blocks.append((node, node.block.block_id, since))
+                blocks.append((node, node.block.block_id, time))
         for node in evicted:
             del self._pending[node]
         return self._describe(blocks)
@@ -108,32 +108,32 @@ class UnsavedBlocks:
             del self._pending[node]
 
     def _describe(self, blocks: Iterable[tuple[PrefixNode, int, float]]) -> list[UnsavedBlock]:
-        """Describe blocks, given by node, block id, and the time when they were requested.
+        """Describe blocks by their node, block id, and the time at which they were requested.
 
-        The place of a node follows from that of the node before, which mostly is its parent:
-        walking to the root for each block of a prompt takes the square of their number.
+        The depth of a node mostly follows from that of the previous node, its parent: walking to
+        the root for each block of a prompt would take quadratic time.
         """
         described: list[UnsavedBlock] = []
-        before: PrefixNode | None = None
+        previous: PrefixNode | None = None
         depth, salt = 0, None
-        for node, block_id, since in blocks:
+        for node, block_id, time in blocks:
             assert node.parent is not None
-            if node.parent is before:
+            if node.parent is previous:
                 depth += 1
-                entering = cut_salt(node.key)[0] if self._tells_tokens else None
+                entering = cut_salt(node.key)[0] if self._with_tokens else None
                 salt = salt if entering is None else entering
             else:
                 depth = len(node.path()[1]) - 1
-                salt = node.salt() if self._tells_tokens else None
-            before = node
-            is_shown = self._tells_tokens and not salt  # "": shared by tenants
+                salt = node.salt() if self._with_tokens else None
+            previous = node
+            is_shown = self._with_tokens and not salt  # "": shared by tenants
             described.append(
                 UnsavedBlock(
                     block_id,
                     self._hasher.of_node(node),
                     self._hasher.of_node(node.parent),
                     depth,
-                    since,
+                    time,
                     read_tokens(cut_salt(node.key)[1]) if is_shown else [],
                     node,
                 )

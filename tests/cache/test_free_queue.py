@@ -36,7 +36,9 @@ def test_it_does_what_a_list_does(operations: list[tuple[str, list[int]]]) -> No
         if verb == "popleft":
             count = len(chosen)
             if count > len(model):
-                with pytest.raises(CacheError, match=f"{count} blocks asked of a free queue of"):
+                with pytest.raises(
+                    CacheError, match=f"{count} free blocks are needed; the free queue has"
+                ):
                     queue.popleft(count)
             else:
                 assert [b.block_id for b in queue.popleft(count)] == model[:count]

@@ -27,7 +27,7 @@ class Engine:
         self.manager = KVCacheManager(config, names)
         names.publish([0] * BLOCK)  # in such a prompt the salt enters behind its first block
         self.public = names.public
-        self.unsaved = UnsavedBlocks(names, tells_tokens=True)
+        self.unsaved = UnsavedBlocks(names, with_tokens=True)
         self.random = random.Random(seed)
         self.rows: dict[int, bytes] = {}  # by block id: the name of what is written there
         self.saved: set[bytes] = set()

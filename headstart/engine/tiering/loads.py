@@ -161,7 +161,7 @@ class Offers:
         self._saver = saver
         self._rate = rate
         self._text = text
-        self._unsaved = UnsavedBlocks(manager.hasher, tells_tokens=text is not None)
+        self._unsaved = UnsavedBlocks(manager.hasher, with_tokens=text is not None)
 
     def note(self, asked: float, *, is_saved: bool = False) -> None:
         """Offer the blocks that the step is about to overwrite; call before anything is written.
@@ -197,7 +197,7 @@ class Offers:
         seconds = self._manager.block_size / self._rate.value if self._rate.value else 0.0
         offered = [
             StoredBlock(
-                *(block.name, block.parent, block.depth, seconds, block.asked, payload),
+                *(block.name, block.parent, block.depth, seconds, block.requested_at, payload),
                 words=self._text(block.token_ids) if self._text and block.token_ids else "",
             )
             for block, payload in zip(blocks, self._payload.read(blocks), strict=True)

@@ -29,8 +29,8 @@ from headstart.server.answers import (
     choose_format,
     read_reasoning,
 )
-from headstart.server.bodies import hint
-from headstart.server.errors import ApiError, as_api_error, naming_form
+from headstart.server.bodies import CacheFields, Whole, hint
+from headstart.server.errors import ApiError, as_api_error, naming
 from headstart.server.service import Service
 from headstart.server.tools import Thought, ToolUse, after_reasoning, force_calls
 from headstart.validation import shorten
@@ -187,8 +187,9 @@ class ChatCall:
     """A conversation to answer.
 
     messages: in OpenAI's form. places: their fields in the body; empty for `messages`. sampling:
-    fields of `SamplingParams`; None was not set. retention: seconds for which the whole prompt is
-    worth keeping. template: fields of `TemplateOptions`, without the tools.
+    fields of `SamplingParams`; None was not set. names: the API's names of these fields, where they
+    differ. retention: seconds for which the whole prompt is worth keeping. template: fields of
+    `TemplateOptions`, without the tools.
     """
 
     model: str | None
@@ -200,6 +201,55 @@ class ChatCall:
     tools: ToolUse = field(default_factory=ToolUse)
     template: Mapping[str, Any] = field(default_factory=dict)
     places: Sequence[str] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+class ChatFields(CacheFields):
+    """Fields that all requests for an answer to a conversation have in common.
+
+    Each API reads its other fields.
+    """
+
+    model: str | None = None
+    priority: Whole = 0
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Return the names of fields of `SamplingParams` in this API, where they differ."""
+        return {}
+
+    def read_sampling(self) -> dict[str, Any]:
+        """Return the fields of `SamplingParams`; a prompt that is only counted needs none.
+
+        Raises RequestError.
+        """
+        return {"max_tokens": None}
+
+    def read_tools(self) -> ToolUse:
+        """Return the tools, but for hosted ones. Raises RequestError or ApiError."""
+        raise NotImplementedError
+
+    def read_template(self) -> dict[str, Any]:
+        """Return the template options, without the tools."""
+        return {}
+
+    def as_call(
+        self, messages: Sequence[Any], salt: str | None, places: Sequence[str] = ()
+    ) -> ChatCall:
+        """Return the call for a conversation. Raises RequestError or ApiError."""
+        with naming(self.names):
+            return ChatCall(
+                model=self.model,
+                messages=messages,
+                places=places,
+                sampling=self.read_sampling(),
+                names=self.names,
+                salt=salt,
+                retention=self.retention,
+                priority=self.priority,
+                tools=self.read_tools(),
+                template=self.read_template(),
+            )
 
 
 @dataclass(frozen=True)
@@ -247,32 +297,34 @@ async def prepare_chat(
     """
     adapter = service.adapter(call.model)
     call = replace(call, template=service.template_options(call.template))
-    dialect = await asyncio.to_thread(_read_dialect, service, call)
-    sampling = dict(call.sampling)
-    form: StructuredOutputsParams | None = sampling.get("structured_outputs")
-    if call.tools.is_forced:
-        if form is not None:
-            raise RequestError("tool_choice and a form of the answer are both set; allowed: one")
-        form = force_calls(call.tools, dialect.calls, dialect.special, dialect.thought)
-    elif form is not None and dialect.thought == "begun":
-        # A form of JSON follows reasoning that the prompt began; others are all of an answer.
-        later = after_reasoning(form, dialect.special)
-        dialect = replace(dialect, thought="possible") if later is None else dialect
-        form = later or form
-    sampling["structured_outputs"] = form
-    if dialect.hidden is not None:
-        sampling["skip_special_tokens"] = False
-    options = dict(call.template)
-    if call.tools.tools:
-        options["tools"] = [tool.for_template() for tool in call.tools.tools]
-    read = partial(
-        read_roles,
-        service.llm.tokenizer,
-        call.messages,
-        call.template.get("chat_template") or service.llm.chat_template,
-        with_tools=bool(call.tools.tools),
-    )
     async with _naming_fields(service, call):
+        dialect = await asyncio.to_thread(_read_dialect, service, call)
+        sampling = dict(call.sampling)
+        form: StructuredOutputsParams | None = sampling.get("structured_outputs")
+        if call.tools.is_forced:
+            if form is not None:
+                raise RequestError(
+                    "tool_choice and a form of the answer are both set; allowed: one"
+                )
+            form = force_calls(call.tools, dialect.calls, dialect.special, dialect.thought)
+        elif form is not None and dialect.thought == "begun":
+            # A form of JSON follows reasoning that the prompt began; others are all of an answer.
+            later = after_reasoning(form, dialect.special)
+            dialect = replace(dialect, thought="possible") if later is None else dialect
+            form = later or form
+        sampling["structured_outputs"] = form
+        if dialect.hidden is not None:
+            sampling["skip_special_tokens"] = False
+        options = dict(call.template)
+        if call.tools.tools:
+            options["tools"] = [tool.for_template() for tool in call.tools.tools]
+        read = partial(
+            read_roles,
+            service.llm.tokenizer,
+            call.messages,
+            call.template.get("chat_template") or service.llm.chat_template,
+            with_tools=bool(call.tools.tools),
+        )
         request = await service.prepare(
             await read_many(len(call.messages), read),
             service.params(sampling, stream=stream),
@@ -283,34 +335,36 @@ async def prepare_chat(
             is_kept=is_kept,
             template=TemplateOptions(**options),
         )
-    if call.retention:
-        request.retain(len(request.prompt_token_ids), call.retention)
-    return PreparedChat(request, dialect)
+        if call.retention:
+            request.retain(len(request.prompt_token_ids), call.retention)
+        return PreparedChat(request, dialect)
 
 
 @asynccontextmanager
 async def _naming_fields(service: Service, call: ChatCall) -> AsyncIterator[None]:
-    """Have errors name the fields of the body from which the messages and the tools were read.
+    """Have errors name the fields of the body that they are about.
 
     All tools are one grammar, whose error names no tool, so each schema is tried alone.
     """
     try:
         yield
     except (ApiError, RequestError) as error:
+        names = {**call.names}
         refusal = as_api_error(error)
         message = _MESSAGE.fullmatch(refusal.param or "")
         if message is not None and call.places:
             name = call.places[int(message[1])] + message[2]
             text = _MESSAGE_FIELD.sub(name, str(refusal), count=1)
             raise ApiError(refusal.status, text, param=name, code=refusal.code) from error
-        if not call.tools.is_forced or not str(error).startswith("structured_outputs"):
+        if call.tools.is_forced and str(error).startswith("structured_outputs"):
+            names["structured_outputs"] = "tools"
+            for place, tool in enumerate(call.tools.tools):
+                if call.tools.name in (None, tool.name):
+                    with naming({"structured_outputs": f"tools[{place}]"}):
+                        form = StructuredOutputsParams(json=tool.schema)
+                        await service.llm.prepare([0], SamplingParams(structured_outputs=form))
+        with naming(names):
             raise
-        for place, tool in enumerate(call.tools.tools):
-            if call.tools.name in (None, tool.name):
-                with naming_form(f"tools[{place}]"):
-                    form = StructuredOutputsParams(json=tool.schema)
-                    await service.llm.prepare([0], SamplingParams(structured_outputs=form))
-        raise
 
 
 def are_many(count: int) -> bool:

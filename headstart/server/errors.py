@@ -18,7 +18,6 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -248,29 +247,23 @@ def _param_of(text: str) -> str | None:
 
 
 @contextmanager
-def naming_form(
-    name: str | None, fields: Mapping[str, str] = MappingProxyType({})
-) -> Iterator[None]:
-    """Have errors of an answer's form name the field of the request; None if it is the same.
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Have errors name the fields of a request as its API does.
 
-    fields: the names of other fields in this API, by their names in `SamplingParams`.
+    names: by the fields of `SamplingParams`. The texts of its errors begin with the field;
+    `structured_outputs` has fields, too, which no API has.
     """
     try:
         yield
     except RequestError as error:
         text = str(error)
-        field = _param_of(text)
-        if field is not None and field in fields:
-            name = fields[field]
-            renamed = name + text.removeprefix(field)
-        else:
-            renamed = _FORM.sub(lambda _: name or "", text, count=1)
-        if name is None or renamed == text:
+        field = _SAMPLING_FIELD.match(text)
+        if field is None or (name := names.get(field[1])) is None:
             raise
-        raise ApiError(400, renamed, param=name) from error
+        raise ApiError(400, name + text[field.end() :], param=name) from error
 
 
-_FORM = re.compile(r"^structured_outputs(\.\w+)?")
+_SAMPLING_FIELD = re.compile(r"(\w+)(\.\w+)?")
 
 
 def body_of(error: ApiError, path: str = "", request_id: str = "") -> dict[str, Any]:

@@ -39,7 +39,7 @@ from headstart.server.anthropic.schema import (
     count_blocks,
 )
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat, read_many
-from headstart.server.errors import ApiError, JsonResponse, body_of, naming_form
+from headstart.server.errors import ApiError, JsonResponse, body_of
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import AnswerEvents, EventStream, Usage, frame, read_whole
 from headstart.server.tools import leave_out_hosted
@@ -183,11 +183,8 @@ router = APIRouter()
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
-    with naming_form("output_config.format"):
-        call = await _read_call(service, body, request)
-    form = "tools" if call.tools.is_forced else "output_config.format"
-    with naming_form(form, {"stop": "stop_sequences"}):
-        prepared = await prepare_chat(service, call, service.new_id("msg"), stream=body.stream)
+    call = await _read_call(service, body, request)
+    prepared = await prepare_chat(service, call, service.new_id("msg"), stream=body.stream)
     marked = await apply_breakpoints(service, body, call, prepared)
     message = _Message(body, prepared, marked, request.state.request_id)
     if body.stream:
@@ -211,16 +208,8 @@ async def _read_call(service: Service, body: CountTokensRequest, request: Reques
         read_breakpoints(body)  # refuses wrong ones before any work
         return body.read_messages()
 
-    return ChatCall(
-        model=body.model,
-        messages=await read_many(count_blocks(body.messages), read),
-        sampling=body.read_sampling(),
-        salt=service.salt(request, body.salt),
-        retention=body.retention,
-        priority=body.priority,
-        tools=body.read_tools(),
-        template=body.read_template(),
-    )
+    messages = await read_many(count_blocks(body.messages), read)
+    return body.as_call(messages, service.salt(request, body.salt))
 
 
 _BLOCKS: dict[str, dict[str, Any]] = {

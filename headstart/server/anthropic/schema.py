@@ -14,7 +14,6 @@ from pydantic import Discriminator, Field, Tag
 from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.server.bodies import (
     Body,
-    CacheFields,
     Caller,
     ClientTool,
     Flag,
@@ -24,7 +23,7 @@ from headstart.server.bodies import (
     Whole,
     refusals,
 )
-from headstart.server.chats import chat_content
+from headstart.server.chats import ChatFields, chat_content
 from headstart.server.errors import ApiError
 from headstart.server.tools import HostedTool, Tool, ToolUse, make_tools, tag_tool
 
@@ -377,7 +376,7 @@ class RequestMetadata(Body):
     user_id: Label | None = None
 
 
-class CountTokensRequest(CacheFields):
+class CountTokensRequest(ChatFields):
     """`POST /v1/messages/count_tokens`, and its fields that messages have, too."""
 
     model: str
@@ -388,7 +387,6 @@ class CountTokensRequest(CacheFields):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    priority: Whole = 0
     context_management: ContextManagement | None = None
     speed: Literal["standard"] | None = None
     user_profile_id: Label | None = None
@@ -428,10 +426,6 @@ class CountTokensRequest(CacheFields):
             options |= {"continue_final_message": True, "add_generation_prompt": False}
         return options
 
-    def read_sampling(self) -> dict[str, Any]:
-        """Return the fields of `SamplingParams`; a prompt that is only counted needs none."""
-        return {"max_tokens": None}
-
 
 class MessagesRequest(CountTokensRequest):
     """`POST /v1/messages`."""
@@ -455,8 +449,11 @@ class MessagesRequest(CountTokensRequest):
     inference_geo: Literal["global"] | None = None
     diagnostics: Diagnostics | None = None
 
+    @property
+    def names(self) -> dict[str, str]:
+        return {"structured_outputs": "output_config.format", "stop": "stop_sequences"}
+
     def read_sampling(self) -> dict[str, Any]:
-        """Return the fields of `SamplingParams`. Raises RequestError."""
         form = self.output_config.format if self.output_config is not None else None
         return {
             "temperature": self.temperature,

@@ -16,8 +16,8 @@ from headstart.errors import RequestError
 from headstart.frontend.streams import prompt_progress
 from headstart.server.answers import Part, join
 from headstart.server.bodies import encode
-from headstart.server.chats import ChatCall, PreparedChat, prepare_chat
-from headstart.server.errors import ApiError, JsonResponse, body_of, naming_form
+from headstart.server.chats import PreparedChat, prepare_chat
+from headstart.server.errors import ApiError, JsonResponse, body_of, naming
 from headstart.server.openai.schema import ChatCompletionRequest, CompletionRequest, SamplingFields
 from headstart.server.service import service_of, unless_gone
 from headstart.server.sse import AnswerEvents, EventStream, Usage, frame, read_whole
@@ -158,21 +158,9 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
             400, 'the model answers in text alone; allowed: modalities ["text"]', param="modalities"
         )
     body = body.model_copy(update={"model": body.model or service.name})
-    tools = body.read_tools()
-    named = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-    with naming_form("tools" if tools.is_forced else body.form_field, named):
-        call = ChatCall(
-            model=body.model,
-            messages=body.messages,
-            sampling=body.read_sampling(),
-            salt=service.salt(request, body.salt),
-            retention=body.retention,
-            priority=body.priority,
-            tools=tools,
-            template=body.read_template(),
-        )
-        name = service.new_id("chatcmpl")
-        prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
+    call = body.as_call(body.messages, service.salt(request, body.salt))
+    name = service.new_id("chatcmpl")
+    prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
     answers = _ChatAnswers(body, prepared)
     if body.stream:
         outputs = service.run(prepared.request)
@@ -335,7 +323,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     adapter = service.adapter(body.model)
     salt = service.salt(request, body.salt)
     name = service.new_id("cmpl")
-    with naming_form(body.form_field):
+    with naming(body.names):
         params = service.params(body.read_sampling(), stream=bool(body.stream))
         requests = []
         for place, prompt in enumerate(_prompts(body.prompt)):

@@ -22,6 +22,7 @@ from headstart.server.bodies import (
     refusals,
     refuse,
 )
+from headstart.server.chats import ChatFields
 from headstart.server.errors import ApiError
 from headstart.server.tools import Tool, ToolUse, make_tools
 from headstart.validation import describe, shorten
@@ -246,9 +247,9 @@ class SamplingFields(CacheFields):
         return params | {"structured_outputs": form} | self.cache_sampling
 
     @property
-    def form_field(self) -> str | None:
-        """Return the field of an answer's form; None for `structured_outputs`, or none."""
-        return None if self.response_format is None else "response_format"
+    def names(self) -> dict[str, str]:
+        """Return the names of fields of `SamplingParams` in this API, where they differ."""
+        return {} if self.response_format is None else {"structured_outputs": "response_format"}
 
 
 class CompletionRequest(SamplingFields):
@@ -353,7 +354,7 @@ class TemplateFields(Body):
         return options
 
 
-class ChatCompletionRequest(SamplingFields, TemplateFields):
+class ChatCompletionRequest(SamplingFields, TemplateFields, ChatFields):
     """`POST /v1/chat/completions`.
 
     functions, function_call: names of tools and tool_choice before there were tools; an answer then
@@ -376,6 +377,11 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     verbosity: str | None = None
     modalities: Many[Literal["text", "audio"]] | None = None
     audio: Speech | None = None
+
+    @property
+    def names(self) -> dict[str, str]:
+        is_old = self.max_completion_tokens is None
+        return super().names | ({} if is_old else {"max_tokens": "max_completion_tokens"})
 
     def read_sampling(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams`; without a limit an answer may fill the context."""

@@ -28,7 +28,7 @@ from starlette.responses import Response
 from headstart.server.answers import Part
 from headstart.server.bodies import encode
 from headstart.server.chats import ChatCall, PreparedChat, are_many, prepare_chat, read_many
-from headstart.server.errors import ApiError, JsonResponse, naming_form
+from headstart.server.errors import ApiError, JsonResponse
 from headstart.server.responses.items import (
     CallKind,
     Item,
@@ -360,9 +360,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     service = service_of(request)
     call, messages = await _read_call(service, body, request)
     name = service.new_id("resp")
-    field = "tools" if call.tools.is_forced else "text.format"
-    with naming_form(field, {"max_tokens": "max_output_tokens"}):
-        prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
+    prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
     store, tenant = _store_of(request)
 
     def keep(response: bytes, items: list[dict[str, Any]]) -> None:
@@ -397,20 +395,7 @@ async def _read_call(
     if body.instructions:
         shown = [{"role": "system", "content": body.instructions}, *messages]
         places = ["instructions", *places]
-    with naming_form("text.format"):
-        sampling = body.read_sampling()
-    call = ChatCall(
-        model=body.model,
-        messages=shown,
-        places=places,
-        sampling=sampling,
-        salt=service.salt(request, body.salt),
-        retention=body.retention,
-        priority=body.priority,
-        tools=body.read_tools(),
-        template=body.read_template(),
-    )
-    return call, messages
+    return body.as_call(shown, service.salt(request, body.salt), places), messages
 
 
 def _resolve(items: list[Item], store: ResponseStore, tenant: str | None) -> list[Item]:

@@ -15,7 +15,6 @@ from pydantic import Field
 from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.server.bodies import (
     Body,
-    CacheFields,
     Flag,
     Label,
     Many,
@@ -24,6 +23,7 @@ from headstart.server.bodies import (
     at_most,
     refusals,
 )
+from headstart.server.chats import ChatFields
 from headstart.server.errors import ApiError
 from headstart.server.responses.items import (
     AnyTool,
@@ -151,11 +151,10 @@ _RENAMED = refusals(
 )
 
 
-class InputTokensRequest(CacheFields):
+class InputTokensRequest(ChatFields):
     """`POST /v1/responses/input_tokens`, and the fields that responses have in common with it."""
 
     refused = _RENAMED
-    model: str | None = None
     input: str | Many[Item]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -165,7 +164,6 @@ class InputTokensRequest(CacheFields):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    priority: Whole = 0
 
     def read_messages(
         self, earlier: Sequence[dict[str, Any]]
@@ -212,10 +210,6 @@ class InputTokensRequest(CacheFields):
             return {}
         return {"chat_template_kwargs": {"reasoning_effort": self.reasoning.effort}}
 
-    def read_sampling(self) -> dict[str, Any]:
-        """Return the fields of `SamplingParams`; a prompt that is only counted needs none."""
-        return {"max_tokens": None}
-
 
 class ResponsesRequest(InputTokensRequest):
     """`POST /v1/responses`."""
@@ -239,6 +233,10 @@ class ResponsesRequest(InputTokensRequest):
     user: Label | None = None
 
     @property
+    def names(self) -> dict[str, str]:
+        return {"structured_outputs": "text.format", "max_tokens": "max_output_tokens"}
+
+    @property
     def retention(self) -> float:
         """Return the seconds for which the whole prompt is worth keeping, or 0."""
         options = self.prompt_cache_options
@@ -246,7 +244,6 @@ class ResponsesRequest(InputTokensRequest):
         return max(super().retention, 1800.0 if has_ttl else 0.0)
 
     def read_sampling(self) -> dict[str, Any]:
-        """Return the fields of `SamplingParams`. Raises RequestError."""
         form = self.text.format if self.text is not None else None
         return {
             "max_tokens": self.max_output_tokens,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from importlib.util import find_spec
 from typing import Any
 
@@ -139,6 +141,12 @@ def test_names_are_for_readers(server: Running) -> None:
     assert chat["tags"] == ["OpenAI"]
     operations = [one for path in description["paths"].values() for one in path.values()]
     assert len({one["operationId"] for one in operations}) == len(operations)
+
+
+def test_every_reference_has_its_schema(server: Running) -> None:
+    text = httpx.get(f"{server.url}/openapi.json").text
+    schemas = json.loads(text)["components"]["schemas"]
+    assert set(re.findall(r'"#/components/schemas/([^"]+)"', text)) <= schemas.keys()
 
 
 def test_other_methods_are_refused(server: Running) -> None:

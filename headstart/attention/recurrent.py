@@ -1,0 +1,250 @@
+"""Layers whose state has a fixed size: gated delta rule, Mamba-2, causal convolution.
+
+A step's rows are one flat batch, without padding. Each sequence reads its state from a source slot
+and writes the state after its last row into a target slot. The same slot means decoding in place; a
+different one resumes from a checkpoint without a copy, or leaves one.
+
+Arithmetic is in float32, and the result has the dtype of the rows. These torch operations run on
+every device: a recurrence is computed in chunks, as products of matrices. Chunks end at multiples
+of `CHUNK` positions of a sequence, wherever the scheduler has cut its prompt.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64  # positions
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """The sequences of one step, for all recurrent layers; int32 tensors on the CPU.
+
+    Targets differ from each other, and a sequence's target is no other sequence's source. A source
+    that is not a target is not written.
+    """
+
+    starts: Tensor
+    """The first row of each sequence in the flat batch, then the number of rows: `[n + 1]`."""
+    sources: Tensor
+    """The slot of the state before each sequence's first row, -1 for zeros: `[n]`."""
+    targets: Tensor
+    """The slot of the state after each sequence's last row: `[n]`."""
+    positions: Tensor
+    """The position of each sequence's first row in its prompt: `[n]`."""
+
+
+class DeltaWeights(NamedTuple):
+    """A layer's weights of the gated delta rule, each `[heads]`."""
+
+    a_log: Tensor
+    dt_bias: Tensor
+
+
+class ScanWeights(NamedTuple):
+    """A layer's weights of Mamba-2's scan, each `[heads]`, and the limits of a step's length."""
+
+    a_log: Tensor
+    d: Tensor
+    dt_bias: Tensor
+    dt_limits: tuple[float, float]
+
+
+def causal_conv(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    recurrence: Recurrence,
+    *,
+    silu: bool,
+) -> Tensor:
+    """Return each row's weighted sum with the rows before it, channel by channel.
+
+    rows: `[T, channels]`, float32 or bfloat16.
+    weight: `[channels, width]`; the last column multiplies the row itself.
+    states: float32 `[slots, width - 1, channels]`, the last inputs of each sequence.
+    """
+    before, num_rows = weight.shape[1] - 1, len(rows)
+    # Each sequence's rows after the inputs in its state, one sequence after another.
+    counts = recurrence.starts.diff().tolist()
+    parts = zip(_load(states, recurrence), torch.split(rows.float(), counts), strict=True)
+    inputs = torch.cat([part for pair in parts for part in pair])
+    numbers = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    first = (torch.arange(num_rows) + numbers * before).to(rows.device)
+    out = torch.zeros(rows.shape, device=rows.device)
+    if bias is not None:
+        out += bias.float()
+    for tap, column in enumerate(weight.float().unbind(1)):
+        out += inputs[first + tap] * column
+    ends = recurrence.starts[1:] + before * torch.arange(1, len(counts) + 1)
+    last = ends.unsqueeze(1) + torch.arange(-before, 0)
+    _store(states, recurrence, inputs[last.to(rows.device)])
+    return (F.silu(out) if silu else out).to(rows.dtype)
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    weights: DeltaWeights,
+    states: Tensor,
+    recurrence: Recurrence,
+) -> Tensor:
+    """Return the gated delta rule's output `[T, heads, dv]`, as Qwen3-Next and Qwen3.5 define it.
+
+    query, key: `[T, key_heads, dk]`, before they are normalized. Head h reads key head
+        `h // (heads // key_heads)`.
+    value: `[T, heads, dv]`.
+    a, b: `[T, heads]`; the decay is `exp(-exp(a_log) * softplus(a + dt_bias))`, and `sigmoid(b)`
+        the share of a value that is written.
+    states: float32 `[slots, heads, dk, dv]`.
+    """
+    group = value.shape[1] // key.shape[1]
+    rate = -weights.a_log.float().exp()
+
+    def chunk(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        decay = (
+            (rate * F.softplus(_take(a, rows) + weights.dt_bias.float())).transpose(1, 2).cumsum(-1)
+        )
+        beta = torch.sigmoid(_take(b, rows)).transpose(1, 2).unsqueeze(-1)
+        q, k = (_normalize(_take(part, rows)).repeat_interleave(group, 2) for part in (query, key))
+        q, k, v = (
+            part.transpose(1, 2) for part in (q * q.shape[-1] ** -0.5, k, _take(value, rows))
+        )
+        # Value t is written less what the state before it already returns for key t. That state
+        # holds the values of the chunk that come before: a triangular system.
+        system = beta * (k @ k.mT) * _pairwise(decay)
+        missing = beta * (v - decay.exp().unsqueeze(-1) * (k @ state))
+        written = torch.linalg.solve_triangular(system, missing, upper=False, unitriangular=True)
+        return _read_chunk(q, k, written, decay, state)
+
+    return _in_chunks(value, states, recurrence, chunk)
+
+
+def mamba2_scan(
+    x: Tensor,
+    b: Tensor,
+    c: Tensor,
+    dt: Tensor,
+    weights: ScanWeights,
+    states: Tensor,
+    recurrence: Recurrence,
+) -> Tensor:
+    """Return Mamba-2's selective scan `[T, heads, head_dim]`, as Granite 4 H defines it.
+
+    x: `[T, heads, head_dim]`.
+    b, c: `[T, groups, state]`; head h reads group `h // (heads // groups)`.
+    dt: `[T, heads]`, before the bias, softplus, and the limits.
+    states: float32 `[slots, heads, head_dim, state]`.
+    """
+    group = x.shape[1] // b.shape[1]
+    rate = -weights.a_log.float().exp()
+
+    def chunk(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        steps = (
+            F.softplus(_take(dt, rows) + weights.dt_bias.float())
+            .clamp(*weights.dt_limits)
+            .transpose(1, 2)
+        )
+        q, k = (_take(part, rows).repeat_interleave(group, 2).transpose(1, 2) for part in (c, b))
+        v = _take(x, rows).transpose(1, 2)
+        decay = (rate.unsqueeze(-1) * steps).cumsum(-1)
+        out, state = _read_chunk(q, k, steps.unsqueeze(-1) * v, decay, state.mT)
+        return out + weights.d.float().view(-1, 1, 1) * v, state.mT
+
+    return _in_chunks(x, states, recurrence, chunk)
+
+
+def _take(tensor: Tensor, rows: Tensor) -> Tensor:
+    return tensor[rows].float()
+
+
+def _normalize(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _pairwise(decay: Tensor) -> Tensor:
+    """Return the factor by which row j has decayed at row i; 0 for later rows j."""
+    length = decay.shape[-1]
+    later = torch.ones(length, length, dtype=torch.bool, device=decay.device).triu(1)
+    between = decay.unsqueeze(-1) - decay.unsqueeze(-2)
+    return between.masked_fill(later, -torch.inf).exp()
+
+
+def _read_chunk(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return a chunk's output and the state after it.
+
+    query, key: `[n, heads, rows, dk]`; value: `[n, heads, rows, dv]`.
+    decay: `[n, heads, rows]`, the logarithm of the decay since the chunk's beginning.
+    state: `[n, heads, dk, dv]`.
+    """
+    total = decay[..., -1:]
+    out = (query * decay.exp().unsqueeze(-1)) @ state
+    out += (query @ key.mT * _pairwise(decay)) @ value
+    remaining = key * (total - decay).exp().unsqueeze(-1)
+    return out, state * total.exp().unsqueeze(-1) + remaining.mT @ value
+
+
+def _in_chunks(
+    value: Tensor,
+    states: Tensor,
+    recurrence: Recurrence,
+    chunk: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Return the output of all rows, in the shape of `value`, and write the states.
+
+    chunk: takes numbers of rows `[n, rows]` and the states before them; returns the output
+        `[n, heads, rows, dv]` and the states after them.
+    """
+    state, out = _load(states, recurrence), torch.empty_like(value)
+    for sequences, rows in _cut(recurrence):
+        rows = rows.to(value.device)
+        result, after = chunk(rows, state[sequences])
+        out[rows] = result.transpose(1, 2).to(out.dtype)
+        state[sequences] = after
+    _store(states, recurrence, state)
+    return out
+
+
+def _cut(recurrence: Recurrence) -> Iterator[tuple[list[int], Tensor]]:
+    """Yield sequences and the numbers of their next rows `[n, rows]`, in order for each sequence.
+
+    Sequences whose next chunks have the same length come together.
+    """
+    rows, ends = recurrence.starts[:-1].tolist(), recurrence.starts[1:].tolist()
+    positions = recurrence.positions.tolist()
+    while True:
+        lengths: dict[int, list[int]] = {}
+        for number, (row, end) in enumerate(zip(rows, ends, strict=True)):
+            if row < end:
+                length = min(end - row, CHUNK - positions[number] % CHUNK)
+                lengths.setdefault(length, []).append(number)
+        if not lengths:
+            return
+        for length, sequences in lengths.items():
+            first = torch.tensor([rows[number] for number in sequences])
+            yield sequences, first.unsqueeze(1) + torch.arange(length)
+            for number in sequences:
+                rows[number] += length
+                positions[number] += length
+
+
+def _load(states: Tensor, recurrence: Recurrence) -> Tensor:
+    """Return a copy of each sequence's state before its first row."""
+    sources = recurrence.sources.to(states.device, torch.int64)
+    copy = states[sources.clamp(min=0)]
+    copy[sources < 0] = 0
+    return copy
+
+
+def _store(states: Tensor, recurrence: Recurrence, after: Tensor) -> None:
+    states[recurrence.targets.to(states.device, torch.int64)] = after

@@ -17,7 +17,7 @@ POOL, DISK = "pool", "disk"
 TIERS = (POOL, DISK)
 """The places where a replica may hold a block, fastest first."""
 
-NAME_BYTES = 32
+HASH_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +64,32 @@ class EventPublisher:
                 removed.clear()
                 self._held, cleared = set(), True
                 continue
-            name = event.block_hash
+            block_hash = event.block_hash
             if isinstance(event, BlockStored):
-                removed.pop(name, None)
-                stored[name] = None
+                removed.pop(block_hash, None)
+                stored[block_hash] = None
             else:
-                stored.pop(name, None)
-                removed[name] = None
-        return self.publish_names(stored, removed, cleared=cleared)
+                stored.pop(block_hash, None)
+                removed[block_hash] = None
+        return self.publish_hashes(stored, removed, cleared=cleared)
 
-    def publish_names(
+    def publish_hashes(
         self, stored: Iterable[BlockHash], removed: Iterable[BlockHash], *, cleared: bool = False
     ) -> EventBatch | None:
-        """Return the batch of these names, of which none is in both."""
-        new = dict.fromkeys(name for name in stored if name not in self._held)
-        gone = dict.fromkeys(name for name in removed if name in self._held)
-        if not new and not gone and not cleared:
+        """Return the batch of these hashes, which are disjoint."""
+        new = dict.fromkeys(block for block in stored if block not in self._held)
+        evicted = dict.fromkeys(block for block in removed if block in self._held)
+        if not new and not evicted and not cleared:
             return None
         self._held.update(new)
-        self._held.difference_update(gone)
+        self._held.difference_update(evicted)
         self._number += 1
-        names = b"".join(new), b"".join(gone)
+        hashes = b"".join(new), b"".join(evicted)
         return EventBatch(
-            self.replica, self.epoch, self._number, *names, cleared=cleared, tier=self.tier
+            self.replica, self.epoch, self._number, *hashes, cleared=cleared, tier=self.tier
         )
 
     def snapshot(self) -> EventBatch:
         """Return all cached blocks as of the last batch."""
-        names = b"".join(self._held)
-        return EventBatch(self.replica, self.epoch, self._number, names, b"", True, True, self.tier)
+        held = b"".join(self._held)
+        return EventBatch(self.replica, self.epoch, self._number, held, b"", True, True, self.tier)

@@ -2,14 +2,13 @@
 
 One table for each tier maps a block to the bits of the replicas that hold it, so a block that many
 replicas hold costs no more than a block of one replica. A key is the first 8 bytes of a block's
-SHA-256 name: an int of 32 bytes, where the whole name would take 80. Two of ten million blocks
-share these bytes with a probability of 3 in a million. The index is a hint in any case: an engine
-looks up its own blocks, so a lost event or a shared key costs a worse choice, never a wrong answer.
+SHA-256 hash: an int of 32 bytes, where the whole hash would take 80. Two of ten million blocks
+share these bytes with a probability of 3 in a million. The index is only a hint: an engine looks
+up its own blocks, so a lost event or a shared key costs a worse choice, never a wrong answer.
 
-An engine evicts a prefix from its end, so a replica that has a block has those before it. A query
-bisects for each depth that the prompt has on some replica: looking up every block of 8,192 tokens
-took a quarter of a millisecond. After a lost event, or where a tier lost a block in the middle, a
-query may report too many blocks.
+An engine evicts a prefix from its end, so a replica that has a block has all blocks before it. A
+query bisects for each depth that the prompt has on some replica, instead of looking up every block.
+After a lost event, or if a tier lost a block in the middle, a query may report too many blocks.
 
 A removed replica is in no answer from then on. Its blocks stay in the tables for a while: each
 batch sweeps several times as many blocks as it stores.
@@ -22,15 +21,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, NewType, cast, overload
 
 from headstart.cache import BlockHash, BlockHasher, TokenSequence
-from headstart.cluster.events import NAME_BYTES, POOL, TIERS, EventBatch
+from headstart.cluster.events import HASH_BYTES, POOL, TIERS, EventBatch
 from headstart.errors import ConfigError
 
 PrefixKey = NewType("PrefixKey", int)
 Holders = list[dict[PrefixKey, int]]
 """A table in parts; key `k` is in part `k % num_parts`, since keys are evenly spread.
 
-A dictionary of a million blocks is copied as a whole when its insertions fill it, which stops
-routing for 60 ms. With parts as large as a replica the copy takes one.
+A dictionary of a million blocks is copied as a whole when its insertions fill it, which would stop
+routing meanwhile. Parts as large as a replica are copied one at a time.
 """
 
 MAX_BACKLOG = 1024
@@ -56,15 +55,15 @@ class Match(NamedTuple):
     stored: list[int]
 
 
-def prefix_keys(names: Sequence[BlockHash]) -> Sequence[PrefixKey]:
-    """Return the keys of blocks with these names, in an array."""
-    return unpack_keys(b"".join(names))
+def prefix_keys(hashes: Sequence[BlockHash]) -> Sequence[PrefixKey]:
+    """Return the keys of blocks with these hashes, in an array."""
+    return unpack_keys(b"".join(hashes))
 
 
 def unpack_keys(packed: bytes) -> Sequence[PrefixKey]:
-    """Return the keys of concatenated names."""
-    words = array("Q", packed)  # in this machine's order of bytes: keys never leave the process
-    return cast("Sequence[PrefixKey]", words[:: NAME_BYTES // words.itemsize])
+    """Return the keys of concatenated hashes."""
+    values = array("Q", packed)  # in native byte order, as keys never leave the process
+    return cast("Sequence[PrefixKey]", values[:: HASH_BYTES // values.itemsize])
 
 
 class PromptKeys(Sequence[PrefixKey]):
@@ -77,7 +76,7 @@ class PromptKeys(Sequence[PrefixKey]):
     def __init__(self, hasher: BlockHasher, prompt: TokenSequence) -> None:
         blocks = prompt.cut(hasher.block_size)
         self._count = len(blocks)
-        self._rest: Iterator[bytes] = hasher.packed(prompt.root, blocks)
+        self._hashes: Iterator[bytes] = hasher.packed(prompt.root, blocks)
         self._keys = array("Q")
 
     def __len__(self) -> int:
@@ -90,11 +89,11 @@ class PromptKeys(Sequence[PrefixKey]):
     def __getitem__(self, index: slice) -> Sequence[PrefixKey]: ...
 
     def __getitem__(self, index: int | slice) -> PrefixKey | Sequence[PrefixKey]:
-        needed = self._count if isinstance(index, slice) else min(index + 1, self._count)
-        while len(self._keys) < needed:
-            self._keys += cast("array[int]", unpack_keys(next(self._rest)))
+        count = self._count if isinstance(index, slice) else min(index + 1, self._count)
+        while len(self._keys) < count:
+            self._keys += cast("array[int]", unpack_keys(next(self._hashes)))
         if len(self._keys) == self._count:
-            self._rest = iter(())  # frees the hashes
+            self._hashes = iter(())  # frees the hashes
         return cast("PrefixKey | Sequence[PrefixKey]", self._keys[index])
 
 
@@ -217,8 +216,8 @@ class ReplicaIndex:
         feed = self._feeds.get((batch.replica, batch.tier))
         if feed is None:
             raise ConfigError(
-                f"events of replica {batch.replica}, tier {batch.tier!r}; allowed: replicas "
-                f"below {self.num_replicas}, tiers {', '.join(TIERS)}"
+                f"a batch has events of replica {batch.replica}, tier {batch.tier!r}; allowed: "
+                f"replicas below {self.num_replicas}, tiers {', '.join(TIERS)}"
             )
         applying = self._apply(feed, batch)
         while True:
@@ -342,9 +341,9 @@ class ReplicaIndex:
         added = array("Q")  # which the garbage collector skips
         for key in keys:
             part = expected[key % num_parts]
-            before = part.get(key, 0)
-            if not before & bit:
-                part[key] = before | bit if before else bit
+            mask = part.get(key, 0)
+            if not mask & bit:
+                part[key] = mask | bit if mask else bit
                 added.append(key)
         return cast("Sequence[PrefixKey]", added)
 
@@ -374,7 +373,7 @@ class ReplicaIndex:
         return Match(cached, expected, stored)
 
     def _depths(
-        self, keys: Sequence[PrefixKey], reach: int, first: Holders, *others: Holders
+        self, keys: Sequence[PrefixKey], reach: int, first: Holders, *tables: Holders
     ) -> tuple[list[int], bool]:
         """Return how many of the first `reach` blocks each replica has in one of these tables.
 
@@ -390,10 +389,10 @@ class ReplicaIndex:
                 middle = (low + high) // 2
                 key = keys[middle]
                 mask = first[key % num_parts].get(key, 0)
-                for table in others:
-                    more = table[key % num_parts].get(key, 0)
-                    if more:
-                        mask |= more
+                for table in tables:
+                    holders = table[key % num_parts].get(key, 0)
+                    if holders:
+                        mask |= holders
                         is_of_first = False
                 mask &= replicas
                 if mask == replicas:
@@ -424,7 +423,7 @@ def _reach(keys: Sequence[PrefixKey], tables: Sequence[Holders]) -> int:
 
 def _is_held(key: PrefixKey, tables: Sequence[Holders]) -> bool:
     part = key % len(tables[0])
-    for table in tables:  # noqa: SIM110 (`any` makes a generator, which takes twice as long)
+    for table in tables:  # noqa: SIM110 (`any` needs a generator, which is slower)
         if key in table[part]:
             return True
     return False

@@ -17,10 +17,10 @@ class ReplicaConfig:
         None, "engines behind this server, on Ray Serve; default: one, in this process", _COUNTS
     )
     max_replicas: int | None = option(
-        None, "have Ray add replicas up to so many as requests queue up", _COUNTS
+        None, "most replicas that Ray may start as requests queue up", _COUNTS
     )
     requests_per_replica: int = option(
-        32, "requests under way in a replica that Ray scales for", Number(int, 1)
+        32, "requests under way per replica that Ray scales for", Number(int, 1)
     )
     replica_cpus: float | None = option(
         None,
@@ -40,12 +40,12 @@ class ReplicaConfig:
             value = getattr(self, field.name)
             if not self.is_wanted and value != field.default:
                 raise ConfigError(
-                    f"{field.name} is {value!r}; allowed: with replicas or max_replicas alone"
+                    f"{field.name} is {value!r}; allowed: only with replicas or max_replicas"
                 )
         if self.most < self.least:
             raise ConfigError(
-                f"max_replicas is {self.max_replicas} and replicas is {self.least}; allowed: at "
-                "least as many"
+                f"max_replicas is {self.max_replicas}; allowed: at least replicas, which is "
+                f"{self.least}"
             )
 
     @property

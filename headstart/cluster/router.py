@@ -7,7 +7,7 @@
     index.apply   events of the replicas' caches
 
 A request does not wait until its own blocks are recorded: every other method does this first. All
-calls come from one thread. Times come from the caller, so a simulator can use its own clock.
+calls are made by one thread. The caller passes the time, so a simulator can use its own clock.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -49,12 +49,12 @@ class RouteRequest:
     session: str | None = None
 
     def tokens(self, num_blocks: int) -> int:
-        """Return how many tokens of the first blocks are not computed: all but one at most."""
+        """Return how many tokens of the first blocks are not computed: at most all but one."""
         return min(num_blocks * self.block_size, self.num_tokens - 1)
 
 
 class MeasuredRate:
-    """Tokens per second, of which older ones count less; `mean` is 0 at first."""
+    """Tokens per second; older measurements count less; `mean` is 0 at first."""
 
     __slots__ = ("mean", "seconds", "tokens")
 
@@ -100,8 +100,8 @@ class ReplicaLoad:
     @property
     def rate(self) -> float:
         """Prompt tokens computed per second."""
-        own = self._own_rate
-        return (own.tokens + _TRUST * self.all_rate.mean) / (own.seconds + _TRUST)
+        rate = self._own_rate
+        return (rate.tokens + _TRUST * self.all_rate.mean) / (rate.seconds + _TRUST)
 
     def backlog(self, now: float) -> float:
         """Return the queued tokens less those computed since a prompt ended, at the measured rate.
@@ -146,10 +146,10 @@ class Choice:
 
 
 class RoutingPolicy:
-    """Chooses a replica for each request; the router maintains the loads and the index.
+    """Choice of a replica for each request; the router maintains the loads and the index.
 
     `choose` is called once a request and changes none of its arguments. The other methods notify a
-    policy that has counts of its own; they do nothing by default.
+    policy that maintains separate counts; they do nothing by default.
     """
 
     needs_prefixes = True
@@ -186,9 +186,9 @@ class Expected(RoutingPolicy):
     follows its first request. A hot prefix spreads: once the queue of the replica that holds it
     costs more than computing it elsewhere, the next request computes it there.
 
-    w > 1, because a token computed also delays later requests and takes memory from cached blocks.
+    w > 1, because a computed token also delays later requests and takes memory from cached blocks.
     d spreads prompts that cost little to compute again, before one replica decodes for all. Among
-    equals the replica with the least computed so far wins: new prefixes then fill all pools
+    equals the replica that has computed the fewest tokens wins, so new prefixes fill all pools
     equally.
     """
 
@@ -210,19 +210,19 @@ class Expected(RoutingPolicy):
         total, size, weight = request.num_tokens, request.block_size, self.weight
         costs = []
         for load in choice.alive:
-            held = stored[load.replica]
-            work = weight * max(total - held * size, 1) + DECODE_TOKENS * load.running
+            num_stored = stored[load.replica]
+            work = weight * max(total - num_stored * size, 1) + DECODE_TOKENS * load.running
             if load.waiting:
                 work += load.backlog(now)
             seconds = work / load.rate
-            if held > expected[load.replica]:
-                seconds += (held - expected[load.replica]) * size / self.load_rate
+            if num_stored > expected[load.replica]:
+                seconds += (num_stored - expected[load.replica]) * size / self.load_rate
             costs.append(seconds)
         return costs
 
 
 class RoundRobin(RoutingPolicy):
-    """Each replica in turn."""
+    """Round-robin over the replicas."""
 
     needs_prefixes = needs_keys = False
 
@@ -267,8 +267,8 @@ class PrefixAffinity(RoutingPolicy):
     def choose(self, choice: Choice) -> ReplicaLoad:
         """Return the replica with the longest match."""
         assert choice.match is not None
-        held = choice.match.expected
-        return max(choice.alive, key=lambda load: (held[load.replica], -load.active))
+        expected = choice.match.expected
+        return max(choice.alive, key=lambda load: (expected[load.replica], -load.active))
 
 
 DEFAULT_POLICY = "expected"
@@ -292,19 +292,19 @@ def make_policy(name: str) -> RoutingPolicy:
 class _Sent:
     """An unfinished request and the load of its replica.
 
-    held: blocks cached or expected there; None if prefixes are not matched.
+    num_held: blocks cached or expected there; None if prefixes are not matched.
     """
 
     request: RouteRequest
     load: ReplicaLoad
     num_tokens: int
-    held: int | None
+    num_held: int | None
     expected: Sequence[PrefixKey] = ()
     is_running: bool = False
 
 
 class Router:
-    """Routes requests over replicas 0 to `num_replicas` - 1.
+    """Router of requests over replicas 0 to `num_replicas` - 1.
 
     shares_store: see `ReplicaIndex`. Raises ConfigError for fewer than one replica.
     """
@@ -333,7 +333,7 @@ class Router:
         """
         self.catch_up()
         if is_alive and not self.loads[replica].is_alive:
-            # From 0 routed tokens it would get every new prefix for months.
+            # With 0 routed tokens it would receive every new prefix for a long time.
             fewest = min((load.routed_tokens for load in self._alive), default=0)
             self.loads[replica] = ReplicaLoad(replica, self._rate, routed_tokens=fewest)
         self.loads[replica].is_alive = is_alive
@@ -341,9 +341,9 @@ class Router:
         if not is_alive:
             self.index.remove(replica)
             self.policy.forget(replica)
-            for sent in self._sent.values():
-                if sent.load.replica == replica:
-                    sent.expected = ()
+            for entry in self._sent.values():
+                if entry.load.replica == replica:
+                    entry.expected = ()
 
     def route(self, request: RouteRequest, now: float, avoid: Collection[int] = ()) -> int:
         """Return the replica for a request; a replica of `avoid` only if no other is alive.
@@ -351,53 +351,55 @@ class Router:
         Raises RequestError if none is alive.
         """
         if not self._alive:
-            raise RequestError(f"none of {len(self.loads)} replicas is alive; start one")
+            raise RequestError(
+                f"0 of {len(self.loads)} replicas are alive; allowed: at least 1, so start one"
+            )
         self.catch_up()
         alive = self._alive
         if avoid:
             alive = [load for load in alive if load.replica not in avoid] or alive
         match = self.index.match(request.keys) if self.policy.needs_prefixes else None
         load = self.policy.choose(Choice(request, match, self.loads, alive, now))
-        held = None if match is None else match.expected[load.replica]
-        num_tokens = request.num_tokens - request.tokens(held or 0)
+        num_held = None if match is None else match.expected[load.replica]
+        num_tokens = request.num_tokens - request.tokens(num_held or 0)
         load.add(num_tokens, now)
-        self._last = self._sent[request.request_id] = _Sent(request, load, num_tokens, held)
+        self._last = self._sent[request.request_id] = _Sent(request, load, num_tokens, num_held)
         return load.replica
 
     def requests_at(self, replica: int) -> set[str]:
         """Return the ids of the unfinished requests of a replica."""
-        return {name for name, sent in self._sent.items() if sent.load is self.loads[replica]}
+        return {name for name, entry in self._sent.items() if entry.load is self.loads[replica]}
 
     def catch_up(self) -> None:
         """Record the blocks that the last request will compute where it was sent."""
-        sent, self._last = self._last, None
-        if sent is not None:
-            replica = sent.load.replica
-            if sent.held is not None:
-                sent.expected = self.index.expect(replica, sent.request.keys[sent.held :])
-            self.policy.sent(sent.request, replica)
+        entry, self._last = self._last, None
+        if entry is not None:
+            replica = entry.load.replica
+            if entry.num_held is not None:
+                entry.expected = self.index.expect(replica, entry.request.keys[entry.num_held :])
+            self.policy.sent(entry.request, replica)
 
     def first_token(self, request_id: str, now: float) -> None:
         """Note that the request's prompt is computed; ignores unknown requests."""
         self.catch_up()
-        sent = self._sent.get(request_id)
-        if sent is None or sent.is_running:
+        entry = self._sent.get(request_id)
+        if entry is None or entry.is_running:
             return
-        self.index.unexpect(sent.load.replica, sent.expected)
-        sent.expected, sent.is_running = (), True
-        sent.load.finish_prompt(sent.num_tokens, now)
-        self.policy.prompt_done(sent.request, sent.load.replica)
+        self.index.unexpect(entry.load.replica, entry.expected)
+        entry.expected, entry.is_running = (), True
+        entry.load.finish_prompt(entry.num_tokens, now)
+        self.policy.prompt_done(entry.request, entry.load.replica)
 
     def finish(self, request_id: str) -> None:
         """Note that the request finished or was given up; ignores unknown requests."""
         self.catch_up()
-        sent = self._sent.pop(request_id, None)
-        if sent is None:
+        entry = self._sent.pop(request_id, None)
+        if entry is None:
             return
-        if sent.is_running:
-            sent.load.running -= 1
+        if entry.is_running:
+            entry.load.running -= 1
         else:
-            self.index.unexpect(sent.load.replica, sent.expected)
-            sent.load.waiting -= 1
-            sent.load.queued_tokens -= sent.num_tokens
-        self.policy.done(sent.request, sent.load.replica)
+            self.index.unexpect(entry.load.replica, entry.expected)
+            entry.load.waiting -= 1
+            entry.load.queued_tokens -= entry.num_tokens
+        self.policy.done(entry.request, entry.load.replica)

@@ -347,7 +347,7 @@ class ModelFacts(NamedTuple):
     max_model_len: int
     num_blocks: int
     kv_cache_bytes: int
-    names: BlockHasher
+    hasher: BlockHasher
     shares: Shares
 
 
@@ -445,7 +445,7 @@ class Frontend:
             adapter=group.adapter.digest if group.adapter is not None else None,
             salt=salt,
             items=group.extras.items if group.extras is not None else (),
-            public=facts.names.public,
+            public=facts.hasher.public,
         )
         sequence.is_stored = params.is_stored
         generator = None

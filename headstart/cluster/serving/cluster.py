@@ -1,12 +1,12 @@
-"""Start of replicas: finds or starts Ray, deploys the engines, and makes an `llm` of them.
+"""Start of replicas: finds or starts Ray, deploys the engines, and builds an `llm` over them.
 
     ReplicaCluster ──ray.init──▶ Ray of RAY_ADDRESS or of this machine, or a separate one
                    ──serve.run──▶ engines, each with its CPUs and GPUs
                    ──facts──────▶ ReplicaFrontend, ReplicaDriver, ReplicatedLLM
 
-A server that finds its application running, which is named by the model and the options, uses it
-as it is: several servers may share replicas, each with a separate index. The application ends with
-the server that deployed it.
+The application's name is derived from the model and the options. A server that finds it running
+uses it unchanged, so several servers may share replicas, each with a separate index. The
+application ends with the server that deployed it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Answer = TypeVar("Answer")
 
 
 class ReplicaCluster:
-    """Replicas of one model, and an `llm` that answers by them. Raises ConfigError or EngineError.
+    """Replicas of one model, and an `llm` that uses them. Raises ConfigError or EngineError.
 
     `options` are the engine's; `drain_seconds`: time for the requests of a replica that stops. To
     the replicas, a server without a heartbeat for `silence` seconds is dead; the value of the
@@ -107,9 +107,11 @@ class ReplicaCluster:
             adapters = ReplicaAdapters(
                 lambda name, path: _call(handle.load_adapter.remote(name, path).result)
             )
-            front = ReplicaFrontend(model, facts, engine, most, adapters, read.tokenizer)
-            driver = ReplicaDriver(handle, front, dispatcher, ray.put)
-            self.llm = ReplicatedLLM(front, driver, dispatcher, read.sampling, read.chat_template)
+            frontend = ReplicaFrontend(model, facts, engine, most, adapters, read.tokenizer)
+            driver = ReplicaDriver(handle, frontend, dispatcher, ray.put)
+            self.llm = ReplicatedLLM(
+                frontend, driver, dispatcher, read.sampling, read.chat_template
+            )
             if self._is_own_ray:  # whose processes are not restarted
                 self._watch_ray(driver)
         except BaseException:
@@ -125,20 +127,20 @@ class ReplicaCluster:
         address = os.environ.get("RAY_ADDRESS")
         _check_address(address)
         cpus = math.ceil(self._share(engine, is_alone=True)[0] * self._config.most)
-        own = {"num_cpus": max(count_cores(), cpus), "include_dashboard": False}
+        local_options = {"num_cpus": max(count_cores(), cpus), "include_dashboard": False}
         try:
-            # Without an address a separate Ray, and none that another program has started here:
-            # Ray itself makes a token, which all its callers must have.
+            # Without an address, start a separate Ray instead of joining one that another program
+            # has started here: Ray creates a token, which all its callers must have.
             ray.init(
                 address or "local",
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                **({} if address else own),
+                **({} if address else local_options),
             )
         except (RayError, ConnectionError, ValueError, RuntimeError) as error:
             reason: object = error
-            if "AuthenticationError" in str(error.__cause__):  # which Ray names nowhere else
-                reason = "it asks for a token; allowed: RAY_AUTH_MODE=token, and the token it has"
+            if "AuthenticationError" in str(error.__cause__):  # the only place where Ray names it
+                reason = "it requires a token; allowed: RAY_AUTH_MODE=token, and its token"
             raise ConfigError(
                 f"RAY_ADDRESS is {address!r}, and Ray cannot be used there: {reason}"
                 if address
@@ -172,13 +174,15 @@ class ReplicaCluster:
             most = count * (1 // each) if kind == "GPU" and each <= 1 else count // each
             if most >= self._config.least:
                 continue
-            place = "this machine" if self._is_own_ray else "the cluster"
-            lack = (
-                f"{self._config.least} replicas need {each:g} {kind}s each; {place} has {count:g}"
+            owner = "this machine" if self._is_own_ray else "the cluster"
+            shortage = (
+                f"{self._config.least} replicas need {each:g} {kind}s each; {owner} has {count:g}"
             )
             if self._is_own_ray:
-                raise ConfigError(f"{lack}; allowed: fewer replicas, or a smaller --replica-gpus")
-            _LOG.warning("%s: the server waits until there are more", lack)
+                raise ConfigError(
+                    f"{shortage}; allowed: fewer replicas, or a smaller --replica-gpus"
+                )
+            _LOG.warning("%s: the server waits until there are more", shortage)
 
     def _log_waiting(self, is_over: threading.Event) -> None:
         """Log the reason why replicas do not start, which Ray Serve reports after 30 s."""
@@ -188,7 +192,7 @@ class ReplicaCluster:
                 message = serve.status().applications[self._name].deployments[_DEPLOYMENT].message
                 if message and message != logged:
                     logged = message
-                    _LOG.warning("the replicas do not all run yet: %s", message)
+                    _LOG.warning("some replicas do not run yet: %s", message)
 
     def _deploy(
         self, model: str, options: Mapping[str, Any], engine: EngineConfig, drain_seconds: float
@@ -233,8 +237,8 @@ class ReplicaCluster:
             app = serve.status().applications.get(self._name)
             message = app.deployments[_DEPLOYMENT].message if app is not None else ""
             # The error of a replica, or Ray's.
-            ours = [line for line in message.splitlines() if "headstart.errors." in line]
-            reason = ours[-1].partition("headstart.errors.")[2] if ours else error
+            lines = [line for line in message.splitlines() if "headstart.errors." in line]
+            reason = lines[-1].partition("headstart.errors.")[2] if lines else error
             raise EngineError(f"the replicas did not start: {reason}") from error
         finally:
             is_over.set()
@@ -252,15 +256,15 @@ class ReplicaCluster:
                 break
             if state not in _STARTING or time.monotonic() >= deadline:
                 raise EngineError(
-                    f"another server deployed the replicas ({self._name}), and they are {state}; "
-                    "allowed: RUNNING. Start this server again when they run or are gone"
+                    f"the replicas that another server deployed ({self._name}) are {state}; "
+                    "allowed: RUNNING, so start this server again when they run or are removed"
                 )
             time.sleep(_START_LOOK)
         states = app.deployments[_DEPLOYMENT].replica_states
         count, least, most = int(states.get("RUNNING", 0)), self._config.least, self._config.most
         if not least <= count <= most:
             _LOG.warning(
-                "%s replicas run, as another server deployed them; this one was asked for %s",
+                "another server deployed %s replicas; this server was configured for %s",
                 count,
                 least if least == most else f"{least} to {most}",
             )
@@ -277,7 +281,7 @@ class ReplicaCluster:
         def lose(reason: str) -> None:
             _LOG.error("%s: no more requests are accepted; restart the server", reason)
             self._is_lost = True
-            driver.break_off(reason)
+            driver.fail_all(reason)
 
         args = (processes, self._is_over, lose)
         threading.Thread(target=watch_ray, args=args, name="headstart-ray", daemon=True).start()
@@ -288,7 +292,7 @@ class ReplicaCluster:
             if self._is_own_app and not self._is_lost:  # replicas save their cached blocks
                 self._delete()
         except HeadstartError as error:
-            _LOG.warning("the replicas may not have saved what they cached: %s", error)
+            _LOG.warning("the replicas may not have saved their cached blocks: %s", error)
         finally:
             if DISPATCHERS.get(self._name) is self._dispatcher:  # and not another server's
                 DISPATCHERS.pop(self._name, None)
@@ -304,7 +308,7 @@ class ReplicaCluster:
             try:
                 check_port(ray.get_runtime_context().gcs_address)
                 if not any(node["Alive"] for node in ray.nodes()):
-                    raise EngineError("no machine of Ray is alive")
+                    raise EngineError("no node of the Ray cluster is alive")
                 serve.delete(self._name)
             except Exception as error:
                 errors.append(read_error(error))
@@ -331,12 +335,12 @@ def _check_address(address: str | None) -> None:
     if "://" in host:
         raise ConfigError(
             f"RAY_ADDRESS is {address!r}; allowed: auto, or host:port of a cluster that this "
-            "machine is part of: Ray's client does not carry streams"
+            "machine is part of, as Ray's client does not support streams"
         )
     if port.isdecimal():
         try:
             check_port(f"{host}:{port}")
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"RAY_ADDRESS is {address!r}, and nobody answers there: {error}"
+                f"RAY_ADDRESS is {address!r}, and nothing listens at that address: {error}"
             ) from error

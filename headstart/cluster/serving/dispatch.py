@@ -83,17 +83,17 @@ class Dispatcher:
             return dict(self._metrics)
 
     def sum_metrics(self) -> list[Metric]:
-        """Return the metrics of all replicas as one's, with the counts of those that are gone."""
+        """Return the sums over all replicas, with the counts of removed replicas."""
         with self._lock:
             metrics = [*self._past, *chain(*self._metrics.values())]
         return add_up(metrics)
 
     def set_replicas(self, names: Collection[str]) -> None:
-        """Set the replicas that run. The blocks of a replica that is gone are forgotten."""
+        """Set the replicas that run. The blocks of a removed replica are forgotten."""
         with self._lock:
-            before = self._numbers.keys()
-            gone, new = before - set(names), [name for name in names if name not in before]
-            for name in gone:
+            old = self._numbers.keys()
+            removed, new = old - set(names), [name for name in names if name not in old]
+            for name in removed:
                 number = self._numbers.pop(name)
                 counts = [m for m in self._metrics.pop(name, ()) if not isinstance(m, Gauge)]
                 self._past = add_up([*self._past, *counts])
@@ -103,7 +103,7 @@ class Dispatcher:
             for name in new[: len(self._free)]:
                 self._numbers[name] = number = self._free.pop()
                 self._router.set_alive(number, True)
-        if gone or new:
+        if removed or new:
             self.on_change()
 
     def note_silent(self, replica: str) -> set[str]:
@@ -131,7 +131,7 @@ class Dispatcher:
             self._waiting[request.request_id] = request, Counts()
 
     def choose(self, request_id: str) -> str | None:
-        """Return the replica for a request; None if none answers, or the request is gone.
+        """Return the replica for a request; None if none answers, or the request has ended.
 
         A replica that did not accept it several times is avoided if there is another.
         """
@@ -140,17 +140,17 @@ class Dispatcher:
             if waiting is None or self._numbers.keys() <= self._silent:
                 return None
             self._router.finish(request_id)  # the replica before did not accept it
-            numbers, (request, sent) = self._numbers, waiting
+            numbers, (request, tries) = self._numbers, waiting
             silent = {numbers[name] for name in self._silent}
-            tried = {numbers[name] for name in sent if name in numbers and sent[name] >= _TRIES}
+            tried = {numbers[name] for name in tries if name in numbers and tries[name] >= _TRIES}
             avoid = silent | tried
             if len(avoid) == len(numbers):  # rather a slow replica than a silent one
                 avoid = silent
             number = self._router.route(request, time.monotonic(), avoid)
-            chosen = next(name for name, other in numbers.items() if other == number)
-            sent[chosen] += 1
+            replica = next(name for name, other in numbers.items() if other == number)
+            tries[replica] += 1
         self.on_route()
-        return chosen
+        return replica
 
     def catch_up(self) -> None:
         """Record the blocks that the last request will compute."""

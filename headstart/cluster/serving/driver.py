@@ -1,7 +1,7 @@
-"""Frontend and driver of replicas: make requests in the server's process, and have them answered.
+"""Frontend and driver of replicas: prepare requests in the server's process, and route them.
 
-A replica gets token ids and returns token ids. So the router sees the names of a prompt's blocks,
-and a conversation's earlier turns are stored in one place whichever replica answers.
+A replica receives token ids and returns token ids. So the router sees the hashes of a prompt's
+blocks, and a conversation's earlier turns are stored in one place whichever replica answers.
 
     submitted ──▶ routed ──▶ sent ──first tokens──▶ answered, token by token ──▶ finished
                     ▲          │                        │
@@ -9,12 +9,12 @@ and a conversation's earlier turns are stored in one place whichever replica ans
                       another one computes it again     ▼ client may have seen tokens
 
 A replica is lost when it died, or when it missed two heartbeats (`heartbeat.py`). A request that
-wants its tokens only at the end has shown none before, so it is always computed again. It ends when
-`MAX_LOST` replicas died under it.
+returns its tokens only at the end has shown none before, so it is always computed again. It fails
+when `MAX_LOST` replicas died while they computed it.
 
 One thread with its own event loop does everything, Ray Serve's calls included. A request's last
-update is sent when its task ends, however it ends: a task that is cancelled before it starts runs
-no line of its own.
+update is sent by the task's done callback, since a task that is cancelled before it starts runs no
+code.
 """
 
 from __future__ import annotations
@@ -38,7 +38,13 @@ from headstart.cluster.index import PromptKeys
 from headstart.cluster.router import RouteRequest
 from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.cluster.serving.heartbeat import Feeds, cancel, send_heartbeats
-from headstart.cluster.serving.messages import AnswerRequest, Part, RequestKey, has_died, read_error
+from headstart.cluster.serving.messages import (
+    AnswerRequest,
+    RequestDelta,
+    RequestKey,
+    has_died,
+    read_error,
+)
 from headstart.engine.adapter_names import Adapter, AdapterNames, InEngine, adapter_folder
 from headstart.engine.driver import LocalDriver, Receiver, Update
 from headstart.errors import (
@@ -56,7 +62,7 @@ from headstart.validation import check_name
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-    from headstart.cluster.serving.images import FrontImages
+    from headstart.cluster.serving.images import ServerImages
     from headstart.cluster.serving.messages import EngineFacts
     from headstart.engine.config import EngineConfig
     from headstart.engine.image_cache import SentImages
@@ -77,7 +83,7 @@ class ReplicaAdapters(AdapterNames):
     """
 
     def __init__(self, read: Callable[[str, Path], Adapter]) -> None:
-        """`read` has a replica read an adapter of a name, in a folder."""
+        """`read` has a replica read the adapter of this name in this folder."""
         super().__init__()
         self._read = read
         self._changing = threading.Lock()  # an engine changes its names in one thread
@@ -101,35 +107,35 @@ class ReplicaAdapters(AdapterNames):
 
 
 class ReplicaFrontend(Frontend):
-    """Makes requests for replicas of one model."""
+    """`Frontend` of the replicas of one model."""
 
-    images: FrontImages | None
+    images: ServerImages | None
 
     def __init__(
         self,
         model: str | Path,
         facts: EngineFacts,
         config: EngineConfig,
-        most: int,
+        max_replicas: int,
         adapters: ReplicaAdapters,
         tokenizer_folder: str | Path | None = None,
     ) -> None:
-        """`config` is a replica's; at `most` this many run. Raises ModelError.
+        """`config` is a replica's; at most `max_replicas` run. Raises ModelError.
 
         tokenizer_folder: None for the model's own tokenizer.
         """
-        config = replace(config, max_num_seqs=config.max_num_seqs * most)
+        config = replace(config, max_num_seqs=config.max_num_seqs * max_replicas)
         tokenizer = load_tokenizer(tokenizer_folder or model)
-        images: FrontImages | None = None
+        images: ServerImages | None = None
         if facts.vision is not None:  # image processors take long to import
             module = load_module("headstart.cluster.serving.images")
-            images = module.FrontImages(model, facts.vision, tokenizer, config)
+            images = module.ServerImages(model, facts.vision, tokenizer, config)
         model_facts = ModelFacts(
             facts.vocab_size,
             facts.eos_token_ids,
             facts.max_model_len,
-            facts.num_blocks * most,
-            facts.kv_cache_bytes * most,
+            facts.num_blocks * max_replicas,
+            facts.kv_cache_bytes * max_replicas,
             BlockHasher(facts.block_size, facts.model_name),
             Shares(),
         )
@@ -141,9 +147,9 @@ class ReplicaFrontend(Frontend):
         if self.why_closed is not None:
             raise EngineError(self.why_closed)
 
-    def close(self, why: str = CLOSED) -> None:
-        """Make no more requests; the first of several reasons counts."""
-        self.why_closed = self.why_closed or why
+    def close(self, reason: str = CLOSED) -> None:
+        """Accept no more requests; the first of several reasons counts."""
+        self.why_closed = self.why_closed or reason
 
 
 MAX_LOST = 3
@@ -206,7 +212,7 @@ class _Attempt:
     running: _Running
     sent: float
     is_begun: bool = False
-    parts: list[Part] = field(default_factory=list)
+    parts: list[RequestDelta] = field(default_factory=list)
     is_lost: bool = False
 
     def add_parts(self, *, send: bool) -> None:
@@ -235,7 +241,7 @@ class ReplicaDriver:
     def __init__(
         self,
         handle: DeploymentHandle,
-        front: ReplicaFrontend,
+        frontend: ReplicaFrontend,
         dispatcher: Dispatcher,
         put: Callable[[SentImages], Awaitable[SentImages]],
         clock: Callable[[], float] = time.monotonic,
@@ -246,7 +252,7 @@ class ReplicaDriver:
         """
         self._replicas = handle.options(stream=True)
         self._handle = handle
-        self._front = front
+        self._frontend = frontend
         self._put = put
         self._dispatcher = dispatcher
         self._name = uuid.uuid4().hex  # of this server, for the replicas that it follows
@@ -264,7 +270,7 @@ class ReplicaDriver:
         dispatcher.on_change = lambda: self._soon(self._feeds.match)
         dispatcher.on_route = lambda: self._soon(dispatcher.catch_up)
         self._soon(self._feeds.match)
-        for task in (send_heartbeats(handle, self._name, front.silence), self._feeds.watch()):
+        for task in (send_heartbeats(handle, self._name, frontend.silence), self._feeds.watch()):
             asyncio.run_coroutine_threadsafe(task, self._loop)
 
     # `Driver`
@@ -273,26 +279,26 @@ class ReplicaDriver:
     require_request = staticmethod(LocalDriver.require_request)
 
     def submit(self, group: RequestGroup, receive: Receiver, *, every_step: bool = True) -> None:
-        """Have a prepared request answered; its last update is a finished output or an error.
+        """Send a prepared request; its last update is a finished output or an error.
 
-        Raises EngineError when this is closed.
+        Raises EngineError when this driver is closed.
         """
-        self._front.require_open()
+        self._frontend.require_open()
         running = _Running(group, receive, every_step)
         self._order(lambda: self._start(running))
-        if self._front.why_closed is not None:  # meanwhile, and the thread may be gone
+        if self._frontend.why_closed is not None:  # closed meanwhile; the thread may have ended
             self._take_orders()
 
     def cancel(self, groups: Sequence[RequestGroup], *, wait: bool = True) -> None:
-        """Forget those of these requests that are unfinished; returns at once.
+        """Forget the unfinished ones of these requests; return at once.
 
-        Their ids are free for the next requests.
+        Their ids may be used by the next requests.
         """
 
         def forget() -> None:
             for group in groups:
                 running = self._running.get(group.request_id)
-                if running is not None and running.group is group:  # and not another of its id
+                if running is not None and running.group is group:  # not another with its id
                     running.receive = lambda update: None
                     running.cancel()
                     self._release(running)
@@ -312,25 +318,25 @@ class ReplicaDriver:
 
     def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function`: no engine in this process needs a pause between steps."""
-        self._front.require_open()
+        self._frontend.require_open()
         return function()
 
     async def call_async(self, function: Callable[[], Answer]) -> Answer:
         return self.call(function)
 
-    def break_off(self, reason: str) -> None:
+    def fail_all(self, reason: str) -> None:
         """End every request with an EngineError when the replicas are lost, and accept no more."""
-        self._front.close(reason)
+        self._frontend.close(reason)
         asyncio.run_coroutine_threadsafe(self._end_all(), self._loop)
 
     def close(self) -> None:
         """End every request with an EngineError, and every feed. Idempotent."""
-        self._front.close()
+        self._frontend.close()
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-            self._take_orders()  # which refuses requests now
+            self._take_orders()  # now refuses requests
             self._loop.close()
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
@@ -350,7 +356,7 @@ class ReplicaDriver:
                     raise read_error(result) from result
             return [result for result in results if not isinstance(result, Exception)]
 
-        self._front.require_open()
+        self._frontend.require_open()
         calling = asyncio.run_coroutine_threadsafe(call_all(), self._loop)
         while True:
             try:
@@ -363,7 +369,7 @@ class ReplicaDriver:
             raise self._closed_error()
 
     def _closed_error(self) -> EngineError:
-        return EngineError(self._front.why_closed or CLOSED)
+        return EngineError(self._frontend.why_closed or CLOSED)
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.append(order)
@@ -376,7 +382,7 @@ class ReplicaDriver:
     # In the thread
 
     def _take_orders(self) -> None:
-        """Carry out orders; in any thread, refuse requests, once this is closed."""
+        """Carry out orders; once this driver is closed, refuse requests, in any thread."""
         while self._orders:
             try:
                 order = self._orders.popleft()
@@ -386,12 +392,12 @@ class ReplicaDriver:
 
     def _start(self, running: _Running) -> None:
         request_id = running.group.request_id
-        if self._front.why_closed is not None:
+        if self._frontend.why_closed is not None:
             running.send(self._closed_error())
         elif request_id in self._running:
             running.send(RequestError(f"request id {request_id!r} is in use"))
         else:
-            names = chain([request_id], (f"{request_id}+{again}" for again in count(1)))
+            names = chain([request_id], (f"{request_id}+{number}" for number in count(1)))
             running.name = next(name for name in names if name not in self._started)
             self._running[request_id] = self._started[running.name] = running
             running.task = self._loop.create_task(self._answer(running))
@@ -415,14 +421,14 @@ class ReplicaDriver:
             del self._running[running.group.request_id]
 
     async def _answer(self, running: _Running) -> Update:
-        """Have a request answered, by several replicas if they die; return its last update."""
+        """Send a request, to several replicas if they die; return its last update."""
         try:
             request = await self._describe(running)
             route = RouteRequest(
                 running.name,
-                PromptKeys(self._front.facts.names, running.group.requests[0].sequence),
+                PromptKeys(self._frontend.facts.hasher, running.group.requests[0].sequence),
                 len(request.prompt_token_ids),
-                self._front.facts.names.block_size,
+                self._frontend.facts.hasher.block_size,
             )
             self._dispatcher.expect(route)
             for attempt in range(MAX_LOST):
@@ -433,15 +439,16 @@ class ReplicaDriver:
                     reason = read_error(error)
                 if not isinstance(reason, ReplicaLostError):
                     return reason
-                _LOG.warning("a replica was lost under %s: %s", running.name, reason)
+                _LOG.warning("a replica was lost during request %s: %s", running.name, reason)
                 if any(request.last_token_time is not None for request in running.group.requests):
-                    return ReplicaLostError(f"{_LOST}; ask again")  # a client may have seen tokens
-            return ReplicaLostError(f"{MAX_LOST} replicas died under this request")
+                    # A client may have seen tokens.
+                    return ReplicaLostError(f"{_LOST}; send the request again")
+            return ReplicaLostError(f"{MAX_LOST} replicas died while they computed this request")
         except Exception as error:
             return read_error(error)
 
     async def _stream(self, running: _Running, request: AnswerRequest) -> None:
-        """Make one attempt: the first and last tokens come here, others with the reports.
+        """Make an attempt: the first and last tokens arrive here, others with the reports.
 
         Raises the errors of Ray and of the replica.
         """
@@ -453,8 +460,8 @@ class ReplicaDriver:
             async for part in stream:
                 if not attempt.is_begun:
                     self._dispatcher.first_token(running.name)
-                    if self._front.images is not None:
-                        self._front.images.note_encoded(running.group)
+                    if self._frontend.images is not None:
+                        self._frontend.images.note_encoded(running.group)
                 # A report may overtake the first tokens.
                 attempt.parts.insert(len(attempt.parts) if attempt.is_begun else 0, part)
                 attempt.is_begun = True
@@ -467,13 +474,13 @@ class ReplicaDriver:
         except asyncio.CancelledError:
             # No local variable may hold the task, which holds this frame: see `_end`.
             if attempt.is_lost and running.task is not None and running.task.uncancel() == 0:
-                raise ReplicaLostError("it stopped answering") from None
+                raise ReplicaLostError("the replica stopped answering") from None
             raise
         finally:
             del self._attempts[request.key]
             if stream is not None:
                 cancel(stream)
-        raise EngineError("this server was silent for too long: a replica took it for dead")
+        raise EngineError("a replica ended the request, as this server sent no heartbeats")
 
     def _lose(self, replica: str) -> None:
         names = self._dispatcher.note_silent(replica)
@@ -482,9 +489,9 @@ class ReplicaDriver:
                 attempt.is_lost = True
                 attempt.running.cancel()
 
-    def _take_progress(self, key: RequestKey, part: Part) -> None:
+    def _take_progress(self, key: RequestKey, part: RequestDelta) -> None:
         attempt = self._attempts.get(key)
-        if attempt is None:  # it is answered
+        if attempt is None:  # the request has ended
             return
         attempt.parts.append(part)
         if attempt.is_begun:
@@ -494,13 +501,13 @@ class ReplicaDriver:
                 attempt.running.cancel(error)
 
     async def _describe(self, running: _Running) -> AnswerRequest:
-        group, facts, images = running.group, self._front.facts, self._front.images
+        group, facts, images = running.group, self._frontend.facts, self._frontend.images
         salt, sequence = group.namespace.salt, group.requests[0].sequence
         owner = facts.shares.owner(salt)
-        sequence.cut(facts.names.block_size)  # which counts its public blocks
-        sent = None if images is None else images.take(group)
-        # In another thread: a large image takes 0.2 s to copy.
-        images_ref = None if sent is None else await asyncio.to_thread(self._put, sent)
+        sequence.cut(facts.hasher.block_size)  # which counts its public blocks
+        message = None if images is None else images.take(group)
+        # In another thread, since a large image takes long to copy.
+        images_ref = None if message is None else await asyncio.to_thread(self._put, message)
         return AnswerRequest(
             request_id=running.name,
             prompt_token_ids=group.prompt_token_ids,

@@ -4,10 +4,10 @@
     replica   Heartbeats: a server that was silent for too long is dead
     replica   with_heartbeats ──▶ every server that follows it, in its feed of reports
     server    Feeds: a replica that missed two heartbeats gets no requests until its next report
-    server    watch_ray: a process of its own Ray that accepts no connection is dead
+    server    watch_ray: a process of the server's Ray that accepts no connection is dead
 
-Ray does not end the calls of a process that was killed: the replica does that for a dead server.
-Nor does it end those of a replica that hangs: the server moves them to another replica.
+Ray does not end the calls of a process that was killed, so a replica ends the calls of a dead
+server. Ray does not end the calls of a replica that hangs either, so the server moves them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from headstart.cluster.serving.messages import Follow, Part, Report, RequestKey, read_error
+from headstart.cluster.serving.messages import Follow, Report, RequestDelta, RequestKey, read_error
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
@@ -80,7 +80,7 @@ class Heartbeats:
         self._times = dict.fromkeys(self._times, self._clock())
 
     def take_silent(self) -> list[str]:
-        """Return and forget those without a heartbeat for more than `silence` seconds."""
+        """Return and forget the names without a heartbeat for more than `silence` seconds."""
         limit = self._clock() - self.silence
         silent = [name for name, last in self._times.items() if last < limit]
         for name in silent:
@@ -122,7 +122,7 @@ class Feeds:
         replicas: DeploymentHandle,
         dispatcher: Dispatcher,
         follower: str,
-        take_progress: Callable[[RequestKey, Part], None],
+        take_progress: Callable[[RequestKey, RequestDelta], None],
         lose: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -153,7 +153,7 @@ class Feeds:
             return
         running = set(self._dispatcher.replicas)
         for name in sorted(running ^ self._names):
-            state = "runs" if name in running else "is gone"
+            state = "runs" if name in running else "was removed"
             _LOG.info("replica %s %s; running: %d", name, state, len(running))
         for name in running - self._names:
             self._beats.beat(name)
@@ -195,8 +195,8 @@ class Feeds:
             start = loop.time()
             try:
                 await self._read(replica)
-            except Exception as error:  # it broke, or died, which Ray Serve reports
-                _LOG.info("replica %s is not followed: %s", replica, read_error(error))
+            except Exception as error:  # the feed broke, or the replica died
+                _LOG.info("the feed of replica %s ended: %s", replica, read_error(error))
             # A feed that breaks at once would load both sides with snapshots.
             await asyncio.sleep(start + _AGAIN - loop.time())
 

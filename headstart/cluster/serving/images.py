@@ -1,7 +1,7 @@
-"""Image side of the server's process: reads images and places them, and encodes none.
+"""Images in the server's process, which reads and places them; replicas encode them.
 
-It reads, checks and names images as an engine does, so a prompt has the same tokens and its blocks
-the same names as in one engine. A replica gets the pixels and computes the embeddings.
+It reads, checks and identifies images as an engine does, so a prompt has the same tokens and the
+same block hashes as in an engine. A replica gets the pixels and computes the embeddings.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from headstart.engine.request import RequestGroup
 
 
-class FrontImages(ImagePrompts):
-    """Makes prompts with images that replicas encode. For any thread."""
+class ServerImages(ImagePrompts):
+    """Prompts with images that replicas encode. For any thread."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class FrontImages(ImagePrompts):
     def take(self, group: RequestGroup) -> SentImages | None:
         """Move a request's images to a message for a replica, None without any.
 
-        The pixels need not stay in this process, too.
+        The pixels are then no longer held by this process.
         """
         extras, group.extras = group.extras, None
         return send_images(self._fingerprint, extras)

@@ -32,13 +32,13 @@ _LOG = logging.getLogger("headstart.server")
 
 
 class ReplicatedLLM(AsyncLLM):
-    """Answers by replicas. Methods that inspect one engine's pool do not work; see `dispatcher`."""
+    """`AsyncLLM` over replicas. Methods that inspect an engine's pool do not work."""
 
     frontend: ReplicaFrontend
 
     def __init__(
         self,
-        front: ReplicaFrontend,
+        frontend: ReplicaFrontend,
         driver: ReplicaDriver,
         dispatcher: Dispatcher,
         sampling: SamplingParams,
@@ -46,7 +46,7 @@ class ReplicatedLLM(AsyncLLM):
     ) -> None:
         self.dispatcher = dispatcher
         self._replicas = driver
-        self._take(Started(front, ChatRequests(front, chat_template), driver, sampling))
+        self._take(Started(frontend, ChatRequests(frontend, chat_template), driver, sampling))
 
     @property
     def has_engine(self) -> bool:
@@ -61,9 +61,9 @@ class ReplicatedLLM(AsyncLLM):
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """Reset every replica: `AsyncLLM.reset_prefix_cache`; False if a replica refused."""
-        again = check_flag("reset_running_requests", reset_running_requests)
+        running = check_flag("reset_running_requests", reset_running_requests)
         tiers = check_flag("reset_connector", reset_connector)
-        return all(await asyncio.to_thread(self._replicas.call_all, "reset", again, tiers))
+        return all(await asyncio.to_thread(self._replicas.call_all, "reset", running, tiers))
 
     async def unload_adapter(self, name: str) -> None:
         """Remove a name, here and in reachable replicas: `AsyncLLM.unload_adapter`.
@@ -76,7 +76,7 @@ class ReplicatedLLM(AsyncLLM):
         try:
             await asyncio.to_thread(self._replicas.call_all, "unload_adapter", adapter)
         except ReplicaLostError as error:
-            _LOG.info("not every replica has forgotten adapter %r: %s", name, error)
+            _LOG.info("adapter %r could not be unloaded from every replica: %s", name, error)
 
     async def forget_inputs(self) -> None:
         """Forget inputs of the server and of every replica: `AsyncLLM.forget_inputs`."""
@@ -115,12 +115,13 @@ async def explain_prompt(body: CachePromptRequest, request: Request) -> Response
     """Show how much of a prompt each replica has cached, without running it."""
     llm = _llm_of(request)
     prepared = await api.prepare(service_of(request), body, request, begins_reply=True)
-    hasher, count = llm.frontend.facts.names, len(prepared.prompt_token_ids)
+    hasher, count = llm.frontend.facts.hasher, len(prepared.prompt_token_ids)
     keys = PromptKeys(hasher, prepared.requests[0].sequence)
     await asyncio.to_thread(list, keys)  # hashes the whole prompt
-    held = llm.dispatcher.held(RouteRequest(prepared.request_id, keys, count, hasher.block_size))
-    most = max(held.values(), default=0) if prepared.requests[0].reads_cache else 0
-    return JsonResponse({"prompt_tokens": count, "cached_tokens": most, "replicas": held})
+    route = RouteRequest(prepared.request_id, keys, count, hasher.block_size)
+    cached = llm.dispatcher.held(route)
+    most = max(cached.values(), default=0) if prepared.requests[0].reads_cache else 0
+    return JsonResponse({"prompt_tokens": count, "cached_tokens": most, "replicas": cached})
 
 
 @router.get("/advice")

@@ -64,8 +64,8 @@ class EngineFacts(NamedTuple):
 class AnswerRequest:
     """A checked and tokenized request.
 
-    owner: the tenant and its weight, None without one. follower: the server that gets tokens as
-    they come, None if they are wanted only at the end. server: the sender; the request ends when
+    owner: the tenant and its weight, if any. follower: the server that gets tokens as they are
+    computed, None if they are sent only at the end. server: the sender; the request ends when
     the sender is silent for too long. attempt: how often it was sent before. num_public: blocks at
     the prompt's head that all tenants share. adapter: loaded by a replica that has none of this
     name and digest. images: awaited for those of the prompt, None without any; they are in Ray's
@@ -97,7 +97,7 @@ class AnswerRequest:
         return f"{self.request_id}-{self.attempt}" if self.attempt else self.request_id
 
 
-class Head(NamedTuple):
+class PromptResult(NamedTuple):
     """Results of a computed prompt. queued: seconds until the request ran."""
 
     num_cached_tokens: int
@@ -107,7 +107,7 @@ class Head(NamedTuple):
     queued: float | None
 
 
-class AnswerPart(NamedTuple):
+class OutputDelta(NamedTuple):
     """Tokens of one of a request's answers: its number, and the first token's position in it."""
 
     number: int
@@ -127,23 +127,23 @@ class AnswerPart(NamedTuple):
         return tokens
 
 
-class Part(NamedTuple):
+class RequestDelta(NamedTuple):
     """New tokens of a request; only the first part has a `head`.
 
     Parts may overlap, and a part before which tokens are missing can be left out: the last part has
     all tokens but the first part's.
     """
 
-    head: Head | None
-    answers: tuple[AnswerPart, ...]
+    head: PromptResult | None
+    answers: tuple[OutputDelta, ...]
     finished: bool
 
     @classmethod
-    def of(cls, output: RequestOutput, counts: Counter[int], *, is_first: bool) -> Part:
+    def of(cls, output: RequestOutput, counts: Counter[int], *, is_first: bool) -> RequestDelta:
         """Build a part from one delta output, and add its tokens to the counts by answer."""
         head = None
         if is_first:
-            head = Head(
+            head = PromptResult(
                 output.num_cached_tokens,
                 output.loaded_tokens,
                 output.why_missed,
@@ -151,7 +151,7 @@ class Part(NamedTuple):
                 output.metrics.queue,
             )
         answers = tuple(
-            AnswerPart(
+            OutputDelta(
                 answer.index,
                 counts[answer.index],
                 answer.token_ids,
@@ -164,11 +164,11 @@ class Part(NamedTuple):
         return cls(head, answers, output.finished)
 
     @classmethod
-    def joined(cls, parts: Sequence[Part]) -> Part:
+    def joined(cls, parts: Sequence[RequestDelta]) -> RequestDelta:
         """Join consecutive parts to one; copies each token once."""
-        answers: dict[int, AnswerPart] = {}
+        answers: dict[int, OutputDelta] = {}
         for new in (answer for part in parts for answer in part.answers):
-            joined = answers.get(new.number) or AnswerPart(new.number, new.start, [], None, None)
+            joined = answers.get(new.number) or OutputDelta(new.number, new.start, [], None, None)
             joined.token_ids.extend(new.token_ids)
             logprobs = joined.logprobs
             if new.logprobs is not None:
@@ -219,12 +219,12 @@ class Report(NamedTuple):
 
     batch: EventBatch | None = None
     metrics: list[Metric] | None = None
-    progress: Mapping[RequestKey, Part] | None = None
+    progress: Mapping[RequestKey, RequestDelta] | None = None
     process: str | None = None
 
 
 def has_died(error: Exception) -> bool:
-    """Return True for a replica that is gone; an unreachable replica may be back."""
+    """Return True for a replica that died; an unreachable replica may return."""
     return isinstance(error, ActorDiedError)
 
 
@@ -239,8 +239,8 @@ def read_error(error: Exception) -> HeadstartError:
         cause = error.cause
         if isinstance(cause, HeadstartError):
             return cause
-        return EngineError(f"a replica failed: {type(cause).__name__}: {cause}")
+        return EngineError(f"a replica failed with {type(cause).__name__}: {cause}")
     if isinstance(error, HeadstartError):
         return error
     # Ray's own, such as an application that was deleted meanwhile.
-    return EngineError(f"the replicas cannot be asked: {type(error).__name__}: {error}")
+    return EngineError(f"the replicas cannot be called: {type(error).__name__}: {error}")

@@ -10,8 +10,8 @@ follows again, which begins with a snapshot. Tokens wait until there is space.
 Blocks of the store are reported as a separate tier: those that this engine saved or loaded, the
 last `_MOST_STORED` of them. A store reports neither evictions nor what other processes save.
 
-A message through Ray Serve takes about a millisecond of a core at either end. So the tokens of all
-streams go together: a message for each token of each would limit everything.
+A message through Ray Serve is expensive at both ends. So the tokens of all streams are sent
+together, instead of a message for each token of each stream.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from headstart.cluster.serving.messages import (
     AnswerRequest,
     EngineFacts,
     Follow,
-    Part,
     Report,
+    RequestDelta,
     RequestKey,
 )
 from headstart.engine.adapter_names import Adapter
@@ -71,7 +71,7 @@ class CachePublisher:
         self._store_events = EventPublisher(replica=0, epoch=time.time_ns(), tier=DISK)
         self._stored: dict[BlockHash, None] = {}  # last seen last
         self._followers: dict[str, asyncio.Queue[Report | None]] = {}
-        self._progress: dict[str, dict[RequestKey, list[Part]]] = {}  # by follower
+        self._progress: dict[str, dict[RequestKey, list[RequestDelta]]] = {}  # by follower
         self._sending: asyncio.Task[None] | None = None
         self._num_running = 0
         self._is_saving = False  # as of the last look
@@ -114,7 +114,7 @@ class CachePublisher:
             if report is not None and not queue.full():
                 queue.put_nowait(report)
 
-    def add_progress(self, follower: str, key: RequestKey, part: Part) -> None:
+    def add_progress(self, follower: str, key: RequestKey, part: RequestDelta) -> None:
         """Add tokens of a follower's request."""
         self._progress.setdefault(follower, {}).setdefault(key, []).append(part)
         if self._sending is None or self._sending.done():
@@ -128,7 +128,7 @@ class CachePublisher:
                     continue
                 parts = self._progress.pop(follower)
                 if queue is not None:
-                    joined = {key: Part.joined(several) for key, several in parts.items()}
+                    joined = {key: RequestDelta.joined(several) for key, several in parts.items()}
                     queue.put_nowait(Report(progress=joined))
             await asyncio.sleep(_TOGETHER)
 
@@ -167,12 +167,12 @@ class CachePublisher:
 
     # In the engine's thread
 
-    def _read(self, *more: CacheEvent) -> Report:
+    def _read(self, *events: CacheEvent) -> Report:
         manager = self._llm.manager
         assert isinstance(manager, ObservedManager)
         if self._llm.tiers is None:  # which otherwise take them
             manager.take_events()
-        batch = self._events.publish([*manager.take_observed(), *more])
+        batch = self._events.publish([*manager.take_observed(), *events])
         return Report(batch, self._llm.read_metrics())
 
     def _reset(self, running: bool, tiers: bool) -> Report | None:
@@ -202,7 +202,7 @@ class CachePublisher:
         oldest = list(islice(self._stored, max(0, len(self._stored) - _MOST_STORED)))
         for name in oldest:
             del self._stored[name]
-        batch = self._store_events.publish_names(set(names).difference(oldest), oldest)
+        batch = self._store_events.publish_hashes(set(names).difference(oldest), oldest)
         return None if batch is None else Report(batch)
 
     def _forget_stored(self) -> Report:
@@ -248,10 +248,11 @@ class RayGauges:
 
 
 class EngineReplica:
-    """Answers requests of servers, and reports its cache.
+    """An engine that answers requests of servers and reports its cache.
 
-    Ray Serve makes it, checks its health, waits for its requests before it stops it, and replaces
-    it when it died. The new replica has its blocks only from the tiers, if there are any.
+    Ray Serve creates it, checks its health, waits for its requests before it stops it, and
+    replaces it if it dies. The new replica gets cached blocks only from the tiers, if there are
+    any.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], silence: float = SILENCE) -> None:
@@ -273,16 +274,16 @@ class EngineReplica:
             vocab_size=facts.vocab_size,
             eos_token_ids=facts.eos_token_ids,
             max_model_len=facts.max_model_len,
-            block_size=facts.names.block_size,
+            block_size=facts.hasher.block_size,
             num_blocks=facts.num_blocks,
             kv_cache_bytes=facts.kv_cache_bytes,
-            model_name=facts.names.model,
+            model_name=facts.hasher.model,
             silence=self._servers.silence,
             # Reads all weights here, so that the first image does not wait for it.
             vision=await asyncio.to_thread(images.facts) if images is not None else None,
         )
 
-    async def answer(self, request: AnswerRequest) -> AsyncGenerator[Part]:
+    async def answer(self, request: AnswerRequest) -> AsyncGenerator[RequestDelta]:
         """Yield two parts: when the prompt is computed, and all other tokens at the end.
 
         The tokens between are reported to the request's follower meanwhile, together with those of
@@ -291,9 +292,9 @@ class EngineReplica:
         self._servers.beat(request.server)
         params = request.params.clone()
         params.output_kind = RequestOutputKind.DELTA
-        names = self._llm.frontend.facts.names
+        hasher = self._llm.frontend.facts.hasher
         if request.num_public:  # the server has read the operator's files
-            names.publish(request.prompt_token_ids[: request.num_public * names.block_size])
+            hasher.publish(request.prompt_token_ids[: request.num_public * hasher.block_size])
         group = await self._prepare(request, params)
         for answer in group.requests:
             answer.sequence.marks = request.marks
@@ -313,19 +314,19 @@ class EngineReplica:
 
     async def _parts(
         self, outputs: AsyncGenerator[RequestOutput], request: AnswerRequest
-    ) -> AsyncGenerator[Part]:
+    ) -> AsyncGenerator[RequestDelta]:
         counts: Counts[int] = Counts()
-        later: list[Part] = []
+        later: list[RequestDelta] = []
         async for output in outputs:
             is_first = not counts
-            part = Part.of(output, counts, is_first=is_first)
+            part = RequestDelta.of(output, counts, is_first=is_first)
             if is_first:
                 await self._publisher.publish()  # the next request may hit these blocks
                 yield part
                 continue
             later.append(part)
             if part.finished:
-                yield Part.joined(later)
+                yield RequestDelta.joined(later)
             elif request.follower is not None:
                 self._publisher.add_progress(request.follower, request.key, part)
 
@@ -338,7 +339,7 @@ class EngineReplica:
         prompt, images = PreparedPrompt(request.prompt_token_ids), self._llm.frontend.images
         if request.images is not None:
             if images is None:
-                raise EngineError("the prompt has images, and the model in this replica sees none")
+                raise EngineError("the prompt has images, and the replica's model takes only text")
             prompt = await asyncio.to_thread(
                 images.receive, request.prompt_token_ids, await request.images, request.salt
             )
@@ -357,8 +358,8 @@ class EngineReplica:
             group = await prepare(adapter=adapter.name)
         if group.adapter is None or group.adapter.digest != adapter.digest:
             raise DamagedAdapterError(
-                f"the files in {adapter.path} are others than when adapter {adapter.name!r} was "
-                "loaded, or others on another machine; load it again"
+                f"the files in {adapter.path} on a replica's machine differ from the files that "
+                f"adapter {adapter.name!r} was loaded from; load it again"
             )
         return group
 
@@ -402,13 +403,13 @@ class EngineReplica:
         values = await self._llm.call(self._llm.read_metrics)
         for server in self._servers.take_silent():
             self._publisher.drop(server)
-            for group in [group for group, by in self._server_of.items() if by == server]:
+            for group in [group for group, sender in self._server_of.items() if sender == server]:
                 del self._server_of[group]
                 await self._llm.abort(group.request_id)
         try:
             self._gauges.update(values)
         except Exception:  # requests are answered all the same
-            _LOG.warning("the metrics of this replica cannot be passed to Ray", exc_info=True)
+            _LOG.warning("the replica's metrics cannot be passed to Ray", exc_info=True)
 
     def __del__(self) -> None:
         """Save cached blocks to the tiers; called by Ray Serve when nothing runs here any more."""

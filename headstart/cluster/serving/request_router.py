@@ -56,9 +56,9 @@ class PrefixRouter(RequestRouter):
             pending_request.routing_context.should_backoff = True
         call = pending_request.args[0] if pending_request and pending_request.args else None
         if isinstance(call, AnswerRequest) and self._dispatcher is not None:
-            chosen = self._dispatcher.choose(call.request_id)
+            name = self._dispatcher.choose(call.request_id)
         elif isinstance(call, Follow):
-            chosen = call.replica
+            name = call.replica
         else:
             return [candidate_replicas]
-        return [[r for r in candidate_replicas if r.replica_id.unique_id == chosen]]
+        return [[r for r in candidate_replicas if r.replica_id.unique_id == name]]

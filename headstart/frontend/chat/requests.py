@@ -220,17 +220,17 @@ class ChatRequests:
         return takes_parts
 
     def publish(self, prefix: str | Sequence[int]) -> int:
-        """Let requests of all salts share the blocks that lie wholly in a prefix; return how many.
+        """Let requests of all salts share the full blocks of a prefix; return their number.
 
         A text is a beginning of prompts, and of the system's message in chats. Its blocks are
         those whose tokens do not depend on what follows. Raises RequestError for a text that the
         model takes in neither place, and CacheError for a value that is no token.
         """
-        names = self._frontend.facts.names
+        hasher = self._frontend.facts.hasher
         if not isinstance(prefix, Collection):
             raise RequestError(f"prefix is {describe(prefix)}; allowed: a text, or token ids")
         if not isinstance(prefix, str):
-            return names.publish(prefix)
+            return hasher.publish(prefix)
         params = SamplingParams(temperature=0, max_tokens=1)
         pairs = [[self._frontend.prepare(prefix + text, params) for text in _FOLLOWING]]
         with suppress(RequestError):  # no template, or one without a system
@@ -241,7 +241,7 @@ class ChatRequests:
         for first, second in pairs:
             both = zip(first.prompt_token_ids, second.prompt_token_ids, strict=False)
             heads.append([left for left, _ in takewhile(lambda ids: ids[0] == ids[1], both)])
-        return max(names.publish(head) for head in heads)
+        return max(hasher.publish(head) for head in heads)
 
     def remember(self, group: RequestGroup, output: RequestOutput) -> None:
         """Store the ids of a finished request's answers, for later turns of the same namespace."""

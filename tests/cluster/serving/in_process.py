@@ -101,10 +101,10 @@ class Replicas:
         self.handle = LocalHandle(self.replica)
         facts: EngineFacts = pickle.loads(pickle.dumps(asyncio.run(self.replica.facts())))
         config = make_config(read_options(str(folder), given).config)
-        self.front = ReplicaFrontend(folder, facts, config, 1, ReplicaAdapters(_no_adapter))
+        self.frontend = ReplicaFrontend(folder, facts, config, 1, ReplicaAdapters(_no_adapter))
         dispatcher = Dispatcher("expected", 1)
-        driver = ReplicaDriver(self.handle, self.front, dispatcher, Put)  # type: ignore[arg-type]
-        self.llm = ReplicatedLLM(self.front, driver, dispatcher, SamplingParams())
+        driver = ReplicaDriver(self.handle, self.frontend, dispatcher, Put)  # type: ignore[arg-type]
+        self.llm = ReplicatedLLM(self.frontend, driver, dispatcher, SamplingParams())
         dispatcher.set_replicas([REPLICA])
 
     @property

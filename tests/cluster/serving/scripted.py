@@ -14,13 +14,13 @@ from headstart.cluster.serving.dispatch import Dispatcher
 from headstart.cluster.serving.driver import ReplicaAdapters, ReplicaDriver, ReplicaFrontend
 from headstart.cluster.serving.heartbeat import SILENCE
 from headstart.cluster.serving.messages import (
-    AnswerPart,
     AnswerRequest,
     EngineFacts,
     Follow,
-    Head,
-    Part,
+    OutputDelta,
+    PromptResult,
     Report,
+    RequestDelta,
 )
 from headstart.engine.adapter_names import Adapter
 from headstart.engine.config import make_config
@@ -32,14 +32,14 @@ from headstart.frontend.vllm_compat import read_options
 MODEL = "headstart-tiny"
 REPLICA = "one"
 LIMIT = 20.0  # seconds until a test that waits for ever fails
-HEAD = Head(0, {}, None, None, 0.0)
+HEAD = PromptResult(0, {}, None, None, 0.0)
 
 
-def part(start: int, *tokens: int, finished: bool = False) -> Part:
+def part(start: int, *tokens: int, finished: bool = False) -> RequestDelta:
     """Tokens of a request's only answer."""
     reason = "length" if finished else None
-    return Part(
-        HEAD if start == 0 else None, (AnswerPart(0, start, [*tokens], None, reason),), finished
+    return RequestDelta(
+        HEAD if start == 0 else None, (OutputDelta(0, start, [*tokens], None, reason),), finished
     )
 
 
@@ -154,16 +154,16 @@ class Server:
         facts = EngineFacts(512, frozenset({0}), 2048, 16, 64, 1 << 20, "", silence)
         adapters = ReplicaAdapters(self.read_adapter)
         config = make_config(read_options(MODEL, {}).config)
-        self.front = ReplicaFrontend(MODEL, facts, config, 1, adapters)
+        self.frontend = ReplicaFrontend(MODEL, facts, config, 1, adapters)
         self.handle, self.dispatcher = Handle(), Dispatcher("expected", 1)
         handle: Any = self.handle
-        self.driver = ReplicaDriver(handle, self.front, self.dispatcher, Put, clock)
+        self.driver = ReplicaDriver(handle, self.frontend, self.dispatcher, Put, clock)
 
     def request(self, name: str, adapter: str | None = None) -> RequestGroup:
         """A prepared request that wants four tokens."""
         params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
         prompt = {"prompt_token_ids": [5, 6, 7]}
-        return self.front.prepare(prompt, params, request_id=name, adapter=adapter)
+        return self.frontend.prepare(prompt, params, request_id=name, adapter=adapter)
 
     def read_adapter(self, name: str, path: Path) -> Adapter:
         """What a replica tells of an adapter: its digest, here of its folder's name."""
@@ -181,6 +181,6 @@ class Server:
         """The next request that a replica was sent, waited for."""
         return self.handle.asked.get(timeout=LIMIT)
 
-    def report(self, **progress: Part) -> None:
+    def report(self, **progress: RequestDelta) -> None:
         """Have the replica tell tokens of several requests in one message."""
         self.handle.feed.put(Report(progress={(name, 0): one for name, one in progress.items()}))

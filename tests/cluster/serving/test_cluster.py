@@ -126,7 +126,7 @@ def start(monkeypatch: pytest.MonkeyPatch, listening: int) -> Callable[..., Any]
 def test_ray_is_left_when_it_cannot_tell_what_runs(start: Callable[..., Any]) -> None:
     fake = Fake([None])
     fake.status = _raise(ConnectionError("the head is gone"))  # type: ignore[method-assign]
-    with pytest.raises(EngineError, match="the replicas cannot be asked: ConnectionError"):
+    with pytest.raises(EngineError, match="the replicas cannot be called: ConnectionError"):
         start(fake)
     assert fake.shut_down == 1
 
@@ -135,7 +135,7 @@ def test_what_ray_raises_for_the_first_call_is_an_error_of_ours(
     start: Callable[..., Any],
 ) -> None:
     fake = Fake(["RUNNING"])
-    with pytest.raises(EngineError, match="the replicas cannot be asked: ConnectionError"):
+    with pytest.raises(EngineError, match="the replicas cannot be called: ConnectionError"):
         start(fake)
     assert fake.shut_down == 1
 
@@ -144,7 +144,7 @@ def test_what_ray_raises_for_the_first_call_is_an_error_of_ours(
 def test_replicas_of_another_server_that_do_not_come_to_run_are_told(
     state: str, start: Callable[..., Any]
 ) -> None:
-    with pytest.raises(EngineError, match=f"and they are {state}; allowed: RUNNING"):
+    with pytest.raises(EngineError, match=f"are {state}; allowed: RUNNING"):
         start(Fake([state]))
 
 
@@ -240,7 +240,7 @@ def test_replicas_of_a_ray_that_died_are_not_waited_for(
     finally:
         deleted.set()
     assert fake.shut_down == 1
-    why = "Ray did not answer for 0.1 s" if is_alive else "no machine of Ray is alive"
+    why = "Ray did not answer for 0.1 s" if is_alive else "no node of the Ray cluster is alive"
     assert any(why in record.getMessage() for record in logged)
 
 
@@ -315,7 +315,7 @@ def test_what_ray_serve_waits_for_is_told_once(
     with pytest.raises(EngineError, match="ConnectionError"):
         start(fake)
     told = [record.getMessage() for record in logged]
-    assert told.count("the replicas do not all run yet: no CPU is free") == 1
+    assert told.count("some replicas do not run yet: no CPU is free") == 1
 
 
 def test_a_ray_that_asks_for_a_token_is_told(start: Callable[..., Any]) -> None:
@@ -327,7 +327,7 @@ def test_a_ray_that_asks_for_a_token_is_told(start: Callable[..., Any]) -> None:
 
     fake = Fake([None])
     fake.init = init  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match="it asks for a token; allowed: RAY_AUTH_MODE=token"):
+    with pytest.raises(ConfigError, match="it requires a token; allowed: RAY_AUTH_MODE=token"):
         start(fake, address="auto")
 
 

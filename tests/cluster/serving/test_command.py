@@ -67,7 +67,7 @@ def test_what_cannot_be_is_told(given: list[str], text: str) -> None:
 @pytest.mark.parametrize(
     ("address", "text"),
     [
-        ("127.0.0.1:1", "RAY_ADDRESS is '127.0.0.1:1', and nobody answers there"),
+        ("127.0.0.1:1", "RAY_ADDRESS is '127.0.0.1:1', and nothing listens at that address"),
         ("ray://127.0.0.1:10001", "Ray's client does not carry streams"),
     ],
 )

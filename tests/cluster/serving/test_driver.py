@@ -72,7 +72,7 @@ def test_a_request_that_is_submitted_while_the_driver_closes_is_answered(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, request = Told(), server.request("a")
-    monkeypatch.setattr(server.front, "require_open", server.driver.close)
+    monkeypatch.setattr(server.frontend, "require_open", server.driver.close)
     server.driver.submit(request, told)
     assert str(told.next()) == "the engine is closed"
     server.driver.close()
@@ -93,7 +93,7 @@ def test_a_request_that_cannot_be_described_is_answered(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request, told = server.request("a"), Told()
-    monkeypatch.setattr(server.front, "facts", None)
+    monkeypatch.setattr(server.frontend, "facts", None)
     server.driver.submit(request, told)
     assert isinstance(told.next(), EngineError)
 
@@ -217,7 +217,7 @@ def test_a_request_ends_after_so_many_lost_replicas(server: Server) -> None:
         server.stream().put(ReplicaLostError("it died"))
     told = Told()
     server.driver.submit(server.request("a"), told)
-    assert str(told.next()) == f"{MAX_LOST} replicas died under this request"
+    assert str(told.next()) == f"{MAX_LOST} replicas died while they computed this request"
 
 
 def test_a_replica_that_is_back_before_its_feed_has_ended_is_followed(server: Server) -> None:
@@ -263,7 +263,7 @@ def test_the_log_tells_which_replicas_come_and_go(
         log.setLevel(before)
     assert lines == [
         f"replica {REPLICA} runs; running: 1",
-        f"replica {REPLICA} is gone; running: 0",
+        f"replica {REPLICA} was removed; running: 0",
         f"replica {REPLICA} runs; running: 1",
     ]
 
@@ -314,7 +314,7 @@ def test_images_are_given_up_when_a_client(
 ) -> None:
     """At once: the garbage collector, which would find them too, comes by seldom."""
     images = SimpleNamespace(take=lambda group: b"pixels", note_encoded=lambda group: None)
-    monkeypatch.setattr(server.front, "images", images)
+    monkeypatch.setattr(server.frontend, "images", images)
     server.dispatcher.set_replicas([REPLICA])
     stream, told = server.stream().put(part(0, 8)), Told()
     group = server.request("a")

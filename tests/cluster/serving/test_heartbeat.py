@@ -51,7 +51,7 @@ def test_a_request_that_a_replica_ended_for_want_of_signs_of_life_is_answered() 
     server.handle.answers.put(Ended())
     told = Told()
     server.driver.submit(server.request("a"), told)
-    assert str(told.next()) == "this server was silent for too long: a replica took it for dead"
+    assert str(told.next()) == "a replica ended the request, as this server sent no heartbeats"
     server.driver.close()
 
 

@@ -100,10 +100,10 @@ def test_answers_names_and_hits_are_those_of_one_engine(name: str, tmp_path: Pat
     assert cached[0] == 0 and cached[1] >= 16 and cached[4] >= 32, "nothing was hit"
     assert expected[0][0] != expected[2][0], "the image changes nothing"
     for one in prompts:
-        group = replicas.front.prepare(one, GREEDY)
+        group = replicas.frontend.prepare(one, GREEDY)
         own = alone.frontend.prepare(one, GREEDY).requests[0].sequence
         names = alone.engine.manager.block_hashes(own)
-        keys = PromptKeys(replicas.front.facts.names, group.requests[0].sequence)
+        keys = PromptKeys(replicas.frontend.facts.hasher, group.requests[0].sequence)
         assert list(keys) == list(prefix_keys(names)) and len(names) > 0
     alone.close()
     replicas.close()
@@ -191,7 +191,7 @@ def test_a_replica_of_another_model_refuses(
     replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows would be found under the names of others."""
-    monkeypatch.setattr(replicas.front.images, "_fingerprint", b"another")
+    monkeypatch.setattr(replicas.frontend.images, "_fingerprint", b"another")
     with pytest.raises(EngineError, match="another here than in the process"):
         ask(replicas.llm, prompt("@", make_image(1)))
     assert replicas.num_encoded == 0
@@ -202,7 +202,7 @@ def test_a_replica_of_a_model_that_sees_nothing_refuses(
 ) -> None:
     """Its files are others than those of the replica that the server asked."""
     monkeypatch.setattr(llm_of(replicas.replica).frontend, "images", None)
-    with pytest.raises(EngineError, match="the model in this replica sees none"):
+    with pytest.raises(EngineError, match="the replica's model takes only text"):
         ask(replicas.llm, prompt("@", make_image(1)))
 
 

@@ -30,7 +30,7 @@ LORA = LoRARequest("tables", 1, "/adapters/tables")
 @pytest.fixture(scope="module")
 def llm() -> Iterator[ReplicatedLLM]:
     server = Server()
-    made = ReplicatedLLM(server.front, server.driver, server.dispatcher, SamplingParams())
+    made = ReplicatedLLM(server.frontend, server.driver, server.dispatcher, SamplingParams())
     yield made
     made.close()
 
@@ -57,7 +57,7 @@ def test_adapters_have_names_in_the_server_and_are_read_by_replicas(llm: Replica
 def test_a_request_brings_its_adapter_and_has_prefixes_of_its_own() -> None:
     server = Server()
     with closing(server.driver):
-        hills = server.front.adapters.load("hills", "/adapters/hills", server.driver.call)
+        hills = server.frontend.adapters.load("hills", "/adapters/hills", server.driver.call)
         plain, own = server.request("plain"), server.request("own", "hills")
         assert plain.requests[0].sequence.root != own.requests[0].sequence.root
         server.stream().put(part(0, 8, finished=True))
@@ -103,7 +103,7 @@ def test_metrics_of_replicas_are_added_up(llm: ReplicatedLLM, told: list[Metric]
 def test_what_replicas_counted_that_are_gone_stays_counted(told: list[Metric]) -> None:
     """A sum fell when one died, and a monitor took what the others had counted for new."""
     server = Server()
-    made = ReplicatedLLM(server.front, server.driver, server.dispatcher, SamplingParams())
+    made = ReplicatedLLM(server.frontend, server.driver, server.dispatcher, SamplingParams())
 
     def counts() -> list[Metric]:
         found = [one for one in made.read_metrics() if not isinstance(one, Gauge)]
@@ -168,14 +168,14 @@ GREEDY = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
 
 def test_a_replica_is_told_how_much_of_a_prompt_is_public() -> None:
     server = Server()
-    made = ReplicatedLLM(server.front, server.driver, server.dispatcher, GREEDY)
+    made = ReplicatedLLM(server.frontend, server.driver, server.dispatcher, GREEDY)
     server.dispatcher.set_replicas([REPLICA])
     assert made.publish(PREFIX) == 2
     told = []
     for number, (tokens, salt) in enumerate(
         [([*PREFIX, 1, 2], "a"), (PREFIX[:20], "b"), ([9, *PREFIX], "a"), (PREFIX, None)]
     ):
-        group = server.front.prepare(
+        group = server.frontend.prepare(
             {"prompt_token_ids": tokens}, GREEDY, request_id=str(number), salt=salt
         )
         server.stream().put(part(0, 8), part(1, 9, finished=True))
@@ -191,7 +191,7 @@ def test_a_prepared_request_is_answered() -> None:
     server = Server()
     server.dispatcher.set_replicas([REPLICA])
     server.stream().put(part(0, 8), part(1, 9, finished=True))
-    made = ReplicatedLLM(server.front, server.driver, server.dispatcher, SamplingParams())
+    made = ReplicatedLLM(server.frontend, server.driver, server.dispatcher, SamplingParams())
 
     async def ask() -> list[int]:
         request = await made.prepare({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=2))
@@ -210,7 +210,7 @@ async def _get(app: FastAPI, path: str, **headers: str) -> httpx.Response:
 def test_a_server_is_ready_while_a_replica_runs() -> None:
     """A load balancer sent requests to a server whose replicas were all dead: they waited."""
     server = Server()
-    llm = ReplicatedLLM(server.front, server.driver, server.dispatcher, SamplingParams())
+    llm = ReplicatedLLM(server.frontend, server.driver, server.dispatcher, SamplingParams())
     app = create_app(llm, "tiny", cache_api=router)
     for replicas, status in (([], 503), ([REPLICA], 200), ([], 503)):
         server.dispatcher.set_replicas(replicas)

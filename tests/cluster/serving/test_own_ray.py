@@ -75,7 +75,7 @@ def test_requests_end_with_why_the_replicas_are_lost() -> None:
     stream, running, later = server.stream().put(part(0, 8)), Told(), server.request("b")
     server.driver.submit(server.request("a"), running)
     assert running.tokens() == [8]
-    server.driver.break_off("it died")
+    server.driver.fail_all("it died")
     assert str(running.next()) == "it died"
     assert stream.cancelled.wait(LIMIT)
     with pytest.raises(EngineError, match="it died"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headstart import LLM, SamplingParams
-from headstart.cluster.serving.messages import AnswerPart, Part
+from headstart.cluster.serving.messages import OutputDelta, RequestDelta
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import RequestOutputKind
 from headstart.engine.request import RequestGroup
@@ -32,11 +32,11 @@ def deltas(llm: LLM) -> list[RequestOutput]:
     return list(llm.stream(PROMPT, params))
 
 
-def parts_of(deltas: list[RequestOutput]) -> tuple[Part, list[Part], Part]:
+def parts_of(deltas: list[RequestOutput]) -> tuple[RequestDelta, list[RequestDelta], RequestDelta]:
     """As a replica sends them: the first, those between, and the last with all but the first's."""
     told: Counter[int] = Counter()
-    first, *later = [Part.of(one, told, is_first=not at) for at, one in enumerate(deltas)]
-    return first, later[:-1], Part.joined(later)
+    first, *later = [RequestDelta.of(one, told, is_first=not at) for at, one in enumerate(deltas)]
+    return first, later[:-1], RequestDelta.joined(later)
 
 
 def answers(group: RequestGroup) -> list[Any]:
@@ -77,8 +77,11 @@ class _Copied(list[int]):
 
 def test_a_long_answer_s_parts_are_joined_in_one_pass() -> None:
     """Each part copied all tokens before it: 30,000 of them took seconds of the replica's loop."""
-    parts = [Part(None, (AnswerPart(0, at, _Copied([at]), None, None),), False) for at in range(99)]
-    [answer] = Part.joined(parts).answers
+    parts = [
+        RequestDelta(None, (OutputDelta(0, at, _Copied([at]), None, None),), False)
+        for at in range(99)
+    ]
+    [answer] = RequestDelta.joined(parts).answers
     assert answer.token_ids == [*range(99)]
     assert [one.answers[0].token_ids for one in parts] == [[at] for at in range(99)]
     assert _Copied.count <= 2 * 99

@@ -54,7 +54,7 @@ def test_metrics_that_cannot_be_told_do_not_make_a_replica_ill(
 ) -> None:
     monkeypatch.setattr(replica, "_gauges", _BrokenGauges())
     asyncio.run(replica.check_health())
-    told = "the metrics of this replica cannot be passed to Ray"
+    told = "the replica's metrics cannot be passed to Ray"
     assert any(told in record.getMessage() for record in logged)
 
 
@@ -120,7 +120,7 @@ def test_two_adapters_of_one_name_answer_their_own_requests(
         told = await asyncio.gather(*map(ask, range(6)))
         assert told[::2] == [told[0]] * 3 and told[1::2] == [told[1]] * 3
         other_files = replace(adapters[0], digest="another")
-        with pytest.raises(DamagedAdapterError, match=f"{folders[0]} are others .*'x'"):
+        with pytest.raises(DamagedAdapterError, match=f"{folders[0]} .* differ .*'x'"):
             await anext(made.answer(replace(ASKED, request_id="d", adapter=other_files)))
         [named] = llm.engine.adapters.named
         other = next(one for one in adapters if one != named)

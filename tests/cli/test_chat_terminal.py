@@ -10,6 +10,7 @@ import stat
 import termios
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -28,6 +29,8 @@ UP, LEFT = "\x1b[A", "\x1b[D"
 class Terminal:
     """A chat in a terminal of some columns; its data folder is `home`."""
 
+    started: ClassVar[list["Terminal"]] = []
+
     def __init__(self, home: Path, *arguments: str, columns: int = 100) -> None:
         ours, theirs = os.openpty()
         termios.tcsetwinsize(theirs, (40, columns))
@@ -39,6 +42,7 @@ class Terminal:
             TERM="xterm-256color",
         )
         self.child = fdpexpect.fdspawn(ours, encoding="utf-8", timeout=120)
+        self.started.append(self)
         try:
             self.wait(READY)
         finally:
@@ -75,17 +79,10 @@ def number(text: str) -> int:
 
 
 @pytest.fixture(autouse=True)
-def no_child_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    children: list[Terminal] = []
-    begin = Terminal.__init__
-
-    def note(terminal: Terminal, *arguments: object, **options: object) -> None:
-        children.append(terminal)
-        begin(terminal, *arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Terminal, "__init__", note)
+def no_child_is_left() -> Iterator[None]:
     yield
-    for terminal in children:
+    while Terminal.started:
+        terminal = Terminal.started.pop()
         terminal.process.kill()
         terminal.process.join()
         terminal.child.close()

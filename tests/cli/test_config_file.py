@@ -9,7 +9,7 @@ from headstart.frontend.vllm_compat import read_config
 from headstart.server.options import ServerOptions
 from headstart.validation import describe
 from tests.cli.test_main import call
-from tests.cli.test_serve_flags import Served
+from tests.cli.test_serve_flags import Served, put_adapter
 
 
 @pytest.fixture(autouse=True)
@@ -159,12 +159,14 @@ THEIRS = (
 @pytest.mark.parametrize("text", [FILE, OURS])
 @pytest.mark.parametrize("typed", [TYPED, THEIRS])
 def test_what_is_typed_goes_before_a_file_by_whichever_name(
-    served: Served, tmp_path: Path, text: str, typed: str, monkeypatch: pytest.MonkeyPatch
+    served: Served, tmp_path: Path, text: str, typed: str
 ) -> None:
-    monkeypatch.setenv("HEADSTART_MAX_IMAGES", "9")
-    monkeypatch.setenv("HEADSTART_NUM_BLOCKS", "9")
-    monkeypatch.setenv("HEADSTART_DRAIN_SECONDS", "99")
-    served.read(f"{typed} {save(tmp_path, text)}")
+    served.read(
+        f"{typed} {save(tmp_path, text)}",
+        HEADSTART_MAX_IMAGES="9",
+        HEADSTART_NUM_BLOCKS="9",
+        HEADSTART_DRAIN_SECONDS="99",
+    )
     assert served.options == ServerOptions(
         drain_seconds=9, tls_key="K", tls_cert="C", log_format="json", cors_origin="x",
         model_alias=("b",)
@@ -174,13 +176,12 @@ def test_what_is_typed_goes_before_a_file_by_whichever_name(
     }  # fmt: skip
 
 
-def test_adapters_that_are_typed_go_before_others(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headstart.models.lora_files.read_settings", lambda folder, rank: None)
-    monkeypatch.setenv("HEADSTART_ADAPTER", "e=/e")
-    for typed in ("--adapter a=/a", "--lora-modules a=/a"):
-        for text in ("adapter: [b=/b, c=/c]", "lora-modules: [{name: b, path: /b}]"):
-            served.read(f"{typed} {save(tmp_path, text)}")
-            assert served.adapters == {"a": Path("/a")}
-    assert served.read(save(tmp_path, "adapter: [b=/b, c=/c]")).adapters.keys() == {*"bc"}
+def test_adapters_that_are_typed_go_before_others(served: Served, tmp_path: Path) -> None:
+    a, b, c, e = (put_adapter(tmp_path / name) for name in "abce")
+    env = {"HEADSTART_ADAPTER": f"e={e}"}
+    both = f"adapter: [b={b}, c={c}]"
+    for typed in (f"--adapter a={a}", f"--lora-modules a={a}"):
+        for text in (both, f"lora-modules: [{{name: b, path: {b}}}]"):
+            served.read(f"{typed} {save(tmp_path, text)}", **env)
+            assert served.adapters == {"a": a}
+    assert served.read(save(tmp_path, both), **env).adapters.keys() == {*"bc"}

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from headstart.cli.main import main
 from headstart.cli.options import GroupedCommand, GroupedOption
@@ -53,16 +54,16 @@ def test_help_names_no_variable_that_is_not_the_command_s(words: tuple[str, ...]
 
 
 @pytest.mark.parametrize(("name", "option"), FLAGS, ids=lambda one: getattr(one, "flag", one))
-def test_every_flag_has_the_variable_of_its_name(
-    name: str, option: GroupedOption, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_flag_has_the_variable_of_its_name(name: str, option: GroupedOption) -> None:
     """--wav was HEADSTART_WAV_FOLDER, and --router HEADSTART_ROUTERS."""
     variable = "HEADSTART_" + option.flag.lstrip("-").replace("-", "_").upper()
     kind = option.type
     value = str(kind.choices[0]) if isinstance(kind, click.Choice) else "1"
-    monkeypatch.setenv(variable, value)
     given = ["trace"] if name == "replay" else []
-    with main.commands[name].make_context(name, given) as context:
+    with (
+        CliRunner().isolation(env={variable: value}),
+        main.commands[name].make_context(name, given) as context,
+    ):
         assert option.name is not None
         source = context.get_parameter_source(option.name)
     assert source is click.core.ParameterSource.ENVIRONMENT
@@ -83,11 +84,8 @@ def test_a_number_of_any_length_is_told_shortly() -> None:
         ("MODLE", ""),
     ],
 )
-def test_a_slip_in_a_variable_s_name_is_told(
-    variable: str, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slip_in_a_variable_s_name_is_told(variable: str, told: str) -> None:
     """It was passed over in silence, and another model answered."""
-    monkeypatch.setenv(variable, "1")
-    result = call("run", "--file", "/no/such", "hi")
+    result = call("run", "--file", "/no/such", "hi", env={variable: "1"})
     assert result.exit_code == 2 and "cannot read /no/such" in result.stderr
     assert result.stderr.startswith(told or "headstart: cannot read")

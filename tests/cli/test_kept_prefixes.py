@@ -9,11 +9,9 @@ import pytest
 from tests.cli.test_main import SMALL, cached_tokens, call
 
 
-@pytest.fixture(autouse=True)
-def usual_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Store prefixes where they usually are, in a cache folder of this test."""
-    monkeypatch.delenv("HEADSTART_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def usual(folder: Path) -> dict[str, str | None]:
+    """Return an environment that stores prefixes where they usually are, in a user's folder."""
+    return {"HEADSTART_CACHE_DIR": None, "XDG_CACHE_HOME": str(folder)}
 
 
 def test_a_file_is_read_once(demo_model: Path, tmp_path: Path) -> None:
@@ -21,7 +19,8 @@ def test_a_file_is_read_once(demo_model: Path, tmp_path: Path) -> None:
     book.write_text("A prefix that was computed once stays computed. " * 8)
 
     def ask(question: str, *options: str) -> str:
-        return call("run", *SMALL, "--file", str(book), question, *options).stderr
+        arguments = ["--file", str(book), question, *options]
+        return call("run", *SMALL, *arguments, env=usual(tmp_path)).stderr
 
     first = ask("What is it?")
     assert f"prefixes are kept in {kept}: 0 B of 10.7 GB; --cache-dir off keeps none" in first
@@ -42,6 +41,7 @@ def test_where_prefixes_are_kept_is_told_of_a_start_that_succeeds(
     """It was told, and then an error: no prefix was kept anywhere."""
     prompt = ["Who is it?"] if command == "run" else []
     for length, succeeds in (("999999", False), ("64", True)):
-        done = call(command, *SMALL, "--max-model-len", length, *prompt, stdin="/quit\n")
+        flags = ["--max-model-len", length]
+        done = call(command, *SMALL, *flags, *prompt, stdin="/quit\n", env=usual(tmp_path))
         assert ("max_model_len is 999999" in done.stderr) != succeeds
         assert ("prefixes are kept in" in done.stderr) == succeeds

@@ -3,7 +3,7 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from xml.etree import ElementTree
@@ -23,9 +23,12 @@ from tests.engine.tiny_llm import save_smallest
 SMALL = ["--model", "demo", "--num-blocks", "64", "--max-tokens", "8"]
 
 
-def call(*arguments: str, stdin: str = "") -> Result:
-    """Run a command in this process; what it raised beyond its own errors fails the test."""
-    result = CliRunner().invoke(main, arguments, input=stdin)
+def call(*arguments: str, stdin: str = "", env: Mapping[str, str | None] = {}) -> Result:
+    """Run a command in this process; what it raised beyond its own errors fails the test.
+
+    env: changes of the environment; None removes a variable.
+    """
+    result = CliRunner().invoke(main, arguments, input=stdin, env=env)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
@@ -234,8 +237,7 @@ def test_every_engine_option_is_a_flag(command: str) -> None:
         assert f"--{field.name.replace('_', '-')}" in declared or field.name in SAMPLING_FLAGS
 
 
-def test_flags_keep_the_types_of_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HEADSTART_CACHE_DIR")
+def test_flags_keep_the_types_of_their_fields() -> None:
     arguments = [
         "--no-deduplicate",
         "--kv-cache-fraction",
@@ -245,7 +247,10 @@ def test_flags_keep_the_types_of_their_fields(monkeypatch: pytest.MonkeyPatch) -
         "--stop",
         "x",
     ]
-    with main.commands["chat"].make_context("chat", arguments) as context:
+    with (
+        CliRunner().isolation(env={"HEADSTART_CACHE_DIR": None}),
+        main.commands["chat"].make_context("chat", arguments) as context,
+    ):
         options = sort_options(
             {k: v for k, v in context.params.items() if k not in ("model", "plain")}
         )
@@ -255,21 +260,18 @@ def test_flags_keep_the_types_of_their_fields(monkeypatch: pytest.MonkeyPatch) -
     assert options.given == {"stop": ["x"]}
 
 
-def test_a_wrong_value_in_the_environment_is_told_by_its_variable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("HEADSTART_NUM_BLOCKS", "abc")
-    said = call("run", "hi")
+def test_a_wrong_value_in_the_environment_is_told_by_its_variable() -> None:
+    env = {"HEADSTART_NUM_BLOCKS": "abc"}
+    said = call("run", "hi", env=env)
     assert said.exit_code == 2
     assert "invalid value for '--num-blocks' (HEADSTART_NUM_BLOCKS): 'abc'" in said.stderr
     assert said.stderr.count("\n") == 1
-    said = call("run", "--num-blocks", "xyz", "hi")
+    said = call("run", "--num-blocks", "xyz", "hi", env=env)
     assert "'xyz'; allowed: a whole number" in said.stderr
 
 
-def test_flags_stand_in_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEADSTART_BLOCK_SIZE", "3")
-    assert "block_size is 3" in call("run", "x").stderr
+def test_flags_stand_in_the_environment_too() -> None:
+    assert "block_size is 3" in call("run", "x", env={"HEADSTART_BLOCK_SIZE": "3"}).stderr
     assert "HEADSTART_MAX_TOKENS" in call("run", "--help").stdout
 
 

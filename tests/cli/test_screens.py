@@ -11,10 +11,11 @@ from rich.color import Color
 from rich.console import Console
 
 from headstart import SamplingParams
-from headstart.cli import terminal as streams
 from headstart.cli.markdown import MarkdownWriter
 from headstart.cli.pool_picture import COLORS
+from headstart.cli.terminal import note
 from tests.cli.test_main import call
+from tests.cli.test_streams import shown_in_terminal
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.forked import start_headstart
 
@@ -52,23 +53,19 @@ def test_a_reply_is_readable_on_black_and_on_white() -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80])
-def test_metrics_are_broken_between_numbers(
-    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(streams, "columns_of", lambda stream: columns)
+def test_metrics_are_broken_between_numbers(columns: int) -> None:
     text = (
         "[prompt 12,345 tokens, cached 12,000 (97%) · first token 417 ms, then 26.6 ms each · stop]"
     )
-    streams.note(text, " ", in_parts=True)
-    first, second = capsys.readouterr().err.splitlines()
+    said = shown_in_terminal(lambda: note(text, " ", in_parts=True), columns)
+    first, second = said.splitlines()
     assert first.endswith(("·", ",")) and second.startswith(" ") and len(first) <= columns
     assert f"{first}{second}" == text
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["models", "--help"], ["cache", "--help"]])
-def test_commands_are_told_whole(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    said = call(*arguments).stdout
+def test_commands_are_told_whole(arguments: list[str]) -> None:
+    said = call(*arguments, env={"COLUMNS": "60"}).stdout
     assert "..." not in said.partition("Commands:")[2]
 
 

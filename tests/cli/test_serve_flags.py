@@ -27,7 +27,6 @@ class Served:
     """What a command line asks for, with nothing loaded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("HEADSTART_CACHE_DIR", raising=False)
         monkeypatch.setattr("headstart.cli.main.run_server", self._take)
         self.model = ""
         self.engine: Mapping[str, Any] = {}
@@ -39,9 +38,9 @@ class Served:
     ) -> None:
         self.model, self.engine, self.options, self.adapters = model, engine, options, more[1]
 
-    def read(self, line: str) -> "Served":
-        """The command line after `headstart serve`."""
-        result = call("serve", *shlex.split(line))
+    def read(self, line: str, **env: str) -> "Served":
+        """The command line after `headstart serve`, with these variables of the environment."""
+        result = call("serve", *shlex.split(line), env={"HEADSTART_CACHE_DIR": None, **env})
         assert result.exit_code == 0, result.stderr
         return self
 
@@ -130,25 +129,34 @@ def test_the_front_end_s_flags(served: Served, line: str, changed: dict[str, obj
     assert served.options == ServerOptions(**changed)  # type: ignore[arg-type]
 
 
-def test_adapters_as_vllm_writes_them(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.models.lora_files.read_settings", lambda folder, rank: None)
-    served.read('--lora-modules a=/x \'{"name": "b", "path": "/y=z", "base_model_name": "c"}\'')
-    assert served.adapters == {"a": Path("/x"), "b": Path("/y=z")}
-    assert served.read("--lora-modules a=/x --adapter b=/y --enable-lora").adapters.keys() == {
+def put_adapter(folder: Path) -> Path:
+    """Write the configuration of an adapter, which is all that is read before the model."""
+    folder.mkdir()
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_adapters_as_vllm_writes_them(served: Served, tmp_path: Path) -> None:
+    x, y = put_adapter(tmp_path / "x"), put_adapter(tmp_path / "y=z")
+    module = json.dumps({"name": "b", "path": str(y), "base_model_name": "c"})
+    served.read(f"--lora-modules a={x} '{module}'")
+    assert served.adapters == {"a": x, "b": y}
+    assert served.read(f"--lora-modules a={x} --adapter b={y} --enable-lora").adapters.keys() == {
         *"ab"
     }
 
 
-def test_the_environment_goes_behind_the_command_line(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HEADSTART_MAX_MODEL_LEN", "2k")
-    monkeypatch.setenv("HEADSTART_API_KEY", "one two")
-    monkeypatch.setenv("HEADSTART_MODEL", "of/environment")
-    assert served.read("").engine == {"max_model_len": 2000}
+def test_the_environment_goes_behind_the_command_line(served: Served) -> None:
+    env = {
+        "HEADSTART_MAX_MODEL_LEN": "2k",
+        "HEADSTART_API_KEY": "one two",
+        "HEADSTART_MODEL": "of/environment",
+    }
+    assert served.read("", **env).engine == {"max_model_len": 2000}
     assert served.options.api_key == ("one", "two")
     assert served.model == "of/environment"
-    assert served.read("a --max-model-len 3k").engine == {"max_model_len": 3000}
+    assert served.read("a --max-model-len 3k", **env).engine == {"max_model_len": 3000}
     assert served.model == "a"
 
 

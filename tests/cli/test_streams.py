@@ -11,7 +11,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -87,28 +87,36 @@ def test_an_argument_is_what_was_typed() -> None:
         as_typed("\ud800")
 
 
+@pytest.fixture
+def other_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the variable of the terminal in which the shell began."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.mark.usefixtures("other_terminal")
 @pytest.mark.parametrize("columns", [40, 60, 80, 120])
 @pytest.mark.parametrize("write", [note, show_error])
 def test_lines_for_a_terminal_are_broken_between_words(
-    columns: int, write: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    columns: int, write: Callable[[str], None]
 ) -> None:
     """Errors were as long as they are, and the terminal cut them inside words."""
     text = (
         "the document has 123,456 tokens; the context holds 8,192, which --max-model-len raises; "
         "/a/path/that/is/longer/than/forty/columns/and/is-copied.md stays whole"
     )
-    said = shown_in_terminal(lambda: write(text), columns, monkeypatch)
+    said = shown_in_terminal(lambda: write(text), columns)
     lines = said.rstrip("\r\n").split("\r\n")
     assert " ".join(lines).removeprefix("headstart: ") == text
     assert all(len(line) <= columns or " " not in line for line in lines)
     assert len(lines) > 1
 
 
-def test_commands_for_a_server_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("other_terminal")
+def test_commands_for_a_server_can_be_pasted() -> None:
     """Lines below 135 columns were broken within the quotes, and the key had an unknown name."""
     with closing(socket.create_server(("127.0.0.1", 0))) as at:
         address = Address(at, ServerOptions(), "a/model", with_key=True)
-        said = shown_in_terminal(address.show, 40, monkeypatch)
+        said = shown_in_terminal(address.show, 40)
     command, client, *_ = said.strip().replace("\r\n", "\n").split("\n\n")
     *_, header, _, body = shlex.split(command.replace("\\\n", ""))
     assert header == "Authorization: Bearer $HEADSTART_API_KEY"
@@ -117,27 +125,21 @@ def test_commands_for_a_server_can_be_pasted(monkeypatch: pytest.MonkeyPatch) ->
     assert 'environ["HEADSTART_API_KEY"]' in client
 
 
-def test_the_command_for_a_model_that_speaks_asks_for_speech(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_command_for_a_model_that_speaks_asks_for_speech() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as at:
         address = Address(at, ServerOptions(), "a/model", with_key=False, speaks=True)
-        said = shown_in_terminal(address.show, 80, monkeypatch)
+        said = shown_in_terminal(address.show, 80)
     *_, body = shlex.split(said.replace("\r\n", "\n").split("\n\n")[0].replace("\\\n", ""))
     assert json.loads(body)["modalities"] == ["text", "audio"]
 
 
-def shown_in_terminal(
-    write: Callable[[], object], columns: int, monkeypatch: pytest.MonkeyPatch
-) -> str:
+def shown_in_terminal(write: Callable[[], object], columns: int) -> str:
     """What is written to stderr where that is a terminal, without colors."""
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (40, columns))
-    monkeypatch.setenv("COLUMNS", "200")  # of another terminal, in which the shell began
     with os.fdopen(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        write()
-        monkeypatch.undo()
+        with redirect_stderr(terminal):
+            write()
         terminal.flush()
         said = re.sub(r"\x1b\[[0-9;]*m", "", os.read(ours, 10_000).decode())
     os.close(ours)

@@ -1,6 +1,7 @@
 """Tiny models as GGUF files."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +90,16 @@ def write_gguf(
     files: int | None = None,
     pre: str = "default",
     words: tuple[list[str], list[str]] | None = None,
+    methods: Mapping[str, Any] = {},
 ) -> Path:
     """The model as llama.cpp converts it, its matrices in one format.
 
     factors: what it divides the frequencies of rotary positions by. files: of how many it is one.
     pre: the split of texts. words: tokens in bytes' letters, behind 3 control tokens, and merges.
+    methods: in place of those of the writer, for a file that no converter writes.
     """
     config = model.config
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = type("Writer", (gguf.GGUFWriter,), {**methods})(file, architecture)
     writer.add_name("tiny")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Phi3Config
+from transformers import Gemma2Config, Phi3Config
 
 from headstart import LLM, SamplingParams, native
 from headstart.errors import HeadstartError, ModelNotFoundError, UnsupportedModelError
@@ -116,9 +116,7 @@ def test_floats_are_kept_as_in_a_checkpoint_of_floats(architecture: str, tmp_pat
             assert torch.equal(found.float(), original.get_submodule(part).weight)
 
 
-def test_floats_beside_blocks_run_with_them_as_one_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_floats_beside_blocks_run_with_them_as_one_call(tmp_path: Path) -> None:
     """An embedding in blocks becomes float32, and so did all floats in bfloat16 beside it."""
     own = gguf.GGUFWriter.add_tensor
 
@@ -129,8 +127,8 @@ def test_floats_beside_blocks_run_with_them_as_one_call(
             data = gguf.quants.quantize(floats, raw_dtype)
         own(self, name, data, raw_dtype=raw_dtype)
 
-    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add)
-    file = write_gguf(tmp_path / "a.gguf", "llama", make_model("llama"), "Q4_0")
+    methods = {"add_tensor": add}
+    file = write_gguf(tmp_path / "a.gguf", "llama", make_model("llama"), "Q4_0", methods=methods)
     model = load_model(file, "float32")
     assert isinstance(model, DenseDecoder)
     if native.avx2_library() is not None:
@@ -323,10 +321,9 @@ def test_a_cache_folder_that_is_damaged_is_made_anew(tmp_path: Path, cache: Path
     assert list(cache.iterdir()) == [folder]
 
 
-def test_caps_are_the_file_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = make_model("gemma2")
-    monkeypatch.setattr(original.config, "attn_logit_softcapping", 2.0)
-    monkeypatch.setattr(original.config, "final_logit_softcapping", 3.0)
+def test_caps_are_the_file_s(tmp_path: Path) -> None:
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    original = make_model("gemma2", Gemma2Config(**BASE, sliding_window=8, **caps))
     file = write_gguf(tmp_path / "tiny.gguf", "gemma2", original, "F32")
     shape = describe_decoder(gguf_folder(file))[0].shape
     assert (shape.softcap, shape.logit_softcap) == (2.0, 3.0)
@@ -377,10 +374,11 @@ def test_phi_3_has_two_sets_of_factors(tmp_path: Path) -> None:
     ],
 )
 def test_relatives_of_a_family_are_refused(
-    architecture: str, add: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, add: Any, said: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gguf.GGUFWriter, "add_head_count_kv", lambda self, _: add(self))
-    file = write_gguf(tmp_path / "a.gguf", architecture, make_model(architecture), "F32")
+    methods = {"add_head_count_kv": lambda self, _: add(self)}
+    model = make_model(architecture)
+    file = write_gguf(tmp_path / "a.gguf", architecture, model, "F32", methods=methods)
     with pytest.raises(UnsupportedModelError, match=said):
         load_model(file)
 
@@ -395,11 +393,7 @@ def test_relatives_of_a_family_are_refused(
     ],
 )
 def test_ends_of_turns_end_a_reply(
-    keys: dict[str, int],
-    texts: dict[int, str],
-    ends: set[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    keys: dict[str, int], texts: dict[int, str], ends: set[int], tmp_path: Path
 ) -> None:
     """Only `eos_token_id` was read, so that a chat went on behind its turn."""
     own = gguf.GGUFWriter.add_token_list
@@ -409,6 +403,6 @@ def test_ends_of_turns_end_a_reply(
         for name, value in keys.items():
             self.add_uint32(f"tokenizer.ggml.{name}", value)
 
-    monkeypatch.setattr(gguf.GGUFWriter, "add_token_list", add)
-    file = write_gguf(tmp_path / "a.gguf", "llama", make_model("llama"), "F32")
+    model, methods = make_model("llama"), {"add_token_list": add}
+    file = write_gguf(tmp_path / "a.gguf", "llama", model, "F32", methods=methods)
     assert load_model(file).eos_token_ids == ends

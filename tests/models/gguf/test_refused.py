@@ -94,12 +94,14 @@ def test_scales_that_are_not_finite_are_refused(kind: str, scale: float, tmp_pat
 UP = "blk.1.ffn_up.weight"
 
 
-def write_with(file: Path, patch: pytest.MonkeyPatch, add: Any) -> Path:
-    """A file for which `add(writer)` is called besides."""
+def write_with(file: Path, add: Any) -> Path:
+    """Write a file for which `add(writer)` is called as well."""
     own = gguf.GGUFWriter.add_vocab_size
-    patch.setattr(gguf.GGUFWriter, "add_vocab_size", lambda self, n: (own(self, n), add(self)))
-    patch.setattr(gguf.GGUFWriter, "add_rope_dimension_count", lambda self, n: None)
-    return write_gguf(file, "llama", make_model("llama"), "F32")
+    methods = {
+        "add_vocab_size": lambda self, n: (own(self, n), add(self)),
+        "add_rope_dimension_count": lambda self, n: None,
+    }
+    return write_gguf(file, "llama", make_model("llama"), "F32", methods=methods)
 
 
 @pytest.mark.parametrize(
@@ -117,12 +119,10 @@ def test_keys_that_change_answers_are_not_left_out(
     value: Any,
     said: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """llama.cpp rotates a part of each head, scales linearly, or hides nothing."""
     file = write_with(
         tmp_path / "tiny.gguf",
-        monkeypatch,
         lambda writer: getattr(writer, method)(f"llama.{key}", value),
     )
     with pytest.raises(UnsupportedModelError, match=said):
@@ -133,21 +133,21 @@ def test_keys_that_change_answers_are_not_left_out(
     ("architecture", "name"), [("gemma3", "block_count"), ("phi3", "rope_dimension_count")]
 )
 def test_numbers_of_what_the_file_does_not_have_are_refused(
-    architecture: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, name: str, tmp_path: Path
 ) -> None:
     """A list was made of so many entries, which took all memory."""
     add = getattr(gguf.GGUFWriter, f"add_{name}")
-    monkeypatch.setattr(gguf.GGUFWriter, f"add_{name}", lambda self, _: add(self, 2**31))
+    methods = {f"add_{name}": lambda self, _: add(self, 2**31)}
     model = make_model(architecture)
-    file = write_gguf(tmp_path / "tiny.gguf", architecture, model, "F32")
+    file = write_gguf(tmp_path / "tiny.gguf", architecture, model, "F32", methods=methods)
     with pytest.raises(DamagedModelError, match=r"count is 2,147,483,648; allowed: 1 to \d+"):
         load_model(file)
 
 
-def test_two_tensors_for_one_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_tensors_for_one_are_refused(tmp_path: Path) -> None:
     """The last one was read."""
     name, zeros = "model.norm.weight", np.zeros(BASE["hidden_size"], np.float32)
-    file = write_with(tmp_path / "a.gguf", monkeypatch, lambda w: w.add_tensor(name, zeros))
+    file = write_with(tmp_path / "a.gguf", lambda w: w.add_tensor(name, zeros))
     with pytest.raises(UnsupportedModelError, match=rf"two tensors for {name}"):
         load_model(file)
 
@@ -189,24 +189,21 @@ def test_a_file_that_is_cut_off_while_it_is_read(tmp_path: Path) -> None:
         ("add_token_merges", r"tokenizer\.ggml\.merges"),
     ],
 )
-def test_a_key_that_is_missing_is_named(
-    method: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_that_is_missing_is_named(method: str, key: str, tmp_path: Path) -> None:
     """transformers took a default (an epsilon of 1e-6), or raised `KeyError: 'scores'`."""
-    monkeypatch.setattr(gguf.GGUFWriter, method, lambda self, *_: None)
-    file = write_gguf(tmp_path / "tiny.gguf", "llama", make_model("llama"), "Q4_0")
+    model, methods = make_model("llama"), {method: lambda self, *_: None}
+    file = write_gguf(tmp_path / "tiny.gguf", "llama", model, "Q4_0", methods=methods)
     with pytest.raises(DamagedModelError, match=rf"its metadata has no {key};"):
         load_model(file)
 
 
-def test_a_tensor_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = gguf.GGUFWriter.add_tensor
-    monkeypatch.setattr(
-        gguf.GGUFWriter,
-        "add_tensor",
-        lambda self, name, *more, **named: None if name == UP else own(self, name, *more, **named),
-    )
-    file = write_gguf(tmp_path / "tiny.gguf", "llama", make_model("llama"), "Q4_0")
+def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
+    def add(self: Any, name: str, *more: Any, **named: Any) -> None:
+        if name != UP:
+            gguf.GGUFWriter.add_tensor(self, name, *more, **named)
+
+    model, methods = make_model("llama"), {"add_tensor": add}
+    file = write_gguf(tmp_path / "tiny.gguf", "llama", model, "Q4_0", methods=methods)
     with pytest.raises(UnsupportedModelError, match=r"it has no .*layers\.1\.mlp\.up_proj\.weight"):
         load_model(file)
 
@@ -247,13 +244,13 @@ def test_what_becomes_of_a_file_is_logged(
         raw_dtype = None if raw_dtype is None else gguf.GGMLQuantizationType[name]
         own(self, tensor, data, raw_dtype=raw_dtype)
 
-    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add)
     lines: list[tuple[int, str]] = []
     monkeypatch.setattr(
         checkpoint._log, "log", lambda level, text, *told: lines.append((level, text % told))
     )
     original = make_model(architecture)
-    file = write_gguf(tmp_path / "a.gguf", architecture, original, "Q4_0")
+    methods = {"add_tensor": add}
+    file = write_gguf(tmp_path / "a.gguf", architecture, original, "Q4_0", methods=methods)
     model = load_model(file, "float32")
     [(level, line)] = lines
     assert level == (logging.WARNING if "again" in said else logging.INFO)

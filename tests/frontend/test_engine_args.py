@@ -6,7 +6,6 @@ import copy
 import inspect
 import json
 import pickle
-import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from headstart.engine.config import EngineConfig, make_config
 from headstart.frontend.vllm_compat import ENGINE, SERVE, Option, read_config, read_options
 from headstart.utils import FlexibleArgumentParser
 from tests.engine.tiny_llm import make_llm, save_smallest
+from tests.forked import run_program
 from tests.house.source import ROOT
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
@@ -39,24 +39,30 @@ def read(*given: str) -> EngineArgs:
     return EngineArgs.from_cli_args(parser.parse_args([*given]))
 
 
-def test_a_program_of_vllm_s_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+PROGRAM = """
+import argparse
+from dataclasses import asdict
+from headstart import LLM, EngineArgs, SamplingParams
+from headstart.utils import FlexibleArgumentParser
+
+parser = FlexibleArgumentParser()
+EngineArgs.add_cli_args(parser)
+parser.set_defaults(dtype="float32")
+parser.add_argument_group("sampling").add_argument("--max-tokens", type=int)
+args = vars(parser.parse_args())
+params = SamplingParams(max_tokens=args.pop("max_tokens"), ignore_eos=True)
+llm = LLM(**asdict(EngineArgs.from_cli_args(argparse.Namespace(**args))))
+[output] = llm.generate([5, 6], params)
+print(llm.engine.max_model_len, llm.engine.config.num_blocks, len(output.outputs[0].token_ids))
+llm.close()
+"""
+
+
+def test_a_program_of_vllm_s_examples(tmp_path: Path) -> None:
     folder = save_smallest(tmp_path)
     given = f"--model {folder} --max_model_len 128 --num-gpu-blocks-override=24 --enforce-eager"
-    monkeypatch.setattr(sys, "argv", ["program.py", *given.split(), "--max-tokens", "3"])
-    parser = FlexibleArgumentParser()
-    EngineArgs.add_cli_args(parser)
-    parser.set_defaults(dtype="float32")
-    parser.add_argument_group("sampling").add_argument("--max-tokens", type=int)
-    args = vars(parser.parse_args())
-    max_tokens = args.pop("max_tokens")
-    engine_args = EngineArgs.from_cli_args(argparse.Namespace(**args))
-    llm = LLM(**asdict(engine_args))
-    try:
-        assert (llm.engine.max_model_len, llm.engine.config.num_blocks) == (128, 24)
-        [output] = llm.generate([5, 6], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-        assert len(output.outputs[0].token_ids) == 3
-    finally:
-        llm.close()
+    done = run_program(PROGRAM, *given.split(), "--max-tokens", "3")
+    assert done.stdout == "128 24 3\n", done.stderr
 
 
 def test_all_that_was_parsed_may_go_to_llm() -> None:

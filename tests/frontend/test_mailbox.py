@@ -5,7 +5,7 @@ import dataclasses
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -34,45 +34,54 @@ def make_box(llm: AsyncLLM, *, paced: bool = False) -> tuple[AsyncMailbox[Any], 
     return AsyncMailbox(llm.driver, paced=paced), group.output()
 
 
-def count_calls(loop: asyncio.AbstractEventLoop, patch: pytest.MonkeyPatch) -> list[object]:
-    calls: list[object] = []
-    wake = loop.call_soon_threadsafe
+class Loop(asyncio.SelectorEventLoop):
+    """A loop that notes the calls of other threads, and the delays of later ones."""
 
-    def counted(function: Callable[..., Any], *args: Any, **options: Any) -> asyncio.Handle:
-        calls.append(function)
-        return wake(function, *args, **options)
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+        self.delays: list[float] = []
+        super().__init__()
 
-    patch.setattr(loop, "call_soon_threadsafe", counted)
-    return calls
+    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:
+        self.calls.append(callback)
+        return super().call_soon_threadsafe(callback, *args, context=context)
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:
+        self.delays.append(delay)
+        return super().call_later(delay, callback, *args, context=context)
 
 
-def test_one_call_wakes_the_loop_for_all_that_came(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def read() -> None:
-        calls = count_calls(asyncio.get_running_loop(), monkeypatch)
+def run(make: Callable[[Loop], Coroutine[Any, Any, None]]) -> None:
+    """Run a coroutine in a `Loop`, which it is passed."""
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, Loop)
+        runner.run(make(loop))
+
+
+def test_one_call_wakes_the_loop_for_all_that_came(llm: AsyncLLM) -> None:
+    async def read(loop: Loop) -> None:
         boxes = [make_box(llm) for _ in range(8)]
+        before = len(loop.calls)
         for box, output in boxes:
             box.receive(output)
             box.receive(output)
-        assert len(calls) == 1
+        assert len(loop.calls) - before == 1
         for box, output in boxes:
             assert [await box.get(), await box.get()] == [output, output]
         await asyncio.sleep(0)  # the call is made
         boxes[0][0].receive(boxes[0][1])
-        assert len(calls) == 2 and await boxes[0][0].get() == boxes[0][1]
+        assert len(loop.calls) - before == 2 and await boxes[0][0].get() == boxes[0][1]
 
-    asyncio.run(read())
+    run(read)
 
 
-def test_paced_updates_come_together_and_wake_nobody(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paced_updates_come_together_and_wake_nobody(llm: AsyncLLM) -> None:
     """The first and the last come at once; the loop looks for what is between by itself."""
 
-    async def read() -> None:
-        calls = count_calls(asyncio.get_running_loop(), monkeypatch)
+    async def read(loop: Loop) -> None:
         box, output = make_box(llm, paced=True)
+        before = len(loop.calls)
         first, second, third, last = (
             dataclasses.replace(output, num_cached_tokens=at, finished=at == 3) for at in range(4)
         )
@@ -80,15 +89,15 @@ def test_paced_updates_come_together_and_wake_nobody(
         assert await box.get() is first
         box.receive(second)
         box.receive(third)
-        assert len(calls) == 1
+        assert len(loop.calls) - before == 1
         assert await box.get() is third
         await asyncio.sleep(0)
         box.receive(second)
         box.receive(last)
-        assert len(calls) == 2
+        assert len(loop.calls) - before == 2
         assert await box.get() is last
 
-    asyncio.run(read())
+    run(read)
 
 
 def test_a_reader_behind_a_busy_loop_gets_the_newest(llm: AsyncLLM) -> None:
@@ -292,24 +301,15 @@ def test_a_stream_that_ended_does_not_fail(llm: AsyncLLM) -> None:
 
 @pytest.mark.parametrize(("readers", "pause"), [(1, 0.005), (8, 0.016), (40, 0.064)])
 def test_many_readers_are_told_less_often_up_to_a_bound(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, readers: int, pause: float
+    llm: AsyncLLM, readers: int, pause: float
 ) -> None:
-    async def read() -> None:
-        loop = asyncio.get_running_loop()
-        delays: list[float] = []
-        call_later = loop.call_later
-
-        def kept(delay: float, function: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
-            delays.append(delay)
-            return call_later(delay, function, *args)
-
+    async def read(loop: Loop) -> None:
         boxes = [make_box(llm, paced=True) for _ in range(readers)]
-        monkeypatch.setattr(loop, "call_later", kept)
         for box, output in boxes:
             box.receive(output)
         for box, output in boxes:
             assert await box.get() is output
         await asyncio.sleep(0)
-        assert pause in delays
+        assert pause in loop.delays
 
-    asyncio.run(read())
+    run(read)

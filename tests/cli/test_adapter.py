@@ -1,12 +1,15 @@
 """`--adapter` of `headstart run` and `chat`: an adapter that PEFT made answers."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from headstart import LLM, SamplingParams
 from tests.cli.test_chat_terminal import READY, Terminal, no_child_is_left
 from tests.cli.test_main import call
+from tests.small_demos import ASSETS
 from tests.tiny_adapters import make_adapter
 
 __all__ = ["no_child_is_left"]
@@ -81,21 +84,25 @@ def test_serve_tells_what_is_wrong_before_the_model(
     assert said in " ".join(result.stderr.split())
 
 
-@pytest.mark.parametrize("command", ["run", "chat"])
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Copy the built-in model with weights of integers, which cannot be loaded."""
+    folder = tmp_path_factory.mktemp("broken") / "model"
+    shutil.copytree(ASSETS, folder)
+    tensors = load_file(folder / "model.safetensors")
+    integers = {name: tensor.int() for name, tensor in tensors.items()}
+    save_file(integers, folder / "model.safetensors", {"format": "pt"})
+    assert "is for another model" not in call("run", "Hi", "--model", str(folder)).stderr
+    return str(folder)
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "serve"])
 def test_an_adapter_for_another_model_is_told_before_the_weights(
-    command: str, adapter: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, adapter: Path, broken: str
 ) -> None:
-    monkeypatch.setattr("headstart.cli.main.announce_and_open", None)
-    result = call(command, *(["Hi"] if command == "run" else []), "--adapter", str(adapter))
-    assert result.exit_code == 2
-    assert "is for another model: its matrices of" in " ".join(result.stderr.split())
-
-
-def test_serve_tells_of_an_adapter_for_another_model_before_the_weights(
-    adapter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headstart.frontend.async_llm.AsyncLLM", None)
-    result = call("serve", "--port", "0", "--adapter", f"sea={adapter}")
+    more = {"run": ["Hi"], "serve": ["--port", "0"]}.get(command, [])
+    path = f"sea={adapter}" if command == "serve" else str(adapter)
+    result = call(command, *more, "--model", broken, "--adapter", path)
     assert result.exit_code == 2
     assert "is for another model: its matrices of" in " ".join(result.stderr.split())
 

@@ -70,6 +70,7 @@ CASES: list[tuple[str, str, list[Part]]] = [
         [content("Let me see."), *G],
     ),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', call(0, "f", "{}")),
+    ("hermes", '<tool_call>{"name": "f"}\nSo', [*NO_ARGUMENTS, content("\nSo")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": null}', call(0, "f", "{}")),
     ("hermes", '<tool_call>{"name": "f", "arguments": }</tool_call>', NO_ARGUMENTS),
     ("hermes", '<tool_call>{"arguments": , "name": "f"}</tool_call>', NO_ARGUMENTS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,6 +13,8 @@ import httpx
 import pytest
 
 from headstart.cache import PathSegment
+from headstart.server.cache.api import MAX_WATCHERS
+from headstart.server.cache.live import CACHED, EMPTY
 from tests.engine.internals import remembered_chats
 from tests.server.running import Running, running
 from tests.server.templates import png_of
@@ -42,24 +45,36 @@ def cached(answer: dict[str, Any]) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_watchers_are_bounded(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """600 that did not read kept 130 MB."""
-    monkeypatch.setattr("headstart.server.cache.api.MAX_WATCHERS", 2)
+def test_cells_show_the_prefix_of_each_block(client: httpx.Client) -> None:
+    ask(client, PEOPLE)
+    with client.stream("GET", "/cache/live") as answer:
+        line = next(line for line in answer.iter_lines() if line.startswith("data: "))
+    look = json.loads(line.removeprefix("data: "))
+    [prefix] = look["prefixes"]
+    cells = [cell for count, *cell in look["cells"]["runs"] for _ in range(count)]
+    assert look["cells"]["blocks_per_cell"] == 1 and len(cells) == 128
+    assert cells.count([CACHED, prefix["id"]]) == prefix["blocks"] == look["pool"]["cached"] > 10
+    assert cells.count([EMPTY, -1]) == 128 - prefix["blocks"]
 
+
+def test_watchers_are_bounded(server: Running) -> None:
+    """600 that did not read kept 130 MB."""
     events: list[Iterator[bytes]] = []
 
     def watch(others: ExitStack) -> int:
-        answer = others.enter_context(client.stream("GET", "/cache/live"))
+        answer = others.enter_context(client.stream("GET", f"{server.url}/cache/live"))
         if answer.status_code == 200:
             events.append(answer.iter_bytes())  # without it the stream would be closed
             next(events[-1])
         return answer.status_code
 
-    with ExitStack() as opened:
-        assert [watch(opened) for _ in range(3)] == [200, 200, 429]
-    with ExitStack() as opened:
-        while watch(opened) == 429:  # until the server sees that the others are gone
-            pass
+    with httpx.Client(limits=httpx.Limits(max_connections=None), timeout=60) as client:
+        with ExitStack() as opened:
+            assert {watch(opened) for _ in range(MAX_WATCHERS)} == {200}
+            assert watch(opened) == 429
+        with ExitStack() as opened:
+            while watch(opened) == 429:  # until the server sees that the others are gone
+                pass
 
 
 def test_what_is_in_the_pool(client: httpx.Client) -> None:

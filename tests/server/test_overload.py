@@ -162,8 +162,7 @@ def test_a_request_ends_when_its_time_is_over() -> None:
         assert watch.all_free()
 
 
-def test_a_body_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.server.middleware._GRACE", 0.0)
+def test_a_body_that_never_comes_is_not_waited_for() -> None:
     with running(request_timeout=0.2) as server, connect(server) as slow:
         watch = Watch(server)
         send(slow, body(), whole=False)
@@ -171,13 +170,13 @@ def test_a_body_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         assert watch.all_free()
 
 
-def test_what_comes_while_the_server_stops_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_while_the_server_stops_is_refused() -> None:
     """Also what needs no engine, and a request whose body came too late."""
     with running() as server, connect(server) as slow:
         watch = Watch(server)
         send(slow, body(), whole=False)
         assert watch.until(1)
-        monkeypatch.setattr(server.service, "is_draining", True)
+        server.service.is_draining = True
         refused = httpx.post(f"{server.url}/tokenize", json={"prompt": "a"}, timeout=SECONDS)
         assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
         slow.sendall(body()[5:])

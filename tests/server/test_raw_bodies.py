@@ -304,12 +304,6 @@ def test_a_model_that_is_not_there(server: Running, name: str) -> None:
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
 
 
-def test_every_name_of_the_model_is_told(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.service, "names", ("tiny", "other"))
-    answer = httpx.post(server.url + CHAT, content=body(model="gpt"), headers=JSON)
-    assert answer.json()["error"]["message"].endswith("there are 'tiny', 'other'")
-
-
 def test_another_method(server: Running) -> None:
     answer = httpx.get(server.url + CHAT)
     assert answer.status_code == 405 and answer.headers["allow"] == "POST"

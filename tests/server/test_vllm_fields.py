@@ -251,6 +251,8 @@ def test_documents_are_for_the_template_and_a_model_may_have_further_names() -> 
             f"{server.url}/detokenize", json={"tokens": told.json()["prompt_token_ids"]}
         )
         assert spelled.json()["prompt"] == "Ben is 45. How old is Ben?"
+        refused = post(server, "chat/completions", **body | {"model": "gpt"}).json()
+        assert refused["error"]["message"].endswith("there are 'tiny', 'other'")
 
 
 TOLD = "{% for one in messages if one.role == 'narrator' %}<{{ one.content }}>{% endfor %}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import queue
@@ -12,9 +11,9 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from headstart.server import service
 from headstart.server.monitoring.logs import set_up_logs
-from tests.server.running import Running
+from headstart.server.options import MOST_LOGGED
+from tests.server.running import Running, running
 
 SECRET = "The treasure lies below the third oak"
 
@@ -55,6 +54,13 @@ def written() -> Iterator[Callable[[str], Written]]:
     for log, handlers, level, propagate in before:
         log.handlers[:], log.propagate = handlers, propagate
         log.setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def telling() -> Iterator[Running]:
+    """Serve with prompts and answers in the log."""
+    with running(log_texts=True) as server:
+        yield server
 
 
 def ask(server: Running, **more: object) -> httpx.Response:
@@ -99,24 +105,17 @@ def test_a_line_of_json(server: Running, written: Callable[[str], Written], stre
 @pytest.mark.parametrize("kind", ["json", "text"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_texts_are_in_a_line_where_they_are_asked_for(
-    server: Running,
-    written: Callable[[str], Written],
-    monkeypatch: pytest.MonkeyPatch,
-    stream: bool,
-    kind: str,
+    telling: Running, written: Callable[[str], Written], stream: bool, kind: str
 ) -> None:
-    options = dataclasses.replace(server.service.options, log_texts=True)
-    monkeypatch.setattr(server.service, "options", options)
-    monkeypatch.setattr(service, "MOST_LOGGED", 60)
-    answer = ask(server).json()["choices"][0]["text"]
+    answer = ask(telling).json()["choices"][0]["text"]
     lines = written(kind)
-    ask(server, stream=stream, prompt=[SECRET, "x" * 100])
+    ask(telling, stream=stream, prompt=[SECRET, "x" * (MOST_LOGGED + 40)])
     line = lines.read()
     if kind == "text":
         assert f"prompt {SECRET!r}" in line and f"answer {answer!r}" in line
         return
     told = json.loads(line)
-    assert sorted(told["prompts"]) == [SECRET, "x" * 60]
+    assert sorted(told["prompts"]) == [SECRET, "x" * MOST_LOGGED]
     assert answer in told["answers"] and len(told["answers"]) == 2
 
 

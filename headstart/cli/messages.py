@@ -345,7 +345,7 @@ def _read_schema(path: Path) -> StructuredOutputsParams:
         form = StructuredOutputsParams(json=text, disable_any_whitespace=True)
         with waiting(f"compiling the schema in {path}"):
             # The compiler brings torch with it, which the model needs in any case.
-            load_module("headstart.frontend.grammar").check_form(form.form)
+            load_module("headstart.frontend.grammar").check_constraint(form.constraint)
     except RequestError as error:
         text = str(error).replace("structured_outputs.json", str(path))
         raise RequestError(f"--json: {text}") from error

@@ -69,13 +69,13 @@ def choose_adapters(
 ) -> list[str | LoRARequest | None]:
     """Return the adapter of each of `count` prompts: one for all, or one each."""
     if adapter is not None and lora_request is not None:
-        raise RequestError("give adapter or lora_request, not both")
+        raise RequestError("adapter and lora_request are both set; allowed: one of them")
     chosen = adapter if lora_request is None else lora_request
     if chosen is None or isinstance(chosen, (str, LoRARequest)):
         return [chosen] * count
     if not isinstance(chosen, Sequence) or isinstance(chosen, (bytes, bytearray)):
         raise RequestError(
-            f"an adapter is asked for by name or LoRARequest, not {describe(chosen)}"
+            f"the adapter is {describe(chosen)}; allowed: a name, a LoRARequest or a list of these"
         )
     if len(chosen) != count:
         raise RequestError(f"{len(chosen)} adapters for {count} prompts")

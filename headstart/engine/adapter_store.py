@@ -61,7 +61,7 @@ class AdapterStore(AdapterNames):
 
     def load(self, name: str, path: str | Path, in_engine: InEngine) -> Adapter:
         if not self._config.enable_lora:
-            raise ConfigError("enable_lora is False: this engine takes no adapters")
+            raise ConfigError("enable_lora is False; allowed: True for an engine with adapters")
         check_name("an adapter's name", name, ConfigError, required=True)
         folder = adapter_folder(path)
         weights = self._read(folder)
@@ -85,7 +85,7 @@ class AdapterStore(AdapterNames):
         missed = request.missed
         if missed is not None and missed.adapter is not None:
             names = [a.name for a in self.named if a.digest == missed.adapter]
-            name = names[0] if names else "one without a name by now"
+            name = names[0] if names else "an adapter that was unloaded"
             request.missed = replace(missed, adapter=name)
 
     # As a limit
@@ -94,10 +94,10 @@ class AdapterStore(AdapterNames):
         return request.group.adapter is not None
 
     def reach(self, request: Request, start: int, stop: int) -> int:
-        """Return `stop` if the adapter is in memory, else `start`: it is then read again.
+        """Return `stop` if the adapter is in memory; otherwise return `start` and read it again.
 
-        Also `start` while running requests need all the places, and when the adapter could not be
-        read or has changed: `take_refused` then has the reason.
+        Also return `start` while running requests need all places, and when the adapter could not
+        be read or has changed: `take_refused` then has the reason.
         """
         adapter, name = request.group.adapter, request.group.request_id
         if adapter is None or request in self._running:
@@ -123,10 +123,10 @@ class AdapterStore(AdapterNames):
     # Memory
 
     def take_in(self) -> None:
-        """Take in the adapter that has been read again, if there is one and it has a place.
+        """Store the adapter that has been read again, if there is one and it has a place.
 
-        Before each scheduling, and only then: an adapter stays at least until the scheduler has
-        seen all requests, so it is not evicted for the next one before its own request could run.
+        Called before each scheduling, and only then: an adapter stays at least until the scheduler
+        has seen all requests, so it is not evicted before its own request can run.
         """
         self._failed = {}
         if self._reading is None or not self._reading[1].done() or not self._has_place():
@@ -142,7 +142,7 @@ class AdapterStore(AdapterNames):
             if len(self._resident) >= self._config.max_loras and digest not in running:
                 self._forget(digest)
         self._resident[adapter.digest] = weights
-        self.has_unnamed = True  # its name may be gone by now
+        self.has_unnamed = True  # its name may have been removed meanwhile
 
     def wait_for_reading(self) -> object | None:
         """Wait for the adapter that is being read; return the reading, None if there is none."""
@@ -164,7 +164,7 @@ class AdapterStore(AdapterNames):
             weights = self._read(adapter.path)
         except AdapterError:
             raise
-        except Exception as error:  # it ends the requests of this adapter, and no others
+        except Exception as error:  # ends only the requests of this adapter
             raise AdapterError(
                 f"adapter {adapter.name!r} cannot be read again from {adapter.path}: "
                 f"{type(error).__name__}: {error}"
@@ -184,13 +184,13 @@ class AdapterStore(AdapterNames):
 
     def forget_unnamed(self, groups: Iterable[RequestGroup]) -> None:
         """Release adapters in memory that have no name, except those of unfinished groups."""
-        needed = {group.adapter.digest for group in groups if group.adapter is not None}
+        used = {group.adapter.digest for group in groups if group.adapter is not None}
         named = {adapter.digest for adapter in self._named.values()}
         unnamed = [digest for digest in self._resident if digest not in named]
         for digest in unnamed:
-            if digest not in needed:
+            if digest not in used:
                 self._forget(digest)
-        self.has_unnamed = not needed.isdisjoint(unnamed)
+        self.has_unnamed = not used.isdisjoint(unnamed)
 
     def _forget(self, digest: str) -> None:
         self._layers.forget(self._resident.pop(digest))
@@ -198,7 +198,7 @@ class AdapterStore(AdapterNames):
     # Steps
 
     def begin_step(self, runs: Sequence[tuple[str | None, int, int]]) -> None:
-        """Begin a pass with these rows: (digest or None, rows, rows with logits); none if empty."""
+        """Begin a pass with these rows, each run a digest or None, its rows and its logits rows."""
         self._layers.begin_step(
             [
                 AdapterRun(self._resident[digest] if digest is not None else None, rows, logits)

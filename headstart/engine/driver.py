@@ -5,8 +5,8 @@
                                       run a step
     Receiver             ◀──update──  pass each result to the request it belongs to
 
-Signals reach the main thread alone, and the main thread runs no step: Ctrl-C interrupts a caller
-that waits for an answer, never the work on answers.
+Only the main thread receives signals, and it runs no step: Ctrl-C interrupts a caller that waits
+for an answer, never a step.
 """
 
 import asyncio
@@ -90,17 +90,17 @@ class Driver(Protocol):
     """The connection of a frontend to its engine; any thread may call every method.
 
     `LocalDriver` runs the engine's steps in a thread of this process; the `ReplicaDriver` of
-    `headstart.cluster` has replicas answer.
+    `headstart.cluster` sends requests to replicas.
     """
 
-    def require_request(self, given: object) -> None:
+    def require_request(self, request: object) -> None:
         """Raise RequestError for an object that is no prepared request."""
 
     def awaited(self) -> AbstractContextManager[None]:
         """Return a context in which the caller waits for an answer.
 
-        Raises EngineError, also on entering, where the wait would never end: in the engine's
-        thread, in a coroutine that its work began, in a step of another engine that it called.
+        Raises EngineError, also on entering, if the wait would never end: in the engine's thread,
+        in a coroutine that its work began, in a step of another engine that it called.
         """
         ...
 
@@ -111,9 +111,9 @@ class Driver(Protocol):
         """
 
     def cancel(self, groups: Sequence[Any], *, wait: bool = True) -> None:
-        """Remove those of these requests that are unfinished.
+        """Remove the unfinished ones of these requests.
 
-        wait: return when they hold nothing any more, which takes as long as the current step.
+        wait: return when their memory is released, which takes as long as the current step.
         """
 
     def abort(self, request_id: str) -> None:
@@ -126,8 +126,8 @@ class Driver(Protocol):
         """Call `function` in the engine's thread between two steps; return its result.
 
         An exception of `function` is the caller's and resets nothing: a function that changes the
-        engine leaves it valid, as the methods of `EngineCore` do. Raises EngineError when the
-        engine is closed, or ends before, or in the engine's own thread.
+        engine leaves it valid, as the methods of `EngineCore` do. Raises EngineError if the engine
+        is closed or ends before the call, or in the engine's own thread.
         """
         ...
 
@@ -147,7 +147,7 @@ class _Order(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class _Followed:
+class _InflightRequest:
     """A request in progress, and the receiver of its updates (after every step, or the last)."""
 
     group: AnyRequest
@@ -157,7 +157,7 @@ class _Followed:
 
 @dataclass(eq=False, slots=True)
 class _Work:
-    """A step or an order, and the engines that it waits for now."""
+    """A step or an order, and the engines that it currently waits for."""
 
     awaited: "list[WaitGraph]" = field(default_factory=list)
 
@@ -168,8 +168,8 @@ _current: ContextVar[_Work | None] = ContextVar("_current", default=None)
 class WaitGraph:
     """The current work of one engine, to detect calls that would deadlock.
 
-    A coroutine has the context of its creator, in whatever thread it runs, and counts as awaited by
-    that work. A thread has no context: what it waits for is unknown.
+    A coroutine has the context of its creator, in any thread, and counts as awaited by that work. A
+    thread has no context, so its waits are not known.
     """
 
     def __init__(self) -> None:
@@ -189,21 +189,21 @@ class WaitGraph:
         """Mark that the caller waits for this engine.
 
         Raises EngineError if the wait would never end: within this engine's work, or within work
-        that it waits for, as where two engines' logits processors call one another.
+        that it waits for, such as when two engines' logits processors call one another.
         """
         if (caller := _current.get()) is None:
             yield
             return
-        caller.awaited.append(self)  # first: of two that begin to wait at once, one sees the other
+        caller.awaited.append(self)  # first, so that of two simultaneous waits one sees the other
         try:
-            seen: set[_Work | None] = {None}
+            visited: set[_Work | None] = {None}
             pending = [self]
             while pending:
                 work = pending.pop().current
                 if work is caller:
                     raise _would_deadlock()
-                if work not in seen:
-                    seen.add(work)
+                if work not in visited:
+                    visited.add(work)
                     pending += work.awaited if work is not None else ()
             yield
         finally:
@@ -226,29 +226,29 @@ class LocalDriver:
     def __init__(self, engine: Core) -> None:
         self._engine = engine
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
-        self._followed: dict[str, _Followed] = {}
-        # Only for callers, so that none of them can delay the engine's thread. Reentrant, since
-        # the garbage collector may close a stream while its thread is in here.
+        self._inflight: dict[str, _InflightRequest] = {}
+        # Held by callers only, so that none can delay the engine's thread. Reentrant, since the
+        # garbage collector may close a stream while its thread holds it.
         self._starting = threading.RLock()
         self._thread: threading.Thread | None = None
         # Ctrl-C within `join` or `is_alive` of Python 3.11 marks a running thread as ended.
         self._process = 0  # the process that started the thread
-        self._has_gone = False
-        self._gone: queue.SimpleQueue[None] = queue.SimpleQueue()  # has an item after the thread
+        self._has_exited = False
+        self._exited: queue.SimpleQueue[None] = queue.SimpleQueue()  # gets an item at the end
         self._waits = WaitGraph()  # of steps and orders
         self._ended: EngineError | None = None  # the reason why no order is accepted any more
 
     @staticmethod
-    def require_request(given: object) -> None:
-        if not isinstance(given, RequestGroup):
+    def require_request(request: object) -> None:
+        if not isinstance(request, RequestGroup):
             raise RequestError(
-                f"request is {describe(given)}; allowed: a result of `prepare` or `prepare_chat`"
+                f"request is {describe(request)}; allowed: a result of `prepare` or `prepare_chat`"
             )
 
     def submit(self, group: AnyRequest, receive: Receiver, *, every_step: bool = True) -> None:
         with self.awaited():
-            followed = _Followed(group, receive, every_step)
-            self._post(_Order(lambda: self._follow(followed), receive))
+            inflight = _InflightRequest(group, receive, every_step)
+            self._post(_Order(lambda: self._follow(inflight), receive))
 
     def cancel(self, groups: Sequence[AnyRequest], *, wait: bool = True) -> None:
         with suppress(EngineError):  # closed meanwhile, which removed them
@@ -288,23 +288,23 @@ class LocalDriver:
 
         with self.awaited():
             self._post(_Order(run, answer.set_exception))
-            result, is_gone = asyncio.wrap_future(answer), False
+            result, has_exited = asyncio.wrap_future(answer), False
             try:
                 while not (await asyncio.wait([result], timeout=_PATIENCE))[0]:
-                    if is_gone:  # since before the last wait, in which its answer would have come
+                    if has_exited:  # before the last wait, so no answer can come any more
                         raise self.ended()
-                    is_gone = not self.is_alive
+                    has_exited = not self.is_alive
                 return result.result()
             finally:
-                result.cancel()  # an order that nothing waits for is not begun
+                result.cancel()  # an order without a waiting caller is not begun
 
     def wait(
         self, items: "queue.SimpleQueue[Item]", groups: Sequence[AnyRequest] | None = None
     ) -> Item:
-        """Return the next item from the engine's thread, for any of `groups` if these are given.
+        """Return the next item from the engine's thread, for any of `groups` if they are passed.
 
-        Raises EngineError if none will come. A simple queue has no lock that the garbage collector
-        could run under: closing a stream, it waits here as well.
+        Raises EngineError if none will come. A simple queue holds no lock while the garbage
+        collector runs, which waits here as well when it closes a stream.
         """
         with self.awaited():
             while True:
@@ -313,7 +313,7 @@ class LocalDriver:
                 except queue.Empty:
                     reason = None if self.is_alive else self.ended()
                     if groups is not None and all(
-                        g.finished and not self._is_followed(g) for g in groups
+                        g.finished and not self._is_inflight(g) for g in groups
                     ):
                         reason = reason or EngineError(
                             "the request has ended, and its last update could not be delivered"
@@ -325,14 +325,14 @@ class LocalDriver:
     def is_alive(self) -> bool:
         """True while the engine's thread runs; False in a process that was forked."""
         is_started = self._thread is not None and self._thread.ident is not None
-        return is_started and not self._has_gone and self._process == os.getpid()
+        return is_started and not self._has_exited and self._process == os.getpid()
 
     def ended(self) -> EngineError:
         """Return the reason why the engine accepts no orders any more."""
         if self._ended is None:
             return EngineError(
-                "the engine's thread is not there: it broke, or this process was forked after the "
-                "engine's first request; load the model again"
+                "the engine's thread does not run, as it failed or this process was forked after "
+                "the engine's first request; load the model again"
             )
         error = EngineError(str(self._ended))
         error.__cause__ = self._ended.__cause__
@@ -346,18 +346,18 @@ class LocalDriver:
             with self.awaited():
                 while self.is_alive:
                     with suppress(queue.Empty):  # or another caller took the item
-                        self._gone.get(timeout=_PATIENCE)
+                        self._exited.get(timeout=_PATIENCE)
         except EngineError:
-            return  # to the thread, which closes the engine after its current work
+            return  # the thread closes the engine after its current work
         if self._thread is not None and self._process == os.getpid():
-            self._thread.join()  # it has nothing left to do
+            self._thread.join()
         with self._starting:
             self._engine.close(str(self._ended))  # again, if the thread broke before it could
 
-    def _is_followed(self, group: AnyRequest) -> bool:
+    def _is_inflight(self, group: AnyRequest) -> bool:
         """Return True if this request is in progress, and not another with its id."""
-        followed = self._followed.get(group.request_id)
-        return followed is not None and followed.group is group
+        inflight = self._inflight.get(group.request_id)
+        return inflight is not None and inflight.group is group
 
     def awaited(self) -> AbstractContextManager[None]:
         if threading.current_thread() is self._thread:
@@ -369,9 +369,9 @@ class LocalDriver:
             raise self.ended()
         self._require_thread()
         self._orders.put(order)
-        if self._ended is not None:  # the thread may have refused all others before this one came
+        if self._ended is not None:  # the thread may have refused all orders before this one
             self._refuse_orders()
-            self._orders.put(None)  # which it may still be waiting for
+            self._orders.put(None)  # wakes the thread if it still waits
 
     def _require_thread(self) -> None:
         """Start the thread if necessary. Raises EngineError if it has ended."""
@@ -392,11 +392,11 @@ class LocalDriver:
     def _run(self) -> None:
         """Carry out orders and run steps until closed, or until the engine cannot be reset."""
         if self._thread is not threading.current_thread():
-            return  # its start was interrupted, and another was started
+            return  # its start was interrupted, and another thread was started
         reason: BaseException = EngineError("the engine was closed")
         try:
             while self._take_orders():
-                if self._followed:
+                if self._inflight:
                     self._do(self._step)
         except BaseException as error:
             reason = error
@@ -404,19 +404,19 @@ class LocalDriver:
             try:
                 self._end(reason)
             finally:
-                self._has_gone = True
-                self._gone.put(None)
+                self._has_exited = True
+                self._exited.put(None)
 
     def _take_orders(self) -> bool:
         """Carry out the orders since the last step; wait for one when there is no work."""
         while self._ended is None:
             try:
-                order = self._orders.get(block=not self._followed)
+                order = self._orders.get(block=not self._inflight)
             except queue.Empty:
                 return True
             if order is not None:
                 self._do(partial(self._waits.run, order.run))
-            del order  # or what it refers to would live until the next one
+            del order  # so that its arguments do not live until the next order
         return False
 
     def _do(self, work: Callable[[], None]) -> None:
@@ -426,8 +426,8 @@ class LocalDriver:
         except BaseException as error:
             for group, failure in self._engine.reset(error):
                 self._deliver(group, failure)
-            for followed in list(self._followed.values()):
-                self._end_one(followed, engine_error("the engine broke", error))
+            for inflight in list(self._inflight.values()):
+                self._end_one(inflight, engine_error("the engine broke", error))
 
     def _step(self) -> None:
         results = self._waits.run(self._engine.step)  # delivery is not within the step
@@ -435,60 +435,60 @@ class LocalDriver:
             self._deliver(group, error)
 
     def _deliver(self, group: AnyRequest, error: BaseException | None) -> None:
-        followed = self._followed.get(group.request_id)
-        if followed is None or followed.group is not group:
+        inflight = self._inflight.get(group.request_id)
+        if inflight is None or inflight.group is not group:
             return
         if error is not None:
-            self._end_one(followed, error)
-        elif group.finished or followed.every_step:
-            self._send(followed)
+            self._end_one(inflight, error)
+        elif group.finished or inflight.every_step:
+            self._send(inflight)
 
-    def _send(self, followed: _Followed) -> None:
+    def _send(self, inflight: _InflightRequest) -> None:
         """Send the request's output so far; a receiver that raises ends the request."""
         try:
-            output = followed.group.output()
-            followed.receive(output)
+            output = inflight.group.output()
+            inflight.receive(output)
         except Exception as error:  # such as an event loop that was closed
-            self._engine.abort(followed.group.request_id)
-            self._end_one(followed, engine_error("the answer cannot be delivered", error))
+            self._engine.abort(inflight.group.request_id)
+            self._end_one(inflight, engine_error("the answer cannot be delivered", error))
         else:
             if output.finished:
-                self._followed.pop(output.request_id, None)
+                self._inflight.pop(output.request_id, None)
 
-    def _follow(self, followed: _Followed) -> None:
-        name = followed.group.request_id
-        if name in self._followed:
+    def _follow(self, inflight: _InflightRequest) -> None:
+        name = inflight.group.request_id
+        if name in self._inflight:
             with suppress(Exception):  # no reader is left
-                followed.receive(RequestError(f"request id {name!r} is in use"))
+                inflight.receive(RequestError(f"request id {name!r} is in use"))
             return
-        self._followed[name] = followed  # first: if submitting breaks, it gets the error
+        self._inflight[name] = inflight  # first: if submitting breaks, it gets the error
         try:
-            self._engine.submit(followed.group)
+            self._engine.submit(inflight.group)
         except HeadstartError as error:
-            self._end_one(followed, error)
+            self._end_one(inflight, error)
 
     def _forget(self, groups: Sequence[AnyRequest]) -> None:
-        for group in filter(self._is_followed, groups):
+        for group in filter(self._is_inflight, groups):
             self._engine.abort(group.request_id)
-            self._followed.pop(group.request_id, None)
+            self._inflight.pop(group.request_id, None)
 
     def _abort(self, request_id: str) -> None:
-        followed = self._followed.get(request_id)
-        if followed is not None:
+        inflight = self._inflight.get(request_id)
+        if inflight is not None:
             self._engine.abort(request_id)
-            self._send(followed)
+            self._send(inflight)
 
-    def _end_one(self, followed: _Followed, error: BaseException) -> None:
-        self._followed.pop(followed.group.request_id, None)
+    def _end_one(self, inflight: _InflightRequest, error: BaseException) -> None:
+        self._inflight.pop(inflight.group.request_id, None)
         with suppress(Exception):  # no reader is left; `wait` ends one that waits
-            followed.receive(error)
+            inflight.receive(error)
 
     def _end(self, reason: BaseException) -> None:
         """End every request and refuse all orders; the last thing that the thread does."""
         if self._ended is None:
             self._ended = engine_error("the engine ended", reason)
-        for followed in list(self._followed.values()):
-            self._end_one(followed, self.ended())
+        for inflight in list(self._inflight.values()):
+            self._end_one(inflight, self.ended())
         self._refuse_orders()
         self._engine.close(str(self._ended))
 

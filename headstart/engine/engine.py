@@ -26,7 +26,7 @@ from headstart.engine.config import EngineConfig, count_cores, make_config
 from headstart.engine.fair_share import FairShare
 from headstart.engine.image_cache import EncoderBudget, EncoderCache
 from headstart.engine.outputs import RequestOutput
-from headstart.engine.parts import Parts, make_parts
+from headstart.engine.parts import EngineParts, make_engine_parts
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.runner import Choice, Runner, StepLogits, choose_tokens
 from headstart.engine.sampling import SampledToken, Sampler
@@ -53,7 +53,7 @@ class EngineCore:
     """
 
     def __init__(
-        self, parts: Parts, config: EngineConfig, hooks: EngineHooks | None = None
+        self, parts: EngineParts, config: EngineConfig, hooks: EngineHooks | None = None
     ) -> None:
         self.config = config
         self.model, self.vision = parts.model, parts.vision
@@ -104,7 +104,7 @@ class EngineCore:
         tokenizer: for the text that tiers store with blocks.
         """
         rows = hooks.kept_rows if hooks is not None else None
-        return cls(make_parts(decoder, tokenizer, config, rows=rows), config, hooks)
+        return cls(make_engine_parts(decoder, tokenizer, config, rows=rows), config, hooks)
 
     # Requests
 
@@ -359,7 +359,7 @@ def load_engine(
     """Load a model by path or name, and its tokenizer; `options` are those of `EngineConfig`.
 
     The tokenizer is the model's own unless another folder is given. Packed weights lie in
-    `ready_memory` if that is given and fits them. is_observed: see `make_parts`.
+    `ready_memory` if that is given and fits them. is_observed: see `make_engine_parts`.
     Raises ConfigError, ModelError or OutOfMemoryError; nothing is left behind.
     """
     config = make_config(options)
@@ -374,5 +374,5 @@ def load_engine(
         )
     finally:
         torch.set_num_threads(config.threads)
-    parts = make_parts(decoder, tokenizer, config, is_observed=is_observed)
+    parts = make_engine_parts(decoder, tokenizer, config, is_observed=is_observed)
     return EngineCore(parts, config), tokenizer

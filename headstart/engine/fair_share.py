@@ -1,23 +1,23 @@
-"""Fair shares: among owners that compete, the one that has had least for its weight is next.
+"""Fair shares: the next request is of the owner that was served least for its weight.
 
 Start-time fair queueing (Goyal, Vin, Cheng, 1996). Every request gets a turn when it is queued, a
 point in virtual time, and turns decide the order among requests of one priority:
 
-    turn  = max(now - credit, what its owner has had, in tokens for each unit of weight)
+    turn  = max(now - credit, service of its owner, in tokens for each unit of weight)
     now   = the latest turn that the first prompt of an owner has reached
 
-So an owner that floods the queue only delays its own turns. An owner of few requests is next, and
-may be `CREDIT_STEPS` steps ahead: its burst does not wait for an earlier flood. An owner has had
-the tokens computed for it: prompts without their cached part, and answers, which are assumed to be
-as long as its last ones until they are known.
+So an owner that floods the queue only delays its own turns. An owner with few requests is next, and
+may be `CREDIT_STEPS` steps ahead: its burst does not wait for an earlier flood. The service of an
+owner is the tokens computed for it: prompts without their cached part, and answers, whose length is
+estimated from the owner's last ones until they end.
 
 The queue's order does not suffice, since prompts are computed in chunks over many steps and hits
-come first. So as a limit it delays a prompt while another owner has one of an earlier turn.
+come first. So as a limit it delays a prompt while another owner has a prompt of an earlier turn.
 Decoding is never delayed.
 
-Running requests keep their places, so a request is admitted only where there is room. Some places
-and blocks are reserved for owners without running requests, as well as blocks that another owner
-cached recently within its share of the pool. An owner that waits for room saves up no turns.
+A request is admitted only if there is space beside the running requests. Some places and blocks
+are reserved for owners without running requests, as well as blocks that another owner cached
+recently within its share of the pool. An owner that waits for space does not accumulate turns.
 
 A step is not interrupted, so its length bounds the wait of a request that arrives meanwhile. While
 several owners are active, a step has at most a `STEP_SHARE`-th of its tokens for prompts. An owner
@@ -35,13 +35,13 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.request import Request
 
 CREDIT_STEPS = 8
-RESERVE = 8  # one place and one block of so many are reserved for owners without running requests
-MEMORY = 8  # an owner's cached blocks are kept while tokens for so many pools are computed
+RESERVE = 8  # 1 in this many places and blocks is reserved for owners without running requests
+MEMORY = 8  # an owner's cached blocks are reserved while tokens for this many pools are computed
 STEP_SHARE = 32
 SHORTEST_STEP = 64  # tokens of prompts; shorter steps compute prompts slowly
 ACTIVE_SECONDS = 120.0
-_FIRST_GUESS = 128.0  # tokens of an answer, before an owner had any
-_SLACK = 64  # requests that are gone and still in a heap
+_FIRST_GUESS = 128.0  # tokens of an owner's first answer
+_SLACK = 64  # ended requests that may remain in a heap
 
 _Entry = tuple[int, float, int, Request]
 
@@ -50,21 +50,22 @@ _Entry = tuple[int, float, int, Request]
 class _Owner:
     """The state of an owner.
 
-    had: tokens for each unit of its weight. expected: tokens of an answer. unread: requests whose
-    prompts are not computed. order: a heap of these, and of some that are gone. lacks_room: at the
-    last attempt there was no room for another of its requests. seen: tokens that had been computed
-    for all owners when it was last served, or queued. last_arrival: time of its latest request.
+    service: tokens for each unit of its weight. expected: tokens of an answer. unread: requests
+    whose prompts are not computed. order: a heap of these, and of some that have ended.
+    lacks_space: at the last attempt another of its requests did not fit. last_served: tokens that
+    had been computed for all owners when it was last served, or queued. last_arrival: time of its
+    latest request.
     """
 
-    had: float = 0.0
+    service: float = 0.0
     expected: float = _FIRST_GUESS
     answers: int = 0
     running: set[Request] = field(default_factory=set)
     unread: set[Request] = field(default_factory=set)
     order: list[_Entry] = field(default_factory=list)
     most_entries: int = _SLACK
-    lacks_room: bool = False
-    seen: int = 0
+    lacks_space: bool = False
+    last_served: int = 0
     last_arrival: float = 0.0
 
 
@@ -86,9 +87,9 @@ class FairShare:
         self._last_arrival = 0.0  # of any owner's requests
         self._owners: dict[str, _Owner] = {}
         self._guesses: dict[Request, float] = {}  # tokens of their answers that were counted
-        self._coming: dict[Request, int] = {}  # of each that runs: tokens that are yet to get rows
+        self._coming: dict[Request, int] = {}  # of each running request: tokens without rows yet
         self._to_come: dict[str, int] | None = None  # by owner; None until it is needed
-        # Of its last admission: preemptions before it, its cost, and where it began to compute.
+        # Of the last admission: preemptions before it, its cost, and the first computed token.
         self._admissions: dict[Request, tuple[int, int, int]] = {}
         self._numbers = count()
 
@@ -102,9 +103,9 @@ class FairShare:
             return request
         name = self._name(request)
         owner = self._owners.setdefault(name, _Owner())
-        owner.seen = self._computed
+        owner.last_served = self._computed
         owner.last_arrival = self._last_arrival = request.group.arrival_time
-        owner.had = request.turn = max(self._now - self._credit, owner.had)
+        owner.service = request.turn = max(self._now - self._credit, owner.service)
         most = request.group.params.max_tokens
         guess = owner.expected if most is None else min(owner.expected, most)
         self._guesses[request] = guess
@@ -113,7 +114,7 @@ class FairShare:
         return request
 
     def max_prompt_tokens(self) -> int:
-        """Return how many tokens of prompts the next step may have."""
+        """Return the largest number of prompt tokens of the next step."""
         num_active = 0
         for owner in self._owners.values():
             is_recent = owner.last_arrival >= self._last_arrival - ACTIVE_SECONDS
@@ -123,31 +124,31 @@ class FairShare:
         return self._step
 
     def catch_up(self) -> bool:
-        """Move the turns of owners that lack room on to now; return True if any moved.
+        """Move the turns of owners that lack space on to now; return True if any moved.
 
-        The work of others meanwhile took nothing from them. It would let them go first for as long,
-        once there is room, and their requests would be first in the queue.
+        Work for other owners meanwhile took nothing from them. Without the move they would go first
+        for as long, once there is space, and their requests would be first in the queue.
         """
-        lacking = [owner for owner in self._owners.values() if owner.lacks_room]
-        held = {owner: first for owner in lacking if (first := self._first(owner)) is not None}
-        turns = [self._rank(r)[1] for owner, r in held.items() if r not in owner.running]
+        lacking = [owner for owner in self._owners.values() if owner.lacks_space]
+        delayed = {owner: first for owner in lacking if (first := self._first(owner)) is not None}
+        turns = [self._rank(r)[1] for owner, r in delayed.items() if r not in owner.running]
         lag = self._now + self._step - min(turns, default=self._now + self._step)
         if lag < self._step:
             return False
         # An owner far ahead of now is not moved: now would follow it, and the next lag be twice it.
         bound = self._now + self._step + self._credit
-        for owner, first in held.items():
-            moved = min(lag, max(0.0, bound - self._rank(first)[1]))
-            owner.had += moved
+        for owner, first in delayed.items():
+            shift = min(lag, max(0.0, bound - self._rank(first)[1]))
+            owner.service += shift
             for request in owner.unread - owner.running:
-                request.turn += moved
+                request.turn += shift
             owner.order = [(*r.rank, number, r) for *_, number, r in owner.order]
             heapify(owner.order)
-            owner.lacks_room = not self._has_room(owner, first)  # it may have room by now
+            owner.lacks_space = not self._has_space(owner, first)  # it may have space by now
         return True
 
     def _charge(self, name: str, tokens: float) -> None:
-        self._owners[name].had += tokens / self._shares.weight(name)
+        self._owners[name].service += tokens / self._shares.weight(name)
 
     def _wait(self, owner: _Owner, request: Request) -> None:
         owner.unread.add(request)
@@ -158,7 +159,7 @@ class FairShare:
             owner.most_entries = 2 * len(owner.order) + _SLACK
 
     def _is_unread(self, owner: _Owner, request: Request) -> bool:
-        """Return False for a computed prompt, and for one that is gone, which is forgotten."""
+        """Return True if the prompt is not computed yet; forget a request that has ended."""
         if request in owner.unread and request.finish_reason is not None:
             owner.unread.discard(request)
             _, charged, _ = self._admissions.pop(request, (0, 0, 0))
@@ -174,31 +175,31 @@ class FairShare:
         return request in self._guesses
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
-        """Return `stop`, or not yet while another owner is before it."""
+        """Return `stop`, or None or `start` while another owner goes first."""
         owner = self._owners[self._name(request)]
         runs = request in owner.running
         if len(self._owners) == 1 or (runs and request not in owner.unread):
             return stop
-        if not runs and not self._has_room(owner, request):
-            owner.lacks_room = True
+        if not runs and not self._has_space(owner, request):
+            owner.lacks_space = True
             return None
         rank = self._rank(request)
         for other in self._owners.values():
             if other is owner:
                 continue
             # Another owner's prompt of a lower rank that could be computed now goes first, unless
-            # it waits for a block that this very request may be computing.
+            # it waits for a block that this request may be computing.
             first = self._first(other)
             if first is None or self._rank(first) >= rank or first.awaits_writer:
                 continue
-            if first in other.running or (self._fits(first) and self._has_room(other, first)):
+            if first in other.running or (self._fits(first) and self._has_space(other, first)):
                 return start if runs else None
         return stop
 
     def _rank(self, request: Request) -> tuple[int, float]:
-        """Return the scheduler's rank, with a turn that moves on as a prompt is computed.
+        """Return the scheduler's rank, with a turn that grows as a prompt is computed.
 
-        Its hits were computed for others, or before it was preempted.
+        Its hits do not count: they were computed for others, or before it was preempted.
         """
         _, _, start = self._admissions.get(request, (0, 0, 0))
         computed = request.sequence.num_computed_tokens - start
@@ -213,9 +214,10 @@ class FairShare:
         return order[0][-1] if order else None
 
     def _fits(self, request: Request) -> bool:
-        """Return True if a waiting request could run next to all that run.
+        """Return True if a waiting request could run together with all running requests.
 
-        No request waits for one that does not fit: it would be preempted, and may lose its work.
+        No request waits for a request that does not fit, which would be preempted and could lose
+        its work.
         """
         if len(self._manager.sequences) >= self._places:
             return False
@@ -224,7 +226,7 @@ class FairShare:
             return True
         return self._manager.can_admit(self._manager.get_computed_blocks(request.sequence))
 
-    def _has_room(self, owner: _Owner, request: Request) -> bool:
+    def _has_space(self, owner: _Owner, request: Request) -> bool:
         """Return True if a request leaves the reserve of owners without running requests.
 
         Blocks that running requests are yet to get, for their prompts and answers, are not free.
@@ -240,18 +242,18 @@ class FairShare:
                 name: sum(coming.get(r, 0) for r in other.running)
                 for name, other in self._owners.items()
             }
-        tokens = sum(self._to_come.values()) + self._whole(request)
+        tokens = sum(self._to_come.values()) + self._expected_length(request)
         blocks = tokens // self._manager.block_size + running + 1
-        since, size = self._computed - self._memory, self._manager.block_size
+        start, size = self._computed - self._memory, self._manager.block_size
         recent = {
             name: -(-self._to_come[name] // size)
             for name, other in self._owners.items()
-            if other is owner or other.seen >= since
+            if other is owner or other.last_served >= start
         }
         reserved = max(self._reserved_blocks, self._manager.count_kept(self._name(request), recent))
         return blocks + reserved <= self._manager.num_free_blocks
 
-    def _whole(self, request: Request) -> int:
+    def _expected_length(self, request: Request) -> int:
         """Return the expected tokens of a request at its end; the maximum before any answer."""
         most = request.group.params.max_tokens
         owner = self._owners[self._name(request)]
@@ -266,29 +268,29 @@ class FairShare:
         name = self._name(request)
         owner = self._owners[name]
         self._computed += stop - start
-        owner.seen = self._computed
+        owner.last_served = self._computed
         if request not in owner.running:
-            owner.lacks_room = False
+            owner.lacks_space = False
             owner.running.add(request)
-            # Charge the admission, in place of one that a failed step took back.
+            # Charge the admission, in place of an admission that a failed step rolled back.
             times = request.num_preemptions
             cost = (len(request.sequence.token_ids) if times else 0) - start
-            before, charged, _ = self._admissions.get(request, (-1, 0, 0))
-            self._charge(name, cost - charged if before == times else cost)
+            last_times, charged, _ = self._admissions.get(request, (-1, 0, 0))
+            self._charge(name, cost - charged if last_times == times else cost)
             self._admissions[request] = times, cost, start
         elif request not in owner.unread:
-            answered = len(request.sampling.output_token_ids)
-            if answered > self._guesses.get(request, 0.0):
+            num_tokens = len(request.sampling.output_token_ids)
+            if num_tokens > self._guesses.get(request, 0.0):
                 self._charge(name, stop - start)
         self._to_come = None
-        self._coming[request] = self._whole(request) - stop
-        first = self._first(owner) or request  # others may have gone before it
+        self._coming[request] = self._expected_length(request) - stop
+        first = self._first(owner) or request  # other requests may have gone first
         self._now = max(self._now, min(self._rank(first)[1], self._rank(request)[1]))
         if stop == len(request.sequence.token_ids):
             owner.unread.discard(request)
 
     def leave(self, request: Request) -> None:
-        """Wait again, or forget a request that is gone (one that never ran, once it is first)."""
+        """Queue a preempted request again, or forget a request that has ended."""
         name = self._name(request)
         owner = self._owners[name]
         self._coming.pop(request, None)
@@ -301,7 +303,7 @@ class FairShare:
             self._wait(owner, request)
             return
         self._admissions.pop(request, None)
-        answered = len(request.sampling.output_token_ids)
+        num_tokens = len(request.sampling.output_token_ids)
         owner.answers += 1
-        owner.expected += (answered - owner.expected) / min(owner.answers, 8)
-        self._charge(name, min(0.0, answered - self._guesses.pop(request, 0.0)))
+        owner.expected += (num_tokens - owner.expected) / min(owner.answers, 8)
+        self._charge(name, min(0.0, num_tokens - self._guesses.pop(request, 0.0)))

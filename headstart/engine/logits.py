@@ -5,8 +5,8 @@
     change       before a token is sampled                           the step
     accept       after the answer has taken a token and continues    the step
 
-A step that fails while it samples ends its requests, so nothing is ever taken back, and a request
-that is preempted retains its processors.
+A step that fails while it samples ends its requests, so processors are never rolled back. A
+preempted request retains its processors.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LogitsProcessor(ABC):
 
     rank: int
     complete = False
-    """True once only the end may follow: the answer stops, whatever `min_tokens` says."""
+    """True once only the end may follow: the answer stops, even before `min_tokens`."""
 
     @classmethod
     @abstractmethod
@@ -108,7 +108,7 @@ class AllowedTokens(TokenMask):
     @classmethod
     def ban(cls, allowed: np.ndarray, rows: Rows) -> Failures:
         for row, processor in rows:
-            if len(processor._mask) != allowed.shape[1]:  # made in the first step
+            if len(processor._mask) != allowed.shape[1]:  # built in the first step
                 bits = np.zeros(allowed.shape[1] * 8, dtype=np.uint8)
                 bits[processor.token_ids] = 1
                 processor._mask = np.packbits(bits, bitorder="little")
@@ -127,20 +127,21 @@ class LogitBias(LogitsProcessor):
 
     @classmethod
     def change(cls, logits: Tensor, rows: Rows) -> Failures:
-        places = np.repeat([row for row, _ in rows], [len(bias.token_ids) for _, bias in rows])
+        row_ids = np.repeat([row for row, _ in rows], [len(bias.token_ids) for _, bias in rows])
         columns = np.concatenate([bias.token_ids for _, bias in rows])
         values = np.concatenate([bias.values for _, bias in rows])
-        rows_of, to, by = (torch.from_numpy(p).to(logits.device) for p in (places, columns, values))
-        logits.index_put_((rows_of, to), by, accumulate=True)
+        indices = [torch.from_numpy(i).to(logits.device) for i in (row_ids, columns)]
+        bias_values = torch.from_numpy(values).to(logits.device)
+        logits.index_put_(tuple(indices), bias_values, accumulate=True)
         return {}
 
 
 class BadWords(TokenMask):
     """A ban of the last token of each word whose other tokens the answer ends with.
 
-    As in vLLM a word is the tokenizer's spelling of it, at the beginning of a text and after a
-    space; other tokens may still spell the same letters. Words are looked up by the token before
-    their last, so a step checks only those that the answer's last token leads to.
+    As in vLLM a word is its tokens at the beginning of a text and after a space; other tokens may
+    still spell the same letters. Words are looked up by their second to last token, so a step
+    checks only the words that the answer's last token may lead to.
     """
 
     rank = 2
@@ -156,8 +157,8 @@ class BadWords(TokenMask):
 
     @property
     def token_ids(self) -> list[int]:
-        words = self._after.get(self._past[-1], ()) if self._past else ()
-        completed = [w[-1] for w in words if tuple(self._past[1 - len(w) :]) == w[:-1]]
+        candidates = self._after.get(self._past[-1], ()) if self._past else ()
+        completed = [w[-1] for w in candidates if tuple(self._past[1 - len(w) :]) == w[:-1]]
         return self._always + completed
 
     @classmethod
@@ -172,19 +173,19 @@ class BadWords(TokenMask):
         del self._past[: -self._longest or len(self._past)]
 
 
-class Callbacks(LogitsProcessor):
-    """A caller's own functions, called one after the other, each with the result of the one before.
+class CustomProcessors(LogitsProcessor):
+    """The caller's functions, called one after another, each with the previous result.
 
-    A function takes the answer's token ids so far and its logits `[vocab]`; one with three
+    A function takes the answer's token ids so far and its logits `[vocab]`; a function with three
     parameters takes the prompt's token ids before these. It returns logits, possibly the same
-    tensor. Its exception ends its request alone. It must not wait for a thread that calls the
-    engine: the engine is in its step, and both would wait forever.
+    tensor. Its exception ends only its request. It must not wait for a thread that calls the
+    engine, as the engine is in its step and both would wait forever.
     """
 
     rank = 3
 
     def __init__(self, functions: Sequence[Callable[..., Any]], prompt: Sequence[int]) -> None:
-        self._calls: list[tuple[Callable[..., Any], bool]] = []  # with: it takes the prompt
+        self._calls: list[tuple[Callable[..., Any], bool]] = []  # True: it takes the prompt
         for function in functions:
             takes_prompt = False
             with suppress(ValueError):  # a builtin without a signature
@@ -208,10 +209,12 @@ class Callbacks(LogitsProcessor):
             prompt = (list(self._prompt),) if takes_prompt else ()
             result = function(*prompt, list(self._past), row)
             if not isinstance(result, Tensor):
-                raise TypeError(f"it returned {type(result).__name__}, not logits {[*row.shape]}")
+                raise TypeError(
+                    f"its result is a {type(result).__name__}; allowed: a tensor {[*row.shape]}"
+                )
             if result.shape != row.shape:
                 raise TypeError(
-                    f"it returned a tensor {list(result.shape)}, not logits {[*row.shape]}"
+                    f"its result has the shape {list(result.shape)}; allowed: {[*row.shape]}"
                 )
             if result is not row:
                 row.copy_(result)
@@ -226,7 +229,7 @@ Processor = TypeVar("Processor", bound=LogitsProcessor)
 def allowed_tokens(
     processors: Sequence[Sequence[TokenMask]], size: int
 ) -> tuple[np.ndarray | None, Failures]:
-    """Return the masks of rows, uint8 `[rows, bytes]` over `size` tokens; None for none."""
+    """Return the masks of rows, uint8 `[rows, bytes]` over `size` tokens, if there are any."""
     if not any(processors):
         return None, {}
     allowed = _all_allowed(len(processors), size)
@@ -241,8 +244,8 @@ def _all_allowed(rows: int, size: int) -> np.ndarray:
     return np.tile(every_token(size), (rows, 1))
 
 
-@torch.inference_mode()  # in which the logits were made
-def change_logits(logits: Tensor, processors: Sequence[Sequence[LogitsProcessor]]) -> Failures:
+@torch.inference_mode()  # as the logits were computed in it
+def apply_processors(logits: Tensor, processors: Sequence[Sequence[LogitsProcessor]]) -> Failures:
     """Apply the processors of each row of `logits` float32 `[rows, vocab]`, in place."""
     failed: Failures = {}
     for kind, rows in _by_kind(processors):

@@ -15,7 +15,7 @@ MAX_BAD_WORDS = 1024
 MAX_LOGPROBS = 1000
 MAX_ANSWERS = 64
 MAX_STOPS = 1024
-MAX_STOP_CHARACTERS = 2**14  # of all stop strings: each is searched for at every token
+MAX_STOP_CHARACTERS = 2**14  # of all stop strings, which are searched for at every token
 _LEAST_TEMPERATURE = 1e-5
 
 SEEDS = Number(int, -(2**63), 2**63 - 1)
@@ -71,13 +71,13 @@ def _read_bias(bias: object) -> object:
     """
     if not isinstance(bias, Mapping):
         return bias
-    read: dict[Any, Any] = {}
+    limited_bias: dict[Any, Any] = {}
     for key, value in bias.items():
         is_text = isinstance(key, str) and key.isdecimal() and len(key) < 20
         is_number = type(value) in (int, float) and value == value  # not NaN
         limited = min(MAX_BIAS, max(-MAX_BIAS, value)) if is_number else value
-        read[int(key) if is_text else key] = limited
-    return read
+        limited_bias[int(key) if is_text else key] = limited
+    return limited_bias
 
 
 def check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -115,7 +115,7 @@ _ABSENT = (
 class SamplingParams:
     """The sampling of one request. Raises RequestError for a value outside its range.
 
-    Fields may be set and lists changed; a request uses the values that it was made with, which are
+    Fields may be set and lists changed; a request uses the values at its creation, which are
     checked then. stop, stop_token_ids and bad_words are lists, empty by default.
 
     stop and stop_token_ids end the answer; the text stops before a stop string unless
@@ -198,16 +198,16 @@ class SamplingParams:
         self._copy_lists()
 
     @classmethod
-    def from_optional(cls, **given: Any) -> Self:
-        """Return parameters with these values; those that are None have their defaults.
+    def from_optional(cls, **kwargs: Any) -> Self:
+        """Return parameters with these values; None stands for the default.
 
-        The keys of a logit_bias may be texts, and its values beyond -100 and 100 become these.
+        The keys of a logit_bias may be texts, and its values are limited to -100 to 100.
         """
         # For max_tokens None is a value: no limit but the model's.
-        chosen = {n: v for n, v in given.items() if v is not None or n == "max_tokens"}
-        if "logit_bias" in chosen:
-            chosen["logit_bias"] = _read_bias(chosen["logit_bias"])
-        return cls(**chosen)
+        values = {n: v for n, v in kwargs.items() if v is not None or n == "max_tokens"}
+        if "logit_bias" in values:
+            values["logit_bias"] = _read_bias(values["logit_bias"])
+        return cls(**values)
 
     def clone(self) -> Self:
         """Return a copy that may be changed, lists and all."""
@@ -264,7 +264,7 @@ class SamplingParams:
             )
         if self.stop_strings and not self.detokenize:
             raise RequestError(
-                f"stop is {describe(self.stop)} and detokenize False; allowed: stop strings with "
+                f"stop is {describe(self.stop)} and detokenize is False; allowed: stop with "
                 "detokenize, or stop_token_ids"
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -273,10 +273,10 @@ class SamplingParams:
                 f"which is {describe(self.max_tokens)}"
             )
         _check_list("stop_token_ids", self.stop_token_ids, _TOKEN_IDS, "a list of token ids")
-        one_id = "a list of at least one token id"
-        _check_list("allowed_token_ids", self.allowed_token_ids, _TOKEN_IDS, one_id, 1)
-        words = f"a list of at most {MAX_BAD_WORDS} texts"
-        _check_list("bad_words", self.bad_words, _WORDS, words, most=MAX_BAD_WORDS)
+        allowed = "a list of at least one token id"
+        _check_list("allowed_token_ids", self.allowed_token_ids, _TOKEN_IDS, allowed, 1)
+        allowed = f"a list of at most {MAX_BAD_WORDS} texts"
+        _check_list("bad_words", self.bad_words, _WORDS, allowed, most=MAX_BAD_WORDS)
         _check_list("logits_processors", self.logits_processors, _FUNCTIONS, "a list of functions")
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
@@ -295,9 +295,9 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """True for greedy sampling: the argmax is taken, nothing is drawn.
+        """True for greedy sampling, which takes the argmax.
 
-        As in vLLM that begins a little above 0: logits divided by less are infinite.
+        As in vLLM the limit is a little above 0, as logits divided by less are infinite.
         """
         return self.temperature < _LEAST_TEMPERATURE
 

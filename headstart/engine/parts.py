@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _LAYOUT = "layer by layer K and then V, [tokens, heads, width], 1"
 _MEMORY = "fingerprints.json"
-# The instructions that torch's libraries use, each with its own rounding.
+# Limits of the instructions that torch's libraries use, which round differently.
 _CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 _MOST = 256  # models whose fingerprints are remembered
 
@@ -64,7 +64,7 @@ def identify(
         str(decoder.dtype),
         repr(decoder.layouts),
     ]
-    parts += _kept_weights(decoder)
+    parts += _quantized_layers(decoder)
     if memory.has_scales:
         parts.append(f"K/V int8 {INT8_REVISION}")
     if config.deterministic:
@@ -92,24 +92,24 @@ def identify(
     return ModelRecord(fingerprint, title, config.block_size, nbytes)
 
 
-def _kept_weights(decoder: DecoderModel) -> list[str]:
-    """Return each layer whose weight is not a float, since a file may be read into several kinds.
+def _quantized_layers(decoder: DecoderModel) -> list[str]:
+    """Return a text for each quantized layer, as a file may be read into several kinds.
 
-    Each says if its compiled product rounds its rows to 8 bits, which others do not.
+    It states whether the layer's compiled product rounds its rows to 8 bits.
     """
     layers = []
     for name, module in sorted(decoder.module.named_modules()):
         matrix = module.matrix if isinstance(module, Linear | Embedding) else None
         if matrix is not None and matrix.kind is not None:
-            own = f" as it was, {PREQUANTIZED_REVISION}" if matrix.is_prequantized else ""
+            source = f" as it was, {PREQUANTIZED_REVISION}" if matrix.is_prequantized else ""
             rounds = isinstance(module, Linear) and matrix.rounds_rows
             rows = " of rows in 8 bits" if rounds else ""
-            layers.append(f"{name} {matrix.kind} {REVISIONS[matrix.kind]}{own}{rows}")
+            layers.append(f"{name} {matrix.kind} {REVISIONS[matrix.kind]}{source}{rows}")
     return layers
 
 
 def _kinds(decoder: DecoderModel, memory: PagedKVMemory, config: EngineConfig) -> list[str]:
-    """Return what distinguishes a model's K/V from others of the same files, for people."""
+    """Return the properties that distinguish K/V of the same files, for display."""
     kinds = [str(decoder.dtype).removeprefix("torch.")]
     layers = [layer.matrix for layer in decoder.module.modules() if isinstance(layer, Linear)]
     quantized = [matrix for matrix in layers if matrix.kind is not None]
@@ -126,7 +126,7 @@ def _kinds(decoder: DecoderModel, memory: PagedKVMemory, config: EngineConfig) -
 
 
 def _name(folder: Path | None) -> str:
-    """Return a model's name for people: that on the hub, or its folder's or GGUF file's."""
+    """Return a model's display name: its name on the hub, or of its folder or GGUF file."""
     if folder is None:
         return "a model in memory"
     folder = folder.absolute()
@@ -163,7 +163,7 @@ def _weights(decoder: DecoderModel, folder: Path | None) -> str:
 # models so small that they need no more.
 DEFAULT_MAX_BLOCKS = 65_536
 _LOG = logging.getLogger("headstart.tiers")
-_MOST_PREPARED = 8192  # positions, in 3 ms of the start; more take little compared with their load
+_MOST_PREPARED = 8192  # positions; more would lengthen the start, and cost little when needed
 
 
 def free_memory(device: torch.device) -> int:
@@ -179,9 +179,9 @@ def kv_dtype(config: EngineConfig, decoder: DecoderModel) -> torch.dtype:
 def count_blocks(config: EngineConfig, decoder: DecoderModel, encoder_row: int) -> int:
     """Return the blocks for the pool: `num_blocks`, or as many as the K/V budget holds.
 
-    encoder_row: bytes of a row of the encoder cache, which fills later and for which room is left;
-    0 for a model without vision. Raises OutOfMemoryError when that is less than one block, or more
-    than is free.
+    encoder_row: bytes of a row of the encoder cache, for which memory is reserved; 0 for a model
+    without vision. Raises OutOfMemoryError if the budget is less than one block or exceeds the free
+    memory.
     """
     size = PagedKVMemory.bytes_per_block(
         decoder.layouts, config.block_size, kv_dtype(config, decoder)
@@ -193,11 +193,13 @@ def count_blocks(config: EngineConfig, decoder: DecoderModel, encoder_row: int) 
     if config.num_blocks is None and config.kv_cache_memory is None:
         blocks = min(blocks, DEFAULT_MAX_BLOCKS)
     if blocks < 1:
-        raise OutOfMemoryError(f"K/V may take {budget:,} bytes, and one block takes {size:,}")
-    if blocks * size > free:
-        taken = f" beside {rows:,} for image embeddings (encoder_cache_rows)" if rows else ""
         raise OutOfMemoryError(
-            f"{blocks:,} KV blocks take {blocks * size:,} bytes, and {free:,} are free{taken}"
+            f"the memory for K/V is {budget:,} bytes; allowed: at least {size:,}, for one block"
+        )
+    if blocks * size > free:
+        reserved = f" after {rows:,} for image embeddings (encoder_cache_rows)" if rows else ""
+        raise OutOfMemoryError(
+            f"{blocks:,} KV blocks need {blocks * size:,} bytes, and {free:,} are free{reserved}"
         )
     return blocks
 
@@ -213,13 +215,13 @@ def longest_sequence(config: EngineConfig, model_limit: int, num_blocks: int) ->
         return min(model_limit, capacity)
     if config.max_model_len > model_limit:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}; allowed: up to {model_limit}, the positions "
-            "that the model was made for"
+            f"max_model_len is {config.max_model_len}; allowed: up to {model_limit}, the number of "
+            "positions that the model supports"
         )
     if config.max_model_len > capacity:
         raise OutOfMemoryError(
-            f"max_model_len is {config.max_model_len}; the {num_blocks:,} KV blocks of "
-            f"{config.block_size} hold {capacity} tokens"
+            f"max_model_len is {config.max_model_len}; allowed: up to {capacity}, the tokens that "
+            f"{num_blocks:,} KV blocks of {config.block_size} hold"
         )
     return config.max_model_len
 
@@ -227,7 +229,7 @@ def longest_sequence(config: EngineConfig, model_limit: int, num_blocks: int) ->
 class ObservedManager(KVCacheManager):
     """A manager with a second copy of its events.
 
-    A router follows the cache this way without taking events from the tiers, which need them all.
+    So a router can follow the cache without taking events from the tiers, which need them all.
     """
 
     def __init__(self, config: CacheConfig, names: BlockHasher | None = None) -> None:
@@ -246,7 +248,7 @@ class ObservedManager(KVCacheManager):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class EngineParts:
     """The parts of an engine. tiers: where blocks outlive the pool, None for nowhere."""
 
     model: DecoderModel
@@ -267,14 +269,14 @@ def open_stores(model: ModelRecord, config: EngineConfig) -> Sequence[BlockStore
     return stores
 
 
-def make_parts(
+def make_engine_parts(
     decoder: DecoderModel,
     tokenizer: PreTrainedTokenizerBase | None,
     config: EngineConfig,
     *,
     rows: BlockRows | None = None,
     is_observed: bool = False,
-) -> Parts:
+) -> EngineParts:
     """Return memory, cache and stores for a model. Raises ConfigError or OutOfMemoryError.
 
     rows: the rows that stores have with K/V. is_observed: the manager is an `ObservedManager`.
@@ -293,10 +295,10 @@ def make_parts(
     stores: Sequence[BlockStore] = ()
     if config.enable_prefix_caching and (folder is not None or config.remote_cache):
         if folder is not None and not make_folder(folder):
-            _LOG.warning("cache folder %s cannot be written: its blocks are only read", folder)
+            _LOG.warning("cache folder %s is not writable; its blocks are only read", folder)
         model = identify(decoder, memory, config, folder, rows)
         stores = open_stores(model, config)
-        # As much as loading the longest prompt writes, and the step after that reads.
+        # The blocks that loading the longest prompt writes, and the following step reads.
         stored = max(store.num_kept for store in stores)
         loaded = min(stored, -(-limit // config.block_size))
         memory.prefault(loaded)
@@ -312,4 +314,4 @@ def make_parts(
     if stores:
         payload, text = BlockPayload(memory, rows), block_text(tokenizer, config.cache_words)
         tiers = Tiers(manager, payload, stores, open_stores(OBJECTS, config), text)
-    return Parts(decoder, memory, manager, limit, vision, tiers)
+    return EngineParts(decoder, memory, manager, limit, vision, tiers)

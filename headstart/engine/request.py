@@ -1,9 +1,9 @@
-"""A request: its prompt as the engine takes it, and its progress to the last token.
+"""A request: its prepared prompt, and its progress to the last token.
 
-Most prompts are token ids alone. A prompt may also have embeddings for some of its positions (an
+Most prompts are only token ids. A prompt may also have embeddings for some of its positions (an
 image's, in place of its placeholders') and special position ids (M-RoPE gives each token three).
-Their sources must be part of the prompt's identity, or its K/V would be found by a different
-prompt: `items` has them.
+Their sources must be part of the prompt's identity, or a different prompt would hit its K/V; they
+are in `items`.
 """
 
 from array import array
@@ -38,7 +38,7 @@ class PlacedRows(NamedTuple):
 
 
 class EmbeddingSource(Protocol):
-    """Embeddings for some positions of a sequence; other positions have those of the token ids."""
+    """Embeddings for some positions of a sequence; other positions use their token ids."""
 
     def between(self, start: int, stop: int) -> Iterable[PlacedRows]:
         """Return the rows within positions `start` to `stop - 1`.
@@ -49,8 +49,8 @@ class EmbeddingSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GivenRows:
-    """An `EmbeddingSource` of rows that are known from the beginning."""
+class PrecomputedEmbeddings:
+    """An `EmbeddingSource` of rows that already exist."""
 
     parts: Sequence[PlacedRows]
 
@@ -65,7 +65,7 @@ class GivenRows:
 class RotaryPositions:
     """Position ids that are not 0, 1, 2, ...: int64 `[axes, prompt tokens]`.
 
-    A token after the prompt, at place p, has the position `p + delta` on every axis.
+    A token after the prompt, at index p, has the position `p + delta` on every axis.
     """
 
     table: NDArray[np.int64]
@@ -74,17 +74,17 @@ class RotaryPositions:
     def between(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return position ids int64 `[axes, stop - start]`."""
         in_prompt = self.table[:, start:stop]
-        after = np.arange(start + in_prompt.shape[1], stop) + self.delta
-        return np.concatenate([in_prompt, np.tile(after, (len(self.table), 1))], axis=1)
+        generated = np.arange(start + in_prompt.shape[1], stop) + self.delta
+        return np.concatenate([in_prompt, np.tile(generated, (len(self.table), 1))], axis=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptExtras:
     """The parts of a prompt beyond its token ids.
 
-    items: for the prefix's identity; the digest of an item must cover everything that determines
-    embeddings or positions, and the item all positions that it affects. embeddings: replace those
-    of the token ids. positions: replace 0, 1, 2, ...
+    items: for the prefix's identity. The digest of an item must cover everything that determines
+    embeddings or positions, and the item must cover all positions that it affects. embeddings: used
+    instead of the token ids. positions: used instead of 0, 1, 2, ...
     """
 
     items: tuple[MultiModalItem, ...] = ()
@@ -96,7 +96,7 @@ class PromptExtras:
 class PreparedPrompt:
     """A prompt that needs no more processing.
 
-    text: its text, if it was one. images: the images in it, as its output reports them.
+    text: its text, None for token ids. images: its images, as its output reports them.
     """
 
     token_ids: Sequence[int]
@@ -110,7 +110,7 @@ TokenText = Callable[[int], str]
 
 
 class AnswerText(Protocol):
-    """The text of an answer, which the engine never reads; called in the engine's thread."""
+    """The text of an answer, which the engine does not read; called in the engine's thread."""
 
     @property
     def text(self) -> str: ...
@@ -131,8 +131,8 @@ class AnswerText(Protocol):
 class Request:
     """The progress of one answer: the unit of scheduling.
 
-    group: the user's request; with `n` answers it has as many requests, which share their prompt by
-    ordinary prefix caching. turn: see `headstart.engine.fair_share`. token_gaps: seconds from each
+    group: the user's request, which has a `Request` for each of its `n` answers; they share their
+    prompt by prefix caching. turn: see `headstart.engine.fair_share`. token_gaps: seconds from each
     token to the next. awaits_writer: at its last admission attempt, another request was computing
     the block that it needs next. num_read: tokens whose K/V earlier steps have written.
     """
@@ -225,13 +225,13 @@ class Request:
         arrival, started = self.group.arrival_time, self.group.start_time
         first, last = self.first_token_time, self.last_token_time
         tokens = len(self.sampling.output_token_ids)
-        mean = None
+        time_per_token = None
         if first is not None and last is not None and tokens > 1:
-            mean = (last - first) / (tokens - 1)
+            time_per_token = (last - first) / (tokens - 1)
         return RequestMetrics(
             queue=None if started is None else started - arrival,
             time_to_first_token=None if first is None else first - arrival,
-            time_per_token=mean,
+            time_per_token=time_per_token,
             total=None if last is None else last - arrival,
             queued_ts=arrival,
             num_generation_tokens=tokens,
@@ -240,12 +240,13 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """A user's request: a prompt and how to answer it, `n` times.
+    """A user's request: a prompt, and the parameters of its `n` answers.
 
-    extras: the parts of the prompt beyond its token ids, None for most. adapter: that of its name
-    when the request was made. chat: the frontend's, for the next turn. loaded: the tokens of its
-    prompt that a load has put into the pool, possibly more than it hits, by tier. loaded_tokens:
-    those it hits, by tier. token_text: the texts of single tokens, None if not needed.
+    extras: the parts of the prompt beyond its token ids, None for most. adapter: the adapter of its
+    name when the request was created. chat: data of the frontend for the next turn. loaded: the
+    tokens of its prompt that a load has put into the pool, possibly more than it hits, by tier.
+    loaded_tokens: the loaded tokens that it hits, by tier. token_text: the texts of single tokens,
+    None if not needed.
     """
 
     request_id: str
@@ -275,9 +276,9 @@ class RequestGroup:
         return self.requests[0].sequence.namespace
 
     def retain(self, num_tokens: int, seconds: float) -> None:
-        """Mark its first tokens to stay so long after its end; call before it is submitted.
+        """Retain its first tokens for `seconds` after its end; call before it is submitted.
 
-        A request that is not stored marks nothing: its hits belong to others.
+        A request that is not stored retains nothing, as its hits belong to other requests.
         """
         for request in self.requests if self.params.is_stored else ():
             request.sequence.marks = [*request.sequence.marks, Mark(num_tokens, seconds)]
@@ -287,7 +288,7 @@ class RequestGroup:
         return None not in [request.finish_reason for request in self.requests]
 
     def add_prompt_logprobs(self, start: int, rows: list[tuple[TokenLogprob, ...]]) -> None:
-        """Add log-probabilities of prompt tokens from position `start` on; known ones stay."""
+        """Add log-probabilities of prompt tokens from position `start` on; existing ones stay."""
         assert self.prompt_logprobs is not None
         for position, entries in enumerate(rows, start):
             if position == len(self.prompt_logprobs):

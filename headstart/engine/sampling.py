@@ -10,57 +10,57 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.engine.logits import ALL_BANNED, LogitsProcessor, TokenMask, change_logits
+from headstart.engine.logits import ALL_BANNED, LogitsProcessor, TokenMask, apply_processors
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError, NoTokenError, engine_error
 from headstart.weights.greedy_head import greedy_tokens
 
-LIKELIEST = 1024  # tokens that top-p looks at before it sorts all
-_OUT = float("-inf")
+LIKELIEST = 1024  # tokens that top-p examines before it sorts all
+_REMOVED = float("-inf")
 
 
-def penalise_repetition(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Divide positive and multiply negative scores of tokens `seen`, int64 `[rows, any]` (CTRL)."""
+def apply_repetition_penalty(scores: Tensor, token_ids: Tensor, penalty: float) -> Tensor:
+    """Divide positive and multiply negative scores of `token_ids`, int64 `[rows, any]` (CTRL)."""
     width = scores.shape[-1]
     # Ids that the LM head does not have share a column, which is dropped.
-    seen = seen.clamp(max=width)
+    columns = token_ids.clamp(max=width)
     padded = torch.nn.functional.pad(scores, (0, 1))
-    changed = padded.gather(1, seen)
+    changed = padded.gather(1, columns)
     changed = torch.where(changed < 0, changed * penalty, changed / penalty)
-    return padded.scatter(1, seen, changed)[..., :width]
+    return padded.scatter(1, columns, changed)[..., :width]
 
 
-def keep_min_p(scores: Tensor, min_p: float) -> Tensor:
-    """Leave out tokens of less than `min_p` times the probability of the likeliest one."""
-    likely = scores.softmax(-1)
-    out = likely < min_p * likely.amax(-1, keepdim=True)
-    out.scatter_(-1, likely.topk(1).indices, False)
-    return scores.masked_fill(out, _OUT)
+def apply_min_p(scores: Tensor, min_p: float) -> Tensor:
+    """Remove tokens with less than `min_p` times the probability of the likeliest token."""
+    probabilities = scores.softmax(-1)
+    is_removed = probabilities < min_p * probabilities.amax(-1, keepdim=True)
+    is_removed.scatter_(-1, probabilities.topk(1).indices, False)
+    return scores.masked_fill(is_removed, _REMOVED)
 
 
-def keep_top_k(scores: Tensor, count: int) -> Tensor:
-    """Keep the `count` likeliest tokens, and those that are as likely as the last of them."""
+def apply_top_k(scores: Tensor, count: int) -> Tensor:
+    """Keep the `count` likeliest tokens, and tokens as likely as the last of them."""
     least = scores.topk(min(count, scores.shape[-1])).values[..., -1:]
-    return scores.masked_fill(scores < least, _OUT)
+    return scores.masked_fill(scores < least, _REMOVED)
 
 
-def keep_top_p(scores: Tensor, top_p: float) -> Tensor:
-    """Keep the fewest likeliest tokens that have the probability `top_p` together, one at least.
+def apply_top_p(scores: Tensor, top_p: float) -> Tensor:
+    """Keep the fewest likeliest tokens whose probabilities sum to `top_p`, at least one token.
 
-    From the top: mostly a few tokens have it. Sorting all of a vocabulary of 152,000 takes 11 ms a
-    row, finding its 1,024 likeliest 1 ms. Where those are not enough, all is sorted.
+    Mostly a few tokens are enough, so the 1,024 likeliest are found first, which is faster than
+    sorting the vocabulary. If they are not enough, all tokens are sorted.
     """
     best = scores.softmax(-1).topk(min(LIKELIEST, scores.shape[-1]))
-    before = best.values.cumsum(-1) - best.values
-    if not bool((before[:, -1] >= top_p).all()):
-        ordered, places = scores.sort(descending=False)
-        out = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
-        out[..., -1:] = False
-        return scores.masked_fill(out.scatter(1, places, out), _OUT)
-    chosen = best.indices.masked_fill(before >= top_p, -1)
-    chosen = torch.where(chosen < 0, best.indices[:, :1], chosen)
-    scores_of_best = torch.full_like(scores, _OUT)
-    return scores_of_best.scatter(-1, chosen, scores.gather(-1, chosen))
+    sum_before = best.values.cumsum(-1) - best.values
+    if not bool((sum_before[:, -1] >= top_p).all()):
+        ordered, columns = scores.sort(descending=False)
+        is_removed = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
+        is_removed[..., -1:] = False
+        return scores.masked_fill(is_removed.scatter(1, columns, is_removed), _REMOVED)
+    columns = best.indices.masked_fill(sum_before >= top_p, -1)
+    columns = torch.where(columns < 0, best.indices[:, :1], columns)
+    scores_of_best = torch.full_like(scores, _REMOVED)
+    return scores_of_best.scatter(-1, columns, scores.gather(-1, columns))
 
 
 class TokenLogprob(NamedTuple):
@@ -80,16 +80,16 @@ def token_logprobs(
     """
     logprobs = logits.log_softmax(-1, dtype=torch.float32)
     width = logprobs.shape[-1]
-    chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device).unsqueeze(1)
-    own = logprobs.gather(1, chosen)
-    ranks = (logprobs > own).sum(1) + 1
+    tokens = torch.tensor(token_ids, dtype=torch.int64, device=logits.device).unsqueeze(1)
+    token_values = logprobs.gather(1, tokens)
+    ranks = (logprobs > token_values).sum(1) + 1
     best = logprobs.topk(min(top, width) if top >= 0 else width, -1)
     entries = []
-    columns = (own.squeeze(1), ranks, best.indices, best.values)
+    columns = (token_values.squeeze(1), ranks, best.indices, best.values)
     rows = zip(token_ids, *(column.tolist() for column in columns), strict=True)
     for token_id, logprob, rank, ids, values in rows:
-        others = map(TokenLogprob, ids, values, range(1, len(ids) + 1))
-        likeliest = (entry for entry in others if entry.token_id != token_id)
+        best_entries = map(TokenLogprob, ids, values, range(1, len(ids) + 1))
+        likeliest = (entry for entry in best_entries if entry.token_id != token_id)
         entries.append((TokenLogprob(token_id, logprob, rank), *likeliest))
     return entries
 
@@ -151,7 +151,7 @@ class SamplingState:
 
 
 class Sampler:
-    """Chooses tokens. `vocab_size` is the width of the logits."""
+    """Sampler of tokens. `vocab_size` is the width of the logits."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -161,8 +161,8 @@ class Sampler:
     ) -> list[SampledToken | EngineError]:
         """Return the next token of each row of `logits` float32 `[rows, vocab]`, or its error.
 
-        Requests that only need the likeliest token cost one argmax together. A row that cannot be
-        sampled changes no other row, nor its random numbers. Rows of requests with processors are
+        Requests that only need the likeliest token share one argmax. A row that cannot be sampled
+        changes neither another row nor its random numbers. Rows of requests with processors are
         changed in place; their log-probabilities are of the raw logits.
         """
         raw: dict[int, Tensor] = {}
@@ -173,22 +173,22 @@ class Sampler:
                 for row, state in enumerate(states)
                 if state.processors and state.params.logprobs is not None
             }
-            failed = change_logits(logits, [state.processors for state in states])
-        chosen: list[SampledToken | EngineError] = []
+            failed = apply_processors(logits, [state.processors for state in states])
+        results: list[SampledToken | EngineError] = []
         for row, (token_id, state) in enumerate(zip(greedy_tokens(logits), states, strict=True)):
             if row in failed:
-                chosen.append(failed[row])
-            elif token_id < 0 and state.processors and bool((logits[row] == _OUT).all()):
-                chosen.append(NoTokenError(ALL_BANNED))
+                results.append(failed[row])
+            elif token_id < 0 and state.processors and bool((logits[row] == _REMOVED).all()):
+                results.append(NoTokenError(ALL_BANNED))
             elif state.takes_argmax or token_id < 0:
-                chosen.append(self.accept(token_id))
+                results.append(self.accept(token_id))
             else:
                 scores = logits[row : row + 1]
-                chosen.append(self._choose(scores, state, raw.get(row, scores)))
-        return chosen
+                results.append(self._choose(scores, state, raw.get(row, scores)))
+        return results
 
     def accept(self, token_id: int) -> SampledToken | EngineError:
-        """Return the choice of a greedy token; -1 stands for logits that are not finite."""
+        """Return a greedy token as a result; -1 stands for logits that are not finite."""
         if token_id < 0:
             return EngineError(
                 "the request's logits are not finite: the model's weights are damaged, or "
@@ -211,7 +211,7 @@ class Sampler:
                 if token_id < 0:
                     return NoTokenError(ALL_BANNED)
             else:
-                if state.banned_token_ids and bool((scores == _OUT).all()):
+                if state.banned_token_ids and bool((scores == _REMOVED).all()):
                     return NoTokenError(ALL_BANNED)
                 weights = scores.softmax(-1).cpu()
                 token_id = int(torch.multinomial(weights, 1, generator=state.generator))
@@ -219,38 +219,38 @@ class Sampler:
                 return SampledToken(token_id, None, ())
             [entries] = token_logprobs(raw, [token_id], params.logprobs)
             return SampledToken(token_id, entries[0].logprob, entries)
-        except Exception as error:  # from torch, for such numbers
+        except Exception as error:  # torch raises for some logits
             return engine_error("sampling failed", error)
 
     def process(self, logits: Tensor, state: SamplingState) -> Tensor:
-        """Return the scores `[1, vocab]` of which a token is drawn, or the largest is taken."""
+        """Return the scores `[1, vocab]` from which a token is drawn, or the largest is taken."""
         params, scores = state.params, logits
         banned = [token_id for token_id in state.banned_token_ids if token_id < self._vocab_size]
         if banned:
             scores = scores.clone()
-            scores[:, banned] = _OUT
+            scores[:, banned] = _REMOVED
         if params.has_penalties:
-            scores = self._penalise(scores, state)
+            scores = self._apply_penalties(scores, state)
         if params.is_greedy:
             return scores
         if params.temperature != 1:
             scores = scores / float(params.temperature)
         if params.min_p > 0:
-            scores = keep_min_p(scores, float(params.min_p))
+            scores = apply_min_p(scores, float(params.min_p))
         if params.top_k > 0:
-            scores = keep_top_k(scores, params.top_k)
+            scores = apply_top_k(scores, params.top_k)
         if params.top_p < 1:
-            scores = keep_top_p(scores, float(params.top_p))
+            scores = apply_top_p(scores, float(params.top_p))
         return scores
 
-    def _penalise(self, scores: Tensor, state: SamplingState) -> Tensor:
-        """Repetition over prompt and answer (CTRL), presence and frequency over the answer."""
+    def _apply_penalties(self, scores: Tensor, state: SamplingState) -> Tensor:
+        """Apply the penalties: repetition over prompt and answer, the others over the answer."""
         params = state.params
         if params.repetition_penalty != 1:
-            seen = torch.tensor([[*state.prompt_token_ids, *state.output_token_ids]])
+            token_ids = torch.tensor([[*state.prompt_token_ids, *state.output_token_ids]])
             # Beyond this range float32 logits overflow, and the draw would fail the whole step.
             factor = min(max(float(params.repetition_penalty), 1e-9), 1e9)
-            scores = penalise_repetition(scores, seen.to(scores.device), factor)
+            scores = apply_repetition_penalty(scores, token_ids.to(scores.device), factor)
         if state.output_token_ids and (params.presence_penalty or params.frequency_penalty):
             answer = torch.tensor(state.output_token_ids, device=scores.device)
             counts = torch.bincount(answer, minlength=self._vocab_size).to(scores.dtype)

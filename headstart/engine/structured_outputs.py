@@ -19,8 +19,8 @@ WHITESPACE = r"[ \t]|\r?\n[ \t]{0,20}"
 Without a limit, small models may write white space forever."""
 
 
-class Form(NamedTuple):
-    """A form as text, by which compiled ones are found again.
+class OutputConstraint(NamedTuple):
+    """A constraint as text, which is the key of its compiled grammar.
 
     kind: json, regex, choice (a JSON list), grammar or structural_tag. whitespace: a regular
     expression for the white space between JSON's tokens, "" for none.
@@ -56,18 +56,18 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The form of an answer: exactly one of six. Raises RequestError.
+    """The constraint of an answer: exactly one of six. Raises RequestError.
 
     json: a JSON schema as a dict or as text, or a pydantic model; regex: a regular expression that
     the whole answer matches; choice: texts of which the answer is one; grammar: a context-free
     grammar in Lark's or GBNF's notation; json_object=True: any JSON object; structural_tag: free
     text with parts in JSON, see `read_tags`.
     Between JSON's tokens there may be a space, or a line's end and indentation;
-    disable_any_whitespace leaves that out, whitespace_pattern is a regular expression for it.
-    disable_additional_properties allows an object whose properties the schema names no other,
-    where it does not say whether there may be.
+    disable_any_whitespace forbids it, whitespace_pattern is a regular expression for it.
+    With disable_additional_properties an object whose properties the schema lists has no other
+    properties, unless the schema sets additionalProperties.
 
-    >>> StructuredOutputsParams(choice=["yes", "no"]).form.text
+    >>> StructuredOutputsParams(choice=["yes", "no"]).constraint.text
     '["yes", "no"]'
     """
 
@@ -85,8 +85,8 @@ class StructuredOutputsParams:
         kinds = [name for name in _KINDS if getattr(self, name) is not None]
         if len(kinds) != 1:
             raise RequestError(
-                f"structured_outputs has {' and '.join(kinds) or 'no form'}; allowed: exactly one "
-                f"of {', '.join(_KINDS)}"
+                f"structured_outputs has {' and '.join(kinds) or 'no constraint'}; allowed: "
+                f"exactly one of {', '.join(_KINDS)}"
             )
         for field in fields(self):
             value = getattr(self, field.name)
@@ -94,7 +94,7 @@ class StructuredOutputsParams:
             if value is not None and not is_valid(value):
                 name = f"structured_outputs.{field.name}"
                 raise RequestError(f"{name} is {describe(value)}; allowed: {allowed}")
-        size = check_utf8(f"structured_outputs.{kinds[0]}", self.form.text)
+        size = check_utf8(f"structured_outputs.{kinds[0]}", self.constraint.text)
         most = MAX_BYTES if self.choice is None else MAX_CHOICE_BYTES
         if size > most:
             raise RequestError(
@@ -102,48 +102,52 @@ class StructuredOutputsParams:
             )
 
     @property
-    def form(self) -> Form:
-        """The form as text."""
+    def constraint(self) -> OutputConstraint:
+        """The constraint as text."""
         pattern = WHITESPACE if self.whitespace_pattern is None else self.whitespace_pattern
         whitespace = "" if self.disable_any_whitespace else pattern
         if self.json_object is not None:
-            return Form("json", _ANY_OBJECT, whitespace)
-        schema_text = partial(_schema_text, closed=self.disable_additional_properties)
+            return OutputConstraint("json", _ANY_OBJECT, whitespace)
+        schema_text = partial(_schema_text, is_closed=self.disable_additional_properties)
         if self.json is not None:
-            return Form("json", schema_text(self.json), whitespace)
+            return OutputConstraint("json", schema_text(self.json), whitespace)
         if self.structural_tag is not None:
-            return Form("structural_tag", read_tags(self.structural_tag, schema_text), whitespace)
+            return OutputConstraint(
+                "structural_tag", read_tags(self.structural_tag, schema_text), whitespace
+            )
         if self.regex is not None:
-            return Form("regex", self.regex)
+            return OutputConstraint("regex", self.regex)
         if self.choice is not None:
-            return Form("choice", json_text.dumps(list(self.choice), ensure_ascii=False))
+            return OutputConstraint(
+                "choice", json_text.dumps(list(self.choice), ensure_ascii=False)
+            )
         assert self.grammar is not None
-        return Form("grammar", self.grammar)
+        return OutputConstraint("grammar", self.grammar)
 
 
-def _schema_text(schema: Any, *, closed: bool) -> str:
+def _schema_text(schema: Any, *, is_closed: bool) -> str:
     """Return a JSON schema as text. Raises RequestError for a value of another type.
 
-    closed: its objects have the properties that it names, and no others.
+    is_closed: objects have only the properties that the schema lists.
     """
     try:
         if isinstance(schema, str):
             parsed = json_text.loads(schema)
         else:
-            describes_itself = getattr(schema, "model_json_schema", None)  # pydantic's models
-            parsed = describes_itself() if callable(describes_itself) else schema
+            make_schema = getattr(schema, "model_json_schema", None)  # pydantic's models
+            parsed = make_schema() if callable(make_schema) else schema
         text = json_text.dumps(parsed, ensure_ascii=False, allow_nan=False)
-        if closed or '"format"' in text:
-            adapted = adapt_schema(parsed, closed=closed)
+        if is_closed or '"format"' in text:
+            adapted = adapt_schema(parsed, is_closed=is_closed)
             text = json_text.dumps(adapted, ensure_ascii=False, allow_nan=False)
-    except Exception as error:  # RecursionError, and whatever a class raises
+    except Exception as error:  # RecursionError, and any exception of a class
         raise RequestError(
             f"structured_outputs.json is {describe(schema)}; allowed: a JSON schema "
             f"({type(error).__name__}: {shorten(str(error))})"
         ) from error
     if not isinstance(parsed, Mapping):
         raise RequestError(
-            f"structured_outputs.json is {describe(schema)}; allowed: a JSON schema, which is an "
+            f"structured_outputs.json is {describe(schema)}; allowed: a JSON schema that is an "
             "object"
         )
     return text
@@ -157,17 +161,17 @@ FORMATS = frozenset(
 )
 """Formats of strings that are enforced."""
 
-# Of a schema's keywords: those whose values are no schemas, and those that hold them by name.
+# Keywords of a schema whose values are data, and keywords that hold schemas by name.
 _DATA = ("const", "default", "enum", "examples")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
-def adapt_schema(schema: Any, *, closed: bool = False) -> Any:
+def adapt_schema(schema: Any, *, is_closed: bool = False) -> Any:
     """Return the schema without formats that are annotations only, which llguidance refuses.
 
-    closed: with `additionalProperties: false` where it names properties and does not say.
+    is_closed: add `additionalProperties: false` to objects that list properties without it.
     """
-    adapt = partial(adapt_schema, closed=closed)
+    adapt = partial(adapt_schema, is_closed=is_closed)
     if isinstance(schema, (list, tuple)):
         return [adapt(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -178,7 +182,7 @@ def adapt_schema(schema: Any, *, closed: bool = False) -> Any:
             adapted[key] = {name: adapt(item) for name, item in value.items()}
         elif key != "format" or not isinstance(value, str) or value in FORMATS:
             adapted[key] = value if key in _DATA else adapt(value)
-    if closed and {"properties", "patternProperties"} & adapted.keys():
+    if is_closed and {"properties", "patternProperties"} & adapted.keys():
         adapted.setdefault("additionalProperties", False)
     return adapted
 
@@ -196,79 +200,79 @@ class _Tag(NamedTuple):
     end: str
 
 
-def read_tags(given: Any, read_schema: Callable[[Any], str]) -> str:
+def read_tags(tags: Any, read_schema: Callable[[Any], str]) -> str:
     """Return structural tags as text, each structure with its trigger. Raises RequestError.
 
-    Structural tags are free text in which a trigger begins a part that has a form:
+    Structural tags are free text in which a trigger begins a constrained part:
 
         {"structures": [{"begin": "<get_weather>", "schema": {...}, "end": "</get_weather>"}],
          "triggers": ["<get_"]}
 
-    Where the text has a trigger, one of the structures that begin with it follows, whole.
+    After a trigger, one of the structures that begin with it must be complete.
 
-    read_schema: makes a schema text, or raises RequestError.
+    read_schema: converts a schema to text, or raises RequestError.
     """
     try:
-        parsed = json_text.loads(given) if isinstance(given, str) else given
+        parsed = json_text.loads(tags) if isinstance(tags, str) else tags
         structures, triggers = parsed["structures"], parsed["triggers"]
         texts = [*triggers, *(part[name] for part in structures for name in ("begin", "end"))]
         if not structures or not all(isinstance(text, str) for text in texts):
             raise ValueError("there must be a structure, and texts")
-        tags = []
+        pairs = []
         for part in structures:
             begin = part["begin"]
             trigger = next((t for t in triggers if t and begin.startswith(t)), None)
             if trigger is None:
                 raise ValueError(f"{begin!r} begins with none of the triggers")
-            tags.append(
+            pairs.append(
                 _Tag(trigger, begin, json_text.loads(read_schema(part["schema"])), part["end"])
             )
-    except Exception as error:  # any kind, from a value of another form
+    except Exception as error:  # any kind, for a value of another shape
         raise RequestError(
-            f"structured_outputs.structural_tag is {describe(given)}; {_ALLOWED} "
+            f"structured_outputs.structural_tag is {describe(tags)}; {_ALLOWED} "
             f"({type(error).__name__}: {shorten(str(error))})"
         ) from error
-    return json_text.dumps(tags, ensure_ascii=False)
+    return json_text.dumps(pairs, ensure_ascii=False)
 
 
 def write_tags(text: str, whitespace: str, special: Mapping[str, int]) -> str:
     """Return the result of `read_tags` as a grammar of llguidance.
 
-    special: ids of the tokens that spell no text. Raises RequestError for a trigger with one of
-    them that does not begin with it.
+    special: ids of the tokens that spell no text. Raises RequestError for a trigger that has a
+    special token after its beginning.
     """
     spacing: dict[str, Any] = {"whitespace_flexible": whitespace != ""}
     if whitespace:
         spacing["whitespace_pattern"] = whitespace
     tags = [_Tag(*tag) for tag in json_text.loads(text)]
     rules = [
-        f"start: ({' | '.join(f'tag_{place}' for place in range(len(tags)))})* rest",
+        f"start: ({' | '.join(f'tag_{index}' for index in range(len(tags)))})* rest",
         "rest: TEXT",
         r"TEXT: /(.|\n)*/",
     ]
-    for place, tag in enumerate(tags):
+    for index, tag in enumerate(tags):
         schema = json_text.dumps({**tag.schema, "x-guidance": spacing}, ensure_ascii=False)
         token = next((name for name in special if tag.trigger.startswith(name)), None)
         if token is not None:
-            head = f"TEXT {spell_text(token, special)}"
+            head = f"TEXT {lark_text(token, special)}"
         elif any(name in tag.trigger for name in special):
             raise RequestError(
-                f"structured_outputs.structural_tag has the trigger {tag.trigger!r}; allowed: one "
-                "that begins with its special token, or has none"
+                f"structured_outputs.structural_tag has the trigger {tag.trigger!r}; allowed: a "
+                "trigger that begins with its special token, or has none"
             )
         else:
-            head = f"trigger_{place}"
-            rules.append(f"trigger_{place}[lazy]: TEXT {json_text.dumps(tag.trigger)}")
-        opening = spell_text(tag.begin[len(token or tag.trigger) :], special)
-        rules.append(f"tag_{place}: {head} {opening} %json {schema} {spell_text(tag.end, special)}")
+            head = f"trigger_{index}"
+            rules.append(f"trigger_{index}[lazy]: TEXT {json_text.dumps(tag.trigger)}")
+        opening = lark_text(tag.begin[len(token or tag.trigger) :], special)
+        rules.append(f"tag_{index}: {head} {opening} %json {schema} {lark_text(tag.end, special)}")
     return "\n".join(rules)
 
 
-def spell_text(text: str, special: Mapping[str, int]) -> str:
-    """Return a text in a grammar, with special tokens by their ids."""
+def lark_text(text: str, special: Mapping[str, int]) -> str:
+    """Return a text as Lark terminals, with special tokens by their ids."""
     tokens = sorted((token for token in special if token in text), key=len, reverse=True)
     if not tokens:
         return json_text.dumps(text) if text else ""
-    pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text)
-    spelled = [f"<[{special[p]}]>" if p in special else json_text.dumps(p) for p in pieces if p]
-    return " ".join(spelled)
+    parts = re.split(f"({'|'.join(map(re.escape, tokens))})", text)
+    terminals = [f"<[{special[p]}]>" if p in special else json_text.dumps(p) for p in parts if p]
+    return " ".join(terminals)

@@ -1,7 +1,7 @@
-"""Jobs of many tenants that share a few threads, fairly.
+"""A fair queue of jobs of many tenants that share a few threads.
 
-In the order of arrival, the many jobs of one tenant would delay those of all others: a request body
-of many objects takes a thread 0.1 s, and a grammar may take seconds to compile.
+In the order of arrival, many jobs of one tenant would delay all others: a large request body takes
+long to parse, and a grammar may take seconds to compile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
-"""The tenant of jobs submitted in this context. Jobs without a tenant share one."""
+"""The tenant of jobs submitted in this context; jobs without a tenant have the tenant ""."""
 
 
 class _Job(NamedTuple):
@@ -76,14 +76,14 @@ class TenantQueue(ThreadPoolExecutor):
         return job.future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no more jobs, and wait for those that were accepted or cancel them."""
+        """Accept no more jobs, and wait for the accepted jobs or cancel them."""
         for job in self._close(RuntimeError("the queue is closed"), drop=cancel_futures):
             job.future.cancel()
         for worker in self._workers if wait else ():
             worker.join()
 
     def abandon(self, error: Exception) -> None:
-        """Close the queue: every job, also one that runs, and every later call has this error."""
+        """Close the queue: every job, even if it runs, and every later call fails with `error`."""
         self._close(error, drop=True)
         for future in list(self._futures):
             with suppress(InvalidStateError):  # it has just ended
@@ -101,10 +101,10 @@ class TenantQueue(ThreadPoolExecutor):
 
     def _work(self) -> None:
         """Run jobs in a thread of the queue until it is closed and no job waits."""
-        while (taken := self._take()) is not None:
-            tenant, job = taken
+        while (entry := self._take()) is not None:
+            tenant, job = entry
             job.run()
-            del job, taken  # they hold the arguments until the next job comes
+            del job, entry  # which would hold the arguments until the next job
             with self._changed:
                 self._running[tenant] -= 1
                 self._running += Counter()  # drops tenants without any

@@ -60,7 +60,7 @@ def start_engine(
     """Load a model by path or hub name; `options` are those of `LLM(...)`.
 
     Wrong options and files raise before torch is imported, which takes seconds; memory for the
-    weights is allocated meanwhile. is_observed: see `make_parts`.
+    weights is allocated meanwhile. is_observed: see `make_engine_parts`.
     Raises ConfigError, ModelError or OutOfMemoryError.
     """
     read = read_options(model, options)

@@ -23,7 +23,7 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.logits import (
     AllowedTokens,
     BadWords,
-    Callbacks,
+    CustomProcessors,
     LogitBias,
     LogitsProcessor,
     TokenMask,
@@ -284,10 +284,13 @@ class ProcessorFactory:
             if words:
                 own.append(BadWords(words))
             if params.logits_processors:
-                own.append(Callbacks(params.logits_processors, prompt_token_ids))
+                own.append(CustomProcessors(params.logits_processors, prompt_token_ids))
             if params.structured_outputs is not None:
-                form, stops = params.structured_outputs.form, params.stop_token_ids or ()
-                own.append(self._grammars.mask(form, stops, ignore_eos=params.ignore_eos))
+                constraint, stops = (
+                    params.structured_outputs.constraint,
+                    params.stop_token_ids or (),
+                )
+                own.append(self._grammars.mask(constraint, stops, ignore_eos=params.ignore_eos))
             answers.append(tuple(own))
         self._check_beginning(params, answers[0])
         return answers

@@ -2,8 +2,8 @@
 
 llguidance does both: it reads JSON schemas, regular expressions and context-free grammars, and
 returns the tokens that may come next. Compiling takes milliseconds as a rule and seconds at worst,
-once for a form: in the thread that prepares a request, never in a step. Each answer then has its
-own copy of the compiled matcher, which takes microseconds.
+once a constraint: in the thread that prepares a request, never in a step. Each answer then gets a
+copy of the compiled matcher, which takes microseconds.
 
 Two kinds of schemas are refused, since llguidance would follow them without an end. It makes a
 state for each remainder of a `multipleOf` when a mask is computed, and cannot be stopped: 100,003
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from headstart.engine.logits import Failures, Rows, TokenMask, Vocabulary
-from headstart.engine.structured_outputs import Form, write_tags
+from headstart.engine.structured_outputs import OutputConstraint, write_tags
 from headstart.errors import NoTokenError, RequestError
 from headstart.imports import install
 from headstart.validation import in_one_line
@@ -48,7 +48,7 @@ _NAMES_SPECIAL = ("grammar", "structural_tag")
 _MAX_EXPONENT = 12  # of ten
 _MAX_PASSES = 64  # over the references of a schema
 _REMEMBERED = 64  # compiled forms
-_TRIED = 32  # tokens of an answer, before a form is accepted
+_TRIED = 32  # tokens of an answer, before a constraint is accepted
 _SCHEMA = re.compile(r"%json\s*")  # in a Lark grammar; a schema follows
 _LARK_START = re.compile(r"^\s*[?!]?start\b[^:=\n]*:(?!:)", re.MULTILINE)  # and not GBNF's ::=
 _READER = json.JSONDecoder(parse_int=Decimal, parse_float=Decimal)
@@ -60,7 +60,7 @@ _SETTING_STACK = threading.Lock()
 
 
 def _schemas_in(kind: str, text: str) -> list[Any]:
-    """Return the JSON schemas of a form, with exact numbers; a grammar has them behind `%json`.
+    """Return a constraint's JSON schemas, with exact numbers; a grammar has them after `%json`.
 
     Unreadable schemas are left out: llguidance refuses them.
     """
@@ -236,7 +236,7 @@ class TokenMasks:
 class GrammarCompiler:
     """Matchers for one model's tokens. May be used from several threads.
 
-    Two threads that need the same form at once both compile it: no thread waits for a lock that an
+    Two threads that need a constraint at the same time both compile it: none waits for a lock an
     interrupted thread may hold. The vocabulary is read for the first structured request, which
     takes a second for 100,000 tokens.
     """
@@ -246,15 +246,17 @@ class GrammarCompiler:
         self._masks = functools.cache(self._read_vocabulary)
         self._compiled = functools.lru_cache(_REMEMBERED)(self._compile)
 
-    def matcher(self, form: Form) -> LLMatcher:
-        """Return a matcher at the beginning of a form. Raises RequestError."""
-        return self._compiled(form).deep_copy()
+    def matcher(self, constraint: OutputConstraint) -> LLMatcher:
+        """Return a matcher at the beginning of a constraint. Raises RequestError."""
+        return self._compiled(constraint).deep_copy()
 
-    def mask(self, form: Form, stops: Iterable[int], *, ignore_eos: bool) -> GrammarMask:
+    def mask(
+        self, constraint: OutputConstraint, stops: Iterable[int], *, ignore_eos: bool
+    ) -> GrammarMask:
         """Return the logits processor of an answer, which these tokens end. Raises RequestError."""
-        masks, matcher = self._masks(), self.matcher(form)
+        masks, matcher = self._masks(), self.matcher(constraint)
         ends = [*(() if ignore_eos else masks.end_ids), *stops]
-        return GrammarMask(matcher, masks, ends, special=form.kind in _NAMES_SPECIAL)
+        return GrammarMask(matcher, masks, ends, special=constraint.kind in _NAMES_SPECIAL)
 
     def _read_vocabulary(self) -> TokenMasks:
         tokenizer = self._vocabulary.tokenizer
@@ -268,14 +270,14 @@ class GrammarCompiler:
                 f"structured_outputs cannot use the model's tokenizer: {_explain(error)}"
             ) from error
 
-    def _compile(self, form: Form) -> LLMatcher:
+    def _compile(self, constraint: OutputConstraint) -> LLMatcher:
         """Return a matcher that has followed an answer: its first masks take the longest."""
         masks = self._masks()
-        for text in () if form.kind in _NAMES_SPECIAL else masks.special_ids:
-            if text in form.text:
+        for text in () if constraint.kind in _NAMES_SPECIAL else masks.special_ids:
+            if text in constraint.text:
                 reason = f"no text that is generated can have the special token {text!r}"
-                raise _refusal(form, reason)
-        return _run(form, lambda: _build(form, masks))
+                raise _refusal(constraint, reason)
+        return _run(constraint, lambda: _build(constraint, masks))
 
 
 def _library() -> Any:
@@ -289,16 +291,20 @@ def _library() -> Any:
     return llguidance
 
 
-def check_form(form: Form) -> None:
-    """Raise RequestError for a form that no model's tokens can follow; needs no model."""
+def check_constraint(constraint: OutputConstraint) -> None:
+    """Raise RequestError for a constraint that no model's tokens can follow; needs no model."""
     validate = _library().LLMatcher.validate_grammar_with_warnings
-    is_wrong, messages = _run(form, lambda: validate(_write(form, {}), limits=_limits()))
+    is_wrong, messages = _run(
+        constraint, lambda: validate(_write(constraint, {}), limits=_limits())
+    )
     if is_wrong:
-        raise _refusal(form, messages[0])
+        raise _refusal(constraint, messages[0])
 
 
-def _refusal(form: Form, reason: object) -> RequestError:
-    return RequestError(f"structured_outputs.{form.kind} cannot be followed: {_explain(reason)}")
+def _refusal(constraint: OutputConstraint, reason: object) -> RequestError:
+    return RequestError(
+        f"structured_outputs.{constraint.kind} cannot be followed: {_explain(reason)}"
+    )
 
 
 def _explain(reason: object) -> str:
@@ -307,26 +313,28 @@ def _explain(reason: object) -> str:
     return in_one_line(" ".join(message.split()))
 
 
-def _write(form: Form, special: Mapping[str, int]) -> str:
-    """Return a form in llguidance's notation; special: ids of the tokens that spell no text."""
+def _write(constraint: OutputConstraint, special: Mapping[str, int]) -> str:
+    """Return a constraint in llguidance's notation; special: ids of tokens without a text."""
     library = _library()
-    schemas = _schemas_in(form.kind, form.text)
-    _check_multiples(schemas, together=form.kind == "grammar" and len(schemas) > 1)
+    schemas = _schemas_in(constraint.kind, constraint.text)
+    _check_multiples(schemas, together=constraint.kind == "grammar" and len(schemas) > 1)
     for schema in schemas:
         _check_recursion(schema)
-    if form.kind == "structural_tag":
-        return str(library.LLMatcher.grammar_from_lark(write_tags(*form[1:], special)))
-    if form.kind == "choice":  # one terminal: as rules, each text would be looked at in every step
-        texts = " | ".join(json.dumps(text) for text in json.loads(form.text))
+    if constraint.kind == "structural_tag":
+        return str(library.LLMatcher.grammar_from_lark(write_tags(*constraint[1:], special)))
+    if (
+        constraint.kind == "choice"
+    ):  # one terminal: as rules, each text would be looked at in every step
+        texts = " | ".join(json.dumps(text) for text in json.loads(constraint.text))
         return str(library.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
-    if form.kind == "grammar" and _LARK_START.search(form.text):
-        return str(library.LLMatcher.grammar_from_lark(form.text))
-    if form.kind != "json":
-        return str(library.grammar_from(form.kind, form.text))
-    options: dict[str, object] = {"whitespace_flexible": form.whitespace != ""}
-    if form.whitespace:
-        options["whitespace_pattern"] = form.whitespace
-    return str(library.LLMatcher.grammar_from_json_schema(form.text, defaults=options))
+    if constraint.kind == "grammar" and _LARK_START.search(constraint.text):
+        return str(library.LLMatcher.grammar_from_lark(constraint.text))
+    if constraint.kind != "json":
+        return str(library.grammar_from(constraint.kind, constraint.text))
+    options: dict[str, object] = {"whitespace_flexible": constraint.whitespace != ""}
+    if constraint.whitespace:
+        options["whitespace_pattern"] = constraint.whitespace
+    return str(library.LLMatcher.grammar_from_json_schema(constraint.text, defaults=options))
 
 
 def _limits() -> LLParserLimits:
@@ -334,14 +342,14 @@ def _limits() -> LLParserLimits:
     return make(max_items_in_row=MAX_ITEMS_IN_ROW, verbose_errors=False)
 
 
-def _build(form: Form, masks: TokenMasks) -> LLMatcher:
-    """Return a form's matcher. Raises ValueError.
+def _build(constraint: OutputConstraint, masks: TokenMasks) -> LLMatcher:
+    """Return a constraint's matcher. Raises ValueError.
 
     The first tokens of an answer are tried, drawn at random but always alike: only its masks show
-    that a form is within llguidance's limits.
+    that a constraint is within llguidance's limits.
     """
     matcher: LLMatcher = _library().LLMatcher(
-        masks.tokenizer, _write(form, masks.special_ids), log_level=0, limits=_limits()
+        masks.tokenizer, _write(constraint, masks.special_ids), log_level=0, limits=_limits()
     )
     if matcher.is_error():
         raise ValueError(matcher.get_error())
@@ -361,8 +369,8 @@ def _build(form: Form, masks: TokenMasks) -> LLMatcher:
     return matcher
 
 
-def _run(form: Form, work: Callable[[], Result]) -> Result:
-    """Return the result of `work` on a form, run with a large stack. Raises RequestError.
+def _run(constraint: OutputConstraint, work: Callable[[], Result]) -> Result:
+    """Return the result of `work` on a constraint, run with a large stack. Raises RequestError.
 
     llguidance follows rules and `$ref`s by calling itself: at 64 kB of them an ordinary stack of
     8 MB overflows, which would end the process.
@@ -387,7 +395,7 @@ def _run(form: Form, work: Callable[[], Result]) -> Result:
     if isinstance(result, RequestError):
         raise result
     if isinstance(result, Exception):
-        raise _refusal(form, str(result) or repr(result)) from result
+        raise _refusal(constraint, str(result) or repr(result)) from result
     return result
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from headstart.cache import MultiModalItem
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import (
-    GivenRows,
     PlacedRows,
+    PrecomputedEmbeddings,
     PreparedPrompt,
     PromptExtras,
     RotaryPositions,
@@ -87,7 +87,7 @@ class OmniStages:
         if placed:
             table, delta = self.model.positions(token_ids, features)
             positions = RotaryPositions(table.numpy(), delta)
-            extras = PromptExtras(tuple(items), GivenRows(rows), positions)
+            extras = PromptExtras(tuple(items), PrecomputedEmbeddings(rows), positions)
         return SpokenPrompt(PreparedPrompt(token_ids, text.text, extras), features)
 
     def make_thinker(self, node: StageNode) -> Stage:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 
-from headstart.engine.structured_outputs import StructuredOutputsParams, adapt_schema, spell_text
+from headstart.engine.structured_outputs import StructuredOutputsParams, adapt_schema, lark_text
 from headstart.errors import RequestError
 from headstart.server.answers import THINK_CLOSE, CallFormat
 from headstart.server.errors import ApiError
@@ -168,14 +168,14 @@ def force_calls(
     tools = [tool for tool in use.tools if tool.name in names]
     call = "call"
     if use.parallel and use.name is None and form.between is not None:
-        call = f"call ({spell_text(form.between, special)} call)*"
-    pieces = [spell_text(form.head, special), call, spell_text(form.tail, special)]
+        call = f"call ({lark_text(form.between, special)} call)*"
+    pieces = [lark_text(form.head, special), call, lark_text(form.tail, special)]
     is_begun = thought == "begun"
     rules = [f"start: {_THOUGHT if is_begun else ''}{' '.join(filter(None, pieces))}"]
     rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
     for place, tool in enumerate(tools):
-        opening = spell_text(form.opening.replace("{name}", json.dumps(tool.name)), special)
-        closing = spell_text(form.closing, special)
+        opening = lark_text(form.opening.replace("{name}", json.dumps(tool.name)), special)
+        closing = lark_text(form.closing, special)
         rules.append(f"call_{place}: {opening} arguments_{place} {closing}")
         rules.append(f"arguments_{place}: {_json(tool.schema, _SPELLING)}")
     if is_begun:
@@ -187,7 +187,7 @@ def after_reasoning(
     form: StructuredOutputsParams, special: Mapping[str, int]
 ) -> StructuredOutputsParams | None:
     """Return the form for an answer whose prompt began reasoning; None if it is not JSON."""
-    kind, text, whitespace = form.form
+    kind, text, whitespace = form.constraint
     if kind != "json":
         return None
     spelling: dict[str, Any] = {"whitespace_flexible": whitespace != ""}
@@ -211,7 +211,7 @@ def _json(schema: Mapping[str, Any], spelling: Mapping[str, Any]) -> str:
 
 def _thought_rules(special: Mapping[str, int]) -> Iterable[str]:
     if THINK_CLOSE in special:
-        rule = f"thought: /(?s:.*)/ {spell_text(THINK_CLOSE, special)}"
+        rule = f"thought: /(?s:.*)/ {lark_text(THINK_CLOSE, special)}"
     else:
         rule = f'thought[suffix="{THINK_CLOSE}"]: /(?s:.*)/'
     return (rule, "gap: /\\n{0,2}/")

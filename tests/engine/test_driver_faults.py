@@ -73,7 +73,7 @@ def test_a_fault_in_the_drivers_thread(
 
     def broken(*args: Any) -> Any:
         answer = method(*args)
-        if llm.driver._followed and left:
+        if llm.driver._inflight and left:
             left.pop()
             raise MemoryError("on purpose")
         return answer

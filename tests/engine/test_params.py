@@ -267,7 +267,7 @@ def test_lists_are_the_parameters_own() -> None:
 
 
 def test_stop_strings_need_the_text() -> None:
-    with pytest.raises(RequestError, match="detokenize False"):
+    with pytest.raises(RequestError, match="detokenize is False"):
         SamplingParams(stop="a", detokenize=False)
 
 

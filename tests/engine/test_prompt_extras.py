@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from headstart import LLM, RequestError, SamplingParams
 from headstart.cache import MultiModalItem
 from headstart.engine.request import (
-    GivenRows,
     PlacedRows,
+    PrecomputedEmbeddings,
     PreparedPrompt,
     PromptExtras,
     RotaryPositions,
@@ -49,7 +49,7 @@ def make_prompt(seed: int, *, gap: int = 0, start: int = 9) -> PreparedPrompt:
     places[start + len(rows) :] += gap
     extras = PromptExtras(
         (MultiModalItem(b"rows %d gap %d" % (seed, gap), start, len(rows)),),
-        GivenRows([PlacedRows(start, rows)]),
+        PrecomputedEmbeddings([PlacedRows(start, rows)]),
         RotaryPositions(places[np.newaxis], gap),
     )
     return PreparedPrompt(token_ids, extras=extras)

@@ -94,7 +94,7 @@ def test_a_parameter_that_is_not_here_takes_no_value(
     [
         ({"priority": "high"}, "priority is 'high'"),
         ({"priority": [1, 2]}, "2 priorities for 1 prompts"),
-        ({"lora_request": 3}, "adapter is asked for by name or LoRARequest, not 3"),
+        ({"lora_request": 3}, "adapter is 3; allowed: a name, a LoRARequest"),
         ({"adapter": "nobody"}, "nobody"),
         ({"cache_salt": 3}, "cache_salt is 3"),
     ],

@@ -8,7 +8,7 @@ import torch
 
 from headstart.cache import MultiModalItem
 from headstart.engine.params import SamplingParams
-from headstart.engine.request import GivenRows, PlacedRows, PreparedPrompt, PromptExtras
+from headstart.engine.request import PlacedRows, PrecomputedEmbeddings, PreparedPrompt, PromptExtras
 from headstart.errors import ConfigError, EngineError, RequestError
 from headstart.omni.engine_stage import TalkerFeed
 from headstart.omni.output_cache import OutputCache
@@ -167,7 +167,7 @@ def test_without_caching_nothing_is_kept_looked_up_or_hashed(
 def with_image(seed: int) -> PreparedPrompt:
     rows = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
     items = (MultiModalItem(b"image %d" % seed, 2, 6),)
-    extras = PromptExtras(items, GivenRows([PlacedRows(2, rows)]))
+    extras = PromptExtras(items, PrecomputedEmbeddings([PlacedRows(2, rows)]))
     return PreparedPrompt([5, 6, *[90] * 6, 7, 8, 9, 10], extras=extras)
 
 

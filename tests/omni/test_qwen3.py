@@ -17,7 +17,7 @@ from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
 from headstart.cache import MultiModalItem
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
-from headstart.engine.request import GivenRows, PlacedRows, PreparedPrompt, PromptExtras
+from headstart.engine.request import PlacedRows, PrecomputedEmbeddings, PreparedPrompt, PromptExtras
 from headstart.models.decoder import EmbeddingOverlay
 from headstart.omni.engine_stage import EngineStage, PromptFeed, StagePrompt
 from headstart.omni.function_stage import FramesPlan, FramesStage, WholeStage
@@ -82,7 +82,7 @@ def test_rows_from_a_middle_layer_cold_and_warm(
     def feed(request: OmniRequest) -> PromptFeed:
         seed = request.prompt
         items = (MultiModalItem(b"sound %d" % seed, 2, 7),)
-        extras = PromptExtras(items, GivenRows([PlacedRows(2, sound(seed))]))
+        extras = PromptExtras(items, PrecomputedEmbeddings([PlacedRows(2, sound(seed))]))
         params = SamplingParams(temperature=0, max_tokens=6)
         return PromptFeed(StagePrompt(PreparedPrompt(PROMPT, extras=extras), params, None))
 

@@ -234,8 +234,8 @@ class Tiers:
         done += [store.clear() for store in self._stores]
         if not all(done):
             raise TierError(
-                "K/V in memory are forgotten, and what is kept elsewhere may not be: it does not "
-                "answer, or is left alone after a failure, which the log headstart.tiers has"
+                "K/V in memory were cleared, but blocks in a store may remain, as it does not "
+                "answer or is paused after a failure; see the log headstart.tiers"
             )
 
     def flush(self, timeout: float) -> bool:

@@ -287,7 +287,7 @@ def test_vllms_spelling(llama: World) -> None:
     moved = LoRARequest("attention", 1, llama.adapters["one layer"])
     [output] = llm.generate(llama.prompts[4], GREEDY, lora_request=moved)
     assert output.outputs[0].token_ids == llama.expected[4]
-    with pytest.raises(RequestError, match="not both"):
+    with pytest.raises(RequestError, match="are both set"):
         llm.generate(llama.prompts[0], GREEDY, adapter="attention", lora_request=asked[0])
     with pytest.raises(RequestError, match="2 adapters for 1 prompts"):
         llm.generate([llama.prompts[0]], GREEDY, adapter=["attention", None])

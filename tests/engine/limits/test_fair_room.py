@@ -150,6 +150,6 @@ def test_who_is_far_ahead_is_not_moved_on_with_who_is_behind() -> None:
     fair._now = turn / 2
     assert turn > fair._now + fair._step + fair._credit
     for owner in fair._owners.values():
-        owner.lacks_room = True
+        owner.lacks_space = True
     assert fair.catch_up()
     assert ahead[1].turn == turn > behind.turn > fair._now

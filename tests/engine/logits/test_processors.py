@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart import SamplingParams
-from headstart.engine.logits import LogitsProcessor, Vocabulary, change_logits
+from headstart.engine.logits import LogitsProcessor, Vocabulary, apply_processors
 from headstart.engine.sampling import SampledToken, Sampler, SamplingState
 from headstart.errors import EngineError, NoTokenError, RequestError
 from headstart.frontend.frontend import ProcessorFactory
@@ -40,7 +40,7 @@ def make(output: list[int] | None = None, **options: Any) -> SamplingState:
 
 
 def change(logits: Tensor, *states: SamplingState) -> Tensor:
-    assert not change_logits(logits, [state.processors for state in states])
+    assert not apply_processors(logits, [state.processors for state in states])
     return logits
 
 
@@ -155,8 +155,11 @@ def _breaks(past: list[int], logits: Tensor) -> Tensor:
     ("options", "reason"),
     [
         ({"logits_processors": [_breaks]}, "a logits processor failed: KeyError: 'on purpose'"),
-        ({"logits_processors": [lambda past, logits: logits[:3]]}, r"it returned a tensor \[3\]"),
-        ({"logits_processors": [lambda past, logits: None]}, "it returned NoneType, not logits"),
+        (
+            {"logits_processors": [lambda past, logits: logits[:3]]},
+            r"has the shape \[3\]",
+        ),
+        ({"logits_processors": [lambda past, logits: None]}, "its result is a NoneType; allowed"),
         ({"logits_processors": [lambda past, logits: logits - torch.inf]}, "every token is banned"),
         ({"logits_processors": [lambda past, logits: logits * torch.nan]}, "not finite"),
     ],
@@ -259,7 +262,7 @@ def test_a_kind_is_applied_once_for_all_rows(monkeypatch: pytest.MonkeyPatch) ->
             calls.append(len(rows))
             return {}
 
-    change_logits(make_logits(5), [(Counted(),), (), (Counted(),), (Counted(),), ()])
+    apply_processors(make_logits(5), [(Counted(),), (), (Counted(),), (Counted(),), ()])
     assert calls == [3]
 
 

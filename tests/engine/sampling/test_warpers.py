@@ -12,10 +12,10 @@ from transformers import (
 )
 
 from headstart.engine.sampling import (
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
-    penalise_repetition,
+    apply_min_p,
+    apply_repetition_penalty,
+    apply_top_k,
+    apply_top_p,
 )
 
 VOCABULARY = 40
@@ -28,7 +28,7 @@ def test_top_p_from_the_top_keeps_what_sorting_all_keeps(top_p: float, scale: fl
     scores = scale * torch.randn(4, 5000, generator=torch.Generator().manual_seed(0))
     ids = torch.LongTensor(4, 0)
     expected = TopPLogitsWarper(top_p)(ids, scores)
-    assert torch.equal(keep_top_p(scores, top_p), expected)
+    assert torch.equal(apply_top_p(scores, top_p), expected)
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9])
@@ -36,7 +36,7 @@ def test_top_p_keeps_as_many_of_equals(top_p: float) -> None:
     """As logits in bfloat16 often are; which of them, no two ways to sort agree on."""
     scores = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     expected = TopPLogitsWarper(top_p)(torch.LongTensor(4, 0), scores)
-    assert torch.equal(keep_top_p(scores, top_p).sort().values, expected.sort().values)
+    assert torch.equal(apply_top_p(scores, top_p).sort().values, expected.sort().values)
 
 
 @given(
@@ -56,8 +56,8 @@ def test_warpers_have_the_bits_of_transformers(
     ids = torch.LongTensor([seen, seen])
     scores[1, seed % VOCABULARY] = float("-inf")
     for own, theirs in (
-        (keep_min_p(scores, share), MinPLogitsWarper(share)),
-        (keep_top_k(scores, count), TopKLogitsWarper(count)),
-        (penalise_repetition(scores, ids, penalty), RepetitionPenaltyLogitsProcessor(penalty)),
+        (apply_min_p(scores, share), MinPLogitsWarper(share)),
+        (apply_top_k(scores, count), TopKLogitsWarper(count)),
+        (apply_repetition_penalty(scores, ids, penalty), RepetitionPenaltyLogitsProcessor(penalty)),
     ):
         assert torch.equal(own, theirs(ids, scores))

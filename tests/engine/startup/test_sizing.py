@@ -32,5 +32,5 @@ def test_blocks_that_fit_only_without_the_encoder_cache_are_refused(folder: Path
     LLM(folder, encoder_cache_rows=20_000, num_blocks=most).close()
     with pytest.raises(OutOfMemoryError, match="5,120,000 for image embeddings"):
         LLM(folder, encoder_cache_rows=20_000, num_blocks=most + 1)
-    with pytest.raises(OutOfMemoryError, match="one block takes 12,288"):
+    with pytest.raises(OutOfMemoryError, match="at least 12,288, for one block"):
         LLM(folder, encoder_cache_rows=FREE // ROW)

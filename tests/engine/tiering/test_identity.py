@@ -13,7 +13,7 @@ from headstart import LLM, SamplingParams
 from headstart.attention import PagedKVMemory
 from headstart.engine import parts
 from headstart.engine.config import EngineConfig
-from headstart.engine.parts import _kept_weights, _kinds, _name
+from headstart.engine.parts import _kinds, _name, _quantized_layers
 from headstart.models import decoder
 from headstart.models.files import BUILT_IN, find_folder
 from headstart.models.loader import load_model
@@ -156,15 +156,15 @@ def test_blocks_are_those_of_the_same_way_to_round_and_to_read(
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = load_model(tmp_path, weights="int8")
     layers = [*quantized_matrices(model.module).values()]
-    seen = [_kept_weights(model)]
+    seen = [_quantized_layers(model)]
     assert len(seen[0]) == len(layers) + 1, "the embedding shares the head's weight"
     monkeypatch.setitem(parts.REVISIONS, "int8", 1000)
-    seen.append(_kept_weights(model))
+    seen.append(_quantized_layers(model))
     for layer in layers:
         layer.is_prequantized = True
-    seen.append(_kept_weights(model))
+    seen.append(_quantized_layers(model))
     monkeypatch.setattr(parts, "PREQUANTIZED_REVISION", 1000)
-    seen.append(_kept_weights(model))
+    seen.append(_quantized_layers(model))
     for lines in zip(*seen, strict=True):
         assert len({*lines}) == 4
 

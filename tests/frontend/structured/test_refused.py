@@ -7,7 +7,7 @@ import pytest
 from headstart import StructuredOutputsParams
 from headstart.engine.logits import Vocabulary
 from headstart.errors import RequestError
-from headstart.frontend.grammar import GrammarCompiler, check_form
+from headstart.frontend.grammar import GrammarCompiler, check_constraint
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
 TOKENIZER = TINY_TOKENIZERS["byte_level"]()
@@ -16,11 +16,11 @@ VOCABULARY = Vocabulary(TOKENIZER, len(TOKENIZER), frozenset())
 
 def refusal(**form: Any) -> str:
     """Return the error for a form, by the check that needs no model too where that refuses it."""
-    wanted = StructuredOutputsParams(**form).form
+    wanted = StructuredOutputsParams(**form).constraint
     with pytest.raises(RequestError) as caught:
         GrammarCompiler(VOCABULARY).matcher(wanted)
     try:
-        check_form(wanted)
+        check_constraint(wanted)
     except RequestError as error:
         assert str(error) == str(caught.value)
     return str(caught.value)
@@ -34,7 +34,7 @@ def nested(levels: int) -> dict[str, Any]:
 
 
 def test_how_deep_a_schema_may_be() -> None:
-    GrammarCompiler(VOCABULARY).matcher(StructuredOutputsParams(json=nested(124)).form)
+    GrammarCompiler(VOCABULARY).matcher(StructuredOutputsParams(json=nested(124)).constraint)
     assert "recursion limit exceeded" in refusal(json=nested(125))
 
 
@@ -88,9 +88,9 @@ def test_numbers_that_have_to_be_multiples_of_several_are_counted_together() -> 
     parts = [{"multipleOf": value} for value in (997, 991)]
     assert "together with others" in refusal(json={"type": "integer", "allOf": parts})
     apart = {"type": "object", "properties": dict(zip("ab", parts, strict=True))}
-    check_form(StructuredOutputsParams(json=apart).form)
+    check_constraint(StructuredOutputsParams(json=apart).constraint)
 
 
 @pytest.mark.parametrize("start", ["?start:", "!start:", "start[lazy]:", "start :"])
 def test_all_of_lark_s_starts_are_lark(start: str) -> None:
-    check_form(StructuredOutputsParams(grammar=f'{start} "a" | "b"').form)
+    check_constraint(StructuredOutputsParams(grammar=f'{start} "a" | "b"').constraint)

@@ -10,7 +10,7 @@ import pytest
 
 from headstart import RequestError, StructuredOutputsParams
 from headstart.engine.structured_outputs import FORMATS
-from headstart.frontend.grammar import check_form
+from headstart.frontend.grammar import check_constraint
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -22,7 +22,7 @@ ANNOTATIONS = [
 
 
 def check(schema: Any) -> None:
-    check_form(StructuredOutputsParams(json=schema).form)
+    check_constraint(StructuredOutputsParams(json=schema).constraint)
 
 
 def validate(schema: dict[str, Any]) -> str:
@@ -42,7 +42,7 @@ def test_formats_that_llguidance_enforces_reach_it() -> None:
         assert "Unknown format" in validate({"type": "string", "format": name})
     for name in FORMATS:
         assert not validate({"type": "string", "format": name})
-        form = StructuredOutputsParams(json={"type": "string", "format": name}).form
+        form = StructuredOutputsParams(json={"type": "string", "format": name}).constraint
         assert json.loads(form.text)["format"] == name
 
 
@@ -52,7 +52,7 @@ def test_only_the_keyword_format_is_an_annotation() -> None:
         "required": ["format"],
         "default": {"format": "color"},
     }
-    assert json.loads(StructuredOutputsParams(json=schema).form.text) == schema
+    assert json.loads(StructuredOutputsParams(json=schema).constraint.text) == schema
 
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
@@ -77,10 +77,12 @@ def test_a_schema_whose_recursion_cannot_end_is_refused(schema: dict[str, Any]) 
     with pytest.raises(RequestError, match=r"structured_outputs.json .* can never end"):
         check(schema)
     with pytest.raises(RequestError, match=r"structured_outputs.grammar .* can never end"):
-        check_form(StructuredOutputsParams(grammar=f"start: %json {json.dumps(schema)}").form)
+        check_constraint(
+            StructuredOutputsParams(grammar=f"start: %json {json.dumps(schema)}").constraint
+        )
     tag = {"structures": [{"begin": "<a>", "schema": schema, "end": "</a>"}], "triggers": ["<a>"]}
     with pytest.raises(RequestError, match=r"structural_tag .* can never end"):
-        check_form(StructuredOutputsParams(structural_tag=tag).form)
+        check_constraint(StructuredOutputsParams(structural_tag=tag).constraint)
 
 
 @pytest.mark.parametrize(

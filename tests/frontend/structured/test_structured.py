@@ -12,7 +12,7 @@ import pytest
 from headstart import LLM, SamplingParams, StructuredOutputsParams
 from headstart.engine.logits import Vocabulary
 from headstart.engine.outputs import CompletionOutput
-from headstart.engine.structured_outputs import Form
+from headstart.engine.structured_outputs import OutputConstraint
 from headstart.errors import RequestError
 from headstart.frontend import grammar
 from headstart.frontend.grammar import GrammarCompiler
@@ -64,7 +64,7 @@ def test_white_space_comes_to_an_end(writer: LLM) -> None:
 
 @pytest.mark.parametrize("indent", [None, 2, 4, "\t"])
 def test_json_as_people_write_it_is_allowed(indent: int | str | None) -> None:
-    form = StructuredOutputsParams(json={"type": "object"}).form
+    form = StructuredOutputsParams(json={"type": "object"}).constraint
     matcher = GrammarCompiler(Vocabulary(TOKENIZER, len(TOKENIZER), frozenset())).matcher(form)
     value = {"a": [1, {"b": None}, []], "c": {"d": {"e": "f"}}}
     for token_id in TOKENIZER.encode(json.dumps(value, indent=indent), add_special_tokens=False):
@@ -168,7 +168,7 @@ tokenizer = TINY_TOKENIZERS["byte_level"]()
 compiler = GrammarCompiler(Vocabulary(tokenizer, len(tokenizer), frozenset()))
 for number, text in enumerate(json.load(open(sys.argv[1]))):
     with suppress(RequestError):
-        compiler.matcher(StructuredOutputsParams(grammar=text).form)
+        compiler.matcher(StructuredOutputsParams(grammar=text).constraint)
     print("alive after", number, flush=True)
 """
     texts = tmp_path / "grammars.json"
@@ -181,7 +181,7 @@ for number, text in enumerate(json.load(open(sys.argv[1]))):
 def test_a_model_without_a_tokenizer_has_no_forms() -> None:
     compiler = GrammarCompiler(Vocabulary(None, 9, frozenset()))
     with pytest.raises(RequestError, match="without a tokenizer"):
-        compiler.matcher(Form("regex", "a"))
+        compiler.matcher(OutputConstraint("regex", "a"))
 
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.Monke
     with pytest.raises(
         RequestError, match=r'pip install "\.\[structured\]" in the folder of the clone'
     ):
-        compiler.matcher(Form("regex", "a"))
+        compiler.matcher(OutputConstraint("regex", "a"))
 
 
 # How a form is given, and compiled
@@ -205,7 +205,7 @@ class Person(pydantic.BaseModel):
     "schema", [Person, Person.model_json_schema(), json.dumps(Person.model_json_schema())]
 )
 def test_a_schema_is_a_model_or_a_dict_or_a_text(schema: Any) -> None:
-    form = StructuredOutputsParams(json=schema).form
+    form = StructuredOutputsParams(json=schema).constraint
     assert json.loads(form.text) == Person.model_json_schema()
 
 
@@ -221,7 +221,7 @@ def test_objects_may_be_closed() -> None:
         "enum": [{"properties": 1}],
     }
     closed = json.loads(
-        StructuredOutputsParams(json=schema, disable_additional_properties=True).form.text
+        StructuredOutputsParams(json=schema, disable_additional_properties=True).constraint.text
     )
     assert closed.pop("additionalProperties") is False
     assert closed["properties"].pop("properties").pop("additionalProperties") is False
@@ -229,7 +229,7 @@ def test_objects_may_be_closed() -> None:
     assert closed["properties"]["open"] == schema["properties"]["open"]
     assert closed["properties"]["any"] == {"type": "object"}
     assert closed["enum"] == schema["enum"]
-    assert StructuredOutputsParams(json=schema).form.text == json.dumps(schema)
+    assert StructuredOutputsParams(json=schema).constraint.text == json.dumps(schema)
 
 
 def test_a_form_is_compiled_once_and_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_a_form_is_compiled_once_and_in_another_thread(monkeypatch: pytest.Monke
         return build(*arguments)
 
     monkeypatch.setattr(grammar, "_build", counted)
-    first, second = (compiler.matcher(Form("regex", "[ab]c")) for _ in range(2))
+    first, second = (compiler.matcher(OutputConstraint("regex", "[ab]c")) for _ in range(2))
     assert threads == ["headstart-grammar"]
     assert first.consume_token(TOKENIZER.convert_tokens_to_ids("a"))
     assert not second.validate_tokens([TOKENIZER.convert_tokens_to_ids("c")])

@@ -33,7 +33,7 @@ TAGS: dict[str, Any] = {"structures": [CITY, DAY], "triggers": ["<f="]}
 
 def accepts(tags: Any, *pieces: str | int) -> bool:
     """Whether an answer of these texts and tokens may be, and may end."""
-    matcher = COMPILER.matcher(StructuredOutputsParams(structural_tag=tags).form)
+    matcher = COMPILER.matcher(StructuredOutputsParams(structural_tag=tags).constraint)
     for piece in pieces:
         ids = (
             [piece] if isinstance(piece, int) else TOKENIZER.encode(piece, add_special_tokens=False)
@@ -72,7 +72,7 @@ def test_a_special_token_may_be_the_trigger() -> None:
     assert not accepts(tags, special, "other")
     assert not accepts(tags, *called[:2])
     late = {"structures": [{**tag, "begin": f"x{SPECIAL}"}], "triggers": [f"x{SPECIAL}"]}
-    with pytest.raises(RequestError, match="allowed: one that begins with its special token"):
+    with pytest.raises(RequestError, match="allowed: a trigger that begins with its special token"):
         accepts(late, "x")
 
 

@@ -73,6 +73,20 @@ def test_a_loop_needs_all_of_its_blocks(num_blocks: int) -> None:
     assert 284 <= num_blocks + advice["more_blocks"] <= 290
 
 
+def test_turns_of_a_conversation_need_the_blocks_of_the_last_alone() -> None:
+    """A turn continues in the blocks of the answer before it, which its prompt contains."""
+    document = list(range(20 * SIZE))
+    trace, prompt = [(document, 1)], list(range(1000, 1000 + 5 * SIZE))
+    for turn in range(1, 9):
+        trace.append((prompt, 20))
+        answer = [10**6 * turn + token for token in range(19)]
+        prompt = [*prompt, *answer, *range(2000 * turn, 2000 * turn + 20)]
+    blocks = (len(trace[-1][0]) + 19) // SIZE + 1
+    _, advice = run([*trace, ([*document, 7], 1)], 30, "lru")
+    assert advice["evicted_prompts"] == 1
+    assert 20 + blocks <= 30 + advice["more_blocks"] <= 20 + blocks + 2
+
+
 @pytest.mark.parametrize("eviction", ["lru", "adaptive-lru"])
 @pytest.mark.parametrize("seed", range(8))
 def test_a_pool_of_the_advised_size_saves_what_is_said(seed: int, eviction: str) -> None:

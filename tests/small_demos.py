@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-__all__ = ["ASSETS", "make_small_demo", "shallow_built_in"]
+__all__ = ["ASSETS", "make_small_demo", "save_unloadable", "shallow_built_in"]
 
 ASSETS = Path(__file__).parents[1] / "headstart" / "assets" / "headstart_tiny"
 
@@ -22,6 +22,15 @@ _LLAMA = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2} 
 _VISION = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2} | {
     "num_attention_heads": 2
 }
+
+
+def save_unloadable(folder: Path) -> Path:
+    """Write the built-in model with weights of integers, which cannot be loaded."""
+    shutil.copytree(ASSETS, folder)
+    tensors = load_file(folder / "model.safetensors")
+    integers = {name: tensor.int() for name, tensor in tensors.items()}
+    save_file(integers, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def make_small_demo(kind: str, folder: Path) -> Path:

@@ -3,10 +3,8 @@
 import ast
 import json
 import re
-import runpy
-import sys
 import wave
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +13,7 @@ import pytest
 from examples.demos.images import make_picture
 from examples.small_models.adapter import write_adapter
 from headstart import LLM
+from tests.forked import run_program
 from tests.house.source import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -44,6 +43,23 @@ SHOWN = {
 }
 
 
+PROGRAM = """
+import json, os, runpy, sys
+folder, variables = json.loads(sys.argv.pop(1))
+os.chdir(folder)
+os.environ.update(variables)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(path: Path, *arguments: str, folder: Path = ROOT, variables: Mapping[str, str] = {}) -> str:
+    """Run a program in a folder, with changes of the environment; return what it printed."""
+    done = run_program(PROGRAM, json.dumps([str(folder), variables]), path, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.fixture
 def arguments(request: pytest.FixtureRequest, demo_vision: Path, tmp_path: Path) -> list[str]:
     name: str = request.node.callspec.params["path"].stem
@@ -62,15 +78,8 @@ def arguments(request: pytest.FixtureRequest, demo_vision: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs(
-    path: Path,
-    arguments: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
-    runpy.run_path(str(path), run_name="__main__")
-    assert SHOWN[path.stem] in capsys.readouterr().out
+def test_an_example_runs(path: Path, arguments: list[str]) -> None:
+    assert SHOWN[path.stem] in run(path, *arguments)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -90,18 +99,15 @@ def test_there_is_an_example_for_each_way() -> None:
 
 
 @pytest.fixture
-def show(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], demo_folder: Path
-) -> Callable[..., str]:
-    """Run a demo in a terminal of some columns; returns what it printed."""
+def show(demo_folder: Path, tmp_path: Path) -> Callable[..., str]:
+    """Run a demo in a folder and in a terminal of some columns; returns what it printed."""
 
-    def run(name: str, *arguments: str, columns: int = 80) -> str:
-        monkeypatch.setenv("COLUMNS", str(columns))
-        monkeypatch.setattr(sys, "argv", [name, *arguments])
-        runpy.run_path(str(ROOT / "examples" / "demos" / f"{name}.py"), run_name="__main__")
-        return capsys.readouterr().out
+    def show(name: str, *arguments: str, columns: int = 80) -> str:
+        path = ROOT / "examples" / "demos" / f"{name}.py"
+        variables = {"COLUMNS": str(columns), "HEADSTART_DEMO_DIR": str(demo_folder)}
+        return run(path, *arguments, folder=tmp_path, variables=variables)
 
-    return run
+    return show
 
 
 def test_the_demo_of_adapters_shows_who_shares_with_whom(show: Callable[..., str]) -> None:
@@ -154,11 +160,8 @@ def test_the_omni_demo_speaks_and_says_what_each_stage_skipped(
     assert abs(sounds[0] - sounds[1]).max() > 3_000
 
 
-def test_the_omni_demo_writes_nothing_unasked(
-    show: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_omni_demo_writes_nothing_unasked(show: Callable[..., str], tmp_path: Path) -> None:
     """It wrote its answers into the current folder."""
-    monkeypatch.chdir(tmp_path)
     said = show("omni", "--tiny", columns=60)
     # Units were cut off in narrow terminals.
     rows = re.findall(r"^│ \w+(?: +[\d,–]+){3}(?: +[\d.]+ m?s){2} *│$", said, re.M)

@@ -1,15 +1,13 @@
 """`--adapter` of `headstart run` and `chat`: an adapter that PEFT made answers."""
 
-import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from headstart import LLM, SamplingParams
 from tests.cli.test_chat_terminal import READY, Terminal, no_child_is_left
 from tests.cli.test_main import call
-from tests.small_demos import ASSETS
+from tests.small_demos import save_unloadable
 from tests.tiny_adapters import make_adapter
 
 __all__ = ["no_child_is_left"]
@@ -86,12 +84,7 @@ def test_serve_tells_what_is_wrong_before_the_model(
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Copy the built-in model with weights of integers, which cannot be loaded."""
-    folder = tmp_path_factory.mktemp("broken") / "model"
-    shutil.copytree(ASSETS, folder)
-    tensors = load_file(folder / "model.safetensors")
-    integers = {name: tensor.int() for name, tensor in tensors.items()}
-    save_file(integers, folder / "model.safetensors", {"format": "pt"})
+    folder = save_unloadable(tmp_path_factory.mktemp("broken") / "model")
     assert "is for another model" not in call("run", "Hi", "--model", str(folder)).stderr
     return str(folder)
 

@@ -10,6 +10,7 @@ import pytest
 from examples.demos.images import make_picture
 from tests.cli.test_chat_terminal import READY, Terminal, no_child_is_left, number
 from tests.cli.test_main import cached_tokens, call
+from tests.small_demos import save_unloadable
 
 __all__ = ["no_child_is_left"]
 
@@ -82,10 +83,10 @@ def test_a_model_that_takes_text_alone_says_so(pictures: list[Path], tmp_path: P
 
 
 def test_run_tells_a_model_that_takes_text_alone_before_its_weights(
-    pictures: list[Path], monkeypatch: pytest.MonkeyPatch
+    pictures: list[Path], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("headstart.cli.main.announce_and_open", None)
-    result = call("run", "--image", str(pictures[0]), "What?")
+    model = save_unloadable(tmp_path / "model")
+    result = call("run", "--model", str(model), "--image", str(pictures[0]), "What?")
     assert result.exit_code == 2
     assert "takes text alone: --image needs a model that sees" in result.stderr
 

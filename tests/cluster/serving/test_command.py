@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from types import ModuleType
 
@@ -71,12 +72,10 @@ def test_what_cannot_be_is_told(given: list[str], text: str) -> None:
         ("ray://127.0.0.1:10001", "Ray's client does not carry streams"),
     ],
 )
-def test_a_wrong_address_of_ray_is_told_at_once(
-    address: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_address_of_ray_is_told_at_once(address: str, text: str) -> None:
     pytest.importorskip("ray", reason="replicas need Ray")
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    done = CliRunner().invoke(main, [*QUIET, "--replicas", "2"])
+    env = {"RAY_ADDRESS": address}
+    done = CliRunner().invoke(main, [*QUIET, "--replicas", "2"], env=env)
     assert (done.exit_code, text in done.stderr) == (2, True), done.stderr
 
 
@@ -84,9 +83,6 @@ def test_replicas_find_a_model_that_is_named_from_here(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """They run in folders of their own."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "a.jinja").write_text("{{ messages }}")
-    monkeypatch.chdir(tmp_path)
     asked: list[object] = []
 
     def make(model: str, engine: dict[str, object], *rest: object) -> object:
@@ -94,10 +90,13 @@ def test_replicas_find_a_model_that_is_named_from_here(
         raise ConfigError("no more is needed")
 
     cluster = ModuleType("headstart.cluster.serving.cluster")
-    monkeypatch.setattr(cluster, "ReplicaCluster", make, raising=False)
+    cluster.ReplicaCluster = make  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, cluster.__name__, cluster)
     template = ["--chat-template", "a.jinja"]
-    done = CliRunner().invoke(main, [*QUIET, "--replicas", "2", "--model", "model", *template])
+    (tmp_path / "model").mkdir()
+    (tmp_path / "a.jinja").write_text("{{ messages }}")
+    with chdir(tmp_path):
+        done = CliRunner().invoke(main, [*QUIET, "--replicas", "2", "--model", "model", *template])
     assert "no more is needed" in done.stderr
     assert asked == [str(tmp_path / "model"), str(tmp_path / "a.jinja")]
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -68,11 +69,9 @@ def test_a_request_that_is_aborted_before_its_task_begins_is_answered(server: Se
     assert update.outputs[0].finish_reason == "abort"
 
 
-def test_a_request_that_is_submitted_while_the_driver_closes_is_answered(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_is_submitted_while_the_driver_closes_is_answered(server: Server) -> None:
     told, request = Told(), server.request("a")
-    monkeypatch.setattr(server.frontend, "require_open", server.driver.close)
+    server.frontend.require_open = server.driver.close
     server.driver.submit(request, told)
     assert str(told.next()) == "the engine is closed"
     server.driver.close()
@@ -89,11 +88,9 @@ def test_close_ends_what_runs_and_what_has_not_begun(server: Server) -> None:
     assert server.driver._loop.is_closed()
 
 
-def test_a_request_that_cannot_be_described_is_answered(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_cannot_be_described_is_answered(server: Server) -> None:
     request, told = server.request("a"), Told()
-    monkeypatch.setattr(server.frontend, "facts", None)
+    server.frontend.facts = None  # type: ignore[assignment]
     server.driver.submit(request, told)
     assert isinstance(told.next(), EngineError)
 
@@ -235,9 +232,7 @@ def test_a_replica_that_is_back_before_its_feed_has_ended_is_followed(server: Se
     assert server.handle.is_asked_to_follow.wait(LIMIT)
 
 
-def test_the_log_tells_which_replicas_come_and_go(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_tells_which_replicas_come_and_go(server: Server) -> None:
     done = threading.Event()
     lines: list[str] = []
 
@@ -246,8 +241,8 @@ def test_the_log_tells_which_replicas_come_and_go(
             lines.append(record.getMessage())
 
     log = logging.getLogger("headstart.server")
-    monkeypatch.setattr(log, "handlers", [Lines()])
-    before = log.level
+    handler, before = Lines(), log.level
+    log.addHandler(handler)
     log.setLevel(logging.INFO)
 
     def come_and_go() -> None:
@@ -261,6 +256,7 @@ def test_the_log_tells_which_replicas_come_and_go(
         assert done.wait(LIMIT)
     finally:
         log.setLevel(before)
+        log.removeHandler(handler)
     assert lines == [
         f"replica {REPLICA} runs; running: 1",
         f"replica {REPLICA} was removed; running: 0",
@@ -309,12 +305,10 @@ def test_close_ends_a_call_of_all_replicas(server: Server) -> None:
 
 
 @pytest.mark.parametrize("end", ["leaves", "is aborted"])
-def test_images_are_given_up_when_a_client(
-    server: Server, end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_are_given_up_when_a_client(server: Server, end: str) -> None:
     """At once: the garbage collector, which would find them too, comes by seldom."""
-    images = SimpleNamespace(take=lambda group: b"pixels", note_encoded=lambda group: None)
-    monkeypatch.setattr(server.frontend, "images", images)
+    images: Any = SimpleNamespace(take=lambda group: b"pixels", note_encoded=lambda group: None)
+    server.frontend.images = images
     server.dispatcher.set_replicas([REPLICA])
     stream, told = server.stream().put(part(0, 8)), Told()
     group = server.request("a")

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -130,29 +130,34 @@ def test_a_reset_is_told(llm: AsyncLLM) -> None:
     asyncio.run(follow())
 
 
-def test_what_is_computed_after_a_reset_is_known(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_computed_after_a_reset_is_known(llm: AsyncLLM) -> None:
     """A request that ran is computed anew at once: before the reset is told, if steps came between.
 
     Here they come between any two calls of the engine.
     """
-    call = llm.call
+
+    class Stepping:
+        """The engine, which can make steps before each call."""
+
+        steps = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(llm, name)
+
+        async def call(self, function: Callable[[], Any]) -> Any:
+            for _ in range(self.steps):
+                await anext(outputs)
+            return await llm.call(function)
+
+    outputs, stepping = llm.generate(PROMPTS[0], LONG), Stepping()
 
     async def follow() -> None:
-        publisher, index = CachePublisher(llm), ReplicaIndex(1)
-        outputs = llm.generate(PROMPTS[0], LONG)
-
-        async def step_and_call(function: Callable[[], Any]) -> Any:
-            for _ in range(8):
-                await anext(outputs)
-            return await call(function)
-
+        publisher, index = CachePublisher(cast("AsyncLLM", stepping)), ReplicaIndex(1)
         async with aclosing(outputs), aclosing(publisher.follow("a server")) as reports:
             await read(index, reports, 1)
-            with monkeypatch.context() as patch:
-                patch.setattr(llm, "call", step_and_call)
-                assert await publisher.reset(True, False)
+            stepping.steps = 8
+            assert await publisher.reset(True, False)
+            stepping.steps = 0
             async for _ in outputs:
                 pass
             await publisher.publish()

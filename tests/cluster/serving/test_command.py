@@ -53,9 +53,15 @@ def test_without_anything_it_says_what_to_install_once(
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (["--routing", "prefix"], "routing is 'prefix'; allowed: with replicas or max_replicas"),
+        (
+            ["--routing", "prefix"],
+            "routing is 'prefix'; allowed: only with replicas or max_replicas",
+        ),
         (["--replicas", "0"], "replicas is 0; allowed: a whole number from 1 to 4096"),
-        (["--replicas", "3", "--max-replicas", "2"], "max_replicas is 2 and replicas is 3"),
+        (
+            ["--replicas", "3", "--max-replicas", "2"],
+            "max_replicas is 2; allowed: at least replicas, which is 3",
+        ),
         (["--replicas", "2", "--model", "/nowhere"], "there is no folder /nowhere"),
     ],
 )

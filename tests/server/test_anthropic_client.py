@@ -217,6 +217,9 @@ def test_reasoning_is_a_block_of_its_own(thinking_server: Running) -> None:
         turns[1]["content"] = "45"
         without = client.messages.count_tokens(model="tiny", messages=turns).input_tokens  # type: ignore[arg-type]
         assert with_it > without
+        hidden = {"type": "redacted_thinking", "data": "x"}
+        turns[1]["content"] = [hidden, {"type": "text", "text": "45"}]
+        assert client.messages.count_tokens(model="tiny", messages=turns).input_tokens == without  # type: ignore[arg-type]
 
 
 def mark(text: str, **control: str) -> dict[str, Any]:
@@ -341,6 +344,11 @@ BAD = [
         {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]},
         400,
         "block of type 'thinking'",
+    ),
+    (
+        {"messages": [*QUESTION, {"role": "assistant", "content": [image(1)]}]},
+        400,
+        "a message of role 'assistant' has a block of type 'image'",
     ),
     ({"messages": [{"role": "user", "content": [mark("a")] * 5}]}, 400, "allowed: 4"),
     (

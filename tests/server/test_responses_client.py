@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -155,6 +156,13 @@ def test_a_form_is_kept(client: openai.OpenAI) -> None:
     assert json.loads(ask(client, text={"format": form}).output_text)["city"] in ("Rome", "Oslo")
 
 
+def test_a_form_without_a_schema(client: openai.OpenAI) -> None:
+    plain = ask(client).output_text
+    assert ask(client, text={"format": {"type": "text"}}).output_text == plain
+    assert ask(client, text={"format": {"type": "json_object"}}).output_text.startswith("{")
+    assert not plain.startswith("{")
+
+
 def test_a_conversation_goes_on(client: openai.OpenAI, server: Running) -> None:
     first = ask(client)
     second = ask(client, "And Carl?", previous_response_id=first.id)
@@ -234,13 +242,14 @@ def test_items_come_one_after_another(thinking_server: Running) -> None:
         assert ask(client, [*turns, *outputs], tools=[WEATHER], max_output_tokens=2).usage
 
 
-def test_a_stream_that_fails_says_so(server: Running) -> None:
+def test_a_stream_that_fails_says_so(server: Running, logged: list[logging.LogRecord]) -> None:
     pieces = ["Hm", EngineError("a step failed")]
     with scripted(server, pieces), connect(server) as client:
         *_, last = client.responses.create(model="tiny", input="Hi", stream=True)
     assert last.type == "response.failed" and last.response.status == "failed"
     assert last.response.error is not None
     assert last.response.error.message.startswith("the engine failed")
+    assert "a request failed: a step failed" in [record.getMessage() for record in logged]
 
 
 def test_an_image_is_a_data_url(image_server: Running) -> None:

@@ -40,6 +40,7 @@ NOT_EMULATED = [
         "narrow/integers",
         "narrow/integers_vnni",
         "narrow/layers",
+        "recurrent",
     )
 ]
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")

@@ -4,20 +4,37 @@ A step's rows are one flat batch, without padding. Each sequence reads its state
 and writes the state after its last row into a target slot. The same slot means decoding in place; a
 different one resumes from a checkpoint without a copy, or leaves one.
 
-Arithmetic is in float32, and the result has the dtype of the rows. These torch operations run on
-every device: a recurrence is computed in chunks, as products of matrices. Chunks end at multiples
-of `CHUNK` positions of a sequence, wherever the scheduler has cut its prompt.
+Arithmetic is in float32, and the result has the dtype of the rows. The compiled kernels
+(`headstart/native/recurrent_kernels.h`) compute one token after another, so a sequence's result has
+the same bits wherever its prompt is cut, and in any batch. On other devices and CPUs torch
+operations compute a recurrence in chunks, as products of matrices. Chunks end at multiples of
+`CHUNK` positions of a sequence, wherever the scheduler has cut its prompt.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headstart import native
+from headstart.errors import EngineError
+from headstart.native.bindings import (
+    ConvCall,
+    DeltaCall,
+    ScanCall,
+    Sequences,
+    States,
+    Strided,
+)
+
 CHUNK = 64  # positions
+_DTYPES = (torch.float32, torch.bfloat16)  # of the kernels' rows
+_MOST_TAPS = 4  # of the kernels' convolution
 
 
 @dataclass(frozen=True)
@@ -36,6 +53,47 @@ class Recurrence:
     """The slot of the state after each sequence's last row: `[n]`."""
     positions: Tensor
     """The position of each sequence's first row in its prompt: `[n]`."""
+
+    @cached_property
+    def kernels(self) -> ctypes.CDLL | None:
+        """The compiled kernels, or None if they cannot be used."""
+        return native.avx2_library()
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        """The sequences as kernels take them; raises `EngineError` if these have no such form."""
+        count = len(self.sources)
+        tensors = (self.starts, self.sources, self.targets)
+        is_laid_out = all(
+            t.is_cpu and t.dtype == torch.int32 and t.is_contiguous() for t in tensors
+        )
+        starts = self.starts.tolist()
+        if (
+            not is_laid_out
+            or [len(t) for t in tensors] != [count + 1, count, count]
+            or starts != sorted(starts)
+            or starts[0] != 0
+        ):
+            raise EngineError(
+                f"a step of recurrent layers has rows from {starts}, sources "
+                f"{self.sources.tolist()} and targets {self.targets.tolist()}; allowed: int32, "
+                "rows from 0 on in rising order and one more than sources and targets"
+            )
+        return Sequences(*(t.data_ptr() for t in tensors), count=count)
+
+    @cached_property
+    def num_slots(self) -> int:
+        """The number of slots that `states` needs at least; -1 if no slot can be right."""
+        if not len(self.targets):
+            return 0
+        if int(self.targets.min()) < 0 or int(self.sources.min()) < -1:
+            return -1
+        return 1 + max(int(self.targets.max()), int(self.sources.max()))
+
+    @cached_property
+    def num_rows(self) -> int:
+        """The number of rows of the step."""
+        return int(self.starts[-1])
 
 
 class DeltaWeights(NamedTuple):
@@ -69,22 +127,26 @@ def causal_conv(
     weight: `[channels, width]`; the last column multiplies the row itself.
     states: float32 `[slots, width - 1, channels]`, the last inputs of each sequence.
     """
-    before, num_rows = weight.shape[1] - 1, len(rows)
-    # Each sequence's rows after the inputs in its state, one sequence after another.
-    counts = recurrence.starts.diff().tolist()
-    parts = zip(_load(states, recurrence), torch.split(rows.float(), counts), strict=True)
-    inputs = torch.cat([part for pair in parts for part in pair])
-    numbers = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    first = (torch.arange(num_rows) + numbers * before).to(rows.device)
-    out = torch.zeros(rows.shape, device=rows.device)
-    if bias is not None:
-        out += bias.float()
-    for tap, column in enumerate(weight.float().unbind(1)):
-        out += inputs[first + tap] * column
-    ends = recurrence.starts[1:] + before * torch.arange(1, len(counts) + 1)
-    last = ends.unsqueeze(1) + torch.arange(-before, 0)
-    _store(states, recurrence, inputs[last.to(rows.device)])
-    return (F.silu(out) if silu else out).to(rows.dtype)
+    kernels = _find_kernels(states, recurrence, rows)
+    channels, width = weight.shape
+    if kernels is None or not 1 < width <= _MOST_TAPS:
+        return _convolve(rows, weight, bias, states, recurrence, silu)
+    rows, taps = _lay_out(rows), weight.float().t().contiguous()
+    bias = None if bias is None else _as_floats(bias)
+    out = rows.new_empty(rows.shape)
+    call = ConvCall(
+        rows=_strided(rows),
+        out=out.data_ptr(),
+        weight=taps.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        states=_slots(states),
+        channels=channels,
+        width=width,
+        silu=silu,
+        bf16=rows.dtype == torch.bfloat16,
+    )
+    _run(kernels.headstart_causal_conv, call, recurrence)
+    return out
 
 
 def gated_delta_rule(
@@ -106,26 +168,26 @@ def gated_delta_rule(
         the share of a value that is written.
     states: float32 `[slots, heads, dk, dv]`.
     """
-    group = value.shape[1] // key.shape[1]
-    rate = -weights.a_log.float().exp()
-
-    def chunk(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        decay = (
-            (rate * F.softplus(_take(a, rows) + weights.dt_bias.float())).transpose(1, 2).cumsum(-1)
-        )
-        beta = torch.sigmoid(_take(b, rows)).transpose(1, 2).unsqueeze(-1)
-        q, k = (_normalize(_take(part, rows)).repeat_interleave(group, 2) for part in (query, key))
-        q, k, v = (
-            part.transpose(1, 2) for part in (q * q.shape[-1] ** -0.5, k, _take(value, rows))
-        )
-        # Value t is written less what the state before it already returns for key t. That state
-        # holds the values of the chunk that come before: a triangular system.
-        system = beta * (k @ k.mT) * _pairwise(decay)
-        missing = beta * (v - decay.exp().unsqueeze(-1) * (k @ state))
-        written = torch.linalg.solve_triangular(system, missing, upper=False, unitriangular=True)
-        return _read_chunk(q, k, written, decay, state)
-
-    return _in_chunks(value, states, recurrence, chunk)
+    kernels = _find_kernels(states, recurrence, query, key, value, a, b)
+    if kernels is None:
+        return _delta_rule((query, key, value, a, b), weights, states, recurrence)
+    rows = [_lay_out(part) for part in (query, key, value, a, b)]
+    a_log, dt_bias = _as_floats(weights.a_log), _as_floats(weights.dt_bias)
+    out = value.new_empty(value.shape)
+    call = DeltaCall(
+        *map(_strided, rows),
+        out=out.data_ptr(),
+        a_log=a_log.data_ptr(),
+        dt_bias=dt_bias.data_ptr(),
+        states=_slots(states),
+        key_heads=key.shape[1],
+        heads=value.shape[1],
+        key_dim=key.shape[2],
+        value_dim=value.shape[2],
+        bf16=value.dtype == torch.bfloat16,
+    )
+    _run(kernels.headstart_gated_delta_rule, call, recurrence)
+    return out
 
 
 def mamba2_scan(
@@ -144,17 +206,153 @@ def mamba2_scan(
     dt: `[T, heads]`, before the bias, softplus, and the limits.
     states: float32 `[slots, heads, head_dim, state]`.
     """
+    kernels = _find_kernels(states, recurrence, x, b, c, dt)
+    if kernels is None:
+        return _scan((x, b, c, dt), weights, states, recurrence)
+    rows = [_lay_out(part) for part in (x, b, c, dt)]
+    a_log, d, dt_bias = map(_as_floats, (weights.a_log, weights.d, weights.dt_bias))
+    out = x.new_empty(x.shape)
+    call = ScanCall(
+        *map(_strided, rows),
+        out=out.data_ptr(),
+        a_log=a_log.data_ptr(),
+        d=d.data_ptr(),
+        dt_bias=dt_bias.data_ptr(),
+        states=_slots(states),
+        groups=b.shape[1],
+        heads=x.shape[1],
+        head_dim=x.shape[2],
+        state=b.shape[2],
+        bf16=x.dtype == torch.bfloat16,
+        shortest=weights.dt_limits[0],
+        longest=weights.dt_limits[1],
+    )
+    _run(kernels.headstart_mamba2_scan, call, recurrence)
+    return out
+
+
+def _find_kernels(states: Tensor, recurrence: Recurrence, *rows: Tensor) -> ctypes.CDLL | None:
+    """Return the kernels if they can be used for these rows.
+
+    Raises `EngineError` if rows or slots are not those of the step: kernels read by address.
+    """
+    dtype = rows[0].dtype
+    if dtype not in _DTYPES or not all(part.is_cpu and part.dtype == dtype for part in rows):
+        return None
+    if any(len(part) != recurrence.num_rows for part in rows):
+        raise EngineError(
+            f"a recurrent layer was given {len(rows[0])} rows; this step has {recurrence.num_rows}"
+        )
+    if not 0 <= recurrence.num_slots <= len(states):
+        raise EngineError(
+            f"recurrent states lie in slots {recurrence.sources.tolist()} and go to "
+            f"{recurrence.targets.tolist()}; allowed: 0 to {len(states) - 1}, and -1 for a source"
+        )
+    return recurrence.kernels
+
+
+def _run(kernel: Callable[..., None], call: ctypes.Structure, recurrence: Recurrence) -> None:
+    sequences = ctypes.byref(recurrence.sequences)
+    kernel(sequences, ctypes.byref(call), torch.get_num_threads())
+
+
+def _lay_out(rows: Tensor) -> Tensor:
+    """Return `[T, numbers]`, with the numbers of a row one after another; a view if possible."""
+    flat = rows.flatten(1)
+    return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
+
+
+def _strided(rows: Tensor) -> Strided:
+    return Strided(rows.data_ptr(), rows.stride(0))
+
+
+def _slots(states: Tensor) -> States:
+    flat = states.view(len(states), -1)  # raises if a slot's floats do not follow one another
+    assert states.dtype == torch.float32 and flat.stride(1) == 1, "states are float32 in slots"
+    return States(flat.data_ptr(), flat.stride(0))
+
+
+def _as_floats(weight: Tensor) -> Tensor:
+    return weight.float().contiguous()
+
+
+def _convolve(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    recurrence: Recurrence,
+    silu: bool,
+) -> Tensor:
+    before, num_rows = weight.shape[1] - 1, len(rows)
+    # Each sequence's rows after the inputs in its state, one sequence after another.
+    counts = recurrence.starts.diff().tolist()
+    parts = zip(_load(states, recurrence), torch.split(rows.float(), counts), strict=True)
+    inputs = torch.cat([part for pair in parts for part in pair])
+    numbers = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    first = (torch.arange(num_rows) + numbers * before).to(rows.device)
+    out = torch.zeros(rows.shape, device=rows.device)
+    if bias is not None:
+        out += bias.float()
+    for tap, column in enumerate(weight.float().unbind(1)):
+        out += inputs[first + tap] * column
+    ends = recurrence.starts[1:] + before * torch.arange(1, len(counts) + 1)
+    last = ends.unsqueeze(1) + torch.arange(-before, 0)
+    _store(states, recurrence, inputs[last.to(rows.device)])
+    return (F.silu(out) if silu else out).to(rows.dtype)
+
+
+def _delta_rule(
+    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    weights: DeltaWeights,
+    states: Tensor,
+    recurrence: Recurrence,
+) -> Tensor:
+    query, key, value, a, b = rows
+    group = value.shape[1] // key.shape[1]
+    rate = -weights.a_log.float().exp()
+
+    def chunk(numbers: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        decay = (
+            (rate * F.softplus(_take(a, numbers) + weights.dt_bias.float()))
+            .transpose(1, 2)
+            .cumsum(-1)
+        )
+        beta = torch.sigmoid(_take(b, numbers)).transpose(1, 2).unsqueeze(-1)
+        q, k = (
+            _normalize(_take(part, numbers)).repeat_interleave(group, 2) for part in (query, key)
+        )
+        q, k, v = (
+            part.transpose(1, 2) for part in (q * q.shape[-1] ** -0.5, k, _take(value, numbers))
+        )
+        # Value t is written less what the state before it already returns for key t. That state
+        # holds the values of the chunk that come before: a triangular system.
+        system = beta * (k @ k.mT) * _pairwise(decay)
+        missing = beta * (v - decay.exp().unsqueeze(-1) * (k @ state))
+        written = torch.linalg.solve_triangular(system, missing, upper=False, unitriangular=True)
+        return _read_chunk(q, k, written, decay, state)
+
+    return _in_chunks(value, states, recurrence, chunk)
+
+
+def _scan(
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    weights: ScanWeights,
+    states: Tensor,
+    recurrence: Recurrence,
+) -> Tensor:
+    x, b, c, dt = rows
     group = x.shape[1] // b.shape[1]
     rate = -weights.a_log.float().exp()
 
-    def chunk(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def chunk(numbers: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         steps = (
-            F.softplus(_take(dt, rows) + weights.dt_bias.float())
+            F.softplus(_take(dt, numbers) + weights.dt_bias.float())
             .clamp(*weights.dt_limits)
             .transpose(1, 2)
         )
-        q, k = (_take(part, rows).repeat_interleave(group, 2).transpose(1, 2) for part in (c, b))
-        v = _take(x, rows).transpose(1, 2)
+        q, k = (_take(part, numbers).repeat_interleave(group, 2).transpose(1, 2) for part in (c, b))
+        v = _take(x, numbers).transpose(1, 2)
         decay = (rate.unsqueeze(-1) * steps).cumsum(-1)
         out, state = _read_chunk(q, k, steps.unsqueeze(-1) * v, decay, state.mT)
         return out + weights.d.float().view(-1, 1, 1) * v, state.mT
@@ -162,8 +360,8 @@ def mamba2_scan(
     return _in_chunks(x, states, recurrence, chunk)
 
 
-def _take(tensor: Tensor, rows: Tensor) -> Tensor:
-    return tensor[rows].float()
+def _take(rows: Tensor, numbers: Tensor) -> Tensor:
+    return rows[numbers].float()
 
 
 def _normalize(x: Tensor) -> Tensor:

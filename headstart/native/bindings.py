@@ -6,6 +6,7 @@ Each struct has the same name and fields as in C++, where comments describe the 
     weight.h      Weight
     layer.h       Norm, Layer, LayerRun
     screen.h      Screen
+    recurrent.h   Sequences, States, Strided, ConvCall, DeltaCall, ScanCall
 
 A field on only one side would shift all fields after it. So the library exports the layout of its
 structs (`headstart_layout` in native.cpp); a library that differs from this file is not used.
@@ -104,8 +105,64 @@ class Screen(ctypes.Structure):
     _fields_ = (("panels", c_void_p), ("inputs", c_int64), ("outputs", c_int64))
 
 
+class Sequences(ctypes.Structure):
+    """The sequences of a step, for recurrent layers."""
+
+    _fields_ = (*_of(c_void_p, "starts", "sources", "targets"), ("count", c_int64))
+
+
+class States(ctypes.Structure):
+    """One layer's recurrent states, a slot for each."""
+
+    _fields_ = (("first", c_void_p), ("stride", c_int64))
+
+
+class Strided(ctypes.Structure):
+    """Rows that lie apart."""
+
+    _fields_ = (("first", c_void_p), ("stride", c_int64))
+
+
+class ConvCall(ctypes.Structure):
+    """One layer's causal convolution."""
+
+    _fields_ = (
+        ("rows", Strided),
+        *_of(c_void_p, "out", "weight", "bias"),
+        ("states", States),
+        *_of(c_int64, "channels", "width"),
+        *_of(c_int32, "silu", "bf16"),
+    )
+
+
+class DeltaCall(ctypes.Structure):
+    """One layer's gated delta rule."""
+
+    _fields_ = (
+        *_of(Strided, "query", "key", "value", "a", "b"),
+        *_of(c_void_p, "out", "a_log", "dt_bias"),
+        ("states", States),
+        *_of(c_int64, "key_heads", "heads", "key_dim", "value_dim", "bf16"),
+    )
+
+
+class ScanCall(ctypes.Structure):
+    """One layer's Mamba-2 scan."""
+
+    _fields_ = (
+        *_of(Strided, "x", "b", "c", "dt"),
+        *_of(c_void_p, "out", "a_log", "d", "dt_bias"),
+        ("states", States),
+        *_of(c_int64, "groups", "heads", "head_dim", "state", "bf16"),
+        *_of(c_float, "shortest", "longest"),
+    )
+
+
 _ROWS: tuple[type[NamedTuple], ...] = (Segment, Merger)
-_STRUCTS = (AttentionStep, AttentionCall, Weight, Norm, Layer, LayerRun, Screen)
+_STRUCTS = (
+    *(AttentionStep, AttentionCall, Weight, Norm, Layer, LayerRun, Screen),
+    *(Sequences, States, Strided, ConvCall, DeltaCall, ScanCall),
+)
 
 _PRODUCT = (c_void_p, c_int64, c_void_p, c_int)  # rows, number of rows, output, threads
 _LAYERS = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int)
@@ -128,6 +185,9 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "float_layers": _LAYERS,
     "screen": (c_void_p, c_void_p, c_int),
     "greedy_tokens": (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int),
+    "causal_conv": (c_void_p, c_void_p, c_int),
+    "gated_delta_rule": (c_void_p, c_void_p, c_int),
+    "mamba2_scan": (c_void_p, c_void_p, c_int),
 }
 
 

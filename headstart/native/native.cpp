@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "layer.h"
+#include "recurrent.h"
 #include "screen.h"
 
 using namespace headstart;
@@ -145,6 +146,30 @@ const LayoutEntry headstart_layout[] = {
     SIZE(Screen),
     TWO(Screen, panels, inputs),
     FIELD(Screen, outputs),
+    SIZE(Sequences),
+    FOUR(Sequences, starts, sources, targets, count),
+    SIZE(States),
+    TWO(States, first, stride),
+    SIZE(Strided),
+    TWO(Strided, first, stride),
+    SIZE(ConvCall),
+    FOUR(ConvCall, rows, out, weight, bias),
+    TWO(ConvCall, states, channels),
+    FIELD(ConvCall, width),
+    TWO(ConvCall, silu, bf16),
+    SIZE(DeltaCall),
+    FOUR(DeltaCall, query, key, value, a),
+    FOUR(DeltaCall, b, out, a_log, dt_bias),
+    FIELD(DeltaCall, states),
+    FOUR(DeltaCall, key_heads, heads, key_dim, value_dim),
+    FIELD(DeltaCall, bf16),
+    SIZE(ScanCall),
+    FOUR(ScanCall, x, b, c, dt),
+    FOUR(ScanCall, out, a_log, d, dt_bias),
+    FIELD(ScanCall, states),
+    FOUR(ScanCall, groups, heads, head_dim, state),
+    FIELD(ScanCall, bf16),
+    TWO(ScanCall, shortest, longest),
     {nullptr, 0},
 };
 

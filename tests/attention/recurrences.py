@@ -55,11 +55,15 @@ class Layer:
     """The shape of a row of each input."""
 
     def make_rows(self, count: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return random inputs, slices of one wider tensor as a projection's outputs are."""
+        """Return random inputs, slices of one tensor with NaN in between and around."""
         numbers = [torch.Size(width).numel() for width in self.widths]
-        wide = torch.randn(count, sum(numbers) + 3).to(dtype)
-        parts = wide[:, 1 : 1 + sum(numbers)].split(numbers, 1)
-        return [part.view(-1, *w) for part, w in zip(parts, self.widths, strict=True)]
+        wide = torch.full((count + 2, sum(numbers) + 3 * len(numbers)), float("nan")).to(dtype)
+        rows, column = [], 1
+        for number, width in zip(numbers, self.widths, strict=True):
+            part = wide[1:-1, column : column + number].view(count, *width)
+            rows.append(part.copy_(torch.randn(count, *width)))
+            column += number + 3
+        return rows
 
     def run(self, rows: list[Tensor], states: Tensor, recurrence: Recurrence) -> Tensor:
         raise NotImplementedError

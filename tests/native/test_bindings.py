@@ -49,6 +49,7 @@ def test_structs_and_fields_lie_where_the_library_has_them(library: ctypes.CDLL)
     assert {name for name in found if "." not in name} == {
         *("Segment", "Merger", "AttentionStep", "AttentionCall"),
         *("Weight", "Norm", "Layer", "LayerRun", "Screen"),
+        *("Sequences", "States", "Strided", "ConvCall", "DeltaCall", "ScanCall"),
     }
     # Without a compiler's word: addresses and int64 take 8 bytes, int32 and float 4.
     assert found["AttentionCall.heads"] == 9 * 8 + 3 * 2 * 8

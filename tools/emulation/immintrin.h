@@ -206,6 +206,7 @@ inline void _mm512_store_si512(void* to, __m512i x) { aligned<__m512i>(to) = x; 
 inline void _mm512_mask_store_ps(void* to, __mmask16 mask, __m512 x) {
     return store<float>(&aligned<__m512>(to), mask, x);
 }
+inline __m512 _mm512_loadu_ps(const void* from) { return load<__m512>(from); }
 inline __m512i _mm512_loadu_si512(const void* from) { return (__m512i)load<Int8>(from); }
 inline __m256i _mm256_loadu_si256(const void* from) { return (__m256i)load<Half>(from); }
 inline __m128i _mm_loadu_si128(const void* from) { return (__m128i)load<Bytes>(from); }

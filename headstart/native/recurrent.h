@@ -1,0 +1,78 @@
+// Recurrent layers as Python hands them over: the sequences of a step, and one layer's call.
+#pragma once
+
+#include "native.h"
+
+namespace headstart {
+
+// Sequence i has the rows starts[i] to starts[i + 1] - 1. Its state is read from slot sources[i], or
+// is zeros if that is -1, and after its last row it is written to slot targets[i]. Targets differ, and
+// a sequence's target is no other sequence's source.
+struct Sequences {
+    const int32_t *starts, *sources, *targets;
+    int64_t count;
+};
+
+// One layer's states, `stride` floats from slot to slot.
+struct States {
+    float* first;
+    int64_t stride;
+
+    // A part of a sequence's state, or null for zeros.
+    const float* source(const Sequences& sequences, int64_t sequence, int64_t part) const {
+        const int64_t slot = sequences.sources[sequence];
+        return slot < 0 ? nullptr : first + slot * stride + part;
+    }
+    float* target(const Sequences& sequences, int64_t sequence, int64_t part) const {
+        return first + sequences.targets[sequence] * stride + part;
+    }
+};
+
+// Rows of float32 or bf16, `stride` numbers from row to row. The numbers of a row are contiguous.
+struct Strided {
+    const void* first;
+    int64_t stride;
+};
+
+// rows and out [rows, channels], weight [width, channels], bias [channels] or null, states
+// [width - 1, channels].
+struct ConvCall {
+    Strided rows;
+    void* out;
+    const float *weight, *bias;
+    States states;
+    int64_t channels, width;
+    int32_t silu, bf16;
+};
+
+// query and key [rows, key_heads, key_dim], value and out [rows, heads, value_dim], a and b
+// [rows, heads], states [heads, key_dim, value_dim].
+struct DeltaCall {
+    Strided query, key, value, a, b;
+    void* out;
+    const float *a_log, *dt_bias;
+    States states;
+    int64_t key_heads, heads, key_dim, value_dim, bf16;
+};
+
+// x and out [rows, heads, head_dim], b and c [rows, groups, state], dt [rows, heads], states
+// [heads, head_dim, state].
+struct ScanCall {
+    Strided x, b, c, dt;
+    void* out;
+    const float *a_log, *d, *dt_bias;
+    States states;
+    int64_t groups, heads, head_dim, state, bf16;
+    float shortest, longest;
+};
+
+constexpr int64_t MOST_TAPS = 4;  // of a convolution
+
+// True if kernels of float32 may use AVX-512; they give the same bits without it.
+inline bool has_avx512() { return vnni == 2; }
+
+void causal_conv_avx512(const Sequences& sequences, const ConvCall& call, int threads);
+void gated_delta_rule_avx512(const Sequences& sequences, const DeltaCall& call, int threads);
+void mamba2_scan_avx512(const Sequences& sequences, const ScanCall& call, int threads);
+
+}  // namespace headstart

@@ -403,4 +403,3 @@ inline void _tile_dpbf16ps(int to, int a, int b) {
             std::memcpy(sums.data[r] + 4 * n, &before, 4);
         }
 }
-

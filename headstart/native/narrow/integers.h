@@ -35,7 +35,7 @@ struct Form {
     static constexpr bool IN_BYTES = BITS < 8 && NUMBER % 2 == 1;
     static constexpr int GRID_BYTES = NUMBER == INT8 ? 0
                                       : IN_BYTES     ? 1
-                                                     : 2;  // of a step or a start
+                                                     : 2;      // of a step or a start
     static constexpr int64_t STARTS = PANEL * GRID_BYTES;  // where they begin
     static constexpr int64_t VALUES = 2 * STARTS;
     static constexpr int64_t FIFTHS = VALUES + PANEL * GROUP / (BITS == 8 ? 1 : 2);

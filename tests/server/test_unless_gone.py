@@ -123,3 +123,21 @@ def test_a_call_whose_time_is_over_is_told_so_though_its_client_is_gone() -> Non
         assert raised.value is late
 
     assert run(end) == ["work"]
+
+
+def test_the_time_of_work_that_ended_passes_without_effect() -> None:
+    """Nothing is left of a call until its deadline, and nothing fails then."""
+    failures: list[dict[str, object]] = []
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: failures.append(context))
+        with Calls(1, None, 0.01).call(EVERYBODY) as call:
+            async with time_limit(call, 0.0, lambda: ApiError(504, "late")):
+                pass
+        passed = loop.create_future()
+        loop.call_at(call.deadline + 0.01, passed.set_result, None)
+        await passed
+
+    asyncio.run(work())
+    assert failures == []

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from headstart.engine.params import SamplingParams
 from headstart.engine.structured_outputs import StructuredOutputsParams
 from headstart.errors import RequestError
 from headstart.server.bodies import (
@@ -174,15 +175,6 @@ Logprobs = Annotated[int, Field(strict=True, ge=0, le=20)]
 """A number of likeliest tokens. A long prompt with more of them is an answer of megabytes."""
 
 
-_SAME = (
-    *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop_token_ids", "min_tokens"),
-    *("ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-    *("bad_words", "allowed_token_ids", "prompt_logprobs", "skip_special_tokens", "max_tokens"),
-    *("logprobs", "include_stop_str_in_output"),
-)
-"""Fields of `SamplingParams` that bodies have, too."""
-
-
 class SamplingFields(CacheFields):
     """Fields of sampling, for completions and chats alike."""
 
@@ -235,7 +227,8 @@ class SamplingFields(CacheFields):
 
     def read_sampling(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams`. Raises RequestError for unsupported ones."""
-        params = {name: getattr(self, name) for name in _SAME}
+        names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
+        params = {name: getattr(self, name) for name in names}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         params["stop"] = [text for text in stop if text] or None  # an empty text stops nothing
         form = None if self.response_format is None else self.response_format.read()

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 Conversation = Sequence[Message]
 """A chat so far: dicts with "role" and "content"."""
 
+_MAX_TEMPLATES = 16  # that are tried once
 _FOLLOWING = ("a", " 0")  # no tokenizer makes one beginning of both
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _QUOTED = _OPEN + _CLOSE
@@ -116,7 +118,7 @@ class ChatRequests:
         self._frontend = frontend
         self.chat_template = chat_template
         self._lock = threading.Lock()
-        self._takes_parts: bool | None = None  # of the model's template, which is tried once
+        self._takes_parts = lru_cache(_MAX_TEMPLATES)(self._try_parts)
         self._spelling: ImageSpelling | None = None
         if frontend.images is not None:
             self._spelling = ImageSpelling(frontend.tokenizer, frontend.images)
@@ -186,7 +188,9 @@ class ChatRequests:
             return {"type": "image"}
 
         placeholder = spelling.images.placeholder
-        takes_parts = self._wants_parts(template, placeholder)
+        in_parts = template.chat_template_content_format == "openai"
+        if template.chat_template_content_format == "auto":
+            in_parts = self._takes_parts(template.chat_template, placeholder)
         read = read_conversation(messages)
         for place, message in enumerate(read):
             parts = read_content(place, message, take_image)
@@ -198,26 +202,19 @@ class ChatRequests:
                         )
                     part["text"] = spelling.quote(part["text"])
             texts = [part.get("text", placeholder) for part in parts]
-            message["content"] = parts if takes_parts else "\n".join(texts)
+            message["content"] = parts if in_parts else "\n".join(texts)
         text = self._memory.apply_template(read, template)
         return text, spelling.images.read(sources, ids, tenant)
 
-    def _wants_parts(self, template: TemplateOptions, placeholder: str) -> bool:
+    def _try_parts(self, chat_template: str | None, placeholder: str) -> bool:
         """Return True for a template that takes a message in parts, and shows an image."""
-        if template.chat_template_content_format != "auto":
-            return template.chat_template_content_format == "openai"
-        if self._takes_parts is not None and template.chat_template is None:
-            return self._takes_parts
         parts = [{"type": "image"}, {"type": "text", "text": "text"}]
-        example = TemplateOptions(chat_template=template.chat_template)
+        example = TemplateOptions(chat_template=chat_template)
         try:
             shown = self._memory.apply_template([{"role": "user", "content": parts}], example)
         except RequestError:
-            shown = ""
-        takes_parts = shown.count(placeholder) == 1 and "'type'" not in shown
-        if template.chat_template is None:
-            self._takes_parts = takes_parts
-        return takes_parts
+            return False
+        return shown.count(placeholder) == 1 and "'type'" not in shown
 
     def publish(self, prefix: str | Sequence[int]) -> int:
         """Let requests of all salts share the full blocks of a prefix; return their number.

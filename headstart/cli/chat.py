@@ -307,18 +307,20 @@ def _help(chat: Chat, argument: str) -> None:
 def _file(chat: Chat, argument: str) -> None:
     path = _path(argument)
     text = read_document(path)
-    size = f"{chat.count_tokens(text):,} tokens"
+    _wait(chat, path, f"{chat.count_tokens(text):,} tokens")
     chat.conversation.documents.append(text)
-    chat.conversation.waiting.append(f"{path.name} ({size})")
-    note(f"{path.name}: {size}, which go with your next message")
 
 
 @_command("/image", "shows the model an image", "PATH")
 def _image(chat: Chat, argument: str) -> None:
     path = _path(argument)
     image = read_image(path, chat.llm.config.max_image_pixels)
-    size = f"about {chat.count_image_tokens(image):,} tokens"
+    _wait(chat, path, f"about {chat.count_image_tokens(image):,} tokens")
     chat.conversation.images.append(image)
+
+
+def _wait(chat: Chat, path: Path, size: str) -> None:
+    """Note that a file goes with the next message."""
     chat.conversation.waiting.append(f"{path.name} ({size})")
     note(f"{path.name}: {size}, which go with your next message")
 

@@ -50,7 +50,7 @@ from headstart.frontend.vllm_compat import (
     read_value,
 )
 from headstart.imports import load_module
-from headstart.models.files import BUILT_IN
+from headstart.models.files import BUILT_IN, read_json
 from headstart.replay import SpeedModel
 from headstart.server.options import ServerOptions
 from headstart.utils.argparse_utils import FlexibleArgumentParser
@@ -228,22 +228,16 @@ def check_engine(given: Mapping[str, Any]) -> dict[str, Any]:
 def chat_sampling(given: Mapping[str, Any], folder: Path) -> SamplingParams:
     """Return sampling for a chat: given values, then the model's own, then ours.
 
-    The model's values are those of generation_config.json that are in range. Raises RequestError.
+    The model's values are those of its generation_config.json, which loading has checked.
+    Raises RequestError.
     """
-    try:
-        content = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # the loader reports what is wrong
-        content = None
-    own: dict[str, Any] = {}
-    if isinstance(content, dict):
-        allowed = {f.name: f.metadata.get("allowed", ()) for f in fields(SamplingParams)}
-        own = {
-            name: content[name] for name in _MODEL_SAMPLING if content.get(name) in allowed[name]
-        }
-        if content.get("do_sample") is False:
-            own = {"temperature": 0.0}
-        elif own.keys() - {"repetition_penalty"}:
-            own = {"temperature": 1.0, "top_p": 1.0, **own}
+    file = folder / "generation_config.json"
+    content = read_json(file) if file.is_file() else {}
+    own = {name: content[name] for name in _MODEL_SAMPLING if content.get(name) is not None}
+    if content.get("do_sample") is False:
+        own = {"temperature": 0.0}
+    elif own.keys() - {"repetition_penalty"}:
+        own = {"temperature": 1.0, "top_p": 1.0, **own}
     return SamplingParams(**{**CHAT_SAMPLING, **own, **given})
 
 

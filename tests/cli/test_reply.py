@@ -19,6 +19,7 @@ from headstart.cli.terminal import figures
 from headstart.engine.params import SamplingParams
 from headstart.errors import RequestError
 from headstart.models.files import BUILT_IN, find_folder
+from tests.cli.test_main import call
 
 if TYPE_CHECKING:
     from headstart.cli.chat import Chat
@@ -66,7 +67,6 @@ def test_markdown_is_rendered() -> None:
         ({"temperature": 0.3, "top_p": 0.8}, 0.3, 0.8),
         ({"do_sample": False, "temperature": 0.3}, 0.0, 0.95),
         ({"repetition_penalty": 1.1}, 0.7, 0.95),
-        ({"temperature": "hot", "top_k": -7}, 0.7, 0.95),
         ({}, 0.7, 0.95),
         (None, 0.7, 0.95),
     ],
@@ -79,6 +79,16 @@ def test_a_chat_samples_as_the_model_says(
     params = chat_sampling({}, tmp_path)
     assert (params.temperature, params.top_p) == (temperature, top_p)
     assert chat_sampling({"temperature": 0.1}, tmp_path).temperature == 0.1
+
+
+def test_a_wrong_value_of_the_model_is_told(tmp_path: Path) -> None:
+    for file in find_folder(BUILT_IN).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    done = call("chat", "--model", str(tmp_path))
+    assert done.exit_code == 2
+    assert "the model's generation_config.json: temperature is 'hot'; allowed" in done.stderr
 
 
 def test_the_embedded_model_stays_greedy() -> None:

@@ -30,7 +30,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from headstart import LLM, SamplingParams
-from headstart.models.gptq import plan_quantizing, quantize
+from headstart.models.gptq import plan_quantization, quantize
 
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "bench"
 
@@ -137,7 +137,7 @@ def measure_kind(folder: Path, kind: Kind, windows: list[list[int]]) -> Quality:
     if not kind.is_calibrated:
         return measure(folder, kind.options, windows)
     with tempfile.TemporaryDirectory() as name:
-        written = quantize(plan_quantizing(folder, Path(name) / "int4"))
+        written = quantize(plan_quantization(folder, Path(name) / "int4"))
         print(f"written in {written.seconds:.0f} s: {written.after / 1e6:.1f} MB", file=sys.stderr)
         return measure(Path(name) / "int4", kind.options, windows)
 

@@ -20,7 +20,7 @@ from transformers import (
 
 from examples.small_models import voice as demo_voice
 from examples.small_models.voice import CHANNELS, NOTES, RATES, give_voice
-from headstart.models.demo import made_once, write_byte_tokenizer
+from headstart.models.demo import make_cached_folder, write_byte_tokenizer
 from headstart.models.transformers_tools import silence_transformers
 
 __all__ = ["DEMO_OMNI", "IDS", "OmniSizes", "demo_omni_path", "write_omni"]
@@ -85,7 +85,7 @@ def demo_omni_path(sizes: OmniSizes = DEMO_OMNI) -> Path:
     """Return the folder of the model, written if it does not exist yet. Raises ModelError."""
     recipes = [Path(__file__), Path(demo_voice.__file__)]
     name = f"demo-omni-{sizes.thinker_width}"
-    return made_once(name, recipes, lambda folder: write_omni(folder, sizes))
+    return make_cached_folder(name, recipes, lambda folder: write_omni(folder, sizes))
 
 
 def write_omni(folder: Path, sizes: OmniSizes, seed: int = 11) -> None:

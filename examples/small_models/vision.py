@@ -16,7 +16,7 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from headstart.models.demo import keep_readable, made_once, write_byte_tokenizer
+from headstart.models.demo import favor_printable_bytes, make_cached_folder, write_byte_tokenizer
 from headstart.models.transformers_tools import silence_transformers
 
 __all__ = ["demo_vision_path"]
@@ -39,7 +39,7 @@ def demo_vision_path() -> Path:
     Raises:
         ModelError: the cache folder cannot be written to.
     """
-    return made_once("demo-vision", [Path(__file__)], _write)
+    return make_cached_folder("demo-vision", [Path(__file__)], _write)
 
 
 def _write(folder: Path) -> None:
@@ -80,6 +80,6 @@ def _write(folder: Path) -> None:
                 weight.normal_(0.0, weight[0].numel() ** -0.5)
             elif name.endswith("bias"):
                 weight.zero_()
-        keep_readable(model.lm_head.weight)
+        favor_printable_bytes(model.lm_head.weight)
         model.generation_config = GenerationConfig(eos_token_id=_END_OF_TURN, pad_token_id=_PAD)
         model.save_pretrained(folder)

@@ -202,7 +202,7 @@ def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
     if Path(source).suffix != ".gguf":  # refused below; finding its folder would take minutes
         source = str(folder_of(source))
     with waiting("reading the model's tokenizer and the text"):
-        plan = gptq.plan_quantizing(source, target, file)
+        plan = gptq.plan_quantization(source, target, file)
     with _raising_on_signals(), _showing(plan.layers) as progress:
         written = gptq.quantize(plan, progress)
     sizes = f"{show_bytes(written.after)} of weights, {show_bytes(written.before)} before"

@@ -62,8 +62,8 @@ def _stretched(rope: object) -> list[float]:
         return []
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor", 1.0)
     is_stretched = isinstance(original, int) and isinstance(factor, (int, float))
-    here = [original * factor] if is_stretched and original * factor < _MOST_TOKENS else []
-    return here + [length for value in rope.values() for length in _stretched(value)]
+    lengths = [original * factor] if is_stretched and original * factor < _MOST_TOKENS else []
+    return lengths + [length for value in rope.values() for length in _stretched(value)]
 
 
 _MOST_LAYERS = 100_000
@@ -107,7 +107,7 @@ def check_values(file: Path, content: Mapping[str, Any]) -> None:
         least, most = _RANGES[name.rpartition(".")[2]]
         if type(value) is not int or not least <= value <= most:
             raise DamagedModelError(
-                f"{file}: {name} is {value!r}; it must be an integer from {least} to {most}"
+                f"{file}: {name} is {value!r}; allowed: an integer from {least} to {most}"
             )
 
 
@@ -118,11 +118,13 @@ def check_experts(file: Path, content: Mapping[str, Any], tensors: Collection[st
     """
     counts = [(name.rpartition(".")[0], count) for name, count in find_values(content, _EXPERTS)]
     for name, used in find_values(content, {_USED}):
-        own = [count for part, count in counts if part == name.rpartition(".")[0]]
-        has_experts = any(own) if own else any("experts." in tensor for tensor in tensors)
+        owned_counts = [count for part, count in counts if part == name.rpartition(".")[0]]
+        has_experts = (
+            any(owned_counts) if owned_counts else any("experts." in tensor for tensor in tensors)
+        )
         if used == 0 and has_experts:
             raise DamagedModelError(
-                f"{file}: {name} is 0, and the model has experts; it must be at least 1"
+                f"{file}: {name} is 0, and the model has experts; allowed: at least 1"
             )
 
 

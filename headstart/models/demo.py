@@ -49,17 +49,17 @@ def demo_model_path() -> Path:
         _write_model(folder, dtype)
         write_byte_tokenizer(folder, _SPECIAL_TOKENS, _CHAT_TEMPLATE)
 
-    return made_once(f"demo-{str(dtype).removeprefix('torch.')}", [Path(__file__)], write)
+    return make_cached_folder(f"demo-{str(dtype).removeprefix('torch.')}", [Path(__file__)], write)
 
 
-def made_once(name: str, recipes: Sequence[Path], write: Callable[[Path], None]) -> Path:
+def make_cached_folder(name: str, recipes: Sequence[Path], write: Callable[[Path], None]) -> Path:
     """Return a cache folder that `write` fills if it does not exist; see `make_folder`.
 
     Its name has a digest of `recipes`.
     """
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in recipes)).hexdigest()[:8]
-    if chosen := os.environ.get("HEADSTART_DEMO_DIR"):
-        base = Path(chosen)
+    if chosen_folder := os.environ.get("HEADSTART_DEMO_DIR"):
+        base = Path(chosen_folder)
     elif sys.platform == "darwin":
         base = Path("~/Library/Caches/headstart")
     elif sys.platform == "win32":
@@ -100,17 +100,17 @@ def _write_model(folder: Path, dtype: torch.dtype) -> None:
     # With strong embeddings a token depends mostly on the previous one. So the noise is varied, and
     # no two logits are so close that rounding decides between them.
     weights["model.embed_tokens.weight"] *= 25
-    keep_readable(weights["lm_head.weight"])
+    favor_printable_bytes(weights["lm_head.weight"])
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)
     GenerationConfig(eos_token_id=_END_OF_TURN, pad_token_id=_PAD).save_pretrained(folder)
 
 
-def keep_readable(head: Tensor) -> None:
-    """Make only printable bytes likely, so that noise is readable. `head` is `[vocab, any]`."""
-    shown = torch.zeros(head.shape[0], 1, dtype=head.dtype)
-    shown[[ord(character) for character in string.ascii_letters + string.digits + " .,"]] = 8
-    head *= shown
+def favor_printable_bytes(head: Tensor) -> None:
+    """Make only printable bytes likely, for readable random text. `head` is `[vocab, any]`."""
+    allowed = torch.zeros(head.shape[0], 1, dtype=head.dtype)
+    allowed[[ord(character) for character in string.ascii_letters + string.digits + " .,"]] = 8
+    head *= allowed
 
 
 def write_byte_tokenizer(folder: Path, special_tokens: Sequence[str], chat_template: str) -> None:

@@ -14,7 +14,7 @@ from headstart.machine import X86, available_memory, multiplies_bfloat16, why_no
 from headstart.models.config_values import find_values
 from headstart.models.files import read_json, weight_files
 from headstart.validation import describe
-from headstart.weights.bf16 import can_halve
+from headstart.weights.bf16 import supports_bf16_weights
 from headstart.weights.scheme import is_read
 
 # On a CPU torch raises a RuntimeError with one of these texts; the second is also an OSError's.
@@ -46,19 +46,19 @@ def find_dtype(name: str) -> str | torch.dtype:
 def fast_dtype(dtype: str | torch.dtype, folder: Path, device: torch.device) -> str | torch.dtype:
     """Return `dtype`, but float32 for "auto" on an x86 CPU without instructions for 16 bits.
 
-    On such a CPU a prefill in bfloat16 takes 9 times as long as in float32. The checkpoint's dtype
-    is kept if its weights in float32 would take more than half of the free memory.
+    On such a CPU a prefill in bfloat16 is several times slower than in float32. The checkpoint's
+    dtype is used if its weights in float32 would take more than half of the free memory.
     """
-    kept = _slow_dtypes(folder, device) if dtype == "auto" else set()
-    if not kept:
+    slow_dtypes = _slow_dtypes(folder, device) if dtype == "auto" else set()
+    if not slow_dtypes:
         return dtype
     size = 2 * sum(file.stat().st_size for file in weight_files(folder))
     free = available_memory()
-    slow = f"this CPU is slow in {' and '.join(sorted(kept))} ({why_no_bfloat16()})"
+    slow = f"this CPU is slow in {' and '.join(sorted(slow_dtypes))} ({why_no_bfloat16()})"
     if size > free // 2:
-        _log.warning("%s, and %s free bytes are too few for float32", slow, f"{free:,}")
+        _log.warning("%s, and %s bytes of free memory are too few for float32", slow, f"{free:,}")
         return dtype
-    _log.warning("%s: computing in float32, as dtype=auto means here", slow)
+    _log.warning("%s, so dtype=auto computes in float32", slow)
     return torch.float32
 
 
@@ -68,13 +68,13 @@ def computes_wider(dtype: str | torch.dtype, folder: Path, device: torch.device)
     On a CPU without instructions for bfloat16 the compiled products then take neither the memory of
     float32 nor the time of bfloat16.
     """
-    halves = can_halve({torch.bfloat16}, torch.float32, device)
+    halves = supports_bf16_weights({torch.bfloat16}, torch.float32, device)
     return dtype == "auto" and halves and _slow_dtypes(folder, device) == {"bfloat16"}
 
 
 def own_dtype(kept: torch.dtype, held: Set[torch.dtype], device: torch.device) -> torch.dtype:
     """Return the dtype that "auto" stands for, given the dtypes `held` of the matrices."""
-    wider = can_halve(held, torch.float32, device) and multiplies_bfloat16() is False
+    wider = supports_bf16_weights(held, torch.float32, device) and multiplies_bfloat16() is False
     return torch.float32 if wider else kept
 
 
@@ -97,7 +97,7 @@ def find_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        why = str(error).strip().partition("\n")[0]
-        wrong = f"device is {describe(name)}, which torch cannot use here: {why}"
-        raise ConfigError(wrong) from error
+        reason = str(error).strip().partition("\n")[0]
+        message = f"device is {describe(name)}, which torch cannot use here: {reason}"
+        raise ConfigError(message) from error
     return device

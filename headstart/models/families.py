@@ -3,8 +3,8 @@
 All are Llama's layer with a few facts changed: where the norms stand and how they round, biases,
 norms of queries and keys, windows and rotary positions by layer, multipliers and caps, fused
 projections, tied heads. A family is the defaults of its config.json (transformers' own, a test
-compares them) and the facts that no key of config.json tells. `read_shape` makes one `DecoderShape`
-of both. Everything that differs in other ways runs through transformers.
+compares them) and properties that config.json does not contain. `read_shape` makes one
+`DecoderShape` of both. Everything that differs in other ways runs through transformers.
 """
 
 import math
@@ -131,7 +131,7 @@ def _switched_window(config: Any) -> int | None:
     if config.use_sliding_window:
         return config.sliding_window  # type: ignore[no-any-return]
     if "sliding_attention" in (config.layer_types or ()):
-        raise UnsupportedLayerError("it has layers with a window, and windows are switched off")
+        raise UnsupportedLayerError("it has layers with a window, and windows are disabled")
     return None
 
 
@@ -397,7 +397,7 @@ def read_shape(family: Family, config: Any) -> DecoderShape:
     """
     both_ways = getattr(config, "use_bidirectional_attention", None)
     if both_ways or getattr(config, "is_causal", True) is False:
-        raise UnsupportedLayerError("its tokens see tokens after them")
+        raise UnsupportedLayerError("its tokens see later tokens")
     key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
     name = getattr(config, key)
     if name not in _ACTIVATIONS:

@@ -81,8 +81,10 @@ def choose_file(repository: str, files: Iterable[str], quantization: str | None)
     Raises `ModelNotFoundError` with the quantizations that are there.
     """
     labels = label_files(files)
-    wanted = (quantization or _USUAL).lower()
-    matches = [file for file, label in labels.items() if wanted in (label.lower(), file.lower())]
+    label_wanted = (quantization or _USUAL).lower()
+    matches = [
+        file for file, label in labels.items() if label_wanted in (label.lower(), file.lower())
+    ]
     if not matches and quantization is None and len(labels) == 1:
         matches = list(labels)
     if not labels:
@@ -146,10 +148,10 @@ def find_folder(model: str | Path) -> Path:
             return path
         is_gguf_file = path.suffix == ".gguf" and path.is_file()
         if path.exists() and not is_gguf_file:
-            raise ModelNotFoundError(f"{model} is a file; a model is a folder with a config.json")
+            raise ModelNotFoundError(f"{model} is a file; allowed: a folder with a config.json")
     except (OSError, RuntimeError) as error:  # the name is too long, or ~user does not exist
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ModelNotFoundError(f"there is no folder {shorten(str(model))}: {why}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelNotFoundError(f"there is no folder {shorten(str(model))}: {reason}") from error
     if (file := find_gguf(model)) is not None:
         return Path(load_module("headstart.models.gguf").gguf_folder(file))
     name = str(model)
@@ -166,7 +168,7 @@ def find_folder(model: str | Path) -> Path:
 
 
 def find_gguf(model: str | Path) -> Path | None:
-    """Return the GGUF file that a model's name stands for, downloaded if need be.
+    """Return the GGUF file that a model's name stands for; download it if necessary.
 
     None for all other names. Raises `ModelNotFoundError`.
     """
@@ -205,7 +207,7 @@ def download_model(name: str) -> Path:
 
 
 def download_gguf(name: HubName) -> Path:
-    """Return a GGUF file as the hub has it now, downloaded if need be.
+    """Return a GGUF file as the hub has it now; download it if necessary.
 
     Raises `ModelNotFoundError`.
     """
@@ -224,30 +226,31 @@ def _calling_hub(name: str) -> Iterator[None]:
         raise
     except hub.errors.HFValidationError as error:
         raise ModelNotFoundError(
-            f"there is no folder {name!r}, and it is no hub name (owner/name) either{_hint(name)}"
+            f"there is no folder {name!r}, and it is not a hub name (owner/name) "
+            f"either{_hint(name)}"
         ) from error
     except hub.errors.HfHubHTTPError as error:
         raise ModelNotFoundError(
-            f"there is no folder {name!r}, and the hub does not give out a model of this name: "
+            f"there is no folder {name!r}, and the hub does not provide a model of this name: "
             f"{_first_line(error)}{_hint(name)}"
         ) from None
     # Without a network this is an OSError or an error of the HTTP library, which differs between
     # versions of huggingface_hub.
     except Exception as error:
         raise ModelNotFoundError(
-            f"there is no folder {name!r}, no model of this name was downloaded before, and the "
+            f"there is no folder {name!r}, no model of this name was downloaded, and the "
             f"hub cannot be reached: {_first_line(error).removeprefix('Got: ')}{_hint(name)}"
-        ) from None  # the library's four tracebacks say no more
+        ) from None  # the library's tracebacks add nothing
 
 
 def _hint(name: str) -> str:
     """Return a hint for a name that resembles a known name, or that other programs take."""
     spelled = re.split(r"[/\\]", name)[-1].lower().replace("_", "-")
-    if near := get_close_matches(spelled, [BUILT_IN], 1, 0.75):
-        return f"; did you mean {near[0]}?"
+    if matches := get_close_matches(spelled, [BUILT_IN], 1, 0.75):
+        return f"; did you mean {matches[0]}?"
     if _OF_OLLAMA.fullmatch(name):
         return (
-            "; Ollama names models so: give a name on the hub, such as Qwen/Qwen2.5-0.5B-Instruct, "
+            "; this is an Ollama name; use a name on the hub, such as Qwen/Qwen2.5-0.5B-Instruct, "
             "or OWNER/NAME:Q4_K_M for a GGUF file"
         )
     match = _NAME.fullmatch(name)
@@ -255,7 +258,7 @@ def _hint(name: str) -> str:
 
 
 def make_folder(folder: Path, variable: str, write: Callable[[Path], None]) -> Path:
-    """Return a cache folder that `write` fills if it does not exist, whole or not at all.
+    """Return a cache folder that `write` fills atomically if it does not exist.
 
     Two processes may call it at the same time. variable: the name of the environment variable that
     chooses another place. Raises ModelError if the folder cannot be written to.
@@ -264,8 +267,8 @@ def make_folder(folder: Path, variable: str, write: Callable[[Path], None]) -> P
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as place:
-            unfinished = Path(place) / folder.name  # readable by all users of the cache
+        with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+            unfinished = Path(temporary) / folder.name  # readable by all users of the cache
             unfinished.mkdir()
             write(unfinished)
             try:
@@ -288,14 +291,14 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedModelError(f"{path} is not readable JSON: {_first_line(error)}") from error
     if not isinstance(content, dict):
-        raise DamagedModelError(f"{path} holds a {type(content).__name__}, not a JSON object")
+        raise DamagedModelError(f"{path} is a {type(content).__name__}; allowed: a JSON object")
     return content
 
 
 def check_files(folder: Path) -> None:
     """Check every file that loading needs; raises `ModelNotFoundError`, `DamagedModelError`.
 
-    The numbers of config.json and generation_config.json must lie in their ranges. No part of the
+    The numbers of config.json and generation_config.json must be in their ranges. No part of the
     model may have more layers than there are tensors, or be wider than the number of weights. A
     model with experts must use some of them, and only a quantized one may have integers for
     weights.
@@ -318,16 +321,16 @@ def check_files(folder: Path) -> None:
             is_weight = name.endswith(".weight") or (name.endswith(".bias") and len(shape) == 1)
             if is_weight and dtype in _INTEGERS:
                 raise DamagedModelError(
-                    f"{file}: {name} is of integers ({dtype}), and config.json has no "
-                    "quantization_config that says which weights they stand for"
+                    f"{file}: {name} has the integer dtype {dtype}, but config.json has no "
+                    "quantization_config that describes it"
                 )
     num_weights = sum(math.prod(header.shape) for header in headers.values())
     limits = ((LAYER_COUNTS, len(headers), "tensors"), (WIDTHS, num_weights, "weights"))
-    for keys, most, what in limits if headers else ():
+    for keys, most, unit in limits if headers else ():
         for name, value in find_values(content, keys):
             if value > most:
                 raise DamagedModelError(
-                    f"{config}: {name} is {value}; the files beside it hold {most} {what} in all"
+                    f"{config}: {name} is {value}; the files next to it have {most} {unit} in all"
                 )
 
 
@@ -383,7 +386,7 @@ def _shards(index: Path) -> list[Path]:
         kinds = (PurePosixPath, PureWindowsPath) if isinstance(name, str) and name else ()
         if not kinds or any(kind(name).anchor or ".." in kind(name).parts for kind in kinds):
             raise DamagedModelError(
-                f"{index}: {tensor} is in {name!r}; a weight file lies in the folder of its index"
+                f"{index}: {tensor} is in {name!r}; allowed: a file in the folder of the index"
             )
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
     missing = [file.name for file in files if not os.path.isfile(file)]
@@ -404,11 +407,11 @@ def _read_header(file: Path) -> dict[str, _Header]:
                 for name, part in parts.items()
             }
     except (SafetensorError, OSError) as error:
-        why = f"truncated or not a safetensors file: {_first_line(error)}"
+        reason = f"truncated or not a safetensors file: {_first_line(error)}"
         with suppress(OSError), file.open("rb") as content:
             if content.read(len(_POINTER)) == _POINTER:
-                why = "a pointer of Git LFS in the place of weights: git lfs pull downloads them"
-        raise DamagedModelError(f"{file} is {why}") from error
+                reason = "a Git LFS pointer instead of weights; git lfs pull downloads them"
+        raise DamagedModelError(f"{file} is {reason}") from error
 
 
 class FileStamp(NamedTuple):

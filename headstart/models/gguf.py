@@ -102,9 +102,9 @@ def _read_angles(
 ) -> dict[str, Any]:
     """Return the rotary parameters.
 
-    Factors by which a file divides the frequencies are put in the words of the only type that has a
-    factor for each pair, `longrope`. llama.cpp's converter makes them of what Llama 3.1 and later
-    have in their configuration (alike for all lengths), and Phi-3 has two sets of its own.
+    Factors by which a file divides the frequencies are expressed as the only type that has a
+    factor for each pair, `longrope`. llama.cpp's converter computes them from what Llama 3.1 and
+    later have in their configuration (alike for all lengths), and Phi-3 has two separate sets.
     """
     angles: dict[str, Any] = {
         "rope_type": "default",
@@ -169,7 +169,7 @@ def _read_architecture_keys(
         case "mistral3":
             if get("attention.temperature_scale"):
                 raise UnsupportedLayerError(
-                    "its queries are scaled by their position (attention.temperature_scale)"
+                    "its queries are scaled by position (attention.temperature_scale)"
                 )
             keys["sliding_window"] = None
     if architecture == "gemma3":
@@ -202,7 +202,7 @@ def _check_header(file: Path) -> None:
         if not magic:
             raise ValueError("it is empty")
         if magic != b"GGUF":
-            raise ValueError(f"it is no GGUF file: it begins with {magic!r}")
+            raise ValueError(f"it is not a GGUF file, as it begins with {magic!r}")
         try:
             version, _tensors, keys = _read_numbers(data, "<IQQ")
             if not version & 0xFFFF:
@@ -216,7 +216,7 @@ def _check_header(file: Path) -> None:
         except struct.error as error:
             raise ValueError(f"it ends within its metadata{CUT_OFF}") from error
         except RecursionError as error:
-            raise ValueError("its arrays lie too deep in one another") from error
+            raise ValueError("its arrays are nested too deeply") from error
 
 
 def _read_numbers(data: BinaryIO, form: str) -> tuple[int, ...]:
@@ -311,7 +311,9 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
     # transformers raises KeyError, TypeError, ValueError, OSError; the tokenizers a bare Exception.
     except Exception as error:
         if is_out_of_memory(error):
-            raise OutOfMemoryError(f"no memory to read the metadata of {file}") from error
+            raise OutOfMemoryError(
+                f"there is not enough memory to read the metadata of {file}"
+            ) from error
         reason = " ".join(str(error).split())
         kind = UnsupportedModelError if "not supported" in reason else DamagedModelError
         named = "" if type(error) is ValueError else f"{type(error).__name__}: "
@@ -327,11 +329,11 @@ def _read_architecture(reader: Any) -> str:
     Raises `UnsupportedLayerError` for an architecture that is not read.
     """
     architecture = read_architecture(reader)
-    needed = [f"{architecture}.{name}" for name in _NEEDED] + list(_OF_TOKENIZER)
+    keys = [f"{architecture}.{name}" for name in _NEEDED] + list(_OF_TOKENIZER)
     kind = reader.fields.get(_OF_TOKENIZER[0])
     if kind is not None:
-        needed += ["tokenizer.ggml." + ("merges" if kind.contents() == "gpt2" else "scores")]
-    for name in needed:
+        keys += ["tokenizer.ggml." + ("merges" if kind.contents() == "gpt2" else "scores")]
+    for name in keys:
         if name not in reader.fields:
             raise ValueError(f"its metadata has no {name}; convert the model again")
     return architecture
@@ -353,18 +355,18 @@ def _read_tokenizer(file: Path, reader: Any) -> Any:
             pieces.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
         return tokenizer
     name = metadata.get("pre", "default")
-    chosen = PRE_TOKENIZERS.get(name)
-    if chosen is None:
+    pre_tokenizer = PRE_TOKENIZERS.get(name)
+    if pre_tokenizer is None:
         raise UnsupportedModelError(
             f"{file} cannot be read: its pre-tokenizer (tokenizer.ggml.pre) is {name!r}; allowed: "
             + ", ".join(sorted(PRE_TOKENIZERS))
         )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(
-        file.parent, **options, add_bos_token=chosen.add_bos
+        file.parent, **options, add_bos_token=pre_tokenizer.add_bos
     )
     backend = tokenizer.backend_tokenizer
-    backend.model.ignore_merges = chosen.ignore_merges
-    splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in chosen.regexes]
+    backend.model.ignore_merges = pre_tokenizer.ignore_merges
+    splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in pre_tokenizer.regexes]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 class PreTokenizer(NamedTuple):
     """A split, and the facts that llama.cpp derives from its name.
 
-    ignore_merges: a word that is a token becomes this token, whatever the merges say. add_bos: BOS
+    ignore_merges: a word that is a token becomes this token, regardless of the merges. add_bos: BOS
     begins a text where the file does not say.
     """
 

@@ -92,13 +92,13 @@ _TINY = 1e-6  # of the largest: what is never seen has a unit all the same
 
 
 def apply_units(
-    layer: DecoderLayer, shape: DecoderShape, sizes: Mapping[str, Tensor], kept: torch.dtype
+    layer: DecoderLayer, shape: DecoderShape, sizes: Mapping[str, Tensor], stored_dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Divide inputs and multiply columns, in place; the layer's outputs stay the same.
 
-    sizes: the mean of |x| of the inputs of each linear layer. kept: the dtype that norms have in
-    the file; units are such that these round to nothing else. Returns what the inputs were divided
-    by, by the names that `sizes` has.
+    sizes: the mean of |x| of the inputs of each linear layer. stored_dtype: the dtype that norms
+    have in the file; units are chosen so that norms need no further rounding. Returns the units by
+    which inputs were divided, by the names of `sizes`.
     """
     order = stages(shape)
     if shape.norms == "before":
@@ -110,8 +110,10 @@ def apply_units(
     linears = {name: _linear_of(layer, name) for names in order for name in names}
     divided = {name: torch.ones_like(size) for name, size in sizes.items()}
     for norm, names in zip(norms, order[::2], strict=False):
-        wanted = _units(sizes[names[0]], [linears[name] for name in names])
-        units = divided[names[0]] = _divide_norm(norm.weight, shape.norm, wanted, kept)
+        target_units = _units(sizes[names[0]], [linears[name] for name in names])
+        units = divided[names[0]] = _divide_norm(
+            norm.weight, shape.norm, target_units, stored_dtype
+        )
         for name in names:
             linears[name].weight.mul_(units)
     (*_, value), [output], (*_, up), [down] = ([linears[name] for name in names] for names in order)
@@ -144,10 +146,12 @@ def _units(sizes: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     return (units - units.mean()).exp_().clamp_(1 / _LARGEST_UNIT, _LARGEST_UNIT)
 
 
-def _divide_norm(weight: Tensor, kind: NormKind, units: Tensor, kept: torch.dtype) -> Tensor:
+def _divide_norm(
+    weight: Tensor, kind: NormKind, units: Tensor, stored_dtype: torch.dtype
+) -> Tensor:
     """Divide a norm's weight, in place; returns the units with which it needs no rounding."""
     offset = 1.0 if kind == "gemma" else 0.0  # which multiplies by 1 + weight
-    divided = ((weight + offset) / units - offset).to(kept).float()
+    divided = ((weight + offset) / units - offset).to(stored_dtype).float()
     exact = (weight + offset) / (divided + offset)
     usable = torch.isfinite(exact) & (exact != 0)
     weight.copy_(torch.where(usable, divided, weight))
@@ -177,15 +181,17 @@ def _read_text(file: Path | None) -> str:
             topics: dict[str, str] = import_module("pydoc_data.topics").topics
         except ImportError as error:
             raise ConfigError(
-                "this Python has no help topics to calibrate on: give --text"
+                "this Python has no help topics to calibrate on; pass a text with --text"
             ) from error
         return "\n\n".join(topics.values())
     try:
         with file.open(encoding="utf-8") as opened:
             return opened.read(_CHARACTERS)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"text {file} cannot be read: {why}; allowed: a file in UTF-8") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"text {file} cannot be read: {reason}; allowed: a file in UTF-8"
+        ) from error
 
 
 def cut_windows(text: str, name: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> Tensor:
@@ -201,10 +207,10 @@ def cut_windows(text: str, name: str, tokenizer: PreTrainedTokenizerBase, longes
     length = max(1, min(LENGTH, longest) - len(lead))
     least = _LEAST * LENGTH
     if len(tokens) < least:
-        raise ConfigError(f"{name} has {len(tokens):,} tokens; allowed: {least:,} and more")
-    whole = len(tokens) // length
-    count = min(whole, _WINDOWS * LENGTH // length)
-    starts = [number * whole // count * length for number in range(count)]
+        raise ConfigError(f"{name} has {len(tokens):,} tokens; allowed: at least {least:,}")
+    available = len(tokens) // length
+    count = min(available, _WINDOWS * LENGTH // length)
+    starts = [number * available // count * length for number in range(count)]
     cut = torch.stack([tokens[start : start + length] for start in starts])
     return torch.cat((torch.tensor(lead, dtype=torch.int64).expand(count, -1), cut), dim=1)
 
@@ -223,7 +229,7 @@ def _linear_of(layer: DecoderLayer, name: str) -> nn.Linear:
 
 
 def make_step(about: Description, windows: int, length: int) -> LayerStep:
-    """Return the step of `windows` windows of `length` tokens, one behind another."""
+    """Return the step of `windows` consecutive windows of `length` tokens."""
     places = torch.arange(length).repeat(windows)
     like = torch.empty(0)
     angles = {kind: AngleTable(own, like)(places) for kind, own in about.frequencies.items()}
@@ -231,15 +237,15 @@ def make_step(about: Description, windows: int, length: int) -> LayerStep:
 
 
 class _Stop(Exception):
-    """Ends a layer when the wanted input was seen."""
+    """Signal that ends a layer once the input was recorded."""
 
 
-def see_inputs(
+def collect_inputs(
     layer: DecoderLayer, names: Sequence[str], rows: Tensor, step: LayerStep, stop: bool = False
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """Return a layer's output `[rows, hidden]`, and the inputs `[rows, inputs]` of linear layers.
 
-    stop: nothing is computed after the input of the first of `names`; there is no output.
+    stop: end at the input of the first of `names`; the output is then None.
     """
     inputs: dict[str, Tensor] = {}
     with ExitStack() as stack:
@@ -258,7 +264,7 @@ def see_inputs(
 
 @dataclass(frozen=True)
 class _Windows:
-    """Attention of rows that are whole windows of `length` tokens, one behind another."""
+    """Attention of rows that are consecutive windows of `length` tokens."""
 
     length: int
 
@@ -280,17 +286,17 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     if options.softcap is not None:
         scores = (scores / options.softcap).tanh_() * options.softcap
     places = torch.arange(tokens)
-    behind = places.unsqueeze(1) - places
-    hidden = behind < 0
+    distances = places.unsqueeze(1) - places
+    hidden = distances < 0
     if options.sliding_window is not None:
-        hidden |= behind >= options.sliding_window
+        hidden |= distances >= options.sliding_window
     mixed = scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ values
     return mixed.permute(2, 0, 1, 3).reshape(tokens, heads, width)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A checked plan. tokens: int64 `[windows, length]`, of the text that `text` names."""
+class QuantizationPlan:
+    """A checked plan. tokens: int64 `[windows, length]` of the text named `text`."""
 
     source: Path
     target: Path
@@ -305,7 +311,7 @@ class Plan:
         return len(self.about.shape.layers)
 
 
-class Written(NamedTuple):
+class QuantizationResult(NamedTuple):
     """Bytes of the weights' files before and after, and the seconds taken."""
 
     before: int
@@ -313,8 +319,10 @@ class Written(NamedTuple):
     seconds: float
 
 
-def plan_quantizing(model: str | Path, target: Path, text: Path | None = None) -> Plan:
-    """Check everything that can be checked before the work.
+def plan_quantization(
+    model: str | Path, target: Path, text: Path | None = None
+) -> QuantizationPlan:
+    """Check everything that can be checked before quantizing.
 
     Raises `ModelError`, also for a model that is quantized already or of no family of
     `headstart.models.families`, and `ConfigError` for a target that exists, or a text that cannot
@@ -322,9 +330,9 @@ def plan_quantizing(model: str | Path, target: Path, text: Path | None = None) -
     """
     target = check_target(target)
     path = Path(model).expanduser()
-    if path.suffix == ".gguf" and path.is_file():  # to find its folder takes minutes
+    if path.suffix == ".gguf" and path.is_file():  # finding its folder would take minutes
         raise UnsupportedModelError(
-            f"{model} is a GGUF file; allowed: a checkpoint of safetensors, in float"
+            f"{model} is a GGUF file; allowed: a floating-point checkpoint in safetensors"
         )
     source = find_folder(model)
     check_files(source)
@@ -332,21 +340,23 @@ def plan_quantizing(model: str | Path, target: Path, text: Path | None = None) -
     content = _read_text(text)
     tokenizer = load_tokenizer(source)
     if tokenizer is None:
-        raise ModelError(f"{source} has no tokenizer, and none can read a text for it")
+        raise ModelError(f"{source} has no tokenizer, which is needed to read the calibration text")
     name = "Python's help topics" if text is None else str(text)
     tokens = cut_windows(content, name, tokenizer, about.max_model_len)
     if int(tokens.max()) >= about.shape.vocab_size:
         raise UnsupportedModelError(f"{source} has a tokenizer with more tokens than embeddings")
-    return Plan(source=source, target=target, about=about, names=names, tokens=tokens, text=name)
+    return QuantizationPlan(
+        source=source, target=target, about=about, names=names, tokens=tokens, text=name
+    )
 
 
 def check_target(target: Path) -> Path:
     """Return the absolute path of a folder that can be made; raises `ConfigError` for any other."""
     target = target.expanduser().absolute()
     if target.exists() or target.is_symlink():
-        raise ConfigError(f"the folder {target} is there already; allowed: a new one")
+        raise ConfigError(f"the folder {target} exists already; allowed: a new folder")
     if not target.parent.is_dir():
-        raise ConfigError(f"{target} cannot be made: {target.parent} is no folder; make it first")
+        raise ConfigError(f"{target} cannot be created, as {target.parent} is not a folder")
     return target
 
 
@@ -356,7 +366,7 @@ def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
     if config is not None or is_gguf(source):
         kind = config.get("quant_method") if isinstance(config, dict) else "GGUF"
         raise UnsupportedModelError(
-            f"{source} is quantized already, as {describe(kind)}; allowed: weights in float"
+            f"{source} is already quantized ({describe(kind)}); allowed: floating-point weights"
         )
     outline = Outline()
     try:
@@ -376,19 +386,21 @@ def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
     return about, frozenset(outline.shapes)
 
 
-def quantize(plan: Plan, progress: Callable[[int], None] = lambda layers: None) -> Written:
+def quantize(
+    plan: QuantizationPlan, progress: Callable[[int], None] = lambda layers: None
+) -> QuantizationResult:
     """Write the checkpoint; `progress` is called with the number of finished layers.
 
     Raises `ModelError`. After any exception, Ctrl-C included, the target does not exist.
     """
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
         with (
             torch.no_grad(),
             SafetensorsCheckpoint(weight_files(plan.source)) as checkpoint,
-            TemporaryDirectory(prefix=f".{plan.target.name}.", dir=plan.target.parent) as place,
+            TemporaryDirectory(prefix=f".{plan.target.name}.", dir=plan.target.parent) as temporary,
         ):
-            writer = _Writer(Path(place) / plan.target.name)
+            writer = _Writer(Path(temporary) / plan.target.name)
             _write_layers(plan, checkpoint, writer, progress)
             for name in sorted(plan.names):
                 if not name.startswith(_LAYERS):
@@ -401,11 +413,11 @@ def quantize(plan: Plan, progress: Callable[[int], None] = lambda layers: None) 
         sum(file.stat().st_size for file in weight_files(folder))
         for folder in (plan.source, plan.target)
     )
-    return Written(before, after, time.perf_counter() - began)
+    return QuantizationResult(before, after, time.perf_counter() - start)
 
 
 def _write_layers(
-    plan: Plan,
+    plan: QuantizationPlan,
     checkpoint: SafetensorsCheckpoint,
     writer: "_Writer",
     progress: Callable[[int], None],
@@ -420,18 +432,18 @@ def _write_layers(
     for index in range(plan.layers):
         prefix = f"{_LAYERS}{index}"
         layer = DecoderLayer(about.shape, index, prefix, read)
-        own = {
+        dtypes = {
             name: checkpoint.dtypes([f"{prefix}.{name}"])[0] for name, _ in layer.named_parameters()
         }
         heads = [names[0] for names in stages(about.shape)]
-        out, inputs = see_inputs(layer, heads, by_float, step)
-        assert out is not None
-        by_float = out
-        for name, tensor in _round_layer(layer, about.shape, rows, inputs, step, own).items():
+        output, inputs = collect_inputs(layer, heads, by_float, step)
+        assert output is not None
+        by_float = output
+        for name, tensor in _round_layer(layer, about.shape, rows, inputs, step, dtypes).items():
             writer.add(f"{prefix}.{name}", tensor)
         rows = layer(rows, step)
         if not torch.isfinite(rows).all():
-            raise UnsupportedModelError(f"{prefix} of {plan.source} gives what is not finite")
+            raise UnsupportedModelError(f"{prefix} of {plan.source} returns values not finite")
         read.release()
         progress(index + 1)
 
@@ -442,41 +454,41 @@ def _round_layer(
     rows: Tensor,
     by_float: dict[str, Tensor],
     step: LayerStep,
-    own: dict[str, torch.dtype],
+    dtypes: dict[str, torch.dtype],
 ) -> dict[str, Tensor]:
-    """Round a layer, in place; returns its tensors as the file has them, by name.
+    """Round a layer in place; return its tensors in the file's form, by name.
 
-    rows: what the quantized layers before it give. by_float: the inputs `[rows, inputs]` that its
-    linear layers get from float layers, which are removed. own: the dtypes in the model's file.
+    rows: outputs of the preceding quantized layers. by_float: the inputs `[rows, inputs]` that its
+    linear layers get from float layers, which are removed. dtypes: the dtypes in the model's file.
     """
     sizes = {name: inputs.abs().mean(dim=0) for name, inputs in by_float.items()}
-    units = apply_units(layer, shape, sizes, own["post_attention_layernorm.weight"])
+    units = apply_units(layer, shape, sizes, dtypes["post_attention_layernorm.weight"])
     packed: dict[str, Tensor] = {}
     for names in stages(shape):
-        _, inputs = see_inputs(layer, names[:1], rows, step, stop=True)
+        _, inputs = collect_inputs(layer, names[:1], rows, step, stop=True)
         statistics = Rows.of(inputs.pop(names[0]), by_float.pop(names[0]).div_(units[names[0]]))
         layers = [_linear_of(layer, name) for name in names]
-        dtype = own[f"{names[0]}.weight"]
-        # Steps in float32 would be a bit more for each weight.
+        dtype = dtypes[f"{names[0]}.weight"]
+        # Steps in float32 would take one more bit per weight.
         dtype = torch.float16 if dtype != torch.bfloat16 else dtype
-        together = round_weight(torch.cat([part.weight for part in layers]), statistics, dtype)
-        rounded = together.split([part.out_features for part in layers])
+        grouped = round_weight(torch.cat([part.weight for part in layers]), statistics, dtype)
+        rounded = grouped.split([part.out_features for part in layers])
         for name, linear, weight in zip(names, layers, rounded, strict=True):
             linear.weight.copy_(weight.weight())
             packed |= pack(name, weight, dtype)
     plain = {
-        name: tensor.to(own[name])
+        name: tensor.to(dtypes[name])
         for name, tensor in layer.named_parameters()
         if f"{name}_packed" not in packed
     }
     return packed | plain
 
 
-def pack(name: str, weight: Grouped, kept: torch.dtype) -> dict[str, Tensor]:
+def pack(name: str, weight: Grouped, stored_dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the tensors that stand for the weight of the layer `name`."""
     return {
         f"{name}.weight_packed": _words(weight.values),
-        f"{name}.weight_scale": weight.steps.to(kept),
+        f"{name}.weight_scale": weight.steps.to(stored_dtype),
         f"{name}.weight_zero_point": _words(weight.zeros.T).T.contiguous(),
         f"{name}.weight_shape": torch.tensor(weight.values.shape),
     }

@@ -59,23 +59,23 @@ class Rows(NamedTuple):
         return cls(rows.T @ rows / len(rows), (by_float - rows).T @ rows / len(rows))
 
 
-def round_weight(weight: Tensor, rows: Rows, kept: torch.dtype) -> Grouped:
-    """Return a weight float32 `[outputs, inputs]` in 4 bits; steps have the precision of `kept`."""
+def round_weight(weight: Tensor, rows: Rows, stored_dtype: torch.dtype) -> Grouped:
+    """Return a weight float32 `[outputs, inputs]` in 4 bits, with steps in `stored_dtype`."""
     inputs = weight.shape[1]
     assert inputs % GROUP == 0
     products = rows.products.clone()
     mean = float(products.diagonal().mean())
     products.diagonal().add_(_DAMPING * mean if mean > 0 else 1.0)
     root = torch.linalg.cholesky(products)
-    wanted = weight.T.clone(memory_format=torch.contiguous_format)  # [inputs, outputs]
+    target = weight.T.clone(memory_format=torch.contiguous_format)  # [inputs, outputs]
     if rows.shifts is not None:
-        wanted += _SHIFT * torch.cholesky_solve(rows.shifts.T @ wanted, root)
+        target += _SHIFT * torch.cholesky_solve(rows.shifts.T @ target, root)
     factor = torch.linalg.cholesky(torch.cholesky_inverse(root), upper=True)
-    values, grids = _spread_errors(wanted.clone(), factor, rows.products.diagonal(), kept)
+    values, grids = _spread_errors(target.clone(), factor, rows.products.diagonal(), stored_dtype)
     steps, zeros = (torch.stack(parts) for parts in zip(*grids, strict=True))  # [groups, outputs]
-    parts = (torch.split(part, _OUTPUTS, dim=1) for part in (wanted, values, steps, zeros))
+    parts = (torch.split(part, _OUTPUTS, dim=1) for part in (target, values, steps, zeros))
     fitted = [_fit_steps(products, *part) for part in zip(*parts, strict=True)]
-    steps = torch.cat(fitted, dim=1).clamp_(*_limits(kept)).to(kept).float()
+    steps = torch.cat(fitted, dim=1).clamp_(*_limits(stored_dtype)).to(stored_dtype).float()
     return Grouped(
         values=values.T.contiguous(),
         steps=steps.T.contiguous(),
@@ -86,74 +86,76 @@ def round_weight(weight: Tensor, rows: Rows, kept: torch.dtype) -> Grouped:
 
 
 def _spread_errors(
-    rest: Tensor, factor: Tensor, sizes: Tensor, kept: torch.dtype
+    remaining: Tensor, factor: Tensor, sizes: Tensor, stored_dtype: torch.dtype
 ) -> tuple[Tensor, list[_Grid]]:
     """Return values uint8 `[inputs, outputs]`, and a grid for each group.
 
-    rest: the weight `[inputs, outputs]`, which is changed. factor: the upper Cholesky factor of the
-    inverse of the products. sizes: their diagonal.
+    remaining: the weight `[inputs, outputs]`, which is changed. factor: the upper Cholesky factor
+    of the inverse of the products. sizes: their diagonal.
     """
-    inputs = len(rest)
-    values = torch.empty_like(rest, dtype=torch.uint8)
+    inputs = len(remaining)
+    values = torch.empty_like(remaining, dtype=torch.uint8)
     grids: list[_Grid] = []
     for first in range(0, inputs, _BLOCK):
         last = min(inputs, first + _BLOCK)
-        block, errors = rest[first:last], torch.empty_like(rest[first:last])
-        for at in range(first, last):
-            row = block[at - first]
-            if at % GROUP == 0:
-                group = slice(at - first, at - first + GROUP)
-                grids.append(_choose_grid(block[group], sizes[at : at + GROUP], kept))
-            values[at] = rounded = grids[-1].values(row)
-            error = row.sub_(grids[-1].elements(rounded)).div_(factor[at, at])
-            errors[at - first] = error
-            block[at - first + 1 :].addr_(factor[at, at + 1 : last], error, alpha=-1)
-        rest[last:].addmm_(factor[first:last, last:].T, errors, alpha=-1)
+        block, errors = remaining[first:last], torch.empty_like(remaining[first:last])
+        for index in range(first, last):
+            row = block[index - first]
+            if index % GROUP == 0:
+                group = slice(index - first, index - first + GROUP)
+                grids.append(_choose_grid(block[group], sizes[index : index + GROUP], stored_dtype))
+            values[index] = rounded = grids[-1].values(row)
+            error = row.sub_(grids[-1].elements(rounded)).div_(factor[index, index])
+            errors[index - first] = error
+            block[index - first + 1 :].addr_(factor[index, index + 1 : last], error, alpha=-1)
+        remaining[last:].addmm_(factor[first:last, last:].T, errors, alpha=-1)
     return values, grids
 
 
 def _fit_steps(
-    products: Tensor, wanted: Tensor, values: Tensor, steps: Tensor, zeros: Tensor
+    products: Tensor, target: Tensor, values: Tensor, steps: Tensor, zeros: Tensor
 ) -> Tensor:
-    """Return the steps `[groups, outputs]` with which these values give the wanted outputs best.
+    """Return the steps `[groups, outputs]` that best reproduce the target's outputs.
 
     An output's steps solve a system of as many equations as there are groups. A step that would be
-    less than half of what it was, or more than twice, stays: only noise explains that.
+    less than half of its old value, or more than twice, is not changed, as only noise explains it.
     """
     count, outputs = steps.shape
     units = values.reshape(count, GROUP, outputs) - zeros.unsqueeze(1)
     system = units.new_empty(outputs, count, count)
     for group in range(count):
         columns = products[:, group * GROUP : (group + 1) * GROUP]
-        seen = (columns @ units[group]).view_as(units).mul_(units)
-        system[:, :, group] = seen.sum(dim=1).T
+        projected = (columns @ units[group]).view_as(units).mul_(units)
+        system[:, :, group] = projected.sum(dim=1).T
     sizes = system.diagonal(dim1=1, dim2=2)
     sizes += 1e-6 * sizes.mean(dim=1, keepdim=True) + _NONE
-    sides = (products @ wanted).view_as(units).mul_(units).sum(dim=1).T
+    sides = (products @ target).view_as(units).mul_(units).sum(dim=1).T
     fitted = torch.linalg.solve(system, sides).T
     return torch.where((fitted > steps / 2) & (fitted < steps * 2), fitted, steps)
 
 
-def _limits(kept: torch.dtype) -> tuple[float, float]:
+def _limits(stored_dtype: torch.dtype) -> tuple[float, float]:
     """Return the least and the largest step."""
-    limits = torch.finfo(kept)
+    limits = torch.finfo(stored_dtype)
     return limits.smallest_normal, limits.max
 
 
-def _choose_grid(elements: Tensor, sizes: Tensor, kept: torch.dtype) -> _Grid:
-    """Return the grid that loses least for elements `[group, outputs]`.
+def _choose_grid(elements: Tensor, sizes: Tensor, stored_dtype: torch.dtype) -> _Grid:
+    """Return the grid with the smallest error for elements `[group, outputs]`.
 
-    A grid holds zero, and is wider or narrower than the elements: a wider one leaves room for
+    A grid contains zero, and is wider or narrower than the elements: a wider grid has space for
     errors that are spread into it.
     """
     low, high = elements.amin(dim=0).clamp_max_(0), elements.amax(dim=0).clamp_min_(0)
     least, best = None, None
     for span in _SPANS:
-        steps = ((high - low) * (span / _MOST)).clamp_(*_limits(kept)).to(kept).float()
+        steps = (
+            ((high - low) * (span / _MOST)).clamp_(*_limits(stored_dtype)).to(stored_dtype).float()
+        )
         begin = low - (high - low) * ((span - 1) / 2)
         grid = _Grid(steps, (-begin / steps).round_().clamp_(0, _MOST))
-        lost = grid.elements(grid.values(elements)).sub_(elements).square_()
-        loss = lost.mul_(sizes.unsqueeze(1)).sum(dim=0)
+        errors = grid.elements(grid.values(elements)).sub_(elements).square_()
+        loss = errors.mul_(sizes.unsqueeze(1)).sum(dim=0)
         if least is None or best is None:
             least, best = loss, grid
             continue

@@ -58,8 +58,8 @@ def load_model(
         except UnsupportedModelError as error:
             if not isinstance(error.__cause__, ImportError):
                 raise
-            wrong = f"{error}; headstart itself does not read it: {reason}"
-            raise UnsupportedModelError(wrong) from error
+            message = f"{error}; headstart itself does not read it: {reason}"
+            raise UnsupportedModelError(message) from error
         loaded.fallback_reason = reason
         # A user of a family of headstart's expects the speed of its modules.
         _log.log(level, "%s runs in transformers' modules, not in headstart's: %s", folder, reason)

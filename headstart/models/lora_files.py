@@ -125,14 +125,14 @@ def read_settings(folder: Path, max_rank: int) -> LoraSettings:
     """
     file = folder / CONFIG_NAME
     if not file.is_file():
-        what = "is not a folder" if not folder.is_dir() else f"has no {CONFIG_NAME}"
-        raise AdapterNotFoundError(f"{folder} is not an adapter: it {what}")
+        problem = "is not a folder" if not folder.is_dir() else f"has no {CONFIG_NAME}"
+        raise AdapterNotFoundError(f"{folder} is not an adapter, as it {problem}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedAdapterError(f"{file} is not readable JSON: {error}") from error
     if not isinstance(content, dict):
-        raise DamagedAdapterError(f"{file} holds a {type(content).__name__}, not a JSON object")
+        raise DamagedAdapterError(f"{file} is a {type(content).__name__}; allowed: a JSON object")
     _check_options(file, content)
     names = {option.name for option in fields(LoraSettings)}
     options = {name: content[name] for name in names if content.get(name) is not None}
@@ -142,14 +142,14 @@ def read_settings(folder: Path, max_rank: int) -> LoraSettings:
         raise DamagedAdapterError(f"{file}: {' '.join(str(error).split())}") from error
     for name, rank in {**settings.rank_pattern, "r": settings.r}.items():
         if rank < 1:
-            raise DamagedAdapterError(f"{file}: {name} is {rank}; a rank is at least 1")
+            raise DamagedAdapterError(f"{file}: {name} is {rank}; allowed: at least 1")
         if rank > max_rank:
             raise UnsupportedAdapterError(
                 f"{file}: rank {rank} ({name}) is above max_lora_rank, which is {max_rank}"
             )
     for name, alpha in {**settings.alpha_pattern, "lora_alpha": settings.lora_alpha}.items():
         if not abs(alpha) <= sys.float_info.max:  # also true for NaN
-            raise DamagedAdapterError(f"{file}: {name} is {alpha}; allowed: what a float can hold")
+            raise DamagedAdapterError(f"{file}: {name} is {alpha}; allowed: a finite number")
     lists = [settings.target_modules, settings.exclude_modules]
     patterns = [*settings.rank_pattern, *settings.alpha_pattern]
     patterns += [entry for entry in lists if isinstance(entry, str)]
@@ -159,10 +159,10 @@ def read_settings(folder: Path, max_rank: int) -> LoraSettings:
             re.compile(pattern)
         except re.error as error:
             raise DamagedAdapterError(
-                f"{file}: {pattern!r} is no regular expression: {error}"
+                f"{file}: {pattern!r} is not a regular expression: {error}"
             ) from error
     if not settings.target_modules:
-        raise UnsupportedAdapterError(f"{file} names no target_modules")
+        raise UnsupportedAdapterError(f"{file} has no target_modules")
     return settings
 
 
@@ -218,7 +218,7 @@ def read_weights(folder: Path, model: DecoderModel, max_rank: int) -> LoraWeight
     for layer in sorted(matrices):
         down, up = matrices[layer].get("A"), matrices[layer].get("B")
         if down is None or up is None:
-            raise DamagedAdapterError(f"{file} has one of the two matrices of {layer}, not both")
+            raise DamagedAdapterError(f"{file} has only one of the two matrices of {layer}")
         _check_pair(f"{file}: A and B of {layer}", down, up, settings.rank_of(layer), linear[layer])
         scale = settings.scale_of(layer)
         parts = [layer.encode(), struct.pack("<d", scale)]
@@ -241,8 +241,8 @@ def read_weights(folder: Path, model: DecoderModel, max_rank: int) -> LoraWeight
 def _read_matrices(file: Path, model: DecoderModel) -> dict[str, dict[str, Tensor]]:
     """Return the matrices "A" and "B" of each layer; raises an error for any other tensor."""
     if not file.is_file():
-        others = sorted(path.name for path in file.parent.glob("adapter_model*"))
-        hint = f"; {', '.join(others)} is not read" if others else ""
+        files = sorted(path.name for path in file.parent.glob("adapter_model*"))
+        hint = f"; {', '.join(files)} is not read" if files else ""
         raise DamagedAdapterError(f"{file.parent} has no {WEIGHTS_NAME}{hint}")
     try:
         tensors = safetensors.torch.load(file.read_bytes())
@@ -256,11 +256,11 @@ def _read_matrices(file: Path, model: DecoderModel) -> dict[str, dict[str, Tenso
             matrices.setdefault(match["layer"], {})[match["side"]] = tensor
         elif not ((match := _BASE.fullmatch(name)) and model.holds(match["layer"], tensor)):
             raise UnsupportedAdapterError(
-                f"{file} holds {name}, which is neither A nor B of a linear layer, nor a copy of "
+                f"{file} has {name}, which is neither A nor B of a linear layer, nor a copy of "
                 "one of this model's weights"
             )
     if not matrices:
-        raise DamagedAdapterError(f"{file} holds no matrices")
+        raise DamagedAdapterError(f"{file} has no matrices")
     return matrices
 
 
@@ -271,8 +271,8 @@ def _check_layers(
     linear = model.linear_widths()
     if unknown := layers - linear.keys():
         raise UnsupportedAdapterError(
-            f"{file} is for another model, or for layers that are not linear: "
-            f"{_some(unknown)} is no linear layer of this one"
+            f"{file} is for another model, or for layers that are not linear, as "
+            f"{_some(unknown)} is not a linear layer of this model"
         )
     targets = {name for name in linear if settings.is_target(name)}
     if settings.is_all_linear:
@@ -281,30 +281,30 @@ def _check_layers(
         raise DamagedAdapterError(
             f"{file} lacks the matrices of {_some(missing)}, which target_modules names"
         )
-    if beyond := layers - targets:
+    if surplus := layers - targets:
         raise DamagedAdapterError(
-            f"{file} holds matrices of {_some(beyond)}, which target_modules does not name"
+            f"{file} has matrices of {_some(surplus)}, which target_modules does not name"
         )
 
 
-def _check_pair(what: str, down: Tensor, up: Tensor, rank: int, widths: Widths) -> None:
+def _check_pair(pair: str, down: Tensor, up: Tensor, rank: int, widths: Widths) -> None:
     if {down.dtype, up.dtype} - {*_DTYPES}:
         raise UnsupportedAdapterError(
-            f"{what} are {down.dtype} and {up.dtype}; supported: {', '.join(map(str, _DTYPES))}"
+            f"{pair} are {down.dtype} and {up.dtype}; supported: {', '.join(map(str, _DTYPES))}"
         )
     ranks = {down.shape[0], up.shape[1]} if down.dim() == up.dim() == 2 else set()
     if ranks != {rank}:
         raise DamagedAdapterError(
-            f"{what} are {list(down.shape)} and {list(up.shape)}, which is not of rank {rank}, "
-            "as the configuration says"
+            f"{pair} are {list(down.shape)} and {list(up.shape)}, and not of rank {rank}, "
+            "as the configuration requires"
         )
     if (down.shape[1], up.shape[0]) != widths:
         raise UnsupportedAdapterError(
-            f"{what} are for another model: they take {down.shape[1]} inputs to {up.shape[0]} "
-            f"outputs, here the layer has {widths.inputs} and {widths.outputs}"
+            f"{pair} are for another model: they have {down.shape[1]} inputs and {up.shape[0]} "
+            f"outputs, and this model's layer has {widths.inputs} and {widths.outputs}"
         )
 
 
 def _some(names: Set[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(sorted(names)[:3]) + more
+    suffix = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + suffix

@@ -37,7 +37,7 @@ from headstart.weights.products import choose_product
 # Sibling layers that models call with the same input, and the first of them.
 _FIRST = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 
-# Up to this many rows the compiled kernel is faster: 4 us instead of torch's 16 us.
+# Up to this many rows the compiled kernel is faster than torch's product.
 _FEW_ROWS = 32
 
 
@@ -193,13 +193,13 @@ class _Rows:
         for adapter, group in groupby((run for run in runs if run[1]), key=itemgetter(0)):
             rows = sum(count for _, count in group)
             if adapter is not None:
-                place = slice(self.count, self.count + rows)
-                (self.long if rows >= _LONG_RUN else self.short).append((adapter, place))
+                span = slice(self.count, self.count + rows)
+                (self.long if rows >= _LONG_RUN else self.short).append((adapter, span))
             self.count += rows
 
 
 class LoraLayers:
-    """Adds adapters to the linear layers of one model, one step at a time."""
+    """Hooks that add adapters to the linear layers of a model, a step at a time."""
 
     def __init__(self, model: DecoderModel) -> None:
         self._model = model
@@ -247,28 +247,28 @@ class LoraLayers:
 
     def _mix(self, adapters: set[ResidentAdapter]) -> None:
         """Stack these adapters, or reuse the last stack if it has them and is not wide."""
-        needed = sum(adapter.stack.num_ranks for adapter in adapters)
+        num_ranks = sum(adapter.stack.num_ranks for adapter in adapters)
         last = self._mixed_stack
-        if last is not None and adapters <= set(self._mixed) and last.num_ranks <= 2 * needed:
+        if last is not None and adapters <= set(self._mixed) and last.num_ranks <= 2 * num_ranks:
             return
         self._mixed = tuple(sorted(adapters, key=lambda adapter: adapter.digest))
         self._mixed_stack = AdapterStack([adapter.pairs for adapter in self._mixed])
 
     def _pieces(self, rows: _Rows) -> list[_Piece]:
         short = [self._short_piece(rows.short)] if rows.short else []
-        return [*(_Piece(adapter.stack, place) for adapter, place in rows.long), *short]
+        return [*(_Piece(adapter.stack, span) for adapter, span in rows.long), *short]
 
     def _short_piece(self, runs: list[tuple[ResidentAdapter, slice]]) -> _Piece:
         """Return one piece of all short runs: a range of rows, unless most of it is others'."""
         adapters = {adapter for adapter, _ in runs}
-        count = sum(place.stop - place.start for _, place in runs)
+        count = sum(span.stop - span.start for _, span in runs)
         first, last = runs[0][1].start, runs[-1][1].stop
         is_mixed = len(adapters) > 1
         mixed = self._mixed if is_mixed else tuple(adapters)
         owners = [-1] * (last - first)
-        for adapter, place in runs:
-            number, length = mixed.index(adapter), place.stop - place.start
-            owners[place.start - first : place.stop - first] = [number] * length
+        for adapter, span in runs:
+            number, length = mixed.index(adapter), span.stop - span.start
+            owners[span.start - first : span.stop - first] = [number] * length
         rows: slice | Tensor = slice(first, last)
         if last - first > 2 * count:
             numbers = [number for number, owner in enumerate(owners, first) if owner >= 0]
@@ -291,6 +291,6 @@ class LoraLayers:
         of_head = layer == self._model.output_layer
         x = inputs[0]
         if x.numel() != self._counts[of_head] * x.shape[-1]:
-            raise UnsupportedAdapterError(f"{layer} does not get all rows of the batch")
+            raise UnsupportedAdapterError(f"{layer} does not receive all rows of the batch")
         for piece in self._head if of_head else self._body:
             piece.add_to(out, layer, x)

@@ -1,9 +1,9 @@
 """Prefaults memory for a model while torch is imported; needs neither torch nor transformers.
 
-Importing them keeps one core busy for two seconds and more. Meanwhile a thread asks the system to
-read the weights' files ahead, and touches the memory for their copy. The system clears each page at
-its first touch, which takes 2 us per page of 4 KB, or 10 us in a virtual machine whose host had
-reclaimed the page. It is asked for pages of 2 MiB, which are fewer.
+Importing them occupies a core for seconds. Meanwhile a thread requests that the system reads the
+weights' files ahead, and touches the memory for their copy. The system clears each page at its
+first touch, which takes time, most in a virtual machine whose host had reclaimed the page. Pages of
+2 MiB are requested, which are fewer.
 """
 
 import os
@@ -39,7 +39,7 @@ def read_ahead(
     copied = packed or (halves and config.get("model_type") in FAMILIES)
     files = weight_files(folder)
     floats = "quantization_config" not in config and files[0].suffix != ".gguf"
-    # What is quantized has memory of its own.
+    # Quantized weights have separate memory.
     copied = copied and (device, stored, weights) == ("cpu", "bfloat16", "auto") and floats
     size = sum(file.stat().st_size for file in files)
     if not hasattr(os, "posix_fadvise") or size > _memory() // _MOST:

@@ -31,7 +31,7 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase | None:
 
     Raises `ModelNotFoundError` (no such folder, no such name, no network), `DamagedModelError`
     (a file is broken, or there are settings without a vocabulary) or `UnsupportedModelError` (it
-    needs code of its own, or a package that is missing).
+    needs custom code, or a missing package).
     """
     folder = find_folder(model)
     has_settings = (folder / _SETTINGS).is_file()

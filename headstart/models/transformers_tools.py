@@ -60,7 +60,7 @@ def load_auto_tokenizer(folder: Path, settings: dict[str, Any]) -> PreTrainedTok
         reason = " ".join(str(error).split())
         if needs_own_code:
             raise UnsupportedModelError(
-                f"the tokenizer in {folder} brings code of its own, which is not run"
+                f"the tokenizer in {folder} needs custom code, which is not run"
             ) from error
         if (folder / "tokenizer.json").is_file():
             read_json(folder / "tokenizer.json")  # raises if this is the reason
@@ -109,9 +109,9 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     """Return the tokenizer that makes all ids; None if transformers or a subclass does a part."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
-    own = takewhile(lambda kind: kind is not PreTrainedTokenizerFast, type(tokenizer).__mro__)
+    classes = takewhile(lambda kind: kind is not PreTrainedTokenizerFast, type(tokenizer).__mro__)
     backend = tokenizer.backend_tokenizer
-    is_changed = any(name in vars(kind) for kind in own for name in _ENCODING)
+    is_changed = any(name in vars(kind) for kind in classes for name in _ENCODING)
     is_set = backend.truncation is not None or backend.padding is not None
     if is_changed or is_set or backend.encode_special_tokens != tokenizer.split_special_tokens:
         return None

@@ -95,16 +95,18 @@ class PackedWeight(WeightFormat):
         return rows[:, : self.inputs].reshape(*numbers.shape, self.inputs)
 
 
-def can_halve(held: Set[torch.dtype], wanted: torch.dtype, device: torch.device) -> bool:
-    """Return True if the kernels multiply weights of dtypes `held` in `wanted` here."""
-    return held == {torch.bfloat16} and choose_product("bfloat16", wanted, device) == "float32"
+def supports_bf16_weights(
+    stored: Set[torch.dtype], dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Return True if the kernels multiply weights of dtypes `stored` in `dtype` here."""
+    return stored == {torch.bfloat16} and choose_product("bfloat16", dtype, device) == "float32"
 
 
 class Bf16Weight(WeightFormat):
     """A weight bfloat16 `[outputs, inputs]` under float32, and its bias float32 or None."""
 
-    name = "HalfLinear"
-    table_name = "HalfEmbedding"
+    name = "Bf16Linear"
+    table_name = "Bf16Embedding"
     most_rows = MANY_ROWS
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:

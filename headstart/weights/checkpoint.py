@@ -90,8 +90,8 @@ class SafetensorsCheckpoint(Checkpoint):
                 self.metadata |= opened.metadata() or {}
                 for name in opened.keys():  # noqa: SIM118 - no mapping, it only has keys()
                     if name in self.entries:
-                        before = self.entries[name].file.name
-                        raise UnsupportedLayerError(f"{name} is in {before} and in {file.name}")
+                        first_file = self.entries[name].file.name
+                        raise UnsupportedLayerError(f"{name} is in {first_file} and in {file.name}")
                     part = opened.get_slice(name)
                     self.entries[name] = Entry(file, tuple(part.get_shape()), part.get_dtype())
 
@@ -101,8 +101,8 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
         dtypes = [self.entries[name].dtype for name in names]
-        if others := sorted(set(dtypes) - _DTYPES.keys()):
-            raise UnsupportedLayerError(f"its weights are {', '.join(others)}")
+        if unsupported := sorted(set(dtypes) - _DTYPES.keys()):
+            raise UnsupportedLayerError(f"its weights are {', '.join(unsupported)}")
         return [_DTYPES[name] for name in dtypes]
 
     def tensor(self, name: str) -> Tensor:
@@ -111,7 +111,7 @@ class SafetensorsCheckpoint(Checkpoint):
             self._open[file] = self._files.enter_context(safe_open(file, framework="pt"))
         tensor: Tensor = self._open[file].get_tensor(name)
         if tensor.shape != shape:
-            raise DamagedModelError(f"{file} was written to while it was read")
+            raise DamagedModelError(f"{file} changed while it was read")
         return tensor
 
     def release(self) -> None:

@@ -163,7 +163,7 @@ def check_numbers(numbers: Tensor, rows: int) -> Tensor:
     if numbers.numel():
         first, last = int(numbers.min()), int(numbers.max())
         if first < 0 or last >= rows:
-            raise IndexError(f"rows {first} to {last} are asked for of a weight that has {rows}")
+            raise IndexError(f"rows {first} to {last} are requested; allowed: 0 to {rows - 1}")
     return numbers
 
 

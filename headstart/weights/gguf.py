@@ -31,7 +31,13 @@ from headstart.imports import install
 from headstart.native.pages import drop_pages
 from headstart.weights.checkpoint import Checkpoint
 from headstart.weights.format import WeightKind
-from headstart.weights.grouped import GROUP, Form, Grid, GroupedValues, pack_groups
+from headstart.weights.grouped import (
+    GROUP,
+    GroupedValues,
+    PackedForm,
+    QuantizationGrid,
+    pack_groups,
+)
 from headstart.weights.scheme import UnsupportedLayerError
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -114,7 +120,7 @@ class Metadata:
         value = self.get(name, default)
         if type(value) is not int:
             raise UnsupportedLayerError(
-                f"its {self._prefix}.{name} is {value!r}, and not a whole number"
+                f"its {self._prefix}.{name} is {value!r}; allowed: a whole number"
             )
         return value
 
@@ -127,7 +133,7 @@ def read_architecture(reader: Any) -> str:
     name = str(field.contents())
     if name not in ARCHITECTURES:
         raise UnsupportedLayerError(
-            f"its architecture is {name}; read are {', '.join(ARCHITECTURES)}"
+            f"its architecture is {name}; allowed: {', '.join(ARCHITECTURES)}"
         )
     return name
 
@@ -169,7 +175,7 @@ class GGUFCheckpoint(Checkpoint):
             if (factor := metadata.get(name)) not in (None, 0, 1):
                 raise UnsupportedLayerError(f"its rotary positions are scaled ({name} {factor})")
         if not metadata.get("attention.causal", True):
-            raise UnsupportedLayerError("its tokens see tokens after them")
+            raise UnsupportedLayerError("its tokens see later tokens")
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -198,33 +204,36 @@ class GGUFCheckpoint(Checkpoint):
 
     def kind(self, name: str) -> WeightKind | None:
         """Return the nearest kind to the tensor's bits; None for a float."""
-        own = self._type(name)
-        if own in _FLOATS:
+        type_name = self._type(name)
+        if type_name in _FLOATS:
             return None
-        return FORMATS.get(own, "int4" if own in _NARROW else "int8")
+        return FORMATS.get(type_name, "int4" if type_name in _NARROW else "int8")
 
     def packed(self, name: str) -> GroupedValues | None:
         """Return the tensor in its 4, 5 or 8 bits; None if it has others."""
-        own = self._type(name)
-        if own not in FORMATS:
+        type_name = self._type(name)
+        if type_name not in FORMATS:
             return None
-        return read_weight(self._rows(name), own, self._gguf)
+        return read_weight(self._rows(name), type_name, self._gguf)
 
     def log(self, tied: bool) -> None:
         """Log in one line what the file's formats become; as a warning where numbers change."""
         counts = Counter((self._type(n), self._becomes(n, tied)) for n in self._tensors)
-        texts = [f"{count} {own} {becomes}" for (own, becomes), count in sorted(counts.items())]
+        texts = [
+            f"{count} {type_name} {becomes}"
+            for (type_name, becomes), count in sorted(counts.items())
+        ]
         changed = any(becomes.startswith(_ROUNDED) for _, becomes in counts)
         level = logging.WARNING if changed else logging.INFO
         _log.log(level, "tensors of the GGUF file: %s", ", ".join(texts))
 
     def _becomes(self, name: str, tied: bool) -> str:
-        own, kind = self._type(name), self.kind(name)
+        type_name, kind = self._type(name), self.kind(name)
         if kind is None:
             return "stay float"
         if name == "model.embed_tokens.weight" and not tied:
             return "made float"
-        if own in FORMATS:
+        if type_name in FORMATS:
             return f"kept as {kind}"
         is_head = name in ("lm_head.weight", "model.embed_tokens.weight")
         return f"{_ROUNDED} to {'int8' if is_head else kind}"
@@ -239,11 +248,11 @@ class GGUFCheckpoint(Checkpoint):
 
     def _name(self, name: str) -> str:
         match = _PLACE.fullmatch(name)
-        ours = match and ARCHITECTURES[self._architecture].get(match[2])
-        if not match or not ours:
+        part = match and ARCHITECTURES[self._architecture].get(match[2])
+        if not match or not part:
             return name
         layer = "" if match[1] is None else f"model.layers.{match[1]}."
-        return f"{layer}{ours}.{match[3]}"
+        return f"{layer}{part}.{match[3]}"
 
     def _rows(self, name: str) -> Any:
         """Return rows of bytes or numbers, of Q and K in transformers' order.
@@ -252,7 +261,7 @@ class GGUFCheckpoint(Checkpoint):
         SIGBUS.
         """
         if self._file.stat().st_size < self._mapped.nbytes:
-            raise DamagedModelError(f"{self._file} was written to while it was read")
+            raise DamagedModelError(f"{self._file} changed while it was read")
         data = self._tensors[name].data
         part = name.split(".")[-2]
         if self._architecture not in _PERMUTED or part not in ("q_proj", "k_proj"):
@@ -282,15 +291,17 @@ _Floats = NDArray[np.float32]
 def read_weight(data: _Bytes, name: str, gguf: Any) -> GroupedValues:
     """Return a weight of rows of blocks, uint8 `[outputs, bytes]`, in one of `FORMATS`."""
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][1]
-    pieces = []
+    packed = []
     for first in range(0, len(data), _OUTPUTS):  # a few copies of each piece are made on the way
         rows = np.ascontiguousarray(data[first : first + _OUTPUTS])
         numbers = _read_blocks(rows.reshape(-1, size), name, gguf)
-        grid = Grid(*(torch.from_numpy(part.reshape(len(rows), -1)) for part in numbers))
+        grid = QuantizationGrid(
+            *(torch.from_numpy(part.reshape(len(rows), -1)) for part in numbers)
+        )
         assert grid.values.shape[1] == GROUP * grid.steps.shape[1]
-        pieces.append(pack_groups(grid, Form(_BITS[FORMATS[name]], in_bytes=False)))
-    panels, scales = (torch.cat(parts) for parts in zip(*(p[:2] for p in pieces), strict=True))
-    return pieces[0]._replace(panels=panels, scales=scales)
+        packed.append(pack_groups(grid, PackedForm(_BITS[FORMATS[name]], in_bytes=False)))
+    panels, scales = (torch.cat(parts) for parts in zip(*(p[:2] for p in packed), strict=True))
+    return packed[0]._replace(panels=panels, scales=scales)
 
 
 def _read_blocks(blocks: _Bytes, name: str, gguf: Any) -> tuple[_Bytes, _Floats, _Floats]:

@@ -41,7 +41,7 @@ _ROUNDED = 1 << 18  # elements at a time: a few copies of them stay in the cache
 _MOST = 255  # of a step's or a start's byte
 
 
-class Form(NamedTuple):
+class PackedForm(NamedTuple):
     """The layout of a weight: values of 4, 5 or 8 bits, steps and starts in bytes or float16.
 
     Those of 8 bits are float16.
@@ -97,7 +97,7 @@ class GroupedValues(NamedTuple):
     scales: Tensor
     columns: Tensor | None
     inputs: int
-    form: Form
+    form: PackedForm
 
     def is_finite(self) -> bool:
         """Return True if all steps and starts are finite; bytes always are."""
@@ -117,7 +117,7 @@ class GroupedValues(NamedTuple):
         return GroupedWeight(self, bias, torch.float32 if table else rows)
 
 
-class Grid(NamedTuple):
+class QuantizationGrid(NamedTuple):
     """Values uint8 `[outputs, whole groups]`; steps and starts `[outputs, groups]`, as stored."""
 
     values: Tensor
@@ -138,7 +138,7 @@ def quantize_groups(weight: Tensor, bits: Literal[4, 5]) -> GroupedValues:
         squares += part.div(scale.unsqueeze(1)).square_().sum(dim=0)
     # The root mean square of each input, in units of them.
     columns = (squares / max(1, outputs)).sqrt_().clamp_min_(_SMALLEST_COLUMN)
-    form, grids = Form(bits, True), []
+    form, grids = PackedForm(bits, True), []
     for first in range(0, outputs, rows):
         part = weight[first : first + rows].detach().float()
         part = part.div(scales[first : first + rows].unsqueeze(1)).div_(columns)
@@ -146,11 +146,11 @@ def quantize_groups(weight: Tensor, bits: Literal[4, 5]) -> GroupedValues:
         grid, units = _round(groups, form)
         scales[first : first + rows] *= units
         grids.append(grid)
-    grid = Grid(*(torch.cat(parts) for parts in zip(*grids, strict=True)))
+    grid = QuantizationGrid(*(torch.cat(parts) for parts in zip(*grids, strict=True)))
     return pack_groups(grid, form, scales, columns)
 
 
-def _round(groups: Tensor, form: Form) -> tuple[Grid, Tensor]:
+def _round(groups: Tensor, form: PackedForm) -> tuple[QuantizationGrid, Tensor]:
     """Round groups float32 `[outputs, groups, 32]`; returns units float32 `[outputs]`, too.
 
     A group's first grid reaches from its smallest to its largest element; the second is nearest to
@@ -174,13 +174,13 @@ def _round(groups: Tensor, form: Form) -> tuple[Grid, Tensor]:
     steps = high.div_(units).sub_(begin).div_(levels).round_().clamp_(1, _MOST)
     places = (groups / units.unsqueeze(-1)).sub_(begin.unsqueeze(-1)).div_(steps.unsqueeze(-1))
     values = places.round_().clamp_(0, levels).flatten(1)
-    grid = Grid(values.to(torch.uint8), steps.to(torch.uint8), starts.to(torch.uint8))
+    grid = QuantizationGrid(values.to(torch.uint8), steps.to(torch.uint8), starts.to(torch.uint8))
     return grid, units.squeeze(1)
 
 
 def pack_groups(
-    grid: Grid,
-    form: Form,
+    grid: QuantizationGrid,
+    form: PackedForm,
     scales: Tensor | None = None,
     columns: Tensor | None = None,
     inputs: int | None = None,
@@ -274,9 +274,9 @@ class GroupedWeight(WeightFormat):
     def rows(self, numbers: Tensor) -> Tensor:
         form, panels = self.form, self.panels
         numbers = check_numbers(numbers, self.outputs).to(panels.device)
-        place = (numbers // _PANEL, slice(None), slice(None), numbers % _PANEL)
-        steps, starts = form.grid(panels)[place].float().unsqueeze(-1).unbind(-2)
-        parts = torch.unflatten(panels[..., form.grid_bytes :], -1, (-1, _PANEL, 4))[place]
+        index = (numbers // _PANEL, slice(None), slice(None), numbers % _PANEL)
+        steps, starts = form.grid(panels)[index].float().unsqueeze(-1).unbind(-2)
+        parts = torch.unflatten(panels[..., form.grid_bytes :], -1, (-1, _PANEL, 4))[index]
         groups = form.values(parts).flatten(-3).float().sub_(form.zero).mul_(steps)
         rows = groups.add_(starts * form.start_unit).flatten(-2)[..., : self.inputs]
         rows *= self.scales[numbers].unsqueeze(-1)
@@ -297,9 +297,9 @@ class GroupedWeight(WeightFormat):
         tile = scratch(panels * _PANEL * groups * GROUP, blocks.device)
         values = form.values(torch.unflatten(blocks[..., form.grid_bytes :], -1, (-1, 4 * _PANEL)))
         # Four bytes are moved as one number: moved as floats, they took most of the time.
-        words = values.view(torch.int32).view(panels, groups, 8, _PANEL).permute(0, 3, 1, 2)
+        packed_bytes = values.view(torch.int32).view(panels, groups, 8, _PANEL).permute(0, 3, 1, 2)
         elements = tile.view(panels, _PANEL, groups, GROUP)
-        elements.copy_(words.contiguous().view(torch.uint8).view(elements.shape))
+        elements.copy_(packed_bytes.contiguous().view(torch.uint8).view(elements.shape))
         if form.zero:
             elements.sub_(form.zero)
         elements.mul_(steps).add_(starts * form.start_unit)

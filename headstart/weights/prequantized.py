@@ -28,7 +28,13 @@ from torch import Tensor, nn
 from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.weights.checkpoint import SafetensorsCheckpoint
 from headstart.weights.format import WeightKind
-from headstart.weights.grouped import GROUP, Form, Grid, GroupedValues, pack_groups
+from headstart.weights.grouped import (
+    GROUP,
+    GroupedValues,
+    PackedForm,
+    QuantizationGrid,
+    pack_groups,
+)
 from headstart.weights.int8 import Int8Values
 from headstart.weights.layout import NAMES, Module, find_described, find_modules
 from headstart.weights.quantize import StoredValues
@@ -92,8 +98,8 @@ class Grouped(NamedTuple):
         units = torch.ldexp(torch.ones_like(units, dtype=torch.float32), units - _ROOM[self.bits])
         steps = steps / units
         values = nn.functional.pad(self.values, (0, -inputs % GROUP))
-        form = Form(8 if self.bits == 8 else 4, in_bytes=False)
-        grid = Grid(values, steps, (form.zero - zeros) * steps)
+        form = PackedForm(8 if self.bits == 8 else 4, in_bytes=False)
+        grid = QuantizationGrid(values, steps, (form.zero - zeros) * steps)
         return pack_groups(grid, form, units.squeeze(1), inputs=inputs)
 
     def as_int8(self) -> Int8Values | None:

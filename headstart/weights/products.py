@@ -103,7 +103,7 @@ _TINY = 1e-30  # an all-zero row has no scale
 
 def fbgemm_pack(values: Tensor, scales: Tensor) -> Any:
     """Return a weight int8 `[outputs, inputs]`, float32 `[outputs]` in FBGEMM's layout, a copy."""
-    before = torch.backends.quantized.engine
+    engine = torch.backends.quantized.engine
     torch.backends.quantized.engine = "fbgemm"  # others take no input of whole numbers
     zeros = torch.zeros(len(scales), dtype=torch.int64)
     try:
@@ -115,7 +115,7 @@ def fbgemm_pack(values: Tensor, scales: Tensor) -> Any:
             )
             return torch.ops.quantized.linear_prepack(weight, None)
     finally:
-        torch.backends.quantized.engine = before
+        torch.backends.quantized.engine = engine
 
 
 def fbgemm_unpack(packed: Any) -> Tensor:
@@ -154,10 +154,10 @@ def has_fbgemm() -> bool:
     try:
         packed = fbgemm_pack(values, torch.ones(4))
         products = _multiply_digits(digits, packed)
-        same = torch.equal(fbgemm_unpack(packed), values)
+        is_equal = torch.equal(fbgemm_unpack(packed), values)
     except (RuntimeError, AttributeError):  # torch was built without, or has another name for it
         return False
-    return same and torch.allclose(products, digits @ values.float().T / _DIGIT)
+    return is_equal and torch.allclose(products, digits @ values.float().T / _DIGIT)
 
 
 def choose_product(form: WeightForm, rows: torch.dtype, device: torch.device) -> Product:

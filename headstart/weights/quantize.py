@@ -31,10 +31,10 @@ def kind_of_layer(name: str, kind: WeightKind, inputs: int, outputs: int) -> Wei
 
     name: the module's, with or without those of its parents.
     """
-    own = name.rpartition(".")[2]
-    if kind != "int4" or own not in _MORE_BITS:
+    layer_name = name.rpartition(".")[2]
+    if kind != "int4" or layer_name not in _MORE_BITS:
         return kind
-    return "int8" if own in _KEYS and outputs < inputs else "int5"
+    return "int8" if layer_name in _KEYS and outputs < inputs else "int5"
 
 
 def quantize(
@@ -55,7 +55,7 @@ def is_made_of(matrix: WeightFormat, weight: Tensor) -> bool:
     """Return True if a quantized matrix equals `weight` or the result of quantizing it."""
     if matrix.kind is None or weight.shape != (matrix.outputs, matrix.inputs):
         return False
-    own = matrix.unpack()
-    return torch.equal(own.to(weight.dtype), weight) or torch.equal(
-        quantize(weight, None, matrix.kind).unpack(), own
+    unpacked = matrix.unpack()
+    return torch.equal(unpacked.to(weight.dtype), weight) or torch.equal(
+        quantize(weight, None, matrix.kind).unpack(), unpacked
     )

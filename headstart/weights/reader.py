@@ -66,8 +66,8 @@ class TorchReader:
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         """Return a linear layer: rows `[..., inputs]` to `[..., outputs]`."""
-        own = self.vector(name, outputs, "bias") if bias else None
-        return _torch_linear(self.vector(name, inputs), own)
+        bias_vector = self.vector(name, outputs, "bias") if bias else None
+        return _torch_linear(self.vector(name, inputs), bias_vector)
 
     def vector(self, name: str, width: int, part: str = "weight") -> Tensor:
         """Return a norm's weight `[width]`."""
@@ -107,9 +107,9 @@ class TorchReader:
         if _is_finite(weight):
             return
         if not _is_finite(self._checkpoint.tensor(name)):
-            raise DamagedModelError(f"{name} holds weights that are not finite {SAVED_SO}")
+            raise DamagedModelError(f"{name} has weights that are not finite {SAVED_SO}")
         raise UnsupportedModelError(
-            f"{name} holds weights that are not finite in {weight.dtype}; another dtype may help"
+            f"{name} has weights that are not finite in {weight.dtype}; another dtype may help"
         )
 
 
@@ -167,8 +167,8 @@ class WeightReader(TorchReader):
             kind = kind_of_layer(name, self._kind, inputs, outputs)
         if kind is None:
             return self._float_linear(name, inputs, outputs, bias)
-        own = self._tensor(f"{name}.bias") if bias else None
-        return Linear(self._quantized(name, own, kind))
+        bias_tensor = self._tensor(f"{name}.bias") if bias else None
+        return Linear(self._quantized(name, bias_tensor, kind))
 
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
         if self._tied and self._bits(f"{name}.weight") is not None:
@@ -213,7 +213,7 @@ class WeightReader(TorchReader):
             values = FORMATS[kind](self._tensor(weight))
             if float(values.scales.amax()) > _LARGEST_SCALE:
                 raise UnsupportedModelError(
-                    f'{weight} holds weights that are too large for {kind}; weights="auto" may help'
+                    f'{weight} has weights that are too large for {kind}; weights="auto" may help'
                 )
         elif not values.is_finite():
             raise UnsupportedModelError(f"{weight} has scales that are not finite in float16")
@@ -224,8 +224,8 @@ class WeightReader(TorchReader):
         return matrix
 
     def _float_linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        own = self.vector(name, outputs, "bias") if bias else None
-        matrix = self._float(f"{name}.weight", own, check=True)
+        bias_vector = self.vector(name, outputs, "bias") if bias else None
+        matrix = self._float(f"{name}.weight", bias_vector, check=True)
         return super().linear(name, inputs, outputs, bias) if matrix is None else Linear(matrix)
 
     def _float(
@@ -263,6 +263,6 @@ def _torch_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
 
 def _is_finite(weight: Tensor) -> bool:
     """Return False for a weight with infinities or NaN; read it once."""
-    some = weight.sum() if weight.dtype == torch.float32 else torch.stack(torch.aminmax(weight))
+    sample = weight.sum() if weight.dtype == torch.float32 else torch.stack(torch.aminmax(weight))
     # A sum of finite numbers may overflow; only then each is looked at.
-    return bool(torch.isfinite(some).all() or torch.isfinite(weight).all())
+    return bool(torch.isfinite(sample).all() or torch.isfinite(weight).all())

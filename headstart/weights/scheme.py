@@ -69,9 +69,9 @@ def read_scheme(content: Mapping[str, Any]) -> Scheme | None:
         _require(version == "gemm", f"weights are AWQ's of version {version!r}, and not gemm")
         return Scheme("awq", _read_bits(config, 4), _read_group(config))
     _refuse(config, "dynamic", "rotation", "activation", "adapter")
-    layout, words = config.get("checkpoint_format", "gptq"), config.get("pack_dtype", "int32")
+    layout, pack_dtype = config.get("checkpoint_format", "gptq"), config.get("pack_dtype", "int32")
     _require(layout in ("gptq", "gptq_v2"), f"weights are GPTQ's of the format {layout!r}")
-    _require(words == "int32", f"weights are packed in {words!r}, and not int32")
+    _require(pack_dtype == "int32", f"weights are packed in {pack_dtype!r}, and not int32")
     return Scheme(
         "gptq",
         _read_bits(config, 4, 8),
@@ -90,9 +90,9 @@ def is_read(content: Mapping[str, Any]) -> bool:
     return True
 
 
-def _require(is_right: object, fact: str) -> None:
+def _require(is_right: object, problem: str) -> None:
     if not is_right:
-        raise UnsupportedLayerError(f"its {fact}")
+        raise UnsupportedLayerError(f"its {problem}")
 
 
 def _refuse(config: Mapping[str, Any], *names: str) -> None:
@@ -103,14 +103,14 @@ def _refuse(config: Mapping[str, Any], *names: str) -> None:
 def _read_bits(config: Mapping[str, Any], *allowed: int) -> frozenset[int]:
     bits: Any = config.get("bits")
     is_right = type(bits) is int and bits in allowed
-    _require(is_right, f"bits is {bits!r}, and not {' or '.join(map(str, allowed))}")
+    _require(is_right, f"bits is {bits!r}; allowed: {' or '.join(map(str, allowed))}")
     return frozenset({bits})
 
 
 def _read_group(config: Mapping[str, Any]) -> frozenset[int]:
     size = config.get("group_size", 128)
     is_right = type(size) is int and (size == -1 or size > 0)
-    _require(is_right, f"group_size is {size!r}, and not -1 or above 0")
+    _require(is_right, f"group_size is {size!r}; allowed: -1 or above 0")
     return frozenset({size})
 
 
@@ -134,7 +134,7 @@ def _read_compressed(config: Mapping[str, Any]) -> Scheme:
             f"weights have steps by {strategy!r}, and not by group or channel",
         )
         sizes |= {-1} if strategy == "channel" else _read_group(weights)
-    _require(len(symmetric) == 1, "weights have zero points in some layers alone")
+    _require(len(symmetric) == 1, "weights have zero points in some layers only")
     return Scheme(
         "compressed-tensors",
         frozenset(bits),
@@ -148,7 +148,7 @@ def _check_config_group(group: Any) -> Mapping[str, Any]:
     """Return the weights of a config group; raises for those that are not read."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
-        raise UnsupportedLayerError("its config_groups say nothing of weights")
+        raise UnsupportedLayerError("its config_groups have no weights")
     kind = weights.get("type"), weights.get("num_bits")
     _require(
         kind in (("int", 4), ("int", 8)),
@@ -156,7 +156,7 @@ def _check_config_group(group: Any) -> Mapping[str, Any]:
     )
     inputs = group.get("input_activations")
     if inputs:  # in 8 bits they are read: here they have more
-        _require(isinstance(inputs, Mapping), "config_groups say of inputs what is not read")
+        _require(isinstance(inputs, Mapping), "config_groups have unknown input_activations")
         _require(
             (inputs.get("type"), inputs.get("num_bits")) == ("int", 8),
             "layers' inputs are rounded to something other than int of 8 bits",

@@ -60,7 +60,7 @@ def test_tokens_that_end_a_text_are_whole_numbers(name: str, value: object, tmp_
     """The text "12" was read as the tokens 1 and 2, which then ended every answer."""
     path = save_tiny("llama", tmp_path) / name
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": value}))
-    with pytest.raises(DamagedModelError, match=rf"{name}: eos_token_id is .*; it must be an int"):
+    with pytest.raises(DamagedModelError, match=rf"{name}: eos_token_id is .*; allowed: an int"):
         load_model(tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [2, 12]}))
     assert 12 in load_model(tmp_path).eos_token_ids or name == "config.json"

@@ -113,7 +113,7 @@ def test_code_from_a_folder_is_not_run(tmp_path: Path, auto_map: object) -> None
     (tmp_path / "mine.py").write_text("raise SystemExit('ran')\n")
     settings = {"tokenizer_class": "Mine", "auto_map": auto_map}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(UnsupportedModelError, match="code of its own"):
+    with pytest.raises(UnsupportedModelError, match="needs custom code"):
         load_tokenizer(tmp_path)
 
 

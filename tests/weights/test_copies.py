@@ -15,7 +15,7 @@ from headstart.models.loader import load_model
 from headstart.native import avx2_library, library
 from headstart.weights.bf16 import PackedWeight
 from headstart.weights.format import Embedding, Linear, WeightFormat, WeightKind
-from headstart.weights.grouped import Form, Grid, GroupedWeight, pack_groups
+from headstart.weights.grouped import GroupedWeight, PackedForm, QuantizationGrid, pack_groups
 from headstart.weights.int8 import Int8Weight, quantize_int8
 from headstart.weights.quantize import quantize
 from tests.tiny_models import TINY
@@ -71,8 +71,8 @@ def _int4() -> WeightFormat:
 
 def _int8_in_groups() -> WeightFormat:
     values = torch.randint(256, (40, 96), dtype=torch.uint8)
-    grid = Grid(values, torch.rand(40, 3), torch.rand(40, 3))
-    return GroupedWeight(pack_groups(grid, Form(8, False)))
+    grid = QuantizationGrid(values, torch.rand(40, 3), torch.rand(40, 3))
+    return GroupedWeight(pack_groups(grid, PackedForm(8, False)))
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch's, of FBGEMM's weights
@@ -115,5 +115,5 @@ def test_a_pickle_for_kernels_that_are_not_there_is_refused(
     if in_torch:
         pickle.loads(kept)
         return
-    with pytest.raises(ModelError, match="load the model again on this machine"):
+    with pytest.raises(ModelError, match="load the model here instead of unpickling it"):
         pickle.loads(kept)

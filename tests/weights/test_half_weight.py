@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headstart.native import avx2_library
 from headstart.weights import format as formats
-from headstart.weights.bf16 import MANY_ROWS, Bf16Weight, can_halve
+from headstart.weights.bf16 import MANY_ROWS, Bf16Weight, supports_bf16_weights
 from headstart.weights.format import Embedding, Linear
 from tests.examples import at_least
 from tests.native.foreign_rows import among_nonfinite
@@ -133,10 +133,10 @@ def test_rows_that_do_not_fit(x: Tensor) -> None:
 
 def test_only_bfloat16_under_float32_on_a_cpu(use_kernels: Callable[..., None]) -> None:
     half = {torch.bfloat16}
-    assert can_halve(half, torch.float32, CPU)
-    assert not can_halve(half, torch.bfloat16, CPU)
-    assert not can_halve({torch.float32}, torch.float32, CPU)
-    assert not can_halve(half | {torch.float32}, torch.float32, CPU)
-    assert not can_halve(half, torch.float32, torch.device("meta"))
+    assert supports_bf16_weights(half, torch.float32, CPU)
+    assert not supports_bf16_weights(half, torch.bfloat16, CPU)
+    assert not supports_bf16_weights({torch.float32}, torch.float32, CPU)
+    assert not supports_bf16_weights(half | {torch.float32}, torch.float32, CPU)
+    assert not supports_bf16_weights(half, torch.float32, torch.device("meta"))
     use_kernels("0")
-    assert not can_halve(half, torch.float32, CPU)
+    assert not supports_bf16_weights(half, torch.float32, CPU)

@@ -241,7 +241,7 @@ def test_files_that_are_written_to_while_transformers_reads_them(
     """The model had weights of both files, and answered."""
     file = save_tiny("gpt_neox", tmp_path) / "model.safetensors"
     monkeypatch.setattr(zoo_loader, "quantize_linears", lambda *_: file.touch())
-    with pytest.raises(DamagedModelError, match="were written to while they were read"):
+    with pytest.raises(DamagedModelError, match="changed while they were read"):
         load_zoo(tmp_path, weights="int4")
 
 

@@ -131,7 +131,7 @@ def test_a_method_that_transformers_overlooks_is_refused(
     layout, theirs = COMPRESSED["w8a8"]
     about = compressed_config("w8a8") | {"quant_method": method}
     save(tmp_path, LlamaConfig(**BASE), about, lambda weight: compressed(theirs, layout, weight))
-    with pytest.raises(UnsupportedModelError, match="in a way that neither headstart nor"):
+    with pytest.raises(UnsupportedModelError, match="which neither headstart nor"):
         load_model(tmp_path, "float32", weights=weights)
 
 

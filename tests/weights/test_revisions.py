@@ -9,7 +9,13 @@ from torch import Tensor
 
 from headstart.native import avx2_library
 from headstart.weights.format import REVISIONS, WeightFormat, WeightKind
-from headstart.weights.grouped import GROUP, Form, Grid, GroupedWeight, pack_groups
+from headstart.weights.grouped import (
+    GROUP,
+    GroupedWeight,
+    PackedForm,
+    QuantizationGrid,
+    pack_groups,
+)
 from headstart.weights.quantize import quantize
 
 OUTPUTS, INPUTS = 40, 96
@@ -32,8 +38,8 @@ def make_layer(kind: WeightKind) -> WeightFormat:
     groups = INPUTS // GROUP
     steps, starts = spread(OUTPUTS, groups, 250) + 1, spread(OUTPUTS, groups, 240)
     values = spread(OUTPUTS, INPUTS, 2**bits - 1)
-    grid = Grid(*(numbers.to(torch.uint8) for numbers in (values, steps, starts)))
-    return GroupedWeight(pack_groups(grid, Form(bits, True)))
+    grid = QuantizationGrid(*(numbers.to(torch.uint8) for numbers in (values, steps, starts)))
+    return GroupedWeight(pack_groups(grid, PackedForm(bits, True)))
 
 
 @pytest.mark.parametrize("kind", REVISIONS)

@@ -133,7 +133,7 @@ class TransformersDecoder(DecoderModel):
     def fix_rows(self) -> None:
         self.detach()
         self._experts = compute_all_rows(text_part(self.module))
-        if self.output_layer is not None:  # a stage of a pipeline has logits of its own
+        if self.output_layer is not None:  # a stage of a pipeline computes its logits itself
             check_rows(self.module)
 
     def detach(self) -> None:

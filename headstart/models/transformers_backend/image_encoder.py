@@ -96,15 +96,15 @@ class Grid(ImageFamily):
         Equal to the model's `get_rope_index`, which cannot separate two adjacent images.
         """
         parts: list[NDArray[np.int64]] = []
-        end = place = 0
+        end = position = 0
         for offset, (frames, rows, columns) in images:
-            parts.append(np.tile(np.arange(place, place + offset - end), (3, 1)))
-            place += offset - end
+            parts.append(np.tile(np.arange(position, position + offset - end), (3, 1)))
+            position += offset - end
             grid = (frames, rows // self._merge, columns // self._merge)
-            parts.append(np.indices(grid, dtype=np.int64).reshape(3, -1) + place)
-            place += max(grid[1:])
+            parts.append(np.indices(grid, dtype=np.int64).reshape(3, -1) + position)
+            position += max(grid[1:])
             end = offset + int(np.prod(grid))
-        parts.append(np.tile(np.arange(place, place + num_tokens - end), (3, 1)))
+        parts.append(np.tile(np.arange(position, position + num_tokens - end), (3, 1)))
         return np.concatenate(parts, axis=1)
 
 

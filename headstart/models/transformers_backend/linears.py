@@ -72,10 +72,10 @@ def _pack(model: PreTrainedModel, ready_memory: ReadyMemory | None) -> int:
                 if weight.dim() == 2:
                     users[id(weight)].append((parent, name))
                     weights[id(weight)] = weight
-    wanted = [key for key, places in users.items() if _can_swap(weights[key], places)]
-    arena = Arena((packed_bytes(*weights[key].shape) for key in wanted), ready_memory)
-    size = sum(weights[key].nbytes for key in wanted)
-    for key in wanted:
+    keys = [key for key, places in users.items() if _can_swap(weights[key], places)]
+    arena = Arena((packed_bytes(*weights[key].shape) for key in keys), ready_memory)
+    size = sum(weights[key].nbytes for key in keys)
+    for key in keys:
         _swap_weight(weights.pop(key), users.pop(key), arena)
     arena.close()
     return size
@@ -85,7 +85,11 @@ def _can_swap(weight: Tensor, places: list[tuple[nn.Module, str]]) -> bool:
     children = [parent.get_submodule(name) for parent, name in places]
     return (
         can_pack(weight)
-        and all(has_memory(own) for child in children for own in child.parameters(recurse=False))
+        and all(
+            has_memory(parameter)
+            for child in children
+            for parameter in child.parameters(recurse=False)
+        )
         and any(type(child) is nn.Linear for child in children)
         and all(type(child) in (nn.Linear, nn.Embedding) for child in children)
         and all(child.weight is weight for child in children)
@@ -100,13 +104,13 @@ def _swap_weight(weight: Tensor, places: list[tuple[nn.Module, str]], arena: Are
         if not isinstance(child, nn.Linear):
             setattr(parent, name, Embedding(packed, weight.dtype))
             continue
-        own = packed if child.bias is None else PackedWeight(packed, child.bias)
+        matrix = packed if child.bias is None else PackedWeight(packed, child.bias)
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(_ROWS, child.in_features, generator=generator).to(torch.bfloat16)
-        actual, expected = own.multiply(rows), child(rows)
+        actual, expected = matrix.multiply(rows), child(rows)
         if actual.shape != expected.shape or not (rows_apart(actual, expected) < _NEAR).all():
             return
-        setattr(parent, name, Linear(own))
+        setattr(parent, name, Linear(matrix))
 
 
 def _unpack(model: PreTrainedModel) -> None:
@@ -155,7 +159,7 @@ def quantize_linears(model: PreTrainedModel, kind: WeightKind) -> None:
     """Round the weights of the text part's linear layers, and of the LM head.
 
     One at a time, so that at most one weight is in memory twice. Each layer has its
-    `kind_of_layer`; the LM head is int8 whatever the kind, and so are embeddings that share its
+    `kind_of_layer`; the LM head is int8 for every kind, and so are embeddings that share its
     weight. Other embeddings, norms, routers, a vision tower and what is no plain `nn.Linear` (the
     stacked weights of experts) stay as they are.
     """
@@ -176,8 +180,8 @@ def quantize_linears(model: PreTrainedModel, kind: WeightKind) -> None:
         for child_name, child in list(parent.named_children()):
             if child_name not in _ROUTERS and child is not head and _can_replace(child):
                 assert isinstance(child, nn.Linear)
-                own = kind_of_layer(child_name, kind, child.in_features, child.out_features)
-                matrix = quantize(child.weight, child.bias, own, child.weight.dtype)
+                child_kind = kind_of_layer(child_name, kind, child.in_features, child.out_features)
+                matrix = quantize(child.weight, child.bias, child_kind, child.weight.dtype)
                 replaced_bytes += child.weight.nbytes
                 setattr(parent, child_name, Linear(matrix))
     leave_file(model.parameters(), replaced_bytes)

@@ -66,11 +66,11 @@ def check_decoder(folder: Path, config: PreTrainedConfig, ignored: Collection[st
     if getattr(config, "quantization_config", None) is None:  # whose tensors have other shapes
         _check_experts(folder, shapes)
         _check_sizes(folder, text, shapes)
-    wanted = getattr(text, "max_position_embeddings", None) or 0
+    num_positions = getattr(text, "max_position_embeddings", None) or 0
     for name, shape in shapes.items() if text is config else ():
-        if _LEARNED_POSITIONS.fullmatch(name) and shape[0] < wanted:
+        if _LEARNED_POSITIONS.fullmatch(name) and shape[0] < num_positions:
             raise DamagedModelError(
-                f"{_unfit(folder)}: max_position_embeddings is {wanted}, and {name} holds "
+                f"{_unfit(folder)}: max_position_embeddings is {num_positions}, and {name} holds "
                 f"{shape[0]} positions"
             )
 
@@ -78,41 +78,41 @@ def check_decoder(folder: Path, config: PreTrainedConfig, ignored: Collection[st
 def check_speaker(folder: Path, config: Any) -> None:
     """Run `check_decoder` for a thinker and its talker; raises for a model without a talker."""
     if not config.enable_audio_output:
-        raise UnsupportedModelError(f"{folder} has no talker: it cannot speak")
+        raise UnsupportedModelError(f"{folder} has no talker, so it cannot generate speech")
     for part in (config.thinker_config, config.talker_config):
         check_decoder(folder, part)
 
 
 def _check_layers(folder: Path, config: PreTrainedConfig, names: Iterable[str]) -> None:
     """Check the number of layers; the first number in a parameter's name is its layer's."""
-    wanted = getattr(config, "num_hidden_layers", None)
-    if wanted is None:
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if num_layers is None:
         return
     drafts = getattr(config, _DRAFT_LAYERS, None)
-    counts = {wanted, wanted + drafts} if isinstance(drafts, int) else {wanted}
+    counts = {num_layers, num_layers + drafts} if isinstance(drafts, int) else {num_layers}
     stacks: dict[str, set[int]] = defaultdict(set)
     for stack, layer in map(_split_layer, names):
         if layer is not None:
             stacks[stack].add(layer)
     if any(len(layers) in counts and max(layers) < len(layers) for layers in stacks.values()):
         return
-    held = ", ".join(f"{len(layers)} in {stack}" for stack, layers in sorted(stacks.items()))
+    counts_text = ", ".join(f"{len(layers)} in {stack}" for stack, layers in sorted(stacks.items()))
     raise DamagedModelError(
-        f"{_unfit(folder)}: num_hidden_layers is {wanted}, and the weights hold these layers: "
-        f"{held or 'none'}"
+        f"{_unfit(folder)}: num_hidden_layers is {num_layers}, and the weights have these layers: "
+        f"{counts_text or 'none'}"
     )
 
 
 def _check_experts(folder: Path, names: Iterable[str]) -> None:
     """Check that all experts of a list have the same parameters; transformers hides gaps."""
-    held: dict[tuple[str, str], set[int]] = defaultdict(set)
+    numbers_by_parameter: dict[tuple[str, str], set[int]] = defaultdict(set)
     counts: dict[str, int] = defaultdict(int)
     for match in filter(None, map(_EXPERT.fullmatch, names)):
-        held[match[1], match[3]].add(int(match[2]))
+        numbers_by_parameter[match[1], match[3]].add(int(match[2]))
         counts[match[1]] = max(counts[match[1]], int(match[2]) + 1)
     missing = (
-        f"{experts}.{number}.{rest}"
-        for (experts, rest), numbers in held.items()
+        f"{experts}.{number}.{parameter}"
+        for (experts, parameter), numbers in numbers_by_parameter.items()
         for number in range(counts[experts])
         if number not in numbers
     )
@@ -131,7 +131,7 @@ def _check_sizes(
         value = getattr(config, name, None)
         if value is not None and value not in sides:
             raise DamagedModelError(
-                f"{_unfit(folder)}: {name} is {value}, and no tensor has a side of this size"
+                f"{_unfit(folder)}: {name} is {value}, and no tensor has a dimension of this size"
             )
     total = sum(map(math.prod, shapes.values()))
     # Such a configuration refuses to read names that differ between layers.
@@ -145,7 +145,8 @@ def _check_sizes(
         if all(isinstance(value, int) for value in values) and math.prod(values) > total:
             product = " * ".join((*_MATRIX, *names))
             raise DamagedModelError(
-                f"{_unfit(folder)}: {product} is {math.prod(values)}, and they are {total} in all"
+                f"{_unfit(folder)}: {product} is {math.prod(values)}, and the weights have {total} "
+                "elements in all"
             )
 
 
@@ -155,17 +156,17 @@ def check_report(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]
     `report` is transformers' loading info.
     """
     mismatched = [
-        f"{name} is {list(shape)} and not {list(wanted)}"
-        for name, shape, wanted in sorted(report["mismatched_keys"])
+        f"{name} is {list(shape)} and not {list(expected)}"
+        for name, shape, expected in sorted(report["mismatched_keys"])
     ]
-    for names, what in (
+    for names, problem in (
         (sorted(report["missing_keys"]), "are missing"),
         (mismatched, "have another shape"),
-        (_needed(model, report["unexpected_keys"]), "have no place in such a model"),
+        (_needed(model, report["unexpected_keys"]), "do not belong to this model"),
     ):
         if names:
             raise DamagedModelError(
-                f"{_unfit(folder)}: {len(names)} parameters {what}, {_some(names)}"
+                f"{_unfit(folder)}: {len(names)} parameters {problem}, {_some(names)}"
             )
 
 
@@ -182,7 +183,7 @@ def _needed(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     for stack, layer in (_split_layer(name) for name, _ in model.named_parameters()):
         if layer is not None:
             counts[stack] = max(counts.get(stack, 0), layer + 1)
-    needed = []
+    missing = []
     for name in sorted(names):
         parent, _, leaf = name.rpartition(".")
         stack, layer = _split_layer(name)
@@ -195,8 +196,8 @@ def _needed(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
         else:
             is_needed = not counts[stack] <= layer < counts[stack] + drafts
         if is_needed:
-            needed.append(name)
-    return needed
+            missing.append(name)
+    return missing
 
 
 def _split_layer(name: str) -> tuple[str, int | None]:
@@ -228,9 +229,9 @@ def load_config(folder: Path) -> PreTrainedConfig:
     raw = read_json(folder / "config.json")
     kind = raw.get("model_type")
     if not isinstance(kind, str):
-        raise DamagedModelError(f"{folder / 'config.json'} names no model_type")
+        raise DamagedModelError(f"{folder / 'config.json'} has no model_type")
     if kind not in CONFIG_MAPPING:
-        reason = "it brings code of its own, which is not run" if "auto_map" in raw else "unknown"
+        reason = "it needs custom code, which is not run" if "auto_map" in raw else "unknown"
         raise UnsupportedModelError(
             f"model_type {kind!r} is not one of transformers' architectures ({reason})"
         )
@@ -245,8 +246,8 @@ def load_config(folder: Path) -> PreTrainedConfig:
                 isinstance(method, str) and AutoHfQuantizer.supports_quant_method(scheme)
             ):
                 raise UnsupportedModelError(
-                    f"the weights in {folder} are quantized by {method!r}, in a way that neither "
-                    "headstart nor transformers reads"
+                    f"the weights in {folder} are quantized by {method!r}, which neither "
+                    "headstart nor transformers supports"
                 )
     return config
 
@@ -261,7 +262,9 @@ def reading_config(folder: Path, kind: str) -> Iterator[None]:
     # The exception for a wrong value depends on the architecture's own checks.
     except Exception as error:
         if is_out_of_memory(error):
-            raise OutOfMemoryError(f"no memory to read {folder / 'config.json'}") from error
+            raise OutOfMemoryError(
+                f"there is not enough memory to read {folder / 'config.json'}"
+            ) from error
         raise DamagedModelError(
             f"{folder / 'config.json'} does not describe a {kind} model: {error}"
         ) from error
@@ -289,7 +292,8 @@ def load_weights(
     except Exception as error:
         if is_out_of_memory(error):
             raise OutOfMemoryError(
-                f"memory does not hold the model in {folder}: {type(error).__name__}: {error}"
+                f"there is not enough memory for the model in {folder}: {type(error).__name__}: "
+                f"{error}"
             ) from error
         raise DamagedModelError(
             f"the model in {folder} cannot be built: {type(error).__name__}: {error}"
@@ -318,10 +322,10 @@ def load_transformers(
             check_config(config)
         if config.model_type not in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_MODELS}:
             raise UnsupportedModelError(
-                f"model_type {config.model_type!r} speaks: Omni and headstart serve run it"
+                f"model_type {config.model_type!r} generates speech; use Omni or headstart serve"
                 if config.model_type in OMNI_TYPES
                 else f"model_type {config.model_type!r} is not a causal language model: "
-                "transformers has no decoder for it that gives the next token's logits"
+                "transformers has no decoder for it that returns the next token's logits"
             )
         sees = config.model_type in VISION_MODELS
         auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
@@ -341,5 +345,5 @@ def load_transformers(
         decoder = TransformersDecoder(loaded, probe_once(loaded, files), folder)
         decoder.files = files
     if not decoder.has_its_files:
-        raise DamagedModelError(f"the files in {folder} were written to while they were read")
+        raise DamagedModelError(f"the files in {folder} changed while they were read")
     return decoder

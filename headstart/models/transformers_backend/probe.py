@@ -74,7 +74,7 @@ class Attending:
         layer = getattr(call.layer, "layer_idx", None)
         if not isinstance(layer, int):
             raise UnsupportedModelError(
-                f"{type(call.layer).__name__} does not say which layer it is (layer_idx is {layer})"
+                f"{type(call.layer).__name__} does not identify its layer (layer_idx is {layer})"
             )
         self.calls[layer] += 1
         return self._function(call)
@@ -102,24 +102,24 @@ def check_far_positions(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModelError` if the last rows differ from those behind a cache."""
     last = context_length(model.config)
     first = max(0, last - _ROWS)
-    ours = _run_at(model, first, last)
-    theirs = _run_at(model, first, last, _CacheBehind(first))
+    without_cache = _run_at(model, first, last)
+    with_cache = _run_at(model, first, last, _CacheBehind(first))
     name = type(model).__name__
-    if [what for what, _ in ours] != [what for what, _ in theirs]:
+    if [title for title, _ in without_cache] != [title for title, _ in with_cache]:
         raise UnsupportedModelError(
-            f"{name} calls attention {len(theirs) // _PARTS} times behind a cache of {first} "
-            f"tokens and {len(ours) // _PARTS} times without one"
+            f"{name} calls attention {len(with_cache) // _PARTS} times with a cache of {first} "
+            f"tokens and {len(without_cache) // _PARTS} times without one"
         )
-    for (what, actual), (_, expected) in zip(ours, theirs, strict=True):
-        apart = 0.0
+    for (title, actual), (_, expected) in zip(without_cache, with_cache, strict=True):
+        difference = 0.0
         if not torch.equal(actual, expected):
             size = expected.double().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-            apart = float(((actual.double() - expected.double()).norm(dim=-1) / size).max())
-        if not apart <= 4 * torch.finfo(model.dtype).eps:  # so that NaN is wrong
+            difference = float(((actual.double() - expected.double()).norm(dim=-1) / size).max())
+        if not difference <= 4 * torch.finfo(model.dtype).eps:  # so that NaN is wrong
             raise UnsupportedModelError(
-                f"{name} makes {what} from the index of a row in the batch and not from its "
-                f"position: from position {first} to {last - 1} they differ by {apart:.1e} of "
-                "their size from those that transformers makes behind its cache"
+                f"{name} computes {title} from the index of a row in the batch and not from its "
+                f"position: from position {first} to {last - 1} they differ by {difference:.1e} of "
+                "their size from the values that transformers computes with a cache"
             )
 
 
@@ -130,42 +130,42 @@ def _run_at(
     recorded: _Recorded = []
 
     def attend_to_self(call: LayerCall) -> Tensor:
-        where = f"of layer {call.layer.layer_idx}"
+        suffix = f"of layer {call.layer.layer_idx}"
         for name, part in (("queries", call.query), ("keys", call.key), ("values", call.value)):
-            recorded.append((f"the {name} {where}", part[0].transpose(0, 1).flatten(1)))
+            recorded.append((f"the {name} {suffix}", part[0].transpose(0, 1).flatten(1)))
         scaling = torch.tensor([[read_options(call).scaling]], dtype=torch.float64)
-        recorded.append((f"the scaling {where}", scaling))
+        recorded.append((f"the scaling {suffix}", scaling))
         shared = call.query.shape[1] // call.value.shape[1]
         return call.value.repeat_interleave(shared, dim=1).transpose(1, 2).contiguous()
 
     positions = torch.arange(first, last, device=model.device)
     tokens = torch.arange(len(positions), device=model.device) % _text_config(model).vocab_size
-    behind: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+    arguments: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
     try:
         with Attending(model, attend_to_self), torch.inference_mode():
             output: Any = model(
                 input_ids=tokens.unsqueeze(0),
                 position_ids=positions.unsqueeze(0),
                 use_cache=cache is not None,
-                **behind,
+                **arguments,
             )
     except UnsupportedModelError:
         raise
     except Exception as error:
-        where = "without a cache" if cache is None else f"behind a cache of {first} tokens"
+        setting = "without a cache" if cache is None else f"with a cache of {first} tokens"
         raise UnsupportedModelError(
-            f"{type(model).__name__} fails over positions {first} to {last - 1}, the last that it "
-            f"is made for, {where}: {type(error).__name__}: {error}"
+            f"{type(model).__name__} fails over positions {first} to {last - 1}, the last that "
+            f"it supports, {setting}: {type(error).__name__}: {error}"
         ) from error
     return [*recorded, ("the logits", output.logits[0])]
 
 
 _GOOD_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _WHY_NOT = {
-    "linear_attention": "its state is one running sum, which cannot be cut at a block's border",
-    "conv": "it keeps a window of hidden states beside K and V",
-    "chunked_attention": "what it sees starts anew at every chunk",
-    **dict.fromkeys(("hybrid", "hybrid_sliding"), "it keeps a recurrent state beside K and V"),
+    "linear_attention": "its state is one running sum, which cannot be divided into blocks",
+    "conv": "it has a window of hidden states in addition to K and V",
+    "chunked_attention": "its context restarts at every chunk",
+    **dict.fromkeys(("hybrid", "hybrid_sliding"), "it has a recurrent state besides K and V"),
 }
 
 # Cuts of the self-check's prompt and of the copies of its beginning: first the beginnings, then
@@ -201,12 +201,12 @@ def probe_model(model: PreTrainedModel) -> tuple[LayerLayout, ...]:
     Leaves the model with transformers' eager attention. Raises `UnsupportedModelError`.
     """
     accepted = signature(model.forward).parameters
-    for name, why in (
-        ("position_ids", "its positions (ALiBi, or a recurrence) are not given from outside"),
+    for name, reason in (
+        ("position_ids", "its positions (ALiBi, or a recurrence) are not arguments"),
         ("logits_to_keep", "it cannot compute the logits of chosen rows only"),
     ):
         if name not in accepted:
-            raise UnsupportedModelError(f"{type(model).__name__} takes no {name}: {why}")
+            raise UnsupportedModelError(f"{type(model).__name__} takes no {name}: {reason}")
     calls = _record(model)
     layouts = tuple(call.layout for call in calls)
     for call in calls:
@@ -271,35 +271,37 @@ def _mask_marker(
 
 def _check_mask(model: PreTrainedModel, call: _Call) -> None:
     """Compare the layer's own mask with a causal sliding window, also at far positions."""
-    where = f"layer {call.layer_idx} of {type(model).__name__}"
+    layer = f"layer {call.layer_idx} of {type(model).__name__}"
     if not call.is_causal:
-        raise UnsupportedModelError(f"{where} is not causal: it sees tokens after its own")
+        raise UnsupportedModelError(f"{layer} is not causal, as a token sees later tokens")
     if call.mask is None:
         return
     rule = getattr(call.mask, "headstart_rule", None)
     if rule is None:
-        raise UnsupportedModelError(f"{where} brings a mask or a bias that it made itself")
+        raise UnsupportedModelError(f"{layer} uses a custom attention mask or bias")
     window = call.sliding_window
-    near = {1, 2, 3, 17, 1000} | ({window - 1, window, window + 1} if window else set())
-    far = context_length(model.config) - 1
-    own = sorted({0, *near, far, *(max(0, far - step) for step in near)})
-    other = sorted({max(0, place - step) for place in own for step in (0, *near)})
-    row, column = torch.tensor(own).unsqueeze(1), torch.tensor(other).unsqueeze(0)
+    distances = {1, 2, 3, 17, 1000} | ({window - 1, window, window + 1} if window else set())
+    last = context_length(model.config) - 1
+    rows = sorted({0, *distances, last, *(max(0, last - step) for step in distances)})
+    columns = sorted(
+        {max(0, row_position - step) for row_position in rows for step in (0, *distances)}
+    )
+    row, column = torch.tensor(rows).unsqueeze(1), torch.tensor(columns).unsqueeze(0)
     expected = column <= row
     if window is not None:
         expected &= column > row - window
     zero = torch.tensor(0)
     try:
-        wanted = rule(zero, zero, row, column).expand_as(expected)
+        actual = rule(zero, zero, row, column).expand_as(expected)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
-            f"the mask of {where} is made from more than positions: {error}"
+            f"the mask of {layer} depends on more than positions: {error}"
         ) from error
-    if not torch.equal(wanted.cpu(), expected):
-        differs = (wanted.cpu() != expected).nonzero()[0].tolist()
+    if not torch.equal(actual.cpu(), expected):
+        differs = (actual.cpu() != expected).nonzero()[0].tolist()
         raise UnsupportedModelError(
-            f"the mask of {where} is not the one of its call of attention (window: {window}): "
-            f"position {own[differs[0]]} and position {other[differs[1]]} differ"
+            f"the mask of {layer} is not the one of its call of attention (window: {window}): "
+            f"position {rows[differs[0]]} and position {columns[differs[1]]} differ"
         )
 
 
@@ -316,15 +318,15 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
     if not torch.isfinite(expected).all():
         for name, weight in model.named_parameters():
             if torch.isnan(weight.float()).any():
-                raise DamagedModelError(f"{name} holds weights that are NaN {SAVED_SO}")
+                raise DamagedModelError(f"{name} has weights that are NaN {SAVED_SO}")
         raise UnsupportedModelError(
-            f"{type(model).__name__} gives logits that are not finite in {model.dtype}, with "
+            f"{type(model).__name__} computes logits that are not finite in {model.dtype}, with "
             "transformers' own attention; another dtype may help"
         )
     steps, num_blocks = _steps(model.device)
     backend = TorchAttention(PagedKVMemory(layouts, num_blocks, _BLOCK, model.dtype, model.device))
     logits = [_through(model, backend, step, prompt) for step in steps]
-    # The unit in the last place of what layers compute with; coarser in quantized layers.
+    # The unit in the last place of the layers' arithmetic; coarser in quantized layers.
     linears = (module for module in model.modules() if isinstance(module, Linear))
     rounding = max(torch.finfo(model.dtype).eps, *(part.matrix.rounding for part in linears), 0.0)
     attend, signs = attend_with(backend), torch.Generator().manual_seed(1)
@@ -338,37 +340,39 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
     noise = rows_apart(_through(model, backend, steps[0], prompt, shaken), logits[0])
     floor = max(2 * rounding, 1e-5)
     limit = _NOISE_FACTOR * float(noise.median()) + floor
-    wrong = ~(rows_apart(_run(model, prompt, None), expected) <= limit)
-    if float(wrong.float().mean()) > _LENIENT_ROWS:
+    is_wrong = ~(rows_apart(_run(model, prompt, None), expected) <= limit)
+    if float(is_wrong.float().mean()) > _LENIENT_ROWS:
         raise UnsupportedModelError(
-            f"{type(model).__name__} does not count positions from 0: given the positions 0, 1, "
-            "2, ... its logits differ from those that it computes without any (RoBERTa's kind "
-            "begins at pad_token_id + 1)"
+            f"{type(model).__name__} does not count positions from 0: with the positions 0, 1, "
+            "2, ... its logits differ from its logits without positions (RoBERTa's positions "
+            "begin at pad_token_id + 1)"
         )
     for (_, places), rows in zip(steps, logits, strict=True):
-        apart = rows_apart(rows, expected[places])
-        wrong = ~(apart <= limit)  # not `apart > limit`, which is false for NaN
-        if float(wrong.float().mean()) > _LENIENT_ROWS:
+        differences = rows_apart(rows, expected[places])
+        is_wrong = ~(differences <= limit)  # not `apart > limit`, which is false for NaN
+        if float(is_wrong.float().mean()) > _LENIENT_ROWS:
             raise UnsupportedModelError(
-                f"{type(model).__name__} does not give the same over paged K/V, cut in pieces, "
-                f"as with transformers' own attention: {int(wrong.sum())} of {len(wrong)} rows "
-                f"of logits differ by up to {float(apart.max()):.1e} of their size, where "
+                f"{type(model).__name__} does not compute the same over paged K/V, in several "
+                "steps, "
+                f"as with transformers' own attention: {int(is_wrong.sum())} of {len(is_wrong)} "
+                "rows "
+                f"of logits differ by up to {float(differences.max()):.1e} of their size, where "
                 f"rounding explains {limit:.1e}; its layers use more than their K and V"
             )
 
 
 def _steps(device: torch.device) -> tuple[list[_Step], int]:
     """Return the steps and the number of blocks; sequences have separate, shuffled blocks."""
-    needed = [-(-cuts[-1] // _BLOCK) for cuts in _CUTS]
-    blocks = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(0)).tolist()
-    ends = list(accumulate(needed))
-    tables = [blocks[end - count : end] for count, end in zip(needed, ends, strict=True)]
+    counts = [-(-cuts[-1] // _BLOCK) for cuts in _CUTS]
+    blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).tolist()
+    ends = list(accumulate(counts))
+    tables = [blocks[end - count : end] for count, end in zip(counts, ends, strict=True)]
     steps = []
-    for pieces in zip(*(pairwise(cuts) for cuts in _CUTS), strict=True):
+    for ranges in zip(*(pairwise(cuts) for cuts in _CUTS), strict=True):
         spans: list[Span] = []
         slots: list[int] = []
         places: list[int] = []
-        for (start, end), table in zip(pieces, tables, strict=True):
+        for (start, end), table in zip(ranges, tables, strict=True):
             spans.append(Span(len(slots), end - start, end, table))
             places += range(start, end)
             slots += [table[p // _BLOCK] * _BLOCK + p % _BLOCK for p in range(start, end)]
@@ -400,7 +404,7 @@ def _through(
 def _run(model: PreTrainedModel, tokens: Tensor, positions: Tensor | None) -> Tensor:
     """Return the first logits of all rows in float32. Raise if the model fails over such a batch.
 
-    positions: None for those that the model itself counts.
+    positions: None for the model's own counting.
     """
     try:
         rows = torch.arange(len(tokens), device=tokens.device)

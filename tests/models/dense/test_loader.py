@@ -169,7 +169,7 @@ def test_weights_that_are_not_finite(name: str, dtype: str, value: float, tmp_pa
     """The advice was another dtype, which changes nothing."""
     folder = save_tiny("llama", tmp_path)
     edit_weights(folder, lambda w: w[name].view(-1)[-1:].fill_(value))
-    told = f"{name} holds weights that are not finite in the file itself"
+    told = f"{name} has weights that are not finite in the file itself"
     for weights in ("auto", "int8"):
         with pytest.raises(DamagedModelError, match=told):
             load_model(folder, dtype, weights=weights)
@@ -185,7 +185,7 @@ def test_a_damaged_embedding_is_told_by_its_name_in_the_file(
     name = "model.embed_tokens.weight"
     edit_weights(tmp_path, lambda w: w[name].view(-1)[-1:].fill_(float("nan")))
     for dtype in ("float32", "bfloat16"):
-        with pytest.raises(DamagedModelError, match=f"{name} holds weights that are not finite in"):
+        with pytest.raises(DamagedModelError, match=f"{name} has weights that are not finite in"):
             load_model(tmp_path, dtype)
 
 
@@ -227,7 +227,7 @@ def test_weights_of_64_bits_that_are_too_large(weights: str, tmp_path: Path) -> 
     """Where they were quantized, they were read, and every logit was NaN."""
     folder, name = save_tiny("llama", tmp_path), "model.layers.1.mlp.up_proj.weight"
     edit_weights(folder, lambda w: w.update({name: w[name].double().fill_(1e300)}))
-    with pytest.raises(UnsupportedModelError, match=f"{name} holds weights that are not finite"):
+    with pytest.raises(UnsupportedModelError, match=f"{name} has weights that are not finite"):
         load_model(folder, "float32", weights=weights)
 
 

@@ -8,7 +8,7 @@ import torch
 from headstart.models.dense.loader import describe_decoder
 from headstart.models.dense.modules import DecoderLayer
 from headstart.models.files import weight_files
-from headstart.models.gptq import apply_units, make_step, see_inputs, stages
+from headstart.models.gptq import apply_units, collect_inputs, make_step, stages
 from headstart.weights.checkpoint import SafetensorsCheckpoint
 from headstart.weights.reader import TorchReader
 from tests.models.gptq.small import FAMILY_NAMES, save_small
@@ -30,14 +30,14 @@ def test_layers_are_transformers_and_units_change_nothing(name: str, tmp_path: P
         read.release()
     rows = states[0].flatten(0, 1)
     heads = [names[0] for names in stages(about.shape)]
-    before, inputs = see_inputs(layer, heads, rows, step)
+    before, inputs = collect_inputs(layer, heads, rows, step)
     torch.testing.assert_close(before, states[1].flatten(0, 1), rtol=1e-4, atol=1e-4)
     sizes = {one: seen.abs().mean(dim=0) for one, seen in inputs.items()}
     weights = {one: layer.get_submodule(one).weight.clone() for one in heads}
     units = apply_units(layer, about.shape, sizes, torch.bfloat16)
     torch.testing.assert_close(layer(rows, step), before, rtol=1e-4, atol=1e-4)
     for one in heads:
-        _, found = see_inputs(layer, [one], rows, step, stop=True)
+        _, found = collect_inputs(layer, [one], rows, step, stop=True)
         torch.testing.assert_close(found[one] * units[one], inputs[one], rtol=1e-3, atol=1e-4)
     changed = [
         one for one in heads if not torch.equal(weights[one], layer.get_submodule(one).weight)

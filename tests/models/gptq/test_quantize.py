@@ -17,7 +17,7 @@ from headstart import LLM, SamplingParams
 from headstart.cli.main import main
 from headstart.errors import ConfigError, ModelError, ModelNotFoundError, UnsupportedModelError
 from headstart.models import gptq
-from headstart.models.gptq import plan_quantizing, quantize
+from headstart.models.gptq import plan_quantization, quantize
 from headstart.models.loader import load_model
 from headstart.weights import reader
 from tests.models.gptq.small import FAMILY_NAMES, TEXT, save_small
@@ -73,7 +73,7 @@ def test_transformers_and_headstart_read_the_same_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     original = save_small(tmp_path / "float", name, dtype)
-    quantize(plan_quantizing(tmp_path / "float", tmp_path / "small", text))
+    quantize(plan_quantization(tmp_path / "float", tmp_path / "small", text))
     theirs = loaded_by_transformers(tmp_path / "small")
     expected = theirs(TOKENS[None]).logits[0]
     assert apart(logits(tmp_path / "small"), expected) < 0.03  # rows are rounded to 8 bits
@@ -90,7 +90,7 @@ def test_an_llm_answers_from_files_of_several_shards(
     monkeypatch.setattr(gptq, "_SHARD", 60_000)
     save_small(tmp_path / "float")
     told: list[int] = []
-    quantize(plan_quantizing(tmp_path / "float", tmp_path / "small", text), told.append)
+    quantize(plan_quantization(tmp_path / "float", tmp_path / "small", text), told.append)
     assert told == [1, 2]
     shards = sorted(path.name for path in (tmp_path / "small").glob("*.safetensors"))
     assert len(shards) > 2 and shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
@@ -110,7 +110,7 @@ def test_nothing_stays_of_what_is_interrupted(
 ) -> None:
     save_small(tmp_path / "float")
     before = sorted(tmp_path.iterdir())
-    plan = plan_quantizing(tmp_path / "float", tmp_path / "small", text)
+    plan = plan_quantization(tmp_path / "float", tmp_path / "small", text)
 
     def interrupt(layers: int) -> None:
         assert sorted(tmp_path.iterdir()) != before
@@ -177,7 +177,7 @@ def test_the_command_says_what_it_wrote_and_how_to_use_it(text: Path, tmp_path: 
     told = " ".join(result.stderr.split())
     assert f"headstart run --model {target}" in told and f"tokens of {text}" in told
     again = CliRunner().invoke(main, called)
-    assert again.exit_code == 2 and "is there already" in again.stderr
+    assert again.exit_code == 2 and "exists already" in again.stderr
 
 
 def test_a_log_tells_how_far_it_is(text: Path, tmp_path: Path) -> None:
@@ -195,33 +195,35 @@ def test_bad_input_is_told_before_any_work(text: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "float", tmp_path / "small"
     save_small(source)
     with pytest.raises(ModelNotFoundError):
-        plan_quantizing(tmp_path / "nowhere", target, text)
-    with pytest.raises(ConfigError, match="is there already"):
-        plan_quantizing(source, source, text)
-    with pytest.raises(ConfigError, match="nowhere is no folder; make it first"):
-        plan_quantizing(source, tmp_path / "nowhere" / "small", text)
+        plan_quantization(tmp_path / "nowhere", target, text)
+    with pytest.raises(ConfigError, match="exists already"):
+        plan_quantization(source, source, text)
+    with pytest.raises(ConfigError, match="nowhere is not a folder"):
+        plan_quantization(source, tmp_path / "nowhere" / "small", text)
     with pytest.raises(ConfigError, match="cannot be read"):
-        plan_quantizing(source, target, tmp_path / "nothing.txt")
+        plan_quantization(source, target, tmp_path / "nothing.txt")
     short = tmp_path / "short.txt"
     for content in (b"", b"a few words"):
         short.write_bytes(content)
-        with pytest.raises(ConfigError, match=r"short.txt has \d+ tokens; allowed: 2,048"):
-            plan_quantizing(source, target, short)
+        with pytest.raises(ConfigError, match=r"short.txt has \d+ tokens; allowed: at least 2,048"):
+            plan_quantization(source, target, short)
     short.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="UTF-8"):
-        plan_quantizing(source, target, short)
-    quantize(plan_quantizing(source, target, text))
+        plan_quantization(source, target, short)
+    quantize(plan_quantization(source, target, text))
     with pytest.raises(UnsupportedModelError, match="quantized already, as 'compressed-tensors'"):
-        plan_quantizing(target, tmp_path / "smaller", text)
+        plan_quantization(target, tmp_path / "smaller", text)
 
 
 def test_a_gguf_file_is_refused_before_it_is_read(text: Path, tmp_path: Path) -> None:
     """Its tokenizer was converted first, for minutes; one in bfloat16 "is quantized already"."""
     (tmp_path / "some.gguf").write_bytes(b"not even GGUF")
-    with pytest.raises(UnsupportedModelError, match=r"some\.gguf is a GGUF file; allowed: a check"):
-        plan_quantizing(tmp_path / "some.gguf", tmp_path / "small", text)
+    with pytest.raises(
+        UnsupportedModelError, match=r"some\.gguf is a GGUF file; allowed: a floating-point check"
+    ):
+        plan_quantization(tmp_path / "some.gguf", tmp_path / "small", text)
     with pytest.raises(ModelNotFoundError, match=r"there is no file .*other\.gguf"):
-        plan_quantizing(tmp_path / "other.gguf", tmp_path / "small", text)
+        plan_quantization(tmp_path / "other.gguf", tmp_path / "small", text)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +241,7 @@ def test_other_models_are_refused(
     file = tmp_path / "float" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(UnsupportedModelError, match=reason):
-        plan_quantizing(tmp_path / "float", tmp_path / "small", text)
+        plan_quantization(tmp_path / "float", tmp_path / "small", text)
 
 
 def test_layers_that_no_groups_fit_are_refused(text: Path, tmp_path: Path) -> None:
@@ -247,7 +249,7 @@ def test_layers_that_no_groups_fit_are_refused(text: Path, tmp_path: Path) -> No
     with pytest.raises(
         UnsupportedModelError, match="layers of 80 inputs; allowed: multiples of 32"
     ):
-        plan_quantizing(tmp_path / "float", tmp_path / "small", text)
+        plan_quantization(tmp_path / "float", tmp_path / "small", text)
 
 
 def test_a_model_without_a_tokenizer_is_refused(text: Path, tmp_path: Path) -> None:
@@ -255,10 +257,10 @@ def test_a_model_without_a_tokenizer_is_refused(text: Path, tmp_path: Path) -> N
     for file in (tmp_path / "float").glob("tokenizer*"):
         file.unlink()
     with pytest.raises(ModelError, match="has no tokenizer"):
-        plan_quantizing(tmp_path / "float", tmp_path / "small", text)
+        plan_quantization(tmp_path / "float", tmp_path / "small", text)
 
 
 def test_the_default_text_comes_with_python(tmp_path: Path) -> None:
     save_small(tmp_path / "float")
-    plan = plan_quantizing(tmp_path / "float", tmp_path / "small")
+    plan = plan_quantization(tmp_path / "float", tmp_path / "small")
     assert plan.text == "Python's help topics" and plan.tokens.numel() >= 16_000

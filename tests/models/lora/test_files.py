@@ -77,19 +77,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         ({"of_a_later_peft": 1}, UnsupportedAdapterError, "of_a_later_peft is 1"),
         ({"init_lora_weights": "pissa_niter_4"}, UnsupportedAdapterError, "pissa_niter_4"),
         ({"init_lora_weights": "olora"}, UnsupportedAdapterError, "olora"),
-        ({"target_modules": None}, UnsupportedAdapterError, "names no target_modules"),
+        ({"target_modules": None}, UnsupportedAdapterError, "has no target_modules"),
         ({"r": 65}, UnsupportedAdapterError, r"rank 65 \(r\) is above max_lora_rank, .* 64"),
         ({"r": 0}, DamagedAdapterError, "r is 0"),
         ({"r": True}, DamagedAdapterError, "'r' expected int, got bool"),
         ({"lora_alpha": "8"}, DamagedAdapterError, "lora_alpha"),
         ({"lora_alpha": float("nan")}, DamagedAdapterError, "lora_alpha is nan"),
         ({"use_rslora": "yes"}, DamagedAdapterError, "use_rslora"),
-        ({"rank_pattern": {"(": 4}}, DamagedAdapterError, r"'\(' is no regular expression"),
+        ({"rank_pattern": {"(": 4}}, DamagedAdapterError, r"'\(' is not a regular expression"),
         ({"rank_pattern": [4]}, DamagedAdapterError, "rank_pattern"),
         ({"target_modules": "(q_proj"}, DamagedAdapterError, "regular expression"),
         ({"target_modules": [1]}, DamagedAdapterError, "target_modules"),
         ({"layers_to_transform": ["1"]}, DamagedAdapterError, "layers_to_transform"),
-        ({"r": 5}, DamagedAdapterError, r"\[4, 48\] and \[48, 4\], which is not of rank 5"),
+        ({"r": 5}, DamagedAdapterError, r"\[4, 48\] and \[48, 4\], and not of rank 5"),
         ({"rank_pattern": {"q_proj": 2}}, DamagedAdapterError, "not of rank 2"),
         ({"target_modules": ["q_proj"]}, DamagedAdapterError, "v_proj.*does not name"),
         ({"exclude_modules": ["v_proj"]}, DamagedAdapterError, "v_proj.*does not name"),
@@ -117,8 +117,12 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], dict[str, Te
     ("tensors", "error", "reason"),
     [
         (drop(f"{Q0}.lora_A.weight"), DamagedAdapterError, "one of the two matrices of model"),
-        (lambda _: {}, DamagedAdapterError, "holds no matrices"),
-        (put(f"{Q0}.lora_A.weight", torch.ones(4, 47)), UnsupportedAdapterError, "47 inputs to 48"),
+        (lambda _: {}, DamagedAdapterError, "has no matrices"),
+        (
+            put(f"{Q0}.lora_A.weight", torch.ones(4, 47)),
+            UnsupportedAdapterError,
+            "47 inputs and 48",
+        ),
         (put(f"{Q0}.lora_A.weight", torch.ones(48)), DamagedAdapterError, "not of rank 4"),
         (
             put(f"{Q0}.lora_A.weight", torch.ones(4, 48, dtype=torch.int32)),
@@ -174,7 +178,7 @@ def test_missing_and_broken_files(made: Made, tmp_path: Path) -> None:
     (path / WEIGHTS).rename(path / "adapter_model.bin")
     with pytest.raises(DamagedAdapterError, match=r"no adapter_model\.safetensors; .*bin is not"):
         made.read(path)
-    for text, reason in (("{", "not readable JSON"), ("[]", "holds a list")):
+    for text, reason in (("{", "not readable JSON"), ("[]", "is a list")):
         (path / CONFIG).write_text(text)
         with pytest.raises(DamagedAdapterError, match=reason):
             made.read(path)

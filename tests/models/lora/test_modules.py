@@ -170,7 +170,7 @@ def test_a_layer_that_gets_other_rows_than_the_batch_is_an_error() -> None:
     layers.begin_step([AdapterRun(ResidentAdapter(LoraWeights("a", {"only": pair})), 4, 1)])
     with torch.inference_mode():
         model.only(torch.ones(1, 4, 3))
-        with pytest.raises(UnsupportedAdapterError, match="only does not get all rows"):
+        with pytest.raises(UnsupportedAdapterError, match="only does not receive all rows"):
             model.only(torch.ones(1, 3, 3))
 
 

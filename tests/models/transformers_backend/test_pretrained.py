@@ -71,5 +71,5 @@ def test_a_method_of_the_text_part_is_looked_at_too(part: str, tmp_path: Path) -
     config: dict[str, Any] = {"model_type": "llava", "text_config": text}
     config = config | ({part: text | about} if part else about)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="are quantized by 'modelopt', in a way that"):
+    with pytest.raises(UnsupportedModelError, match="are quantized by 'modelopt', which neither"):
         loader.load_config(tmp_path)

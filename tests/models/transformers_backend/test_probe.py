@@ -139,7 +139,7 @@ def test_attention_that_ignores_an_option_is_found(
 ) -> None:
     model = TINY[name]().to(dtype)
     monkeypatch.setattr(register, "read_options", without(option))
-    with pytest.raises(UnsupportedModelError, match="does not give the same over paged K/V"):
+    with pytest.raises(UnsupportedModelError, match="does not compute the same over paged K/V"):
         probe_model(model)
 
 
@@ -196,7 +196,7 @@ def test_weights_that_are_nan_are_told_by_name() -> None:
     model = TINY["llama"]()
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 3] = math.nan
-    with pytest.raises(DamagedModelError, match=r"layers\.1\.mlp\.up_proj\.weight holds .* NaN"):
+    with pytest.raises(DamagedModelError, match=r"layers\.1\.mlp\.up_proj\.weight has .* NaN"):
         probe_model(model)
 
 
@@ -255,7 +255,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
         lambda: DiffLlamaForCausalLM(DiffLlamaConfig(**SMALL)),
         r"2 called attention \(4 calls in one pass\)",
     ),
-    "doge": (lambda: DogeForCausalLM(DogeConfig(**SMALL)), "mask or a bias that it made itself"),
+    "doge": (lambda: DogeForCausalLM(DogeConfig(**SMALL)), "custom attention mask or bias"),
     "bert": (lambda: BertLMHeadModel(BertConfig(**SMALL)), "is not causal"),
     "llama4": (
         lambda: Llama4ForCausalLM(

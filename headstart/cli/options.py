@@ -195,27 +195,27 @@ def flags(owner: type, defaults: Mapping[str, Any] | None = None) -> Callable[[C
     return decorate
 
 
-def take_options(given: dict[str, Any], kind: type[OptionsOfKind]) -> OptionsOfKind:
+def take_options(options: dict[str, Any], kind: type[OptionsOfKind]) -> OptionsOfKind:
     """Take the options of one kind out of all that were given. Raises ConfigError."""
-    values = {field.name: given.pop(field.name, None) for field in fields(kind)}
+    values = {field.name: options.pop(field.name, None) for field in fields(kind)}
     return kind(**{name: value for name, value in values.items() if value is not None})
 
 
-def sort_options(given: Mapping[str, Any], defaults: Mapping[str, Any] = RUN_SAMPLING) -> Options:
+def sort_options(options: Mapping[str, Any], defaults: Mapping[str, Any] = RUN_SAMPLING) -> Options:
     """Separate the engine's options from those for sampling, and check them.
 
     Raises ConfigError or RequestError.
     """
-    values = {name: value for name, value in given.items() if value not in (None, ())}
+    values = {name: value for name, value in options.items() if value not in (None, ())}
     sampling = {name: values.pop(name) for name in SAMPLING_FLAGS if name in values}
     if "stop" in sampling:
         sampling["stop"] = list(sampling["stop"])
     return Options(check_engine(values), SamplingParams(**{**defaults, **sampling}), sampling)
 
 
-def check_engine(given: Mapping[str, Any]) -> dict[str, Any]:
+def check_engine(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the engine's options that were given. Raises ConfigError."""
-    engine = {name: value for name, value in given.items() if value not in (None, ())}
+    engine = {name: value for name, value in options.items() if value not in (None, ())}
     cores, threads = count_cores(), make_config(read_config(engine)).num_threads or 0
     if threads > cores:
         show_error(
@@ -477,18 +477,18 @@ def _read_config(
     return entries
 
 
-def _is_given(name: str, given: Mapping[str, Any]) -> bool:
+def _is_given(name: str, values: Mapping[str, Any]) -> bool:
     """Return True if the value of vLLM's flag sets an option of ours."""
-    value = given.get(name)
+    value = values.get(name)
     if name == "limit_mm_per_prompt":
         return isinstance(value, Mapping) and value.get("image") is not None
     return value is not None and (value is not False or name != "disable_uvicorn_access_log")
 
 
-def _as_ours(given: Mapping[str, Any]) -> dict[str, Any]:
+def _as_ours(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the server and its engine by our names; other engine options stay."""
-    ours = {name: value for name, value in given.items() if name not in ("config", *_OUR_NAMES)}
-    theirs = {name: given[name] for name in _OUR_NAMES if _is_given(name, given)}
+    ours = {name: value for name, value in values.items() if name not in ("config", *_OUR_NAMES)}
+    theirs = {name: values[name] for name in _OUR_NAMES if _is_given(name, values)}
     if theirs.pop("disable_uvicorn_access_log", False):
         ours["log_format"] = "off"
     if (origins := theirs.pop("allowed_origins", None)) is not None:
@@ -503,18 +503,18 @@ def _as_ours(given: Mapping[str, Any]) -> dict[str, Any]:
     return ours | {_OUR_NAMES[name]: value for name, value in theirs.items()}
 
 
-def _read_module(given: str) -> str:
+def _read_module(text: str) -> str:
     """Return NAME=PATH for that, or for an adapter in JSON. Raises ConfigError."""
-    if not given.lstrip().startswith("{"):
-        return given
+    if not text.lstrip().startswith("{"):
+        return text
     try:
-        module = json.loads(given)
+        module = json.loads(text)
         name, path = module["name"], module["path"]
         if not isinstance(name, str) or not isinstance(path, str) or "=" in name:
             raise ValueError("no texts, or a name that NAME=PATH cannot have")
         return f"{name}={path}"
     except (ValueError, RecursionError, KeyError) as error:
         raise ConfigError(
-            f"--lora-modules is {describe(given)}; allowed: NAME=PATH, or "
+            f"--lora-modules is {describe(text)}; allowed: NAME=PATH, or "
             """'{"name": ..., "path": ...}'"""
         ) from error

@@ -322,9 +322,8 @@ def _write(constraint: OutputConstraint, special: Mapping[str, int]) -> str:
         _check_recursion(schema)
     if constraint.kind == "structural_tag":
         return str(library.LLMatcher.grammar_from_lark(write_tags(*constraint[1:], special)))
-    if (
-        constraint.kind == "choice"
-    ):  # one terminal: as rules, each text would be looked at in every step
+    if constraint.kind == "choice":
+        # One terminal: as rules, each text would be looked at in every step.
         texts = " | ".join(json.dumps(text) for text in json.loads(constraint.text))
         return str(library.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
     if constraint.kind == "grammar" and _LARK_START.search(constraint.text):

@@ -194,7 +194,7 @@ def publish(llm: AsyncLLM, prefixes: Mapping[str, Prefix]) -> None:
             )
 
 
-def serve(app: FastAPI, at: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
+def serve(app: FastAPI, listener: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
     """Answer requests until SIGINT or SIGTERM; `ready` is called when the first can arrive.
 
     app: of `create_app`. After a signal no request is accepted any more, and those under way have
@@ -206,7 +206,7 @@ def serve(app: FastAPI, at: socket.socket, ready: Callable[[], None] = lambda: N
     before = {kind: signal.signal(kind, ending.handle_signal) for kind in _SIGNALS}
 
     async def run() -> None:
-        server = HttpServer(app, at)
+        server = HttpServer(app, listener)
         await server.start()
         ending.loop = asyncio.get_running_loop()
         ready()

@@ -420,7 +420,7 @@ class _Answer(Chunks):
         if self._form is not None:
             spoken = write_sound(output.audio, output.sample_rate, self._form)
             data = base64.b64encode(spoken).decode()
-            end = self._transcripts.keep(self._salt, self._name, output.text)
+            end = self._transcripts.add(self._salt, self._name, output.text)
             message["content"] = None
             message |= self._audio(data=data, expires_at=end, transcript=output.text)
         self.usage.count(output)
@@ -453,7 +453,7 @@ class _Answer(Chunks):
         if output.finished:
             last = {}
             if speaks:
-                end = self._transcripts.keep(self._salt, self._name, output.text)
+                end = self._transcripts.add(self._salt, self._name, output.text)
                 last = self._audio(expires_at=end)
             yield self._delta(last, output.finish_reason)
 

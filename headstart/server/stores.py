@@ -156,7 +156,7 @@ class Transcripts(TenantStore[str]):
     def __init__(self) -> None:
         super().__init__(seconds=self.SECONDS)
 
-    def keep(self, salt: str | None, name: str, text: str) -> int:
+    def add(self, salt: str | None, name: str, text: str) -> int:
         """Store a text, and return when it expires, in seconds of the epoch."""
         return int(self.put((salt, name), text, _tenant(salt)))
 

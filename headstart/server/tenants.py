@@ -74,7 +74,7 @@ class Tenants:
         token = bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         key = self._ring.find(token) if token else None
         if key is None:
-            text = "the API key is not known here: ask whoever runs this server for one"
+            text = "the API key is not known here; allowed: one that the server's operator made"
             if not token:
                 text = (
                     "the request has no API key; allowed: one in the header "

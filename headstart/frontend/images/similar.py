@@ -72,9 +72,9 @@ def thumbnail_of(picture: Picture) -> Thumbnail:
     return np.asarray(small).astype(np.int16)
 
 
-def distance(one: Thumbnail, other: Thumbnail) -> int | None:
+def distance(first: Thumbnail, second: Thumbnail) -> int | None:
     """Return how far two thumbnails are apart; None for those of different pictures."""
-    steps = np.abs(one - other)
+    steps = np.abs(first - second)
     return None if steps.max() > MAX_STEP else int(steps.sum())
 
 
@@ -190,22 +190,22 @@ class SimilarImages:
             del self._tenants[key.salt]
 
 
-def are_same(one: Picture, other: Picture) -> bool:
+def are_same(first: Picture, second: Picture) -> bool:
     """Return True if two RGB pictures differ by no more than one scaling and one saving."""
-    if not _sizes_agree(one.size, other.size):
+    if not _sizes_agree(first.size, second.size):
         return False
-    if one.tobytes() == other.tobytes():
-        return one.size == other.size
-    for (original, copy, name, _, _), codec in _likely_ways(one, other):
+    if first.tobytes() == second.tobytes():
+        return first.size == second.size
+    for (original, copy, name, _, _), codec in _likely_ways(first, second):
         source = _resized(original, copy.size, name)
         if _saved(source, codec).tobytes() == copy.tobytes():
             return codec is None or not _loses_detail(source, copy, codec)
     return False
 
 
-def _sizes_agree(one: tuple[int, int], other: tuple[int, int]) -> bool:
+def _sizes_agree(first: tuple[int, int], second: tuple[int, int]) -> bool:
     """Return True if the sizes are equal, or one is the other scaled by up to 2.5 %."""
-    return all(max(a, b) <= min(a, b) * MAX_SCALE for a, b in zip(one, other, strict=True))
+    return all(max(a, b) <= min(a, b) * MAX_SCALE for a, b in zip(first, second, strict=True))
 
 
 class _Scaling(NamedTuple):
@@ -228,15 +228,15 @@ class _Scaling(NamedTuple):
 _Way = tuple[_Scaling, Codec | None]
 
 
-def _likely_ways(one: Picture, other: Picture) -> Iterator[_Way]:
+def _likely_ways(first: Picture, second: Picture) -> Iterator[_Way]:
     """Yield the ways from one picture to the other that leave next to nothing in a window."""
-    scalings = [*_scalings(one, other), *_scalings(other, one)]
+    scalings = [*_scalings(first, second), *_scalings(second, first)]
     yield from _ranked(scalings, [None], NEAR)
     if len(scalings) > TRIED_SCALINGS:  # a codec's errors hide how a picture was scaled
         scalings.sort(key=lambda scaling: min(map(scaling.left, ROUGH_CODECS)))
     yield from _ranked(scalings[:TRIED_SCALINGS], JPEG_CODECS, NEAR)[:TRIED_JPEGS]
     # WebP spreads its bits over the whole picture, so a window only hints at what it leaves.
-    most = max(1, WEBP_PIXELS // (one.width * one.height))
+    most = max(1, WEBP_PIXELS // (first.width * first.height))
     yield from _ranked(scalings[:TRIED_SCALINGS], WEBP_CODECS, inf)[:most]
 
 
@@ -308,9 +308,9 @@ def _loses_detail(source: Picture, copy: Picture, codec: Codec) -> bool:
     return 0 < untraced <= max(FEW, int(GRAIN * sizes.size))
 
 
-def _steps(one: Pixels, other: Pixels) -> Any:
+def _steps(first: Pixels, second: Pixels) -> Any:
     """Return how far the pixels are apart, in the color that differs the most."""
-    return (np.maximum(one, other) - np.minimum(one, other)).max(2)
+    return (np.maximum(first, second) - np.minimum(first, second)).max(2)
 
 
 def _painted(padded: Pixels) -> Pixels:

@@ -116,18 +116,18 @@ class Adviser:
             "salts": [advice for seen in recent if (advice := _describe_salts(seen)) is not None],
         }
 
-    def _word_begins(self, tokens: Tokens, at: int) -> int:
-        """Return where the word with token `at` begins; `at` itself if no space is near.
+    def _word_begins(self, tokens: Tokens, place: int) -> int:
+        """Return where the word with the token at a place begins; the place if no space is near.
 
         Prompts that begin with a time differ at any of its digits. Grouped by the digit, one cause
         would count as several, each with a part of the savings.
         """
         if self._decode is None:
-            return at
-        for begin in range(at, max(-1, at - _LONGEST_WORD), -1):
+            return place
+        for begin in range(place, max(-1, place - _LONGEST_WORD), -1):
             if self._decode([int(tokens[begin])])[:1].isspace():
                 return begin
-        return at
+        return place
 
     def _describe_fork(self, cause: list[Seen]) -> dict[str, Any]:
         forks = [(seen, seen.closest) for seen in cause if seen.closest is not None]
@@ -380,9 +380,9 @@ def advise_memory(prompts: Sequence[Seen], forgotten: float, pool: PoolSize) -> 
         distances = sorted(entry for entry in all_distances if entry[0] > pool.num_blocks)
         if distances:
             sums = np.cumsum([lost for _, lost in distances])
-            at = int(np.searchsorted(sums, _SHARE * sums[-1]))
-            more = distances[at][0] - pool.num_blocks
-            saved = int(sums[at]) * len(evicted) // len(samples)
+            place = int(np.searchsorted(sums, _SHARE * sums[-1]))
+            more = distances[place][0] - pool.num_blocks
+            saved = int(sums[place]) * len(evicted) // len(samples)
     return {
         "evicted_prompts": len(evicted),
         "tokens_computed_again": sum(seen.num_lost for seen in evicted),

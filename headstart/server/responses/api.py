@@ -112,11 +112,11 @@ class ResponseAnswer(AnswerEvents):
         service: Service,
         body: ResponsesRequest,
         prepared: PreparedChat,
-        keep: Callable[[bytes, list[dict[str, Any]]], None],
+        store: Callable[[bytes, list[dict[str, Any]]], None],
     ) -> None:
         """Not for the event loop if there are tools or a form, which may take long to spell.
 
-        keep: stores a response that is complete, with its items, before it is sent; it runs where
+        store: stores a response that is complete, with its items, before it is sent; it runs where
         the response is read. Raises ApiError for a request that cannot be repeated.
         """
         self._items: list[dict[str, Any]] = []  # at most the last is open
@@ -127,7 +127,7 @@ class ResponseAnswer(AnswerEvents):
         self._texts: list[str] = []  # of the open item
         self._service = service
         self._request = prepared.request
-        self._keep = keep
+        self._store = store
         self._parser = prepared.dialect.parser()
         self._usage = Usage()
         self._status = "in_progress"
@@ -293,7 +293,7 @@ class ResponseAnswer(AnswerEvents):
         }
         response = self._head + bytes(JsonResponse(more).body)[1:]
         if self._status in ("completed", "incomplete"):
-            self._keep(response, self._items)
+            self._store(response, self._items)
         return response
 
     def _count(self) -> dict[str, Any]:
@@ -363,12 +363,12 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     prepared = await prepare_chat(service, call, name, stream=bool(body.stream))
     store, tenant = _store_of(request)
 
-    def keep(response: bytes, items: list[dict[str, Any]]) -> None:
+    def add(response: bytes, items: list[dict[str, Any]]) -> None:
         if body.store is not False and not body.no_store:
             after, _ = extend(messages, as_items(items))
             store.add(name, response, after, tenant)
 
-    make = partial(ResponseAnswer, service, body, prepared, keep)
+    make = partial(ResponseAnswer, service, body, prepared, add)
     answer = await asyncio.to_thread(make) if body.tools or body.text else make()
     if body.stream:
         return EventStream(answer.stream(service.run(prepared.request)))

@@ -120,9 +120,9 @@ def test_what_was_said_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> 
     now = 1000.0
     monkeypatch.setattr(stores, "time", SimpleNamespace(time=lambda: now))
     kept = Transcripts()
-    kept.keep("a", "one", "first")
+    kept.add("a", "one", "first")
     now += Transcripts.SECONDS + 1
-    kept.keep("b", "two", "second")
+    kept.add("b", "two", "second")
     assert len(kept) == 1 and kept.find("b", "two") == "second"
     with pytest.raises(ApiError):
         kept.find("a", "one")
@@ -130,9 +130,9 @@ def test_what_was_said_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_who_says_much_takes_away_nothing_that_others_said() -> None:
     kept = Transcripts()
-    kept.keep("quiet/at home", "one", "mine")
+    kept.add("quiet/at home", "one", "mine")
     for at in range(2 * stores.MAX_VALUES):
-        kept.keep(f"loud/{at % 7}", str(at), "noise")
+        kept.add(f"loud/{at % 7}", str(at), "noise")
     assert kept.find("quiet/at home", "one") == "mine"
     assert len(kept) == stores.MAX_VALUES
     with pytest.raises(ApiError):

@@ -28,9 +28,6 @@ import json
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from concurrent import futures
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -41,10 +38,9 @@ from torch import Tensor
 
 from headstart.cache import MultiModalItem, Shares
 from headstart.engine.request import PlacedRows, PromptExtras, Request
-from headstart.engine.tenant_queue import TenantQueue
 from headstart.errors import EngineError, RequestError, engine_error
 from headstart.models.decoder import ProcessedImage, VisionModel
-from headstart.tiers import ObjectStore
+from headstart.tiers import Faults, Job, ObjectStore, Worker
 
 _MOST = 16  # images that are looked up, or found and not taken; more are loaded within a step
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
@@ -61,6 +57,14 @@ def _name(key: EncoderKey) -> bytes:
     return b"image rows " + json.dumps([key.salt, key.digest.hex()]).encode()
 
 
+@dataclass(eq=False, kw_only=True)
+class _ImageJob(Job):
+    """A lookup of an image, and its rows if the store has them."""
+
+    key: EncoderKey
+    rows: Tensor | None = None
+
+
 class ImageLoads:
     """Rows `[rows, hidden]` of a store that can be queried ahead, so that no step waits for it.
 
@@ -70,49 +74,47 @@ class ImageLoads:
     `load` and `save` are for any thread, all else for one. lookups: those that were not taken.
     """
 
-    def __init__(self, objects: ObjectStore) -> None:
+    def __init__(self, objects: ObjectStore, faults: Faults) -> None:
+        self.lookups: dict[EncoderKey, _ImageJob] = {}
         self._objects = objects
-        self._thread = TenantQueue("headstart-images", 1)
-        self.lookups: dict[EncoderKey, Future[Tensor | None]] = {}
-        self._running: set[Future[Tensor | None]] = set()  # also of images that were forgotten
+        self._worker = Worker("headstart-images", faults, "an image could not be loaded")
 
     @property
     def are_under_way(self) -> bool:
         """True while an image is looked up."""
-        return not all(lookup.done() for lookup in self.lookups.values())
+        return not all(job.done for job in self.lookups.values())
 
     def is_coming(self, key: EncoderKey) -> bool:
-        if key not in self.lookups:
+        """Return True while an image is looked up; the first call starts that."""
+        job = self.lookups.get(key)
+        if job is None:
             if len(self.lookups) >= _MOST:
                 return False
-            try:
-                lookup = self._thread.submit(self._load, key)
-            except RuntimeError:  # it is closed, or the machine has no more threads
-                return False
-            self.lookups[key] = lookup
-            self._running.add(lookup)
-            lookup.add_done_callback(self._running.discard)
-        return not self.lookups[key].done()
+            job = self.lookups[key] = self._start(key)
+        return not job.done
+
+    def _start(self, key: EncoderKey) -> _ImageJob:
+        job = _ImageJob(self._load, key=key)
+        self._worker.submit(job)
+        return job
 
     def load(self, key: EncoderKey) -> Tensor | None:
         """Return the rows on the CPU, as they were saved; None if they are not there.
 
         Without an earlier lookup, this waits for the store.
         """
-        if (lookup := self.lookups.pop(key, None)) is None:
-            return self._load(key)
-        with suppress(Exception):  # a damaged object: the image is encoded
-            return lookup.result()
-        return None
+        job = self.lookups.pop(key, None) or self._start(key)
+        self._worker.wait_for(lambda: job.done)
+        return job.rows
 
-    def _load(self, key: EncoderKey) -> Tensor | None:
-        data = self._objects.load(_name(key))
-        if data is None:
-            return None
-        head, _, values = bytes(data).partition(b"\n")
-        dtype, shape = json.loads(head)
-        rows = torch.from_numpy(np.frombuffer(values, dtype=np.uint8).copy())
-        return rows.view(_DTYPES[dtype]).view(shape)
+    def _load(self, job: _ImageJob) -> bool:
+        data = self._objects.load(_name(job.key), job)
+        if data is not None:
+            head, _, values = bytes(data).partition(b"\n")
+            dtype, shape = json.loads(head)
+            rows = torch.from_numpy(np.frombuffer(values, dtype=np.uint8).copy())
+            job.rows = rows.view(_DTYPES[dtype]).view(shape)
+        return False
 
     def save(self, key: EncoderKey, rows: Tensor, seconds: float) -> None:
         """Save rows that took so long to compute, unless a value is not finite."""
@@ -123,8 +125,8 @@ class ImageLoads:
             self._objects.save(_name(key), head + b"\n" + data, seconds)
 
     def forget(self, key: EncoderKey) -> None:
-        if (lookup := self.lookups.pop(key, None)) is not None:
-            lookup.cancel()
+        if (job := self.lookups.pop(key, None)) is not None:
+            job.done = True
 
     def forget_all(self, timeout: float) -> bool:
         """Drop all lookups, and wait for current loads; return False if that takes longer.
@@ -133,17 +135,15 @@ class ImageLoads:
         """
         for key in list(self.lookups):
             self.forget(key)
-        return not futures.wait(self._running.copy(), timeout).not_done
+        return self._worker.wait_for(lambda: not self._worker.jobs, timeout)
 
     def wait(self, timeout: float) -> None:
-        """Wait until another lookup has ended."""
-        pending = [lookup for lookup in self.lookups.values() if not lookup.done()]
-        futures.wait(pending, timeout, futures.FIRST_COMPLETED)
+        """Wait until no image is looked up."""
+        self._worker.wait_for(lambda: not self.are_under_way, timeout)
 
     def close(self, timeout: float) -> None:
         """Accept no more lookups. Idempotent."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self.forget_all(timeout)
+        self._worker.close(timeout)
 
 
 User = tuple[object, int]

@@ -1,12 +1,12 @@
-"""Tiers: where blocks are kept outside the pool, on disk and on other machines. No torch."""
+"""Tiers: blocks stored outside the pool, on disk and on other machines. No torch."""
 
 from headstart.tiers.contents import Counts, ModelReport, VerifyReport, verify
 from headstart.tiers.disk import DiskStore
-from headstart.tiers.guard import GuardedStore, StoreChain
 from headstart.tiers.index import default_folder, make_folder
 from headstart.tiers.remote import RemoteStore
 from headstart.tiers.store import BlockStore, Faults, LoadedBlock, ModelRecord, Pause, StoredBlock
-from headstart.tiers.worker import OBJECTS, Loader, LoadJob, ObjectStore, Saver
+from headstart.tiers.transfers import OBJECTS, Loader, LoadJob, ObjectStore, Saver
+from headstart.tiers.worker import GuardedStore, Job, StoreChain, Worker
 
 __all__ = [
     "OBJECTS",
@@ -15,6 +15,7 @@ __all__ = [
     "DiskStore",
     "Faults",
     "GuardedStore",
+    "Job",
     "LoadJob",
     "LoadedBlock",
     "Loader",
@@ -26,6 +27,7 @@ __all__ = [
     "Saver",
     "StoreChain",
     "StoredBlock",
+    "Worker",
     "VerifyReport",
     "default_folder",
     "make_folder",

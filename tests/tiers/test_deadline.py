@@ -19,6 +19,7 @@ from headstart.tiers import (
     DiskStore,
     Faults,
     GuardedStore,
+    LoadedBlock,
     ObjectStore,
     Pause,
     RemoteStore,
@@ -29,7 +30,7 @@ from headstart.tiers.store import make_header
 from tests.engine.internals import first_tier
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, Clock, block, blocks, name, names, payload
-from tests.tiers.test_threads import FOREVER, Gate, Store, arrived, everything, loading
+from tests.tiers.test_threads import FOREVER, Gate, Store, arrived, call, everything, loading
 
 PROMPT = {"prompt_token_ids": list(range(3, 103))}
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -38,7 +39,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 @pytest.fixture
 def short(limits: Callable[..., None]) -> None:
     """Stores are late after a moment."""
-    limits(deadline=0.05, clearing=0.05)
+    limits(deadline=0.05, changing=0.05)
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -48,16 +49,26 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
-def count_loaded(store: GuardedStore, count: int = 9) -> int:
-    return sum(map(len, store.load(names(range(count)))))
+def find(store: GuardedStore) -> Any:
+    return call(lambda job: store.find(names(range(9)), job))
+
+
+def count_loaded(store: GuardedStore) -> int:
+    loaded: list[LoadedBlock] = []
+    call(lambda job: [loaded.extend(chunk) for chunk in store.load(names(range(9)), job)])
+    return len(loaded)
+
+
+def save(store: GuardedStore, numbers: range) -> Any:
+    return call(lambda job: store.save(blocks(numbers), job))
 
 
 @pytest.mark.parametrize(
     ("method", "ask", "miss", "hit"),
     [
-        ("find", lambda store: store.find(names(range(9))), 0, 9),
+        ("find", find, 0, 9),
         ("load", count_loaded, 0, 9),
-        ("clear", lambda store: store.clear(), False, True),
+        ("clear", lambda store: call(store.clear), False, True),
     ],
 )
 def test_a_call_that_is_never_answered_is_a_miss(
@@ -69,33 +80,16 @@ def test_a_call_that_is_never_answered_is_a_miss(
     assert store.faults.counts == {"it does not answer": 1}
     gate.reached.clear()
     clock.now += 1000.0
-    assert store.find(names(range(9))) == count_loaded(store) == 0, "its thread is still there"
-    assert store.save(blocks(range(3))) == 0
-    store.touch(names(range(3)))
-    assert not store.clear()
+    assert find(store) == count_loaded(store) == 0, "its thread is still there"
+    assert save(store, range(3)) == 0
+    call(lambda job: store.touch(names(range(3)), job))
+    assert not call(store.clear)
     assert not gate.reached.is_set()
     assert store.faults.counts == {"it does not answer": 1}
     gate.opened.set()
     wait_until(lambda: not store.is_stuck)
     assert ask(store) == hit
-    assert store.save(blocks(range(3))) == 3
-
-
-def test_a_call_that_is_interrupted_has_the_store_left_alone_until_it_returns() -> None:
-    gate = Gate("find")
-    store = GuardedStore(Store(gate))
-
-    def interrupt() -> float:
-        assert gate.reached.wait(FOREVER)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        store.find(names(range(9)), interrupt)
-    assert count_loaded(store) == 0
-    gate.opened.set()
-    wait_until(lambda: not store.is_stuck)
-    assert store.find(names(range(9))) == 9
-    assert not store.faults.counts, "the store did nothing wrong"
+    assert save(store, range(3)) == 3
 
 
 def test_what_came_before_a_store_fell_silent_is_there(limits: Callable[..., None]) -> None:
@@ -103,10 +97,7 @@ def test_what_came_before_a_store_fell_silent_is_there(limits: Callable[..., Non
     gate, begun = Gate("fourth"), iter(["first", "second", "third", "fourth"])
     store = GuardedStore(Store(lambda method: gate(next(begun)) if method == "block" else None))
     limits(deadline=0.5)
-    chunks = store.load(names(range(9)))
-    assert len(next(chunks)) == 1
-    assert gate.reached.wait(FOREVER)
-    assert sum(map(len, chunks)) == 2
+    assert count_loaded(store) == 3
     gate.opened.set()
 
 
@@ -141,7 +132,7 @@ def test_whoever_waits_for_a_load_that_never_comes_goes_on(
         clock.now += 1000.0
         gate.reached.clear()
         assert arrived(loader, loader.start(names(range(20)), everything)) == 0
-        assert store.find(names(range(9))) == store.save(blocks(range(3))) == 0
+        assert find(store) == save(store, range(3)) == 0
         assert not gate.reached.is_set(), "nothing is asked while its thread is still there"
         gate.opened.set()
         wait_until(lambda: not store.is_stuck)
@@ -259,7 +250,7 @@ def test_an_object_that_never_comes_is_a_miss(short: None) -> None:
     gate = Gate("load")
     store = GuardedStore(Store(gate))
     saver = Saver(StoreChain([store]), 1 << 20, Faults("a test"))
-    assert ObjectStore([store], saver).load(b"an image") is None
+    assert call(lambda job: ObjectStore([store], saver).load(b"an image", job)) is None
     gate.opened.set()
 
 
@@ -330,7 +321,7 @@ def test_a_server_that_never_replies_costs_no_answer(
     model: Path, alone: Any, server: Any, limits: Callable[..., None]
 ) -> None:
     pytest.importorskip("redis")
-    limits(remote_patience=0.2, last_saves=0.1, deadline=0.3, clearing=0.3)
+    limits(remote_patience=0.2, last_saves=0.1, deadline=0.3, changing=0.3)
     with closing(Listener(server)) as listener:
         llm = make_llm(model, remote_cache=listener.url)
         assert [ask(llm) for _ in range(3)] == [alone] * 3
@@ -349,7 +340,7 @@ def test_images_are_forgotten_though_the_store_of_prefixes_does_not_answer(
     with closing(make_llm(model, cache_dir=str(tmp_path))) as llm:
         tiers = llm.engine.tiers
         assert tiers is not None
-        limits(clearing=0.05)
+        limits(changing=0.05)
         with monkeypatch.context() as patch:
             patch.setattr(first_tier(tiers).store, "clear", lambda: unblocked.wait(FOREVER))
             patch.setattr(tiers._object_tiers[0].store, "clear", lambda: asked.set() or True)

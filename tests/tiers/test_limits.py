@@ -20,10 +20,10 @@ from headstart.tiers import (
     Saver,
     StoreChain,
 )
-from headstart.tiers.worker import OBJECT_BLOCK
+from headstart.tiers.transfers import OBJECT_BLOCK
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, blocks, disk, held, name, names
-from tests.tiers.test_threads import FOREVER, Gate, Store, everything
+from tests.tiers.test_threads import FOREVER, Gate, Store, call, everything
 
 
 def test_an_image_has_one_deadline(
@@ -36,11 +36,11 @@ def test_an_image_has_one_deadline(
         saver = Saver(StoreChain([store]), 1 << 30, Faults("a test"))
         objects = ObjectStore([store], saver)
         objects.save(b"image", bytes(3 * OBJECT_BLOCK), 0.5)
-        assert saver.flush(FOREVER) and objects.load(b"image") is not None
+        assert saver.flush(FOREVER) and call(lambda job: objects.load(b"image", job)) is not None
         find, load = disk.find, disk.load
         monkeypatch.setattr(disk, "find", lambda names: time.sleep(0.2) or find(names))
         monkeypatch.setattr(disk, "load", lambda names: time.sleep(0.2) or load(names))
-        assert objects.load(b"image") is None
+        assert call(lambda job: objects.load(b"image", job)) is None
         assert store.faults.counts == {"it does not answer": 1}
         saver.close(FOREVER)
 
@@ -49,7 +49,7 @@ def test_calls_that_are_late_together_are_a_miss(limits: Callable[..., None]) ->
     gate = Gate("load")
     limits(deadline=0.01)
     store = GuardedStore(Store(gate))
-    found = store.call(lambda inner: inner.find(names(range(9))) + len(list(inner.load([]))), None)
+    found = call(lambda job: store.call(job, lambda s: s.find([]) + len(list(s.load([]))), None))
     assert found is None
     assert store.faults.counts == {"it does not answer": 1} and store.is_stuck
     gate.opened.set()
@@ -60,7 +60,7 @@ def test_forgetting_all_may_take_longer_than_a_lookup(limits: Callable[..., None
     gate = Gate("clear")
     store = GuardedStore(Store(gate))
     threading.Timer(0.2, gate.opened.set).start()
-    assert store.clear()
+    assert call(store.clear)
 
 
 def test_a_server_forgets_many_keys_at_once() -> None:
@@ -95,7 +95,7 @@ def test_a_store_with_a_late_call_is_closed_once_that_returns(limits: Callable[.
     gate, closed = Gate("find"), threading.Event()
     store = GuardedStore(Store(lambda method: closed.set() if method == "close" else gate(method)))
     limits(deadline=0.01)
-    assert store.find(names(range(9))) == 0
+    assert not call(lambda job: store.find(names(range(9)), job))
     store.close(0.0)
     assert not closed.wait(0.05), "a call is in it"
     gate.opened.set()

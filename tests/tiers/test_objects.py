@@ -1,6 +1,7 @@
 """Objects of any size over a store of blocks: whole, or not there."""
 
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.tiers import DiskStore, Faults, GuardedStore, Saver, StoreChain
-from headstart.tiers.worker import OBJECT_BLOCK, OBJECTS, ObjectStore, _name
+from headstart.tiers.transfers import OBJECT_BLOCK, OBJECTS, ObjectStore, _name
 from tests.tiers.stores import payload
+from tests.tiers.test_threads import call
 
 SIZES = [0, 1, 1000, OBJECT_BLOCK - 9, OBJECT_BLOCK - 8, OBJECT_BLOCK, 300_000]
 
@@ -19,7 +21,7 @@ def save_all(folder: Path) -> None:
         saver = Saver(StoreChain([GuardedStore(store)]), 1 << 30, Faults("a test"))
         objects = ObjectStore([GuardedStore(store)], saver)
         for size in SIZES:
-            assert objects.load(b"%d" % size) is None
+            assert call(partial(objects.load, b"%d" % size)) is None
             objects.save(b"%d" % size, payload(size, size), 0.5)
         saver.close(60)
 
@@ -30,7 +32,7 @@ def loaded(folder: Path) -> list[int]:
     with closing(DiskStore(folder, OBJECTS, 1 << 30)) as store:
         saver = Saver(StoreChain([GuardedStore(store)]), 1 << 30, Faults("a test"))
         for size in SIZES:
-            data = ObjectStore([GuardedStore(store)], saver).load(b"%d" % size)
+            data = call(partial(ObjectStore([GuardedStore(store)], saver).load, b"%d" % size))
             if data is not None:
                 assert bytes(data) == payload(size, size)
                 found.append(size)
@@ -63,9 +65,9 @@ def test_what_a_farther_tier_had_is_kept_in_the_nearer_one(tmp_path: Path) -> No
         saver = Saver(StoreChain([GuardedStore(disk)]), 1 << 30, Faults("a test"))
         both = ObjectStore([GuardedStore(disk), GuardedStore(server)], saver)
         for size in SIZES:
-            found = both.load(b"%d" % size)
+            found = call(partial(both.load, b"%d" % size))
             assert found is not None and bytes(found) == payload(size, size)
-        assert both.load(b"unknown") is None
+        assert call(partial(both.load, b"unknown")) is None
         saver.close(60)
     assert loaded(near) == SIZES
     with closing(DiskStore(near, OBJECTS, 1 << 30)) as disk:

@@ -9,12 +9,12 @@ import pytest
 
 from headstart.cache import BlockHash
 from headstart.engine.outputs import RequestOutput
-from headstart.tiers import GuardedStore, RemoteStore, StoreChain
+from headstart.tiers import Faults, GuardedStore, RemoteStore, Saver, StoreChain
 from headstart.tiers.store import make_header
 from tests.engine.tiny_llm import make_llm, save_smallest
 from tests.tiers.stores import MODEL, block, blocks, name, names
 from tests.tiers.test_deadline import GREEDY, Listener, drip
-from tests.tiers.test_threads import FOREVER, Gate, Store
+from tests.tiers.test_threads import FOREVER, Gate, Store, call
 
 
 def test_a_tier_that_does_not_answer_turns_no_other_off(limits: Callable[..., None]) -> None:
@@ -23,10 +23,28 @@ def test_a_tier_that_does_not_answer_turns_no_other_off(limits: Callable[..., No
     first = GuardedStore(Store(gate))
     both = StoreChain([first, GuardedStore(far)])
     for _ in range(2):
-        assert both.find(names(range(9))) == 9, "the second tier has them"
+        assert call(lambda job: both.find(names(range(9)), job)) == 9, "the second tier has them"
         assert first.pause.is_on
-    assert both.save(blocks(range(3))) == 3 == len(far.saved)
+    assert call(lambda job: both.save(blocks(range(3)), job)) == 3 == len(far.saved)
     gate.opened.set()
+
+
+def test_a_store_that_never_ends_a_save_keeps_no_other_from_saving(
+    limits: Callable[..., None],
+) -> None:
+    limits(changing=0.05)
+    gate, far = Gate("save"), Store()
+    stuck = GuardedStore(Store(gate))
+    saver = Saver(StoreChain([stuck, GuardedStore(far)]), 1 << 20, Faults("a test"))
+    saver.offer(blocks(range(3)))
+    assert gate.reached.wait(FOREVER)
+    saver.offer(blocks(range(3, 6)))
+    assert saver.flush(FOREVER)
+    assert far.saved == names(range(6)), "in order"
+    assert saver.take_kept() == names(range(6)) and saver.queued_bytes == 0
+    assert stuck.is_stuck and stuck.faults.num_unsaved == 6
+    gate.opened.set()
+    saver.close(FOREVER)
 
 
 def test_a_prompt_on_disk_is_loaded_beside_a_server_that_never_replies(

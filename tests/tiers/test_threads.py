@@ -20,12 +20,14 @@ from headstart.tiers import (
     BlockStore,
     Faults,
     GuardedStore,
+    Job,
     LoadedBlock,
     Loader,
     LoadJob,
     Saver,
     StoreChain,
     StoredBlock,
+    Worker,
 )
 from tests.tiers.stores import MODEL, block, blocks, name, names, payload
 
@@ -115,6 +117,19 @@ def arrived(loader: Loader, job: LoadJob) -> int:
             loader.wait(FOREVER)
 
 
+def assert_ended(name: str) -> None:
+    """Wait for the threads of a worker, also for those that were given up."""
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join(FOREVER)
+            assert not thread.is_alive()
+
+
+def call(work: Callable[[Job], Any]) -> Any:
+    """Return the result of calls of stores, done by a worker."""
+    return Worker("a test", Faults("a test"), "a call failed").call(work, None)
+
+
 def guarded(*stores: BlockStore | GuardedStore) -> StoreChain:
     return StoreChain(
         [one if isinstance(one, GuardedStore) else GuardedStore(one) for one in stores]
@@ -133,7 +148,7 @@ def loading(
         yield loader
     finally:
         loader.close(FOREVER)
-        assert not any(thread.name == "headstart_load" for thread in threading.enumerate())
+        assert_ended("headstart-load")
 
 
 @contextmanager
@@ -145,7 +160,7 @@ def saving(
         yield saver
     finally:
         saver.close(FOREVER)
-        assert not any(thread.name == "headstart-saver" for thread in threading.enumerate())
+        assert_ended("headstart-saver")
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from headstart.cache import BlockHash, KVCacheManager
 from headstart.engine.image_cache import ImageLoads
@@ -22,6 +23,7 @@ from headstart.tiers import (
     ObjectStore,
     Saver,
     StoreChain,
+    Worker,
 )
 from headstart.tiers.store import SILENT, SLOW
 
@@ -87,7 +89,10 @@ class Tiers:
             for chain in (self._chain, StoreChain(self._object_tiers))
         ]
         self._loader = Loader(self._chain, self.queue_bytes, self._compute_seconds, self._faults)
-        self.image_loads = ImageLoads(ObjectStore(self._object_tiers, self._object_saver))
+        self._calls = Worker("headstart-calls", self._faults, "a call failed")
+        self.image_loads = ImageLoads(
+            ObjectStore(self._object_tiers, self._object_saver), self._faults
+        )
         self._offers = Offers(manager, payload, self.saver, self._rate, text)
         self.loads = Loads(manager, payload, self._loader, self._choose, self._take_slots)
         self._began = 0.0  # when the current step had its blocks
@@ -149,7 +154,7 @@ class Tiers:
         """
         counts: dict[str, int] = {}
         for store in self._tiers:
-            num_stored = store.find(names)
+            num_stored = self._calls.call(partial(store.find, names), 0)
             counts[store.tier] = num_stored * self._manager.block_size
             names = names[num_stored:]
         return counts
@@ -231,7 +236,7 @@ class Tiers:
         self._offers.roll_back()
         done = [self.image_loads.forget_all(_LAST_SAVES)]
         done += [saver.drop(_LAST_SAVES) for saver in self._savers]
-        done += [store.clear() for store in self._stores]
+        done += [self._calls.call(store.clear, False) for store in self._stores]
         if not all(done):
             raise TierError(
                 "K/V in memory were cleared, but blocks in a store may remain, as it does not "
@@ -250,7 +255,7 @@ class Tiers:
         self.loads.end_all()
         self._offers.flush()
         closes = [saver.close for saver in self._savers]
-        closes += [self._loader.close, self.image_loads.close]
+        closes += [self._loader.close, self.image_loads.close, self._calls.close]
         for close in closes + [store.close for store in self._stores]:
             close(max(0.0, self._until - time.monotonic()))
 

@@ -111,13 +111,12 @@ def test_what_an_aborted_request_asked_for_is_forgotten(
         assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [kept[1]]
 
 
-def test_images_are_loaded_within_a_step_where_no_thread_looks_them_up(
-    model: Path, kept: tuple[Path, list[int]], gate: Event
+def test_images_are_loaded_within_a_step_where_many_others_are_looked_up(
+    model: Path, kept: tuple[Path, list[int]], gate: Event, limits: Callable[..., None]
 ) -> None:
     gate.set()
+    limits(most_lookups=0)
     with closing(open_llm(model, kept[0])) as llm:
-        assert llm.engine.tiers is not None
-        llm.engine.tiers.image_loads.close(0)
         assert run(llm, submit(llm, "One <image> and <image> two", 1, 2)) == [kept[1]]
         assert counts(llm) == (0, 2), "it is loaded within the step"
 

@@ -1,0 +1,475 @@
+"""Loads and saves off the engine's thread, between the pool and slow stores.
+
+`ObjectStore` has objects of any size, such as image embeddings, over a `BlockStore` of blocks of
+one size. An object is cut into blocks of `OBJECT_BLOCK` bytes, the first of which begins with its
+length. An object that lost a block is missing.
+"""
+
+import hashlib
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from headstart.cache import BlockHash
+from headstart.tiers.store import BlockStore, Faults, LoadedBlock, ModelRecord, StoredBlock
+from headstart.tiers.worker import GuardedStore, Job, StoreChain, Worker, wait_for
+
+_TRIAL = 1.0  # seconds that the first load may take longer than computing
+_LEAST_WAIT = 0.25  # seconds that a later load may take, however fast computing is
+_WEIGHT = 0.3  # of the last measurement in the rate
+_LEAST_RATE = 1.0  # bytes a second of a store that gave nothing in time
+
+_BATCH_BLOCKS = 64  # of a save
+_BATCH_BYTES = 16 << 20
+_REST = 15  # times as long as a save took
+_DRAIN_BYTES = 32 << 20  # saved, after which an empty queue returns its memory
+_MOST_STORED = 1 << 14  # names that wait for `take_kept`
+
+
+@dataclass(eq=False, kw_only=True)
+class LoadJob(Job):
+    """Blocks to look up and load.
+
+    choose: returns the number of blocks to load for the number that the stores have. count: blocks
+    to load; 0 until the lookup has ended, which took `lookup_seconds`. num_loaded: blocks that have
+    arrived, of `nbytes` in all. arrived: blocks that wait to be taken.
+    """
+
+    names: Sequence[BlockHash]
+    choose: Callable[[int], int]
+    count: int = 0
+    num_loaded: int = 0
+    nbytes: int = 0
+    arrived: deque[LoadedBlock] = field(default_factory=deque)
+    lookup_seconds: float = 0.0
+
+
+class Loader:
+    """Jobs loaded in the order in which they were started, the preferred one first.
+
+        start ──▶ looked up: how many are there, and are they worth loading ──▶ loaded ──▶ done
+                                                                                  │
+                                                                  blocks wait ◀───┘ until `take`
+
+    Lookups have a separate worker, so that a new prompt does not wait for the load of another.
+    Loads run one after the other. Half of the bytes that may wait to be taken belong to the
+    preferred job, whose blocks are taken as they come: other jobs may fill the other half and never
+    delay it. A load that takes longer than computing its blocks would ends early.
+
+    max_bytes bounds the bytes that have arrived and were not taken, up to a chunk. compute: returns
+    the seconds to compute so many blocks. rate: recent bytes a second; None before the first load.
+    queued_bytes: of blocks that wait to be taken.
+    """
+
+    def __init__(
+        self, stores: StoreChain, max_bytes: int, compute: Callable[[int], float], faults: Faults
+    ) -> None:
+        self.rate: float | None = None
+        self.queued_bytes = 0
+        self._stores = stores
+        self._max_bytes = max_bytes
+        self._compute = compute
+        self._preferred: LoadJob | None = None
+        self._has_news = False
+        self._changed = threading.Condition()
+        self._lookups, self._loads = self._workers = [
+            Worker(name, faults, "a load failed", self._changed, pick=pick, ended=self._note_end)
+            for name, pick in (("headstart-lookup", None), ("headstart-load", self._pick))
+        ]
+
+    def start(self, names: Sequence[BlockHash], choose: Callable[[int], int]) -> LoadJob:
+        """Look these blocks up, and load as many as `choose` returns for the number found."""
+        job = LoadJob(self._look_up, names=names, choose=choose)
+        self._lookups.submit(job)
+        return job
+
+    def take(self, job: LoadJob, most: int) -> list[LoadedBlock]:
+        """Return up to `most` of the blocks that have arrived, in order."""
+        with self._changed:
+            taken = [job.arrived.popleft() for _ in range(min(most, len(job.arrived)))]
+            self._release(taken)
+        return taken
+
+    def prefer(self, job: LoadJob | None) -> None:
+        """Load this job before all others, since its blocks are taken as they come."""
+        with self._changed:
+            for worker in self._workers:
+                worker.give_up_late()
+            if job is not self._preferred:
+                self._preferred = job
+                self._changed.notify_all()
+
+    def cancel(self, job: LoadJob) -> None:
+        """End a job, and drop its blocks."""
+        with self._changed:
+            job.done = True
+            self._release(job.arrived)
+            job.arrived.clear()
+
+    def _release(self, blocks: Iterable[LoadedBlock]) -> None:
+        self.queued_bytes -= sum(block.payload.nbytes for block in blocks)
+        self._changed.notify_all()
+
+    def wait(self, timeout: float) -> None:
+        """Wait until blocks arrived, or a job is done or lacks room, since the last call."""
+        with self._changed:
+            wait_for(self._workers, lambda: self._has_news or self._loads.is_closed, timeout)
+            self._has_news = False
+
+    def close(self, timeout: float) -> None:
+        """End every job, and wait for the threads. Idempotent."""
+        until = time.monotonic() + timeout
+        for worker in self._workers:
+            worker.close(max(0.0, until - time.monotonic()))
+
+    # In the threads of the workers
+
+    def _pick(self) -> LoadJob | None:
+        """Return the next job to load; None if there is none that has room for blocks."""
+        jobs = self._loads.jobs
+        if not jobs:
+            return None
+        job = self._preferred if self._preferred in jobs else jobs[0]
+        assert isinstance(job, LoadJob)
+        return job if job.done or self._has_room(job) else None
+
+    def _has_room(self, job: LoadJob) -> bool:
+        """Return True if more blocks of a job may arrive now."""
+        if job is self._preferred:
+            return self.queued_bytes < self._max_bytes or not job.arrived
+        return self.queued_bytes < self._max_bytes // 2
+
+    def _note_end(self, job: LoadJob) -> None:
+        """Wake the engine if a job is done, or must be preferred to continue."""
+        self._has_news |= job.done or not self._has_room(job)
+
+    def _look_up(self, job: LoadJob) -> bool:
+        """Find out how many blocks of a job to load, and queue it to be loaded if there are any."""
+        job.limit = self._limit(len(job.names))
+        num_stored = self._stores.find(job.names, job)
+        job.lookup_seconds = job.spent
+        job.count = job.choose(num_stored)
+        job.limit = self._limit(job.count)
+        if job.count == 0:
+            return False
+        job.work = self._load
+        with self._changed:
+            self._lookups.jobs.remove(job)
+            self._loads.submit(job)
+        return True
+
+    def _limit(self, blocks: int) -> float:
+        seconds = self._compute(blocks)
+        return _TRIAL + seconds if self.rate is None else max(_LEAST_WAIT, seconds)
+
+    def _load(self, job: LoadJob) -> bool:
+        """Load a job; return True if it gives way to the preferred one, and has more."""
+        is_first = self.rate is None
+        for chunk in self._stores.load(job.names[job.num_loaded : job.count], job):
+            if is_first:
+                job.limit = _TRIAL + self._compute(job.num_loaded + len(chunk))
+            if not self._hand_on(job, chunk):
+                if not job.done:
+                    return True
+                break
+        if job.nbytes:
+            self._note_rate(job.num_loaded, job.nbytes, job.spent - job.lookup_seconds)
+        elif job.time_left() <= 0:
+            self._note_rate(job.count, 0, job.spent)
+        return False
+
+    def _hand_on(self, job: LoadJob, chunk: list[LoadedBlock]) -> bool:
+        """Queue blocks to be taken, wait for room for more; return True if the job continues."""
+
+        def must_stop() -> bool:
+            is_other_preferred = self._preferred is not job and self._preferred in self._loads.jobs
+            return job.done or is_other_preferred
+
+        with self._changed:
+            if job.done:
+                return False
+            nbytes = sum(block.payload.nbytes for block in chunk)
+            job.arrived.extend(chunk)
+            job.num_loaded += len(chunk)
+            job.nbytes += nbytes
+            self.queued_bytes += nbytes
+            self._has_news = True
+            self._changed.notify_all()
+            if job.num_loaded < job.count:
+                self._changed.wait_for(lambda: must_stop() or self._has_room(job))
+                return not must_stop()
+            return True
+
+    def _note_rate(self, blocks: int, nbytes: int, seconds: float) -> None:
+        """Average a measurement into the rate; replace it at once where computing was faster."""
+        rate = max(nbytes / max(seconds, 1e-9), _LEAST_RATE)
+        if self.rate is None or (rate < self.rate and seconds > self._compute(blocks)):
+            self.rate = rate
+        else:
+            self.rate += _WEIGHT * (rate - self.rate)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Batch(Job):
+    """Blocks to save, of so many bytes, and the names of stored blocks that were used.
+
+    stored: the names that the stores have afterwards.
+    """
+
+    blocks: list[StoredBlock]
+    nbytes: int
+    touched: list[BlockHash]
+    stored: list[BlockHash] = field(default_factory=list)
+
+
+class Saver:
+    """Blocks saved by a worker. Only `flush`, `drop` and `close` wait for it.
+
+    num_dropped: blocks that were offered while the queue was full; they may be offered again.
+    queued_bytes: of blocks that wait to be saved, or are being saved.
+    faults: counts exceptions of a store. drained: called when the queue is empty after many bytes,
+    whose memory is free now. While an engine computes on the cores that saving needs, `rest` makes
+    the worker rest `_REST` times as long as the stores took.
+    """
+
+    def __init__(
+        self,
+        stores: StoreChain,
+        max_bytes: int,
+        faults: Faults,
+        drained: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.num_saved = 0
+        self.num_dropped = 0
+        self.max_bytes = max_bytes
+        self.queued_bytes = 0
+        self._stores = stores
+        self._drained = drained
+        self._undrained = 0  # bytes saved since memory was returned
+        self._blocks: deque[StoredBlock] = deque()
+        self._touched: dict[BlockHash, None] = {}
+        self._batch: _Batch | None = None  # being saved
+        self._stored: deque[BlockHash] = deque(maxlen=_MOST_STORED)
+        self._rests = False
+        self._num_waiting = 0  # callers that wait for all to be saved
+        self._worker = Worker(
+            *("headstart-saver", faults, "blocks could not be saved"),
+            pick=self._pick,
+            ended=self._note_end,
+        )
+        self._changed = self._worker.changed
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return True if an offer of so many bytes would be accepted."""
+        fits = not self._blocks or self.queued_bytes + nbytes <= self.max_bytes
+        return fits and not self._worker.is_closed
+
+    def offer(self, blocks: Sequence[StoredBlock]) -> bool:
+        """Queue blocks to be saved; return False, and drop all, if there is no room."""
+        nbytes = _count_bytes(blocks)
+        with self._changed:
+            if not self.has_room(nbytes):
+                self.num_dropped += len(blocks)
+                return False
+            self._blocks.extend(blocks)
+            self.queued_bytes += nbytes
+            self._worker.wake()
+        return True
+
+    def touch(self, names: Sequence[BlockHash]) -> None:
+        """Note that blocks of the store were used."""
+        with self._changed:
+            if not self._worker.is_closed:
+                self._touched.update(dict.fromkeys(names))
+                self._worker.wake()
+
+    @property
+    def is_saving(self) -> bool:
+        """True while something waits to be saved, or is being saved."""
+        return bool(self._blocks or self._touched or self._batch)
+
+    def take_kept(self) -> list[BlockHash]:
+        """Return the blocks that the store was seen to have since the last call.
+
+        They were saved or used. The oldest are left out after a long time.
+        """
+        with self._changed:
+            names = list(self._stored)
+            self._stored.clear()
+        return names
+
+    def rest(self, on: bool) -> None:
+        """Leave the cores to others for most of the time from now on, or no longer."""
+        if on is not self._rests:
+            with self._changed:
+                self._rests = on
+                self._changed.notify_all()
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all is saved; return False if that takes longer than so many seconds."""
+        with self._changed:
+            self._num_waiting += 1
+            self._changed.notify_all()
+            # In a forked process no thread saves.
+            self._worker.wait_for(lambda: not (self.is_saving and self._worker.is_alive), timeout)
+            self._num_waiting -= 1
+            return not self.is_saving
+
+    def drop(self, timeout: float) -> bool:
+        """Forget the queue, and wait for the current save; return False if that takes longer."""
+        with self._changed:
+            self._forget_queued()
+            is_idle = self._worker.wait_for(lambda: self._batch is None, timeout)
+            self._stored.clear()
+            return is_idle
+
+    def _forget_queued(self) -> None:
+        self.queued_bytes -= _count_bytes(self._blocks)
+        self._blocks.clear()
+        self._touched.clear()
+
+    def close(self, timeout: float) -> None:
+        """Save the queue, for so many seconds at most; then accept no more. Idempotent."""
+        until = time.monotonic() + timeout
+        self.flush(timeout)
+        with self._changed:
+            self.num_dropped += len(self._blocks)
+            self._forget_queued()
+            self._worker.close(0.0)
+        self._worker.close(max(0.0, until - time.monotonic()))
+
+    # In the worker's thread
+
+    def _pick(self) -> Job | None:
+        """Return the batch whose save was given up, the rest after one, or a new batch."""
+        jobs = self._worker.jobs
+        if not jobs and (self._blocks or self._touched):
+            blocks: list[StoredBlock] = []
+            nbytes = 0
+            while self._blocks and len(blocks) < _BATCH_BLOCKS and nbytes < _BATCH_BYTES:
+                blocks.append(self._blocks.popleft())
+                nbytes += _count_bytes(blocks[-1:])
+            touched = list(self._touched)
+            self._touched.clear()
+            self._batch = _Batch(self._save, blocks=blocks, nbytes=nbytes, touched=touched)
+            jobs.append(self._batch)
+        return jobs[0] if jobs else None
+
+    def _save(self, batch: _Batch) -> bool:
+        """Save a batch, and find out which of its blocks the stores have then."""
+        if batch.blocks:
+            batch.stored = self._save_blocks(batch.blocks, batch)
+        if batch.touched:
+            self._stores.touch(batch.touched, batch)
+        return False
+
+    def _save_blocks(self, blocks: Sequence[StoredBlock], job: Job) -> list[BlockHash]:
+        names = [block.name for block in blocks]
+        count = self._stores.save(blocks, job)
+        self.num_saved += count
+        if count == len(names):
+            return names
+        stored: list[BlockHash] = []
+        while names:  # the store may have had some, or have no room
+            num_stored = self._stores.find(names, job)
+            stored += names[:num_stored]
+            names = names[num_stored + 1 :]
+        return stored
+
+    def _note_end(self, job: Job) -> None:
+        """Release a batch, and queue the rest after it."""
+        if not isinstance(job, _Batch):
+            return
+        self.queued_bytes -= job.nbytes
+        self._stored.extend((*job.stored, *job.touched))
+        self._batch = None
+        job.blocks = []
+        self._undrained += job.nbytes
+        if self._undrained >= _DRAIN_BYTES and not self._blocks:
+            self._undrained = 0
+            self._drained()
+        if self._rests:
+            self._worker.jobs.append(Job(lambda _: self._rest(_REST * job.spent)))
+
+    def _rest(self, seconds: float) -> bool:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._rests or self._num_waiting or self._worker.is_closed, seconds
+            )
+        return False
+
+
+def _count_bytes(blocks: Iterable[StoredBlock]) -> int:
+    return sum(memoryview(block.payload).nbytes for block in blocks)
+
+
+OBJECT_BLOCK = 1 << 16
+_LENGTH = struct.Struct("<Q")
+
+OBJECTS = ModelRecord("objects, 1", "image embeddings", 1, OBJECT_BLOCK)
+"""The record of all objects of all models: an object's key covers all that it depends on."""
+
+
+class ObjectStore:
+    """Bytes by key; an object that is missing or damaged is None. No method raises.
+
+    stores: the tiers, nearest first. Loading waits for each up to its deadline; saving does not.
+    """
+
+    def __init__(self, stores: Sequence[GuardedStore], saver: Saver) -> None:
+        self._stores = stores
+        self._saver = saver
+
+    def load(self, key: bytes, job: Job) -> memoryview | None:
+        """Return the object of this key, as it was saved; one of a farther tier is saved in all."""
+        for index, guarded in enumerate(self._stores):
+            data = guarded.call(job, lambda store: self._load(store, key), None)
+            if data is not None:
+                if index:
+                    seconds = guarded.store.block_seconds
+                    self.save(key, data, _count_blocks(len(data)) * seconds)
+                return data
+        return None
+
+    def _load(self, store: BlockStore, key: bytes) -> memoryview | None:
+        first = next(iter(store.load([_name(key, 0)])), None)
+        if first is None:
+            return None
+        length = _LENGTH.unpack_from(first.payload)[0]
+        count = _count_blocks(length)
+        names = [_name(key, index) for index in range(1, count)]
+        if store.find(names) < len(names):
+            return None
+        parts = [first.payload, *(block.payload for block in store.load(names))]
+        if len(parts) < count:
+            return None
+        self._saver.touch([_name(key, 0), *names])
+        return memoryview(b"".join(parts))[_LENGTH.size : _LENGTH.size + length]
+
+    def save(self, key: bytes, data: bytes | memoryview, seconds: float) -> None:
+        """Store an object that took so long to make, if the saver has room for it."""
+        count = _count_blocks(len(data))
+        whole = memoryview((_LENGTH.pack(len(data)) + data).ljust(count * OBJECT_BLOCK, b"\0"))
+        names = [_name(key, index) for index in range(count)]
+        parents = [BlockHash(bytes(32)), *names]
+        parts = [whole[i * OBJECT_BLOCK : (i + 1) * OBJECT_BLOCK] for i in range(count)]
+        now = time.time()
+        self._saver.offer(
+            [
+                StoredBlock(names[i], parents[i], i, seconds / count, now, parts[i])
+                for i in range(count)
+            ]
+        )
+
+
+def _count_blocks(nbytes: int) -> int:
+    """Return the number of blocks of an object of so many bytes."""
+    return -(-(nbytes + _LENGTH.size) // OBJECT_BLOCK)
+
+
+def _name(key: bytes, index: int) -> BlockHash:
+    data = b"object" + struct.pack("<QQ", index, len(key)) + key
+    return BlockHash(hashlib.sha256(data).digest())

@@ -219,7 +219,7 @@ class _Batch(Job):
     stored: the names that the stores have afterwards.
     """
 
-    blocks: list[StoredBlock]
+    unsaved: list[StoredBlock]
     nbytes: int
     touched: list[BlockHash]
     stored: list[BlockHash] = field(default_factory=list)
@@ -354,14 +354,14 @@ class Saver:
                 nbytes += _count_bytes(blocks[-1:])
             touched = list(self._touched)
             self._touched.clear()
-            self._batch = _Batch(self._save, blocks=blocks, nbytes=nbytes, touched=touched)
+            self._batch = _Batch(self._save, unsaved=blocks, nbytes=nbytes, touched=touched)
             jobs.append(self._batch)
         return jobs[0] if jobs else None
 
     def _save(self, batch: _Batch) -> bool:
         """Save a batch, and find out which of its blocks the stores have then."""
-        if batch.blocks:
-            batch.stored = self._save_blocks(batch.blocks, batch)
+        if batch.unsaved:
+            batch.stored = self._save_blocks(batch.unsaved, batch)
         if batch.touched:
             self._stores.touch(batch.touched, batch)
         return False
@@ -386,7 +386,7 @@ class Saver:
         self.queued_bytes -= job.nbytes
         self._stored.extend((*job.stored, *job.touched))
         self._batch = None
-        job.blocks = []
+        job.unsaved = []
         self._undrained += job.nbytes
         if self._undrained >= _DRAIN_BYTES and not self._blocks:
             self._undrained = 0

@@ -232,7 +232,7 @@ class Group(NamedTuple):
     hidden: Tensor | None = None
 
 
-class Chunk(NamedTuple):
+class PrefillChunk(NamedTuple):
     """Rows of a prefill in the flat batch, and the columns of their span's context that they read.
 
     `hidden` bool `[rows, width]` masks the last `width` columns; rows see all columns before.
@@ -252,7 +252,7 @@ class PrefillSpan(NamedTuple):
     columns: int
     seen_columns: int
     kv_rows: Tensor
-    chunks: list[Chunk]
+    chunks: list[PrefillChunk]
 
 
 class DecodeSpan(NamedTuple):
@@ -331,7 +331,7 @@ class StepTables:
             if hidden is not None:
                 seen_columns = min(seen_columns, last - hidden.shape[1])
             rows = slice(span.first_row + row, span.first_row + end)
-            chunks.append(Chunk(rows, slice(low - first, last), hidden))
+            chunks.append(PrefillChunk(rows, slice(low - first, last), hidden))
         table = self._tensor([span.block_ids[: self._num_blocks(span)]])
         position = torch.arange(first, span.context, device=self._device).unsqueeze(0)
         return PrefillSpan(columns, seen_columns, self._kv_rows(table, position), chunks)

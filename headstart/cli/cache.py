@@ -64,11 +64,14 @@ class PrefixFolder(NamedTuple):
         if self.folder is not None:
             size = show_bytes(size_of(self.folder))
             most = show_bytes(self.options.get("cache_dir_bytes", EngineConfig.cache_dir_bytes))
-            where = shorten_home(self.folder)
+            folder_text = shorten_home(self.folder)
             if os.access(self.folder, os.W_OK):
-                note(f"prefixes are kept in {where}: {size} of {most}; --cache-dir off keeps none")
+                note(
+                    f"prefixes are kept in {folder_text}: {size} of {most}; --cache-dir off keeps "
+                    "none"
+                )
             else:
-                note(f"prefixes are read from {where}, which cannot be written: {size}")
+                note(f"prefixes are read from {folder_text}, which cannot be written: {size}")
 
 
 def make_prefix_folder(engine: Mapping[str, Any]) -> PrefixFolder:
@@ -117,7 +120,7 @@ def cache() -> None:
 @click.argument("model", required=False)
 @click.option("--lines", type=click.IntRange(1), default=30, show_default=True, help="At the most.")
 @_folder()
-def list_kept(model: str | None, lines: int, folder: str | None) -> None:
+def list_prefixes(model: str | None, lines: int, folder: str | None) -> None:
     """List the models, or the prefixes of one MODEL, from fork to fork.
 
     MODEL is what ls shows: a name, which stands for all its kinds, or digits of a fingerprint.
@@ -158,7 +161,7 @@ def stat(folder: str | None) -> None:
 def drop(names: Sequence[str], model: str | None, everything: bool, folder: str | None) -> None:
     """Drop prefixes by NAMES, as ls shows them, with all that continues them."""
     if sum((bool(names), model is not None, everything)) != 1:
-        raise click.UsageError("give names, or --model, or --all")
+        raise click.UsageError("pass names, or --model, or --all")
     with _opened(folder, writes=True) as path:
         states = _find_models(path, model) if model is not None else read_models(path)
         num_dropped = 0
@@ -182,7 +185,7 @@ def verify(repair: bool, folder: str | None) -> None:
     with _opened(folder, writes=repair) as path, progress_bar("blocks") as advance:
         report = verify_folder(path, repair=repair, progress=advance)
     for model, counts in report.models:
-        if text := ", ".join(f"{n:,} {what}" for what, n in counts._asdict().items() if n):
+        if text := ", ".join(f"{n:,} {label}" for label, n in counts._asdict().items() if n):
             click.echo(f"{model.title}  {text}")
     if not report.index_is_sound:
         click.echo("the index is damaged" + (" and was rebuilt" if repair else ""))
@@ -246,13 +249,13 @@ def _opened(folder: str | None, *, new: bool = False, writes: bool = False) -> I
     if folder not in (None, "", "off"):
         path = Path(as_typed(folder)).expanduser()
         if not (new or path.exists()):
-            raise CacheError(f"--cache-dir is {path}, and there is no such folder")
+            raise CacheError(f"--cache-dir is {path}; allowed: an existing folder")
     if not make_folder(path) and writes:
         raise CacheError(f"{path} cannot be written")
     try:
         yield path
     except (sqlite3.Error, OSError) as error:
-        raise CacheError(f"{path} cannot be read: {error}; headstart cache verify") from error
+        raise CacheError(f"{path} cannot be read: {error}; try headstart cache verify") from error
 
 
 def _open_store(path: Path, record: ModelRecord) -> DiskStore:
@@ -282,7 +285,7 @@ def _check_unique(name: str, names: Sequence[str]) -> None:
     """Raise CacheError if a name is the beginning of several."""
     if len(names) > 1:
         shown = ", ".join(text[: max(_DIGITS, len(name) + 4)] for text in names[:_MOST_SHOWN])
-        raise CacheError(f"{name!r} is the beginning of {len(names)} names; give more of: {shown}")
+        raise CacheError(f"{name!r} is the beginning of {len(names)} names; type more of: {shown}")
 
 
 def _all_of(path: Path, state: ModelState) -> list[KeptPrefix]:
@@ -308,14 +311,16 @@ def _select(
         if matches := [prefix.name.hex() for prefix in prefixes if _is_named(prefix, name)]:
             _check_unique(name, matches)
             continue
-        shown = [prefix.name.hex()[:_DIGITS] for prefix in prefixes[:_MOST_SHOWN]]
-        more = f", and {len(prefixes) - len(shown):,} more" if prefixes[_MOST_SHOWN:] else ""
+        names_shown = [prefix.name.hex()[:_DIGITS] for prefix in prefixes[:_MOST_SHOWN]]
+        suffix = (
+            f", and {len(prefixes) - len(names_shown):,} more" if prefixes[_MOST_SHOWN:] else ""
+        )
         titles = ", ".join(dict.fromkeys(state.model.record.title for state in states))
-        stored = f"{', '.join(shown)}{more}, of {titles}" if shown else "none"
-        wrong = f"no prefix {name!r} is kept"
+        stored = f"{', '.join(names_shown)}{suffix}, of {titles}" if names_shown else "none"
+        problem = f"no prefix {name!r} is kept"
         if not _NAME.fullmatch(name):
-            wrong = f"{name!r} is no name; allowed: {_SHORTEST} hexadecimal digits of one or more"
-        raise CacheError(f"{wrong}; kept: {stored}; headstart cache ls MODEL prints their names")
+            problem = f"{name!r} is no name; allowed: {_SHORTEST} hexadecimal digits of one or more"
+        raise CacheError(f"{problem}; kept: {stored}; headstart cache ls MODEL prints their names")
     return [(state, _first_named(roots, names) if names else roots) for state, roots in trees]
 
 
@@ -335,10 +340,10 @@ def _before(path: Path, state: ModelState, prefix: KeptPrefix) -> list[KeptBlock
     """Return the blocks before a prefix, from the root on."""
     with closing(reopen(path, None)) as index:
         blocks = {block.name: block for block in index.list_blocks(state.model.id)}
-    before = [prefix.stretch[0]]
-    while (block := blocks.get(before[-1].parent)) is not None:
-        before.append(block)
-    return before[:0:-1]
+    blocks_before = [prefix.stretch[0]]
+    while (block := blocks.get(blocks_before[-1].parent)) is not None:
+        blocks_before.append(block)
+    return blocks_before[:0:-1]
 
 
 def _show_models(states: Sequence[ModelState]) -> str:
@@ -380,8 +385,8 @@ def _show_prefixes(prefixes: Sequence[KeptPrefix], model: ModelRecord, most: int
         )
         width = max((columns_of(sys.stdout) or _WIDTH) - 2 * depth - 2, 8)
         text = prefix.words
-        short = text if len(text) <= width else f"{text[: width - 3].rstrip()}..."
-        quotes.append(f'{"  " * depth}"{short}"' if text else "")
+        shortened = text if len(text) <= width else f"{text[: width - 3].rstrip()}..."
+        quotes.append(f'{"  " * depth}"{shortened}"' if text else "")
     if len(ordered) > most:
         rows.append((f"... {len(ordered) - most:,} more", "", "", "", "", ""))
         quotes.append("")
@@ -395,7 +400,7 @@ def _in_order(prefixes: Sequence[KeptPrefix]) -> Iterator[tuple[int, KeptPrefix]
     while pending:
         depth, prefix = pending.pop()
         yield depth, prefix
-        pending += [(depth + 1, after) for after in reversed(prefix.then)]
+        pending += [(depth + 1, child) for child in reversed(prefix.then)]
 
 
 def _show_age(used: float) -> str:

@@ -153,9 +153,9 @@ class Chat:
     def count_image_tokens(self, image: dict[str, Any]) -> int:
         """Return the tokens of a message with an image alone. Raises RequestError."""
         if not self.llm.takes_images:
-            raise RequestError(f"{self.model} takes text alone")
-        alone = Conversation(images=[image])
-        return len(self._stream(alone, alone.ask(""), 0).prompt_token_ids)
+            raise RequestError(f"{self.model} takes only text")
+        single = Conversation(images=[image])
+        return len(self._stream(single, single.ask(""), 0).prompt_token_ids)
 
     def _answer(self, question: Content, shown: tuple[str, ...]) -> bool:
         """Answer a question; return True if there is a reply, which becomes a turn."""
@@ -243,11 +243,11 @@ _PATH_COMMANDS = ("/file", "/image", "/save", "/load")
 
 def _command(names: str, text: str, argument: str = "") -> Callable[..., Any]:
     """Register a command under its names; /help shows it under the first."""
-    first, *others = names.split()
+    first, *names_left = names.split()
 
     def register(run: Callable[[Chat, str], None]) -> Callable[[Chat, str], None]:
         COMMANDS[first] = Command(run, text, argument)
-        COMMANDS.update({name: Command(run, "", argument) for name in others})
+        COMMANDS.update({name: Command(run, "", argument) for name in names_left})
         return run
 
     return register
@@ -283,15 +283,15 @@ def find_command(message: str) -> tuple[Command, str] | None:
     """
     if not message.startswith("/") or message.startswith("//"):
         return None
-    name, *rest = message.split(maxsplit=1)
+    name, *arguments = message.split(maxsplit=1)
     command = COMMANDS.get(name)
     if command is None:
-        near = get_close_matches(name, COMMANDS, n=1, cutoff=0.7)
-        hint = f"did you mean {near[0]}?" if near else "/help lists them"
-        raise RequestError(f"{name} is no command ({hint}); {_SLASHES}")
-    if rest and not command.argument:
-        raise RequestError(f"{name} takes no text behind it; {_SLASHES}")
-    return command, "".join(rest)
+        matches = get_close_matches(name, COMMANDS, n=1, cutoff=0.7)
+        hint = f"did you mean {matches[0]}?" if matches else "/help lists them"
+        raise RequestError(f"{name} is not a command ({hint}); {_SLASHES}")
+    if arguments and not command.argument:
+        raise RequestError(f"{name} takes no argument; {_SLASHES}")
+    return command, "".join(arguments)
 
 
 @_command("/help /?", "shows this; so does /?")
@@ -349,15 +349,18 @@ def _undo(chat: Chat, argument: str) -> None:
         return
     turn = chat.conversation.take_back()
     chat.changed = "/undo"
-    shown = f", and with it {', '.join(turn.shown)}" if turn.shown else ""
-    note(f"the last turn is taken back{shown}; {count(len(chat.conversation.turns), 'turn')} left")
+    shown_text = f", and with it {', '.join(turn.shown)}" if turn.shown else ""
+    note(
+        f"the last turn is taken back{shown_text}; {count(len(chat.conversation.turns), 'turn')} "
+        "left"
+    )
 
 
 @_command("/save", "writes the conversation to a file, as JSON", "PATH")
 def _save(chat: Chat, argument: str) -> None:
     path = _path(argument)
     if not chat.conversation.turns:
-        raise RequestError("nothing was said yet, so there is nothing to save")
+        raise RequestError("there is nothing to save yet")
     chat.conversation.save(path, chat.model)
     note(f"{count(len(chat.conversation.turns), 'turn')} in {path}")
 
@@ -372,7 +375,7 @@ def _load(chat: Chat, argument: str) -> None:
 def _set(chat: Chat, argument: str) -> None:
     name, _, value = argument.partition(" ")
     if "=" in name:
-        raise RequestError("the form is /set NAME VALUE, as in /set temperature 0.7")
+        raise RequestError("/set needs NAME VALUE, such as /set temperature 0.7")
     if value.strip():
         values = parse_sampling(name, value.strip())
         chat.params = replace(chat.params, **values)
@@ -398,7 +401,7 @@ def _pool(chat: Chat, argument: str) -> None:
 @_command("/explain", "says what of the last prompt was cached, and why not more")
 def _explain(chat: Chat, argument: str) -> None:
     if chat.last is None:
-        raise RequestError("nothing was asked yet")
+        raise RequestError("there is no question yet")
     note(explain_turn(chat.last, chat.changed))
 
 
@@ -436,12 +439,12 @@ def _parameters(chat: Chat) -> str:
 def _path(argument: str) -> Path:
     """Return a path as it was typed, or dragged into the terminal, which quotes it."""
     if not argument:
-        raise RequestError("which file? Give its path behind the command")
+        raise RequestError("the command needs the path of a file")
     path = Path(argument).expanduser()
     if not path.exists():
         with suppress(ValueError):  # an apostrophe
-            words = shlex.split(argument)
-            return Path(words[0]).expanduser() if len(words) == 1 else path
+            parts = shlex.split(argument)
+            return Path(parts[0]).expanduser() if len(parts) == 1 else path
     return path
 
 

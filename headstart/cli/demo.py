@@ -58,8 +58,10 @@ PANEL = 4
 def demo(svg: Path | None, model: str, **options: Any) -> None:
     """Ask three questions about one table, which is computed once."""
     if svg is not None and (svg.is_dir() or not os.access(svg.parent, os.W_OK | os.X_OK)):
-        where = "it is a folder" if svg.is_dir() else f"there is no folder {svg.parent} to write to"
-        raise ConfigError(f"cannot write {svg}: {where}")
+        reason = (
+            "it is a folder" if svg.is_dir() else f"there is no folder {svg.parent} to write to"
+        )
+        raise ConfigError(f"cannot write {svg}: {reason}")
     for name in ("cache_dir", "cache_dir_bytes", "cache_words", "remote_cache"):
         options.pop(name)  # the environment may set them; the demo starts with an empty cache
     engine = sort_options(options).engine
@@ -68,16 +70,16 @@ def demo(svg: Path | None, model: str, **options: Any) -> None:
     with console.status("loading the model"):
         options = {**pool, "max_model_len": MAX_MODEL_LEN, **engine}
         llm = headstart.LLM(resolve_model(model), **options)
-    shown: list[RenderableType] = []
+    renderables: list[RenderableType] = []
     with closing(llm):
-        shown.append(Text(note_on(model, engine) or f"model {model}", style="dim"))
-        console.print(shown[0])
+        renderables.append(Text(note_on(model, engine) or f"model {model}", style="dim"))
+        console.print(renderables[0])
         for part in _run(llm, console):
             console.print(part)
-            shown.append(part)
+            renderables.append(part)
     if svg is not None:
         try:
-            svg.write_text(draw_svg(shown, "headstart demo"), "utf-8")
+            svg.write_text(draw_svg(renderables, "headstart demo"), "utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {svg}: {error.strerror}") from error
 
@@ -134,7 +136,7 @@ def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:
     picture = PoolPicture(llm.manager)
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
     outputs: list[RequestOutput] = []
-    right = 0
+    num_right = 0
     messages: list[dict[str, str]] = []
     for number, request in enumerate(REQUESTS, start=1):
         question = request.question
@@ -147,7 +149,7 @@ def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:
         text = output.outputs[0].text
         messages.append({"role": "assistant", "content": text})
         is_right = request.is_answered_by(text)
-        right += is_right
+        num_right += is_right
         answer = Text("answer  ", style="dim").append(text, style="italic not dim")
         if not is_right:
             answer.append(f"  (the table says {request.right})", style="not dim")
@@ -166,7 +168,7 @@ def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:
     totals.append(
         f"\nThe second question computed {computed[1]:,} of its {prompts[1]:,} prompt tokens, "
         f"the next turn {computed[2]:,} of its {prompts[2]:,}. "
-        f"Right answers: {right} of {len(outputs)}.",
+        f"Right answers: {num_right} of {len(outputs)}.",
         style="not bold",
     )
     yield totals

@@ -64,9 +64,12 @@ def doctor() -> None:
 def _lines() -> Iterator[tuple[str, str]]:
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     yield "headstart", f"{__version__}, Python {platform.python_version()}, {packages}"
-    has = [text for flag, text in _SETS.items() if flag in cpu_flags()]
+    sets = [text for flag, text in _SETS.items() if flag in cpu_flags()]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield "CPU", f"{cpu_name()}, {cores} cores: {', '.join(has) or 'no instruction set known here'}"
+    yield (
+        "CPU",
+        f"{cpu_name()}, {cores} cores: {', '.join(sets) or 'no instruction set known here'}",
+    )
     yield "kernels", _kernels()
     yield "memory", f"{show_bytes(available_memory())} free"
     torch = load_module("torch")  # takes seconds: the lines without it come first
@@ -110,14 +113,14 @@ def _kernels() -> str:
 
 
 def _extras() -> Iterator[tuple[str, str]]:
-    here, missing = {}, {}
+    installed, missing = {}, {}
     for name, (gives, packages) in EXTRAS.items():
         try:
             _ = [version(package) for package in packages]
         except PackageNotFoundError:
             missing[name] = f"{name} ({gives})"
         else:
-            here[name] = f"{name} ({gives})"
-    yield "extras", ", ".join(here.values()) or "none"
+            installed[name] = f"{name} ({gives})"
+    yield "extras", ", ".join(installed.values()) or "none"
     if missing:
         yield "missing", f"{', '.join(missing.values())}: {install(','.join(missing))}"

@@ -95,9 +95,9 @@ def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:
     text = error.format_message().rstrip(".")
     if isinstance(error, click.NoSuchOption) and error.ctx is not None:
         flags = [flag for parameter in error.ctx.command.params for flag in parameter.opts]
-        near = get_close_matches(error.option_name, flags, 1, 0.8)  # click's hints are far off
+        matches = get_close_matches(error.option_name, flags, 1, 0.8)  # click's hints are far off
         text = f"No such option {error.option_name!r}"
-        text += f". Did you mean {near[0]!r}?" if near else ""
+        text += f". Did you mean {matches[0]!r}?" if matches else ""
     command = f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()
     if error.ctx is not None:
         command = error.ctx.command_path
@@ -149,15 +149,15 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
     The likeliest words are taken, unless --temperature is given.
     """
     if prompts and names_model(prompts[0]):
-        note(f"{as_typed(prompts[0])} is asked as a prompt; a model is named by --model")
+        note(f"{as_typed(prompts[0])} is used as a prompt; --model selects a model")
     questions, adapter = read_questions(prompts, options), read_adapter(options)
-    chosen = sort_options(options)
+    sorted_options = sort_options(options)
     folder = folder_for_text(model, adapter)
-    questions.check_model(folder, make_config(chosen.engine))
-    prefixes = make_prefix_folder(chosen.engine)
+    questions.check_model(folder, make_config(sorted_options.engine))
+    prefixes = make_prefix_folder(sorted_options.engine)
     with closing(announce_and_open(model, prefixes.options)) as llm:
         name = llm.load_adapter(adapter.name or "adapter", adapter).name if adapter else None
-        streams = questions.streams(llm, chosen.sampling, name)
+        streams = questions.streams(llm, sorted_options.sampling, name)
         prefixes.note()
         is_text = questions.form is None
         answers = [print_reply(stream, plain=plain, is_text=is_text) for stream in streams]
@@ -184,11 +184,11 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
     if system is not None:
         conversation.system = as_typed(system)
     adapter = read_adapter(options)
-    chosen = sort_options(options, CHAT_SAMPLING)
+    sorted_options = sort_options(options, CHAT_SAMPLING)
     folder = folder_for_text(model, adapter)
-    prefixes = make_prefix_folder(chosen.engine)
+    prefixes = make_prefix_folder(sorted_options.engine)
     with closing(announce_and_open(model, prefixes.options)) as llm:
-        params = chat_sampling(chosen.given, folder)
+        params = chat_sampling(sorted_options.given, folder)
         # Line editing takes prompt_toolkit, half a second of imports.
         terminal = load_module("headstart.cli.chat")
         name = llm.load_adapter(adapter.name or "adapter", adapter).name if adapter else None

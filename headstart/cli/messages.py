@@ -49,8 +49,8 @@ _MODEL_NAME = re.compile(
 def join_content(documents: Sequence[str], images: Sequence[dict[str, Any]], text: str) -> Content:
     """Return a message: images first, then documents, then the text, separated by empty lines."""
     texts = [*(document.rstrip("\n") for document in documents), text]
-    whole = "\n\n".join(filter(None, texts))
-    return [*images, {"type": "text", "text": whole}] if images else whole
+    joined = "\n\n".join(filter(None, texts))
+    return [*images, {"type": "text", "text": joined}] if images else joined
 
 
 def read_document(path: Path) -> str:
@@ -65,7 +65,7 @@ def read_text(path: Path) -> str:
     """Read a file of UTF-8. Raises RequestError, also for a device, which may never end."""
     try:
         if stat.S_ISCHR(path.stat().st_mode):
-            raise OSError(ENODEV, "it is a device; allowed: a file, or a pipe")
+            raise OSError(ENODEV, "it is a device; allowed: a file or a pipe")
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise RequestError(f"cannot read {path}: {error.strerror}") from error
@@ -136,7 +136,7 @@ class Conversation:
     def take_back(self) -> Turn:
         """Remove and return the last turn. Raises RequestError if there is none."""
         if not self.turns:
-            raise RequestError("nothing was asked yet")
+            raise RequestError("there is no question yet")
         self.start = min(self.start, len(self.turns) - 1)
         return self.turns.pop()
 
@@ -164,9 +164,9 @@ class Conversation:
             try:
                 Conversation.load(path)
             except RequestError as error:
-                raise RequestError(f"{path} is there, and not replaced: {error}") from error
+                raise RequestError(f"{path} exists, and is not replaced: {error}") from error
         if not path.parent.is_dir():
-            raise RequestError(f"cannot write {path}: {path.parent} is no folder")
+            raise RequestError(f"cannot write {path}: {path.parent} is not a folder")
         messages = self.messages("", 0)[:-1]
         for index, token_ids in self.reply_token_ids().items():
             messages[index]["token_ids"] = token_ids
@@ -189,7 +189,7 @@ class Conversation:
                 raise RequestError('it has no list of "messages"')
             return cls._of_messages(messages)
         except (ValueError, RecursionError, RequestError) as error:
-            raise RequestError(f"{path} is no saved conversation: {error}") from error
+            raise RequestError(f"{path} is not a saved conversation: {error}") from error
 
     @classmethod
     def _of_messages(cls, messages: list[Any]) -> Conversation:
@@ -202,7 +202,7 @@ class Conversation:
             role, content = message["role"], message["content"]
             if role != expected and not (index == 0 and role == "system"):
                 raise RequestError(
-                    f"message {index} is of the role {describe(role)}; allowed: {expected}, "
+                    f"message {index} has the role {describe(role)}; allowed: {expected}, "
                     "as user and assistant take turns"
                 )
             if isinstance(content, str):
@@ -277,7 +277,7 @@ class Questions:
         if content is not None:
             names = {"vision_config", "image_token_id", "image_token_index"}
             if self.images and not names & content.keys():
-                raise RequestError("the model takes text alone: --image needs a model that sees")
+                raise RequestError("--image needs a model with vision")
             limits.append(context_bound(content))
         if config.num_blocks is not None:
             limits.append(config.num_blocks * config.block_size)
@@ -313,14 +313,18 @@ def read_questions(prompts: Sequence[str], options: dict[str, Any]) -> Questions
     if raw and (images or system is not None):
         raise RequestError("--raw takes no chat template, which --system and --image need")
     if [*prompts, *files].count(_STDIN) > 1:
-        raise RequestError(f"{_STDIN} stands more than once: standard input can be read once")
+        raise RequestError(
+            f"{_STDIN} is used more than once; allowed: once, as standard input is read once"
+        )
     documents = tuple(
         _read_stdin() if file == _STDIN else read_document(Path(as_typed(file))) for file in files
     )
     texts = tuple(_read_stdin() if text == _STDIN else as_typed(text) for text in prompts)
     if not texts and not documents:
         if sys.stdin.isatty():
-            raise RequestError("no prompt: give one or more, or --file, or text on standard input")
+            raise RequestError(
+                "there is no prompt; pass one or more, or --file, or text on standard input"
+            )
         texts = (_read_stdin(),)
     if not all(text.strip() for text in texts):
         raise RequestError("a prompt is empty; allowed: a text")

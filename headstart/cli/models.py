@@ -16,7 +16,7 @@ import click
 import huggingface_hub as hub  # its names are imported when they are used, which takes 0.3 s
 from rich.cells import cell_len
 
-from headstart.cli.opening import NOTES, ending_at_once, folder_of
+from headstart.cli.opening import NOTES, exiting_on_interrupt, folder_of
 from headstart.cli.terminal import (
     as_typed,
     columns_of,
@@ -82,12 +82,12 @@ def pull(name: str) -> None:
         note(f"{name} needs no download")
         return
     named = parse_name(name)
-    with ending_at_once():
-        place = download_model(name) if named is None else download_gguf(named)
+    with exiting_on_interrupt():
+        folder = download_model(name) if named is None else download_gguf(named)
     if named is None:
-        check_files(place)
-    size = _weigh(place) if named is None else place.stat().st_size
-    note(f"{name}: {show_bytes(size)} in {place}")
+        check_files(folder)
+    size = _weigh(folder) if named is None else folder.stat().st_size
+    note(f"{name}: {show_bytes(size)} in {folder}")
 
 
 # Small models that chat: the size in MB on the hub, and the license.
@@ -121,21 +121,21 @@ def rm(name: str) -> None:
     """Remove a model that was downloaded."""
     name = as_typed(name)
     rows = list(_rows())[1:]
-    chosen = [row for row in rows if name in (row.name, row.repo.repo_id)]
-    if not chosen:
+    matches = [row for row in rows if name in (row.name, row.repo.repo_id)]
+    if not matches:
         names = ", ".join(row.name for row in rows)
         allowed = f"allowed: {names}" if names else "no model was"
-        raise ModelNotFoundError(f"{name!r} was not downloaded; {allowed}")
-    repo = chosen[0].repo
-    if len(chosen) == sum(row.repo == repo for row in rows):
+        raise ModelNotFoundError(f"{name!r} is not downloaded; {allowed}")
+    repo = matches[0].repo
+    if len(matches) == sum(row.repo == repo for row in rows):
         # Only in this repository: a copy of the model under another name has the same commits.
         cached = replace(hub.scan_cache_dir(hub.constants.HF_HUB_CACHE), repos=frozenset([repo]))
         cached.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute()
     else:
-        for file in (file for row in chosen for file in row.files):
+        for file in (file for row in matches for file in row.files):
             file.file_path.unlink()
             file.blob_path.unlink(missing_ok=True)
-    note(f"{name} is removed: {show_bytes(sum(row.size for row in chosen))}")
+    note(f"{name} is removed: {show_bytes(sum(row.size for row in matches))}")
 
 
 def _rows() -> Iterator[_Row]:
@@ -223,8 +223,8 @@ def _showing(layers: int) -> Iterator[Callable[[int], None]]:
 
     def progress(now: int) -> None:
         nonlocal done, last
-        before, done, last = done, now, time.perf_counter() - start
-        if is_log and now < layers and before * 10 // layers < now * 10 // layers:
+        previous, done, last = done, now, time.perf_counter() - start
+        if is_log and now < layers and previous * 10 // layers < now * 10 // layers:
             note(quantizing_line(now, layers, last, last))
 
     if is_log:

@@ -53,10 +53,12 @@ def note_on(model: str, engine: Mapping[str, Any]) -> str:
     engine: the engine's options that were given.
     """
     text = NOTES.get(model, "")
-    few = [f"{k} {engine[k]}" for k, kinds in _TOO_FEW_BITS.items() if engine.get(k) in kinds]
-    if model != BUILT_IN or not few:
+    narrow_kinds = [
+        f"{k} {engine[k]}" for k, kinds in _TOO_FEW_BITS.items() if engine.get(k) in kinds
+    ]
+    if model != BUILT_IN or not narrow_kinds:
         return text
-    return f"{text} With {' and '.join(few)} most of its answers are wrong."
+    return f"{text} With {' and '.join(narrow_kinds)} most of its answers are wrong."
 
 
 def resolve_model(model: str) -> str:
@@ -93,10 +95,10 @@ def folder_of(model: str) -> Path:
     Raises ModelError.
     """
     name = resolve_model(model)
-    with ending_at_once():
+    with exiting_on_interrupt():
         name = str(find_gguf(name) or name)
-    doing = f"reading configuration and tokenizer of {model}"
-    with waiting(doing) if Path(name).suffix == ".gguf" else ending_at_once():
+    message = f"reading configuration and tokenizer of {model}"
+    with waiting(message) if Path(name).suffix == ".gguf" else exiting_on_interrupt():
         return find_folder(name)
 
 
@@ -167,7 +169,7 @@ def check_adapter(adapter: Path, model: Path) -> None:
 
 
 @contextmanager
-def ending_at_once() -> Iterator[None]:
+def exiting_on_interrupt() -> Iterator[None]:
     """Let Ctrl-C end the process while something is downloaded.
 
     As an exception it would wait for the hub's threads, which may have gigabytes to go. The hub's
@@ -181,8 +183,8 @@ def ending_at_once() -> Iterator[None]:
                 if (path := handle.readlink()).suffix == ".incomplete":
                     has_parts = True
                     path.unlink()
-        rest = "; the files that are whole are kept" if has_parts else ""
-        click.echo(f"\nheadstart: interrupted{rest}", err=True)
+        suffix = "; the files that are whole are kept" if has_parts else ""
+        click.echo(f"\nheadstart: interrupted{suffix}", err=True)
         os._exit(128 + number)
 
     with handling(end, signal.SIGINT):

@@ -136,9 +136,9 @@ class GroupedCommand(click.Command):
         options = [option for command in commands for option in command.params]
         names = {str(o.envvar) for o in options if isinstance(o, GroupedOption)} | _OF_NO_FLAG
         for name in sorted(os.environ.keys() - names):
-            near = get_close_matches(name, names, n=1, cutoff=0.87)
-            if near and name.startswith(_PREFIX):
-                note(f"{name} in the environment is not read; the nearest is {near[0]}")
+            matches = get_close_matches(name, names, n=1, cutoff=0.87)
+            if matches and name.startswith(_PREFIX):
+                note(f"{name} in the environment is not an option; did you mean {matches[0]}")
         return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -225,7 +225,7 @@ def check_engine(options: Mapping[str, Any]) -> dict[str, Any]:
     return engine
 
 
-def chat_sampling(given: Mapping[str, Any], folder: Path) -> SamplingParams:
+def chat_sampling(values: Mapping[str, Any], folder: Path) -> SamplingParams:
     """Return sampling for a chat: given values, then the model's own, then ours.
 
     The model's values are those of its generation_config.json, which loading has checked.
@@ -233,12 +233,14 @@ def chat_sampling(given: Mapping[str, Any], folder: Path) -> SamplingParams:
     """
     file = folder / "generation_config.json"
     content = read_json(file) if file.is_file() else {}
-    own = {name: content[name] for name in _MODEL_SAMPLING if content.get(name) is not None}
+    model_values = {
+        name: content[name] for name in _MODEL_SAMPLING if content.get(name) is not None
+    }
     if content.get("do_sample") is False:
-        own = {"temperature": 0.0}
-    elif own.keys() - {"repetition_penalty"}:
-        own = {"temperature": 1.0, "top_p": 1.0, **own}
-    return SamplingParams(**{**CHAT_SAMPLING, **own, **given})
+        model_values = {"temperature": 0.0}
+    elif model_values.keys() - {"repetition_penalty"}:
+        model_values = {"temperature": 1.0, "top_p": 1.0, **model_values}
+    return SamplingParams(**{**CHAT_SAMPLING, **model_values, **values})
 
 
 def parse_sampling(name: str, text: str) -> dict[str, Any]:
@@ -268,8 +270,8 @@ def check_sampling_name(name: str) -> str:
     """Return the field of SamplingParams of this name. Raises RequestError."""
     field = name.replace("-", "_").lower()
     if field not in SAMPLING_FLAGS:
-        near = get_close_matches(field, SAMPLING_FLAGS, n=1, cutoff=0.7)
-        hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(SAMPLING_FLAGS)}"
+        matches = get_close_matches(field, SAMPLING_FLAGS, n=1, cutoff=0.7)
+        hint = f"did you mean {matches[0]}?" if matches else f"allowed: {', '.join(SAMPLING_FLAGS)}"
         raise RequestError(f"{describe(name)} cannot be set; {hint}")
     return field
 
@@ -279,8 +281,8 @@ def _flag(field: Field[Any], hint: object, default: Any) -> Callable[[Command], 
     kind = _click_type(hint)
     help_text = field.metadata.get("help", "")
     if default not in (MISSING, None, ()):
-        shown = ("off", "on")[default] if kind is bool else default
-        help_text = f"{help_text}  [default: {shown}]".strip()
+        default_text = ("off", "on")[default] if kind is bool else default
+        help_text = f"{help_text}  [default: {default_text}]".strip()
     group = next((group for group, names in _GROUPS.items() if field.name in names), INTERNALS)
     settings: dict[str, Any] = {"cls": GroupedOption, "help": help_text, "group": group}
     if kind is bool:
@@ -305,7 +307,7 @@ class _Count(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no suc
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         number = read_value(value) if isinstance(value, str) else value
         if type(number) is not int:
-            self.fail(f"{shorten(repr(value))}; allowed: a whole number, as 4096, 4k or 4K")
+            self.fail(f"{shorten(repr(value))}; allowed: a whole number, such as 4096, 4k or 4K")
         return number
 
 
@@ -349,9 +351,9 @@ class ServeCommand(GroupedCommand):
         """Parse both kinds of flags. Raises ConfigError for an unknown or unsupported flag."""
         if ctx.resilient_parsing:  # a shell completes what is half typed
             return super().parse_args(ctx, args)
-        typed, rest = _read(args)
-        filed, more = self._read_file(ctx, typed, rest)
-        left = super().parse_args(ctx, [*more, *rest])
+        typed, others = _read(args)
+        filed, file_arguments = self._read_file(ctx, typed, others)
+        left = super().parse_args(ctx, [*file_arguments, *others])
         values = read_names({**filed, **typed}, _VLLM_OPTIONS, _spell)
         first, *aliases = values.pop("served_model_name", [None])
         adapters = tuple(map(_read_module, values.pop("lora_modules", ())))
@@ -359,29 +361,30 @@ class ServeCommand(GroupedCommand):
         for name, is_given in (("adapters", bool(adapters)), ("max_images", has_limit)):
             if is_given and ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
                 ctx.params[name] = () if name == "adapters" else None  # not the environment's
-        ours = _as_ours(values if first is None else values | {"served_model_name": first})
-        for theirs, name in _OUR_NAMES.items():
+        options = _as_ours(values if first is None else values | {"served_model_name": first})
+        for vllm_name, name in _OUR_NAMES.items():
             is_typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-            if is_typed and name in ours and ctx.params[name] != ours[name]:
-                our_flag, their_flag = map(_spell, (name, theirs))
+            if is_typed and name in options and ctx.params[name] != options[name]:
+                our_flag, their_flag = map(_spell, (name, vllm_name))
                 raise ConfigError(
-                    f"{our_flag} is {describe(ctx.params[name])}, and {describe(ours[name])} by "
+                    f"{our_flag} is {describe(ctx.params[name])}, and {describe(options[name])} by "
                     f"{their_flag}; allowed: one of the two"
                 )
-        ctx.params |= ours
+        ctx.params |= options
         ctx.params["adapters"] += adapters
         ctx.params["model_alias"] += tuple(aliases)
-        alone, model = ctx.params.pop("model_tag"), typed.get("model")
-        if alone is not None:  # as in `vllm serve MODEL`
-            if model not in (None, alone):
+        positional, model = ctx.params.pop("model_tag"), typed.get("model")
+        if positional is not None:  # as in `vllm serve MODEL`
+            if model not in (None, positional):
                 raise ConfigError(
-                    f"the model is {describe(alone)} and --model {describe(model)}; allowed: one"
+                    f"the model is {describe(positional)} and --model {describe(model)}; allowed: "
+                    "one"
                 )
-            ctx.params["model"] = alone
+            ctx.params["model"] = positional
         return left
 
     def _read_file(
-        self, ctx: click.Context, typed: Mapping[str, Any], rest: list[str]
+        self, ctx: click.Context, typed: Mapping[str, Any], arguments_left: list[str]
     ) -> tuple[dict[str, Any], list[str]]:
         """Return `_read` of the file that --config names, without the options that are typed."""
         if not typed.get("config"):
@@ -393,8 +396,10 @@ class ServeCommand(GroupedCommand):
                 lists |= {_field(flag) for flag in option.opts}
             if option.type.name == "boolean":
                 switches |= {*option.opts, *option.secondary_opts}
-        own, *_ = self.make_parser(ctx).parse_args([*rest])
-        present = {_SAME.get(name, name) for name in typed if _is_given(name, typed)} | own.keys()
+        click_values, *_ = self.make_parser(ctx).parse_args([*arguments_left])
+        present = {
+            _SAME.get(name, name) for name in typed if _is_given(name, typed)
+        } | click_values.keys()
         entries = _read_config(typed["config"], {_field(flag) for flag in switches}, lists)
         entries = [entry for entry in entries if _SAME.get(entry[0], entry[0]) not in present]
         return _read([argument for _, arguments in entries for argument in arguments])
@@ -417,8 +422,8 @@ class _Parser(FlexibleArgumentParser):
 
 def _read(args: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the values of vLLM's flags, and the other arguments."""
-    values, rest = _parser().parse_known_args(args)
-    return vars(values), rest
+    values, others = _parser().parse_known_args(args)
+    return vars(values), others
 
 
 @cache
@@ -435,30 +440,28 @@ def _read_config(
     switches: fields without a value; lists: those that may be given several times. An error does
     not quote the file, which may hold a key. Raises ConfigError.
     """
-    yaml, wrong = load_module("yaml"), f"--config is {describe(path)};"
+    yaml, prefix = load_module("yaml"), f"--config is {describe(path)};"
     try:
         text = Path(path).expanduser().read_text("utf-8")
         # Scalars are passed on as they are written, as on a command line: 0123 is no 83.
         content, written = yaml.safe_load(text), yaml.load(text, yaml.BaseLoader)
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{wrong} {error}") from None
+        raise ConfigError(f"{prefix} {error}") from None
     except (yaml.YAMLError, ValueError, TypeError) as error:
         mark = getattr(error, "problem_mark", None)
-        where = "it" if mark is None else f"line {mark.line + 1}"
-        raise ConfigError(f"{wrong} {where} is not valid YAML") from None
+        location = "it" if mark is None else f"line {mark.line + 1}"
+        raise ConfigError(f"{prefix} {location} is not valid YAML") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{wrong} it is no mapping of flags")
+        raise ConfigError(f"{prefix} it is not a mapping of flags")
     entries = []
     pairs = zip(content.items(), written.values(), strict=True)
     for number, ((name, value), texts) in enumerate(pairs, start=1):
         match = _FLAG.fullmatch(name) if isinstance(name, str) else None
         if match is None:
-            raise ConfigError(
-                f"{wrong} entry {number} in it has no name of a flag, such as max-model-len"
-            )
+            raise ConfigError(f"{prefix} entry {number} has no flag name such as max-model-len")
         field = match[1].replace("-", "_")
         if field == "config":
-            raise ConfigError(f"{wrong} it names another file; allowed: one")
+            raise ConfigError(f"{prefix} it contains --config; allowed: one file")
         if value is None:
             continue
         if isinstance(value, bool) and field in switches:
@@ -467,7 +470,7 @@ def _read_config(
         if not (isinstance(value, list) and field in lists):
             value, texts = [value], [texts]
         if None in value:
-            raise ConfigError(f"{wrong} an item of {name} in it has no value")
+            raise ConfigError(f"{prefix} an item of {name} has no value")
         is_json = match[2] is not None  # such as default-chat-template-kwargs.enable_thinking
         arguments = [
             json.dumps(item, default=str) if is_json or isinstance(item, dict | list) else text
@@ -487,20 +490,20 @@ def _is_given(name: str, values: Mapping[str, Any]) -> bool:
 
 def _as_ours(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the server and its engine by our names; other engine options stay."""
-    ours = {name: value for name, value in values.items() if name not in ("config", *_OUR_NAMES)}
-    theirs = {name: values[name] for name in _OUR_NAMES if _is_given(name, values)}
-    if theirs.pop("disable_uvicorn_access_log", False):
-        ours["log_format"] = "off"
-    if (origins := theirs.pop("allowed_origins", None)) is not None:
+    options = {name: value for name, value in values.items() if name not in ("config", *_OUR_NAMES)}
+    vllm_options = {name: values[name] for name in _OUR_NAMES if _is_given(name, values)}
+    if vllm_options.pop("disable_uvicorn_access_log", False):
+        options["log_format"] = "off"
+    if (origins := vllm_options.pop("allowed_origins", None)) is not None:
         if not isinstance(origins, list) or not all(isinstance(text, str) for text in origins):
             raise ConfigError(
                 f"--allowed-origins is {describe(origins)}; allowed: a list in JSON, such as "
                 """'["https://a.example"]'"""
             )
-        ours["cors_origin"] = ",".join(origins) or None
-    if "api_key" in ours:
-        ours["api_key"] = tuple(ours["api_key"])
-    return ours | {_OUR_NAMES[name]: value for name, value in theirs.items()}
+        options["cors_origin"] = ",".join(origins) or None
+    if "api_key" in options:
+        options["api_key"] = tuple(options["api_key"])
+    return options | {_OUR_NAMES[name]: value for name, value in vllm_options.items()}
 
 
 def _read_module(text: str) -> str:
@@ -511,7 +514,7 @@ def _read_module(text: str) -> str:
         module = json.loads(text)
         name, path = module["name"], module["path"]
         if not isinstance(name, str) or not isinstance(path, str) or "=" in name:
-            raise ValueError("no texts, or a name that NAME=PATH cannot have")
+            raise ValueError("name and path must be texts, and name without =")
         return f"{name}={path}"
     except (ValueError, RecursionError, KeyError) as error:
         raise ConfigError(

@@ -59,10 +59,12 @@ class PoolPicture:
     def _scan(self, owner: int) -> list[str]:
         states = []
         for index, (state, content) in enumerate(self._manager.picture()):
-            before = self._contents[index]
+            old_content = self._contents[index]
             if state is BlockState.EMPTY:
                 self._owners[index] = None
-            elif self._owners[index] is None or (before is not None and before is not content):
+            elif self._owners[index] is None or (
+                old_content is not None and old_content is not content
+            ):
                 self._owners[index] = owner
             self._contents[index] = content
             states.append(SIGNS[state])

@@ -82,7 +82,7 @@ def replay(trace: str, **options: Any) -> None:
         if plot.suffix.lower() != ".svg":
             raise ConfigError(f"--plot is {plot}; allowed: a file whose name ends in .svg")
         if not plot.parent.is_dir():
-            raise ConfigError(f"--plot is {plot}, and {plot.parent} is no folder")
+            raise ConfigError(f"--plot is {plot}, and {plot.parent} is not a folder")
     speed = take_options(options, SpeedModel)
     workload = _open(as_typed(trace), options)
     fleet = Fleet(
@@ -122,9 +122,11 @@ def _open(name: str, options: Mapping[str, Any]) -> Trace:
     elif Path(name).is_file():
         trace = read_trace(Path(name))
     else:
-        near = get_close_matches(name, WORKLOADS, 1, 0.7)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{name} is no file; allowed: a trace, or {', '.join(WORKLOADS)}{hint}")
+        matches = get_close_matches(name, WORKLOADS, 1, 0.7)
+        hint = f"; did you mean {matches[0]}?" if matches else ""
+        raise ConfigError(
+            f"{name} is not a file; allowed: a trace, or {', '.join(WORKLOADS)}{hint}"
+        )
     trace = trace.copied(options["copies"])
     if options["speed"] != 1:
         trace = trace.faster(options["speed"])

@@ -108,16 +108,16 @@ class WrappingWriter(RawWriter):
 
     def _wrap(self, text: str) -> Iterator[str]:
         """Yield words and the spaces before them, without spaces where a line ends."""
-        for piece in re.findall(r"\n| +|[^ \n]+", text):
-            if piece == "\n":
+        for part in re.findall(r"\n| +|[^ \n]+", text):
+            if part == "\n":
                 self._column, self._spaces = 0, ""
-            elif piece.isspace():
-                self._spaces += piece
+            elif part.isspace():
+                self._spaces += part
                 continue
-            elif self._column and self._column + cell_len(self._spaces + piece) > self._width:
-                self._column, self._spaces = cell_len(piece), ""
-                piece = f"\n{piece}"
+            elif self._column and self._column + cell_len(self._spaces + part) > self._width:
+                self._column, self._spaces = cell_len(part), ""
+                part = f"\n{part}"
             else:
-                piece, self._spaces = self._spaces + piece, ""
-                self._column += cell_len(piece)
-            yield piece
+                part, self._spaces = self._spaces + part, ""
+                self._column += cell_len(part)
+            yield part

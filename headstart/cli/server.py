@@ -50,7 +50,7 @@ def run_server(
     with waiting("importing the server"):
         launch = _import_optional("headstart.server.launch", extra)
     for name in adapters.keys() & {options.served_model_name or model, *options.model_alias}:
-        raise ConfigError(f"adapter is {name!r}, as the model is; allowed: another name")
+        raise ConfigError(f"adapter is {name!r}, which is the model's name; allowed: another name")
     prefixes = launch.read_prefixes(options.public_prefix)
     tracer = launch.open_tracer(options.otlp_traces_endpoint, options.served_model_name or model)
     with ExitStack() as stack:
@@ -74,12 +74,12 @@ def run_server(
                 check_adapter(folder, folder_of(model))
             if tracer is not None:
                 stack.enter_context(closing(tracer))
-            more = {}
+            extra_options = {}
             if replicas.is_wanted:
                 address.shows_pool = False
                 cluster = _open_replicas(model, engine, replicas, options.drain_seconds)
                 llm = stack.enter_context(closing(cluster)).llm
-                more["cache_api"] = load_module("headstart.cluster.serving.llm").router
+                extra_options["cache_api"] = load_module("headstart.cluster.serving.llm").router
             else:
                 with waiting(announce(model, engine)):
                     make = load_module("headstart.frontend.async_llm").AsyncLLM
@@ -91,7 +91,7 @@ def run_server(
             for name, folder in adapters.items():
                 asyncio.run(llm.load_adapter(name, folder))
             launch.publish(llm, prefixes)
-            app = launch.create_app(llm, model, options, tenants, tracer=tracer, **more)
+            app = launch.create_app(llm, model, options, tenants, tracer=tracer, **extra_options)
         launch.serve(app, socket, address.show)
     note("Stopped.")
 
@@ -123,7 +123,7 @@ def _check_speech(
     }
     for name, is_given in refused.items():
         if is_given:
-            raise ConfigError(f"{name} is given; allowed with a model that speaks: none")
+            raise ConfigError(f"{name} is set; allowed: not with a model that generates speech")
 
 
 def _open_replicas(

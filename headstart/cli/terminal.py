@@ -61,8 +61,8 @@ def prepare_streams() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        narrow = sys.stdin.encoding.lower() in ("ascii", "us-ascii", "ansi_x3.4-1968")
-        encoding = "utf-8" if narrow else sys.stdin.encoding
+        is_ascii = sys.stdin.encoding.lower() in ("ascii", "us-ascii", "ansi_x3.4-1968")
+        encoding = "utf-8" if is_ascii else sys.stdin.encoding
         sys.stdin.reconfigure(encoding=encoding, errors="strict")
 
 
@@ -89,7 +89,7 @@ def as_typed(argument: str) -> str:
     except UnicodeDecodeError as error:
         raise RequestError(f"a prompt is not UTF-8 text: {error.reason}") from error
     except UnicodeEncodeError as error:
-        raise RequestError(f"a prompt is no text: {error.reason}") from error
+        raise RequestError(f"a prompt is not text: {error.reason}") from error
 
 
 def note(text: str, indent: str = "", *, in_parts: bool = False) -> None:
@@ -140,11 +140,11 @@ def _fit(text: str, stream: TextIO, indent: str = "") -> str:
 def handling(handler: Callable[[int, FrameType | None], object], *signals: int) -> Iterator[None]:
     """Handle signals for a while; outside of the main thread their handlers stay."""
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handler) for number in signals if is_main}
+    old_handlers = {number: signal.signal(number, handler) for number in signals if is_main}
     try:
         yield
     finally:
-        for number, previous in before.items():
+        for number, previous in old_handlers.items():
             signal.signal(number, previous)
 
 
@@ -164,13 +164,17 @@ def _changed_terminal(change: Callable[[int], int]) -> Iterator[None]:
     if not _has_keyboard():
         yield
         return
-    before = termios.tcgetattr(sys.stdin)
+    old_settings = termios.tcgetattr(sys.stdin)
     try:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, [*before[:3], change(before[3]), *before[4:]])
+        termios.tcsetattr(
+            sys.stdin,
+            termios.TCSANOW,
+            [*old_settings[:3], change(old_settings[3]), *old_settings[4:]],
+        )
         yield
     finally:
         if _has_keyboard():
-            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, old_settings)
 
 
 def _has_keyboard() -> bool:
@@ -222,13 +226,13 @@ def show_bytes(size: float) -> str:
     return f"{size / 1000**power:.1f} {'KMGT'[power - 1]}B"
 
 
-def count(number: int, what: str) -> str:
+def count(number: int, noun: str) -> str:
     """Return a number of things.
 
     >>> count(1, "turn"), count(1200, "turn")
     ('1 turn', '1,200 turns')
     """
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def cached_share(output: RequestOutput) -> str:
@@ -245,10 +249,10 @@ def figures(output: RequestOutput) -> str:
         end = f"empty reply, {end}"
     loaded = "".join(f", {number:,} from {tier}" for tier, number in output.loaded_tokens.items())
     each = metrics.time_per_token  # None for a reply of one token
-    rest = "" if each is None else f", then {duration(each)} each"
+    pace = "" if each is None else f", then {duration(each)} each"
     return (
         f"[prompt {len(output.prompt_token_ids):,} tokens, cached {cached_share(output)}{loaded} · "
-        f"first token {duration(metrics.time_to_first_token)}{rest} · {end}]"
+        f"first token {duration(metrics.time_to_first_token)}{pace} · {end}]"
     )
 
 
@@ -267,10 +271,10 @@ def draw_svg(parts: Iterable[RenderableType], title: str) -> str:
 
 
 @contextmanager
-def waiting(doing: str | Callable[[float], str]) -> Iterator[None]:
+def waiting(message: str | Callable[[float], str]) -> Iterator[None]:
     """Show a line on stderr, in terminals only, until the block ends.
 
-    doing: a text, behind which the time is shown; or a function of the seconds since the start.
+    message: a text, after which the time is shown; or a function of the seconds since the start.
     """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
@@ -280,7 +284,7 @@ def waiting(doing: str | Callable[[float], str]) -> Iterator[None]:
 
     def line() -> Text:
         elapsed = time.perf_counter() - start
-        text = f"{doing}: {duration(elapsed)}" if isinstance(doing, str) else doing(elapsed)
+        text = f"{message}: {duration(elapsed)}" if isinstance(message, str) else message(elapsed)
         return Text(text if elapsed >= _PATIENCE else "", style="dim")
 
     live = Live(get_renderable=line, console=console, transient=True, redirect_stdout=False)
@@ -289,13 +293,13 @@ def waiting(doing: str | Callable[[float], str]) -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar on stderr, in terminals only; yields a function for what is done, of how many."""
     console = Console(stderr=True, highlight=False)
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     disable = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=disable) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

@@ -37,7 +37,7 @@ from headstart.engine.step import Batch, StepResult
 from headstart.errors import EngineError, HeadstartError, engine_error
 from headstart.frontend.frontend import make_frontend
 from headstart.omni.output_cache import OutputCache
-from headstart.omni.rows import Part, StageRows, TierRows
+from headstart.omni.rows import ScheduledRows, StageRows, TierRows
 from headstart.omni.stage import (
     TOKENS,
     Chunk,
@@ -300,22 +300,22 @@ class EngineStage(Stage):
         self._feeder = feeder
         self._deterministic = config.deterministic
         used = cache if caching else None
-        place = used.place(spec.name) if used is not None else spec.name
+        store_name = used.place(spec.name) if used is not None else spec.name
         self.rows = StageRows(
-            place, config.block_size, spec.gives, used, find_outputs=spec.find_outputs
+            store_name, config.block_size, spec.gives, used, find_outputs=spec.find_outputs
         )
         self.kept_rows: TierRows | None = None
         self._is_named = caching
         if caching and (config.kept_folder or config.remote_cache):
             if used is None or spec.find_outputs:
                 _LOG.warning(
-                    "stage %r keeps nothing on disk: its outputs are not declared", spec.name
+                    "stage %r stores nothing on disk, as its outputs are not declared", spec.name
                 )
                 config = replace(config, cache_dir=None, remote_cache=None)
                 self._is_named = False
             else:
                 like = decoder.outputs_of_one()
-                self.kept_rows = TierRows(spec, config.block_size, like, used, place)
+                self.kept_rows = TierRows(spec, config.block_size, like, used, store_name)
         self._states: dict[str, _State] = {}
         self._events: list[Event] = []
         self.engine = EngineCore.of_model(decoder, tokenizer, config, self)
@@ -402,7 +402,9 @@ class EngineStage(Stage):
         self.rows.admitted(request.sequence, num_cached_tokens)
 
     def computed(self, batch: Batch) -> None:
-        parts = [Part(part.request.sequence, part.start, part.stop) for part in batch.scheduled]
+        parts = [
+            ScheduledRows(part.request.sequence, part.start, part.stop) for part in batch.scheduled
+        ]
         names = {part.request.sequence: part.request.group.request_id for part in batch.scheduled}
         outputs = self._join(parts, self._decoder.take_passes())
         self.ran(batch, outputs)
@@ -469,7 +471,7 @@ class EngineStage(Stage):
         length = len(sequence.token_ids)
         self._events.append(StageStarted(request_id, length, manager.block_size, names))
 
-    def _join(self, parts: list[Part], passes: list[HostCopy]) -> Mapping[str, Tensor]:
+    def _join(self, parts: list[ScheduledRows], passes: list[HostCopy]) -> Mapping[str, Tensor]:
         """Concatenate a step's outputs to one tensor each, on the host.
 
         In deterministic mode a step has many passes, each a whole block of one sequence; only the
@@ -478,7 +480,7 @@ class EngineStage(Stage):
         if not self._deterministic:
             return passes[0].wait()
         size = self.engine.manager.block_size
-        pieces: dict[str, list[Tensor]] = {}
+        columns: dict[str, list[Tensor]] = {}
         remaining = iter(passes)
         for part in parts:
             for start in range(part.start // size * size, part.stop, size):
@@ -486,8 +488,8 @@ class EngineStage(Stage):
                 stop = min(part.stop - start, size)
                 for name, rows in next(remaining).wait().items():
                     ratio = len(rows) // size
-                    pieces.setdefault(name, []).append(rows[first * ratio : stop * ratio])
-        return {name: torch.cat(rows) for name, rows in pieces.items()}
+                    columns.setdefault(name, []).append(rows[first * ratio : stop * ratio])
+        return {name: torch.cat(rows) for name, rows in columns.items()}
 
     def _deliver(self, group: RequestGroup, error: EngineError | None) -> None:
         request_id = group.request_id

@@ -43,7 +43,7 @@ class OmniStages:
 
     def __init__(self, model: OmniModel, folder: str | Path, cache: OutputCache) -> None:
         if not model.voices:
-            raise DamagedModelError(f"{folder} names no voices (speaker_id)")
+            raise DamagedModelError(f"{folder} has no voices (speaker_id)")
         self.model = model
         self._cache = cache
         self._encoded = ContentCache(cache, "encoder")
@@ -62,10 +62,15 @@ class OmniStages:
         features = read_features(inputs.get("features", {}))
         images = [as_rgb(image) for image in as_items(inputs.get("images", []))]
         sounds = as_items(inputs.get("audio", []))
-        for name, made in (("audio", media.hear(sounds)), ("images", media.see(images))):
-            if made.keys() & features.keys():
-                raise RequestError(f"the prompt has {name}, and features of {name}; give one")
-            features |= made
+        for name, encoded_items in (
+            ("audio", media.encode_audio(sounds)),
+            ("images", media.encode_images(images)),
+        ):
+            if encoded_items.keys() & features.keys():
+                raise RequestError(
+                    f"the prompt has {name}, and features of {name}; allowed: one of them"
+                )
+            features |= encoded_items
         token_ids, placed = media.place(text.token_ids, features)
         items, rows = [], []
         for item in placed:
@@ -108,5 +113,5 @@ class OmniStages:
         """Return the voice of a request, by default the first. Raises RequestError."""
         name = request.options.get("talker", {}).get("voice") or self.voices[0]
         if name not in self.voices:
-            raise RequestError(f"there is no voice {name!r}; there are {', '.join(self.voices)}")
+            raise RequestError(f"there is no voice {name!r}; allowed: {', '.join(self.voices)}")
         return str(name)

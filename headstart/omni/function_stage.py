@@ -36,7 +36,7 @@ from headstart.omni.stage import (
 )
 
 
-class Job(NamedTuple):
+class StageCall(NamedTuple):
     """A function's arguments: the request, and each input's rows in order."""
 
     request: OmniRequest
@@ -52,10 +52,10 @@ class _State:
     keys: list[BlockKey] = field(default_factory=list)
     done: int = 0
 
-    def joined(self, taken: Input) -> Tensor:
-        parts = self.rows[taken]
+    def joined(self, source: Input) -> Tensor:
+        parts = self.rows[source]
         if len(parts) != 1:
-            self.rows[taken] = parts = [torch.cat(parts) if parts else torch.empty(0)]
+            self.rows[source] = parts = [torch.cat(parts) if parts else torch.empty(0)]
         return parts[0]
 
 
@@ -64,23 +64,25 @@ class _FunctionStage(Stage):
 
     def __init__(self, spec: StageSpec, cache: OutputCache | None) -> None:
         if spec.autoregressive:
-            raise ConfigError(f"stage {spec.name!r} is a function, and declared autoregressive")
+            raise ConfigError(
+                f"stage {spec.name!r} is a function and is declared autoregressive; allowed: false"
+            )
         self.spec = spec
         self._cache = cache if spec.enable_prefix_caching else None
         self._place = self._cache.place(spec.name) if self._cache is not None else spec.name
         self._states: dict[str, _State] = {}
 
     def open(self, request: OmniRequest) -> None:
-        rows: dict[Input, list[Tensor]] = {taken: [] for taken in self.spec.takes}
-        sources = {taken.stage for taken in self.spec.takes}
+        rows: dict[Input, list[Tensor]] = {source: [] for source in self.spec.takes}
+        sources = {source.stage for source in self.spec.takes}
         self._states[request.request_id] = _State(request, rows, sources)
 
     def feed(self, source: str, event: OutputEvent | StageStarted) -> None:
         state = self._states.get(event.request_id)
         if state is not None and isinstance(event, OutputEvent):
-            taken = Input(source, event.chunk.output)
-            if taken in state.rows:
-                state.rows[taken].append(event.chunk.rows)
+            entry = Input(source, event.chunk.output)
+            if entry in state.rows:
+                state.rows[entry].append(event.chunk.rows)
 
     def end_input(self, source: str, request_id: str) -> None:
         if request_id in self._states:
@@ -129,7 +131,9 @@ class _FunctionStage(Stage):
                 checked[output.name] = outputs[output.name].cpu()
                 output.check(checked[output.name], num_tokens)
             elif output.required:
-                raise EngineError(f"{output.name!r} was not given, which is declared")
+                raise EngineError(
+                    f"{output.name!r} is declared, and the function did not return it"
+                )
         return checked
 
 
@@ -143,8 +147,8 @@ class WholeStage(_FunctionStage):
     def __init__(
         self,
         spec: StageSpec,
-        function: Callable[[Job], Mapping[str, Tensor]],
-        identity: Callable[[Job], bytes | None] | None = None,
+        function: Callable[[StageCall], Mapping[str, Tensor]],
+        identity: Callable[[StageCall], bytes | None] | None = None,
         cache: OutputCache | None = None,
     ) -> None:
         super().__init__(spec, cache)
@@ -156,7 +160,7 @@ class WholeStage(_FunctionStage):
 
     def _run(self, state: _State) -> list[Event]:
         request, cache = state.request, self._cache
-        job = Job(request, {taken: state.joined(taken) for taken in state.rows})
+        job = StageCall(request, {source: state.joined(source) for source in state.rows})
         num_tokens = max((len(rows) for rows in job.inputs.values()), default=0)
         outputs, path = None, None
         digest = self._identity(job) if self._identity and cache is not None else None
@@ -209,7 +213,7 @@ class FramesStage(_FunctionStage):
     def __init__(self, spec: StageSpec, plan: FramesPlan, cache: OutputCache | None = None) -> None:
         super().__init__(spec, cache)
         if len(spec.takes) != 1 or len(spec.gives) != 1:
-            raise ConfigError(f"stage {spec.name!r}: frames are made of one input, into one output")
+            raise ConfigError(f"stage {spec.name!r}needs one input and one output to make frames")
         [self._codes], [self._output] = spec.takes, spec.gives
         if self._output.alignment.kind is not Kind.FRAMES:
             raise ConfigError(
@@ -241,9 +245,9 @@ class FramesStage(_FunctionStage):
 
     def _frames(self, state: _State, codes: Tensor, stop: int) -> Tensor:
         """Return the frames of codes `done` to `stop - 1`; caches a whole block."""
-        whole = stop - state.done == self._plan.block
+        is_whole = stop - state.done == self._plan.block
         index = len(state.keys)
-        if whole and self._cache is not None:
+        if is_whole and self._cache is not None:
             state.keys.append(BlockKey(content_bytes(codes[state.done : stop])))
             blocks = self._cache.find(self._path(state), index)
             if blocks:
@@ -254,7 +258,7 @@ class FramesStage(_FunctionStage):
         first = max(0, state.done // segment * segment - self._plan.context)
         rows = self._plan.function(state.request, codes[first:stop], state.done - first)
         [rows] = self._checked({self._output.name: rows}, stop - state.done).values()
-        if whole and self._cache is not None:
+        if is_whole and self._cache is not None:
             self._cache.put(self._path(state), index, {self._output.name: rows})
         return rows
 

@@ -35,7 +35,7 @@ _FLOATS = ("input_features", "pixel_values")
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedItem:
     """One audio or image in a prompt.
 
     offset, length: of its placeholders, in tokens. content: its features.
@@ -83,7 +83,7 @@ class Media:
         """Samples per second of sounds. Raises ModelError without a feature extractor."""
         return int(self._extractor.sampling_rate)
 
-    def hear(self, sounds: Sequence[Any]) -> dict[str, Tensor]:
+    def encode_audio(self, sounds: Sequence[Any]) -> dict[str, Tensor]:
         """Return features of sounds, arrays `[samples]` at the extractor's rate.
 
         Raises RequestError for an invalid sound, ModelError without a feature extractor.
@@ -112,7 +112,7 @@ class Media:
             "feature_attention_mask": mask[:, :longest],
         }
 
-    def see(self, images: Sequence[Any]) -> dict[str, Tensor]:
+    def encode_images(self, images: Sequence[Any]) -> dict[str, Tensor]:
         """Return features of Pillow images or arrays. Opens and fetches no files.
 
         Raises RequestError for an invalid image, ModelError without an image processor.
@@ -133,7 +133,7 @@ class Media:
 
     def place(
         self, token_ids: Sequence[int], features: Mapping[str, Tensor]
-    ) -> tuple[list[int], list[Placed]]:
+    ) -> tuple[list[int], list[PlacedItem]]:
         """Return the prompt with one placeholder per embedding, and its items in order.
 
         A prompt has one placeholder per item, or all of them. Raises RequestError if items and
@@ -162,7 +162,7 @@ class Media:
                 run = positions[start : start + length]
                 if run and run[-1] - run[0] >= length:
                     raise RequestError(f"{kind} placeholders from token {run[0]} on have a gap")
-                placed.append(Placed(kind, run[0], length, content))
+                placed.append(PlacedItem(kind, run[0], length, content))
                 start += length
         return expanded, sorted(placed, key=lambda item: item.offset)
 
@@ -174,20 +174,20 @@ class Media:
         mask = features.get(names[1])
         if mask is None or mask.shape != (sounds, frames) or not ((mask == 0) | (mask == 1)).all():
             raise RequestError(
-                "input_features [sounds, mels, frames] come with a feature_attention_mask "
+                "input_features [sounds, mels, frames] need a feature_attention_mask "
                 "[sounds, frames] of zeros and ones"
             )
         counts = mask.sum(-1)
         lengths = self._sound_lengths(counts).tolist()
         if min(lengths, default=1) < 1:
-            raise RequestError(f"a sound of {int(counts.min())} frames is too short to be heard")
+            raise RequestError(f"a sound of {int(counts.min())} frames is too short")
         return lengths, [{name: features[name][i : i + 1] for name in names} for i in range(sounds)]
 
     def _images(self, features: Mapping[str, Tensor]) -> tuple[list[int], list[dict[str, Tensor]]]:
         if "pixel_values" not in features:
             return [], []
         if "image_grid_thw" not in features:
-            raise RequestError("pixel_values come with an image_grid_thw")
+            raise RequestError("pixel_values need an image_grid_thw")
         grids = features["image_grid_thw"]
         side = self._merge_size
         if grids.shape[-1] != 3 or (grids < 1).any() or (grids[:, 1:] % side).any():
@@ -201,10 +201,10 @@ class Media:
                 f"the image grids make {sum(patches)} patches; "
                 f"pixel_values have {len(features['pixel_values'])}"
             )
-        pieces = torch.split(features["pixel_values"], patches)
+        patch_groups = torch.split(features["pixel_values"], patches)
         contents = [
-            {"pixel_values": piece, "image_grid_thw": grids[i : i + 1]}
-            for i, piece in enumerate(pieces)
+            {"pixel_values": group, "image_grid_thw": grids[i : i + 1]}
+            for i, group in enumerate(patch_groups)
         ]
         return [count // side**2 for count in patches], contents
 
@@ -229,7 +229,9 @@ def read_features(values: object) -> dict[str, Tensor]:
     features = {}
     for name, value in values.items():
         if name not in _AXES:
-            raise RequestError(f"the model takes no {describe(name)}; it takes {', '.join(_AXES)}")
+            raise RequestError(
+                f"features have the key {describe(name)}; allowed: {', '.join(_AXES)}"
+            )
         axes, floats = ", ".join(_AXES[name]), name in _FLOATS
         if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
             value = torch.as_tensor(value)

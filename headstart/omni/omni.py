@@ -170,14 +170,14 @@ class Omni:
             if set(prompt) - {*_TEXT, *_MEDIA} or not set(prompt) & set(_TEXT):
                 raise RequestError(
                     f"the prompt has the keys {describe(list(prompt))}; allowed: 'prompt' or "
-                    "'prompt_token_ids', and beside it 'audio' and 'images', or 'features'"
+                    "'prompt_token_ids', and optionally 'audio' and 'images', or 'features'"
                 )
             media = {key: prompt[key] for key in _MEDIA if prompt.get(key) is not None}
             prompt = {key: prompt[key] for key in _TEXT if key in prompt}
         spoken = self._stages.prepare(self._inputs.process(prompt), media, salt)
         sampling = {"thinker": params.text or self.text_params, "talker": params.speech}
         if any(each is not None and each.n != 1 for each in sampling.values()):
-            raise RequestError("a spoken answer is one answer: n must be 1")
+            raise RequestError("n is above 1; allowed: 1 for a spoken answer")
         voice = {} if params.voice is None else {"voice": params.voice}
         request = OmniRequest(
             request_id=f"omni-{next(self._names)}",
@@ -288,5 +288,5 @@ def _load(model: str | Path, dtype: str, device: str, cache: OutputCache) -> Omn
             return Qwen3Stages(Qwen3Omni(folder, dtype, device), folder, cache)
         case kind:
             raise UnsupportedModelError(
-                f"model_type {kind!r} is no omni model; there are {' and '.join(OMNI_TYPES)}"
+                f"model_type {kind!r} is not an omni model; allowed: {' and '.join(OMNI_TYPES)}"
             )

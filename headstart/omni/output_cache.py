@@ -139,17 +139,17 @@ class OutputCache:
         path: BlockPath,
         index: int,
         rows: Mapping[str, Tensor],
-        needed: Collection[str] | None = None,
+        required: Collection[str] | None = None,
     ) -> None:
         """Store a copy of a stage's outputs for block `index` of the path: by name, `[rows, ...]`.
 
-        The rows must be complete in host memory. needed: the outputs that a request must get to
+        The rows must be complete in host memory. required: the outputs that a request must get to
         skip this block; by default those in `rows`. While one of them is missing the block is no
         hit. An existing entry is not replaced; rows that are not finite are not stored, nor rows
         that do not fit next to the blocks before this one. Call `touch` at the end of a prefix.
         """
         node = self._make(path, index)
-        node.needed = frozenset(rows if needed is None else needed)
+        node.needed = frozenset(rows if required is None else required)
         for name, tensor in rows.items():
             if name in node.rows:
                 self._order.move_to_end((node, name))
@@ -197,8 +197,8 @@ class OutputCache:
                 sizes_of_rows[node, name] = rows.nbytes + ENTRY_BYTES
                 assert rows.untyped_storage().nbytes() == rows.nbytes, "rows hold more than theirs"
         assert sizes_of_rows == dict(self._order), "the order is not that of the rows"
-        counted = sum(node.nbytes for node in self._nodes())
-        assert self._bytes == counted, "the bytes are counted wrong"
+        total = sum(node.nbytes for node in self._nodes())
+        assert self._bytes == total, "the bytes are counted wrong"
 
     def _nodes(self) -> list[_Node]:
         nodes: list[PrefixNode] = [*self._tree.roots()]

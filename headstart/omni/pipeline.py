@@ -92,8 +92,8 @@ class Graph:
         """Build the pipeline. Raises ConfigError, after closing the stages already made."""
         unknown = sorted({node.kind for node in self.nodes} - factories.keys())
         if unknown:
-            raise ConfigError(f"no factory makes a {unknown[0]!r}; there are {sorted(factories)}")
-        taken = {*self.collects, *(source for node in self.nodes for source in node.spec.takes)}
+            raise ConfigError(f"the stage kind is {unknown[0]!r}; allowed: {sorted(factories)}")
+        sources = {*self.collects, *(source for node in self.nodes for source in node.spec.takes)}
         stages: list[Stage] = []
         try:
             for node in self.nodes:
@@ -103,7 +103,7 @@ class Graph:
                         output
                         for output in spec.gives
                         if not output.alignment.is_by_token
-                        or Input(spec.name, output.name) in taken
+                        or Input(spec.name, output.name) in sources
                     )
                     node = replace(node, spec=replace(spec, gives=gives))
                 stages.append(factories[node.kind](node))
@@ -121,11 +121,11 @@ def read_graph(text: str) -> Graph:
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the pipeline is no TOML: {error}") from error
+        raise ConfigError(f"the pipeline is not TOML: {error}") from error
     _check_keys(content, {"collects", "stages"}, "a pipeline")
     stages = content.get("stages")
     if not isinstance(stages, dict) or not stages:
-        raise ConfigError("a pipeline has a table [stages.NAME] for each of its stages")
+        raise ConfigError("the pipeline has no stages; allowed: a table [stages.NAME] for each")
     nodes = tuple(_node(name, table) for name, table in stages.items())
     return Graph(nodes, _inputs(content.get("collects", []), "the pipeline"))
 
@@ -159,7 +159,7 @@ def _inputs(names: list[str], taker: str) -> tuple[Input, ...]:
     for name in names:
         stage, dot, output = str(name).partition(".")
         if not (stage and dot and output):
-            raise ConfigError(f"{taker} takes {name!r}; an input is written stage.output")
+            raise ConfigError(f"{taker} takes {name!r}; allowed: stage.output")
         inputs.append(Input(stage, output))
     return tuple(inputs)
 
@@ -167,7 +167,9 @@ def _inputs(names: list[str], taker: str) -> tuple[Input, ...]:
 def _check_keys(table: Mapping[str, Any], allowed: set[str], owner: str) -> None:
     unknown = sorted(set(table) - allowed)
     if unknown:
-        raise ConfigError(f"{owner} has no {unknown[0]!r}; known: {', '.join(sorted(allowed))}")
+        raise ConfigError(
+            f"{owner} has the key {unknown[0]!r}; allowed: {', '.join(sorted(allowed))}"
+        )
 
 
 _SWITCHES = {"find_outputs", "autoregressive", "enable_prefix_caching"}
@@ -196,7 +198,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raise ConfigError if one of the options for all stages would have no effect."""
     _refuse(options, _REFUSED)
     if make_config({"partial_hits": False, **options}).partial_hits:  # rows are in whole blocks
-        raise ConfigError("partial_hits is True; in a stage it must be False")
+        raise ConfigError("partial_hits is True; allowed in a stage: False")
 
 
 def stage_config(node: StageNode) -> EngineConfig:
@@ -212,14 +214,14 @@ def no_options(node: StageNode) -> None:
     """Raise ConfigError if a stage that takes no options is given any."""
     if node.options:
         raise ConfigError(
-            f"stage {node.spec.name!r} has no options, not {sorted(node.options)[0]!r}"
+            f"stage {node.spec.name!r} has the option {sorted(node.options)[0]!r}; allowed: none"
         )
 
 
 def _refuse(options: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
     for name in options:
         if name in reasons:
-            raise ConfigError(f"{name} is no option of a stage: {reasons[name]}")
+            raise ConfigError(f"{name} is not an option of a stage: {reasons[name]}")
 
 
 @dataclass(slots=True, eq=False)
@@ -270,30 +272,32 @@ class Pipeline:
     def __init__(self, stages: Sequence[Stage], collects: Sequence[Input] = ()) -> None:
         self.stages = {stage.spec.name: stage for stage in stages}
         if len(self.stages) < len(stages):
-            raise ConfigError(f"two stages have one name: {[s.spec.name for s in stages]}")
+            raise ConfigError(f"two stages have the same name: {[s.spec.name for s in stages]}")
         for stage in stages:
-            for taken in stage.spec.takes:
-                self._check_given(taken, f"stage {stage.spec.name!r} takes")
-        for taken in collects:
-            self._check_given(taken, "the pipeline collects")
+            for entry in stage.spec.takes:
+                self._check_given(entry, f"stage {stage.spec.name!r} takes")
+        for entry in collects:
+            self._check_given(entry, "the pipeline collects")
         sorter = TopologicalSorter(
-            {stage.spec.name: {taken.stage for taken in stage.spec.takes} for stage in stages}
+            {stage.spec.name: {entry.stage for entry in stage.spec.takes} for stage in stages}
         )
         try:
             self._order = [self.stages[name] for name in sorter.static_order()]
         except CycleError as error:
-            raise ConfigError(f"stages take from one another: {error.args[1]}") from error
-        used = {*collects, *(taken for stage in stages for taken in stage.spec.takes)}
+            raise ConfigError(f"stages depend on one another: {error.args[1]}") from error
+        used = {*collects, *(entry for stage in stages for entry in stage.spec.takes)}
         for name, stage in self.stages.items():
-            stage.limit_to({taken.output for taken in used if taken.stage == name})
+            stage.limit_to({entry.output for entry in used if entry.stage == name})
         self._collects = frozenset(collects)
         self._requests: dict[str, Progress] = {}
         self._closed: str | None = None  # the reason
 
-    def _check_given(self, taken: Input, who: str) -> None:
-        source = self.stages.get(taken.stage)
-        if source is None or not source.spec.offers(taken.output):
-            raise ConfigError(f"{who} {taken.output!r} of {taken.stage!r}, which does not give it")
+    def _check_given(self, entry: Input, subject: str) -> None:
+        source = self.stages.get(entry.stage)
+        if source is None or not source.spec.offers(entry.output):
+            raise ConfigError(
+                f"{subject} {entry.output!r} of {entry.stage!r}, which has no such output"
+            )
 
     @property
     def has_unfinished(self) -> bool:
@@ -319,18 +323,18 @@ class Pipeline:
             {*request.params, *request.options, *(request.stages or ())} - self.stages.keys()
         )
         if unknown:
-            raise RequestError(f"there is no stage {unknown[0]!r}; there are {[*self.stages]}")
-        chosen = self.stages.keys() if request.stages is None else request.stages
+            raise RequestError(f"there is no stage {unknown[0]!r}; allowed: {[*self.stages]}")
+        names = self.stages.keys() if request.stages is None else request.stages
         for stage in self._order:
-            if stage.spec.name in chosen:
-                for taken in stage.spec.takes:
-                    if taken.stage not in chosen:
+            if stage.spec.name in names:
+                for entry in stage.spec.takes:
+                    if entry.stage not in names:
                         name = stage.spec.name
-                        raise RequestError(f"stage {name!r} cannot go without {taken.stage}")
+                        raise RequestError(f"stage {name!r} cannot go without {entry.stage}")
         for stage in self._order:
-            if stage.spec.name in chosen:
+            if stage.spec.name in names:
                 stage.check(request)
-        return Progress(request, time.perf_counter(), set(chosen), render=render)
+        return Progress(request, time.perf_counter(), set(names), render=render)
 
     def submit(self, progress: Progress) -> None:
         """Begin a prepared request. Raises RequestError when its id is in use."""
@@ -373,11 +377,11 @@ class Pipeline:
 
     def reset(self, cause: BaseException) -> list[tuple[Progress, HeadstartError | None]]:
         """End all requests after an unexpected exception; return them with their errors."""
-        ended = list(self._requests.values())
-        for progress in ended:
+        progresses = list(self._requests.values())
+        for progress in progresses:
             progress.error = engine_error("the pipeline broke", cause)
             self._end(progress, "error")
-        return [(progress, progress.error) for progress in ended]
+        return [(progress, progress.error) for progress in progresses]
 
     def reset_cache(self) -> bool:
         """Drop the stages' caches; returns False and does nothing while a request runs."""
@@ -418,9 +422,9 @@ class Pipeline:
         else:
             if isinstance(event, OutputEvent):
                 progress.first_output.setdefault(source, now)
-                taken = Input(source, event.chunk.output)
-                if taken in self._collects:
-                    progress.chunks[taken].append(event.chunk)
+                entry = Input(source, event.chunk.output)
+                if entry in self._collects:
+                    progress.chunks[entry].append(event.chunk)
             for stage in self._order:
                 if stage.spec.takes_from(source):
                     stage.feed(source, event)

@@ -30,8 +30,8 @@ from headstart.errors import DamagedModelError
 from headstart.models.files import find_folder
 from headstart.omni.engine_stage import EngineStage, Feed, TalkerFeed
 from headstart.omni.family import OmniStages
-from headstart.omni.function_stage import Job, WholeStage
-from headstart.omni.media import Media, Placed
+from headstart.omni.function_stage import StageCall, WholeStage
+from headstart.omni.media import Media, PlacedItem
 from headstart.omni.output_cache import ContentCache, OutputCache, content_digest
 from headstart.omni.params import SpokenPrompt
 from headstart.omni.pipeline import StageNode, no_options, stage_config
@@ -122,7 +122,7 @@ class Qwen25Omni(OmniModel):
             )
         )
 
-    def encode(self, placed: Placed) -> Tensor:
+    def encode(self, placed: PlacedItem) -> Tensor:
         """Return the embeddings `[length, hidden]` that replace an item's placeholders."""
         content = self._on_device(placed.content)
         with torch.inference_mode():
@@ -166,9 +166,7 @@ def _load_voices(file: Path) -> dict[str, Voice]:
         }
     # torch raises RuntimeError, EOFError, UnpicklingError; a wrong entry KeyError, TypeError, ...
     except Exception as error:
-        raise DamagedModelError(
-            f"{file} holds no voices: {type(error).__name__}: {error}"
-        ) from error
+        raise DamagedModelError(f"{file} has no voices: {type(error).__name__}: {error}") from error
 
 
 @dataclass(kw_only=True, eq=False)
@@ -211,8 +209,8 @@ class CodecTalkerFeed(TalkerFeed):
         first = max(0, self._prompt_tokens - position)
         if first >= len(rows):
             return rows
-        own = self.embed(torch.tensor(token_ids[first:]))
-        return torch.cat([rows[:first].to(own), rows[first:].to(own) + own])
+        embeddings = self.embed(torch.tensor(token_ids[first:]))
+        return torch.cat([rows[:first].to(embeddings), rows[first:].to(embeddings) + embeddings])
 
 
 _GRAPH = """
@@ -295,17 +293,17 @@ class Qwen25Stages(OmniStages):
     def _make_token2wav(self, node: StageNode) -> Stage:
         no_options(node)
 
-        def arguments(job: Job) -> tuple[Tensor, Voice, int]:
+        def arguments(job: StageCall) -> tuple[Tensor, Voice, int]:
             codes = job.inputs[self.codes]
             if len(codes) and int(codes[-1]) in self.model.end_codes:
                 codes = codes[:-1]
             seed = int(job.request.options.get("token2wav", {}).get("seed", 0))
             return codes, self.model.voices[self.voice(job.request)], seed
 
-        def make(job: Job) -> dict[str, Tensor]:
+        def make(job: StageCall) -> dict[str, Tensor]:
             return {"audio": self.model.make_wave(*arguments(job))}
 
-        def identity(job: Job) -> bytes:
+        def identity(job: StageCall) -> bytes:
             codes, voice, seed = arguments(job)
             return content_digest(codes, voice.conditioning, voice.reference_mel, seed)
 

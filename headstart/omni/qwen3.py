@@ -50,15 +50,15 @@ from headstart.models.files import find_folder
 from headstart.omni.engine_stage import EngineStage, Feed, TalkerFeed
 from headstart.omni.family import OmniStages
 from headstart.omni.function_stage import FramesPlan, FramesStage
-from headstart.omni.media import Media, Placed
+from headstart.omni.media import Media, PlacedItem
 from headstart.omni.output_cache import OutputCache
 from headstart.omni.params import SpokenPrompt
 from headstart.omni.pipeline import StageNode, no_options, stage_config
 from headstart.omni.stage import Chunk, Input, OmniRequest, Stage, StageSpec
 from headstart.omni.stage_decoder import (
-    Checkpoint,
     OmniModel,
     PassTensors,
+    StageCheckpoint,
     StageDecoder,
     StageParts,
 )
@@ -120,16 +120,16 @@ class Qwen3Omni(OmniModel):
             )
         )
 
-    def embed_codes(self, ids: Tensor, others: Tensor | None = None) -> Tensor:
+    def embed_codes(self, ids: Tensor, other_codes: Tensor | None = None) -> Tensor:
         """Return the talker's embeddings `[n, hidden]` of its token ids int64 `[n]`.
 
-        With `others` int64 `[n, others]`, the other codes of their frames: the frames' embeddings.
+        With `other_codes` int64 `[n, others]` of their frames, return the frames' embeddings.
         """
         device = self._whole.device
         with torch.inference_mode():
             rows: Tensor = self._talker.get_input_embeddings()(ids.to(device))
-            if others is not None:
-                codes, tables = others.to(device), self._predictor.get_input_embeddings()
+            if other_codes is not None:
+                codes, tables = other_codes.to(device), self._predictor.get_input_embeddings()
                 embedded = [table(codes[:, index]) for index, table in enumerate(tables)]
                 rows = torch.cat([rows[:, None], torch.stack(embedded, dim=1)], dim=1).sum(1)
         return rows
@@ -143,7 +143,7 @@ class Qwen3Omni(OmniModel):
         chooses a code for each row of logits float32 `[rows, codes]`.
         """
         tables, embedded = self._predictor.get_input_embeddings(), self.embed_codes(first)
-        past, others = None, []
+        past, codes_list = None, []
         with torch.inference_mode():
             inputs = torch.stack([hidden.to(embedded), embedded], dim=1)
             for table, head in zip(tables, self._predictor.lm_head, strict=True):
@@ -152,9 +152,9 @@ class Qwen3Omni(OmniModel):
                 )
                 past = output.past_key_values
                 codes = torch.tensor(choose(head(output.last_hidden_state[:, -1]).float()))
-                others.append(codes)
+                codes_list.append(codes)
                 inputs = table(codes.to(embedded.device))[:, None]
-        return torch.stack(others, dim=1)
+        return torch.stack(codes_list, dim=1)
 
     def project(self, rows: Tensor, is_media: Tensor) -> Tensor:
         """Return the thinker's rows `[n, hidden]`, projected for the talker.
@@ -169,7 +169,7 @@ class Qwen3Omni(OmniModel):
                 projected[mask] = self._talker.hidden_projection(rows[mask])
         return projected
 
-    def encode(self, placed: Placed) -> Tensor:
+    def encode(self, placed: PlacedItem) -> Tensor:
         """Return the rows of an item's placeholders, `[length, hidden * (1 + deep layers)]`.
 
         A row is an embedding, then the rows added after each of the first layers, zeros for audio.
@@ -177,11 +177,11 @@ class Qwen3Omni(OmniModel):
         content = self._on_device(placed.content)
         with torch.inference_mode():
             if placed.kind == "audio":
-                heard: Tensor = self._thinker.get_audio_features(**content).last_hidden_state
-                zeros = heard.new_zeros(len(heard), self._num_deep * heard.shape[1])
-                return torch.cat([heard, zeros], dim=1)
-            seen = self._thinker.get_image_features(**content)
-            rows = [seen.pooler_output[0], *(deep[0] for deep in seen.deepstack_features)]
+                audio: Tensor = self._thinker.get_audio_features(**content).last_hidden_state
+                zeros = audio.new_zeros(len(audio), self._num_deep * audio.shape[1])
+                return torch.cat([audio, zeros], dim=1)
+            images = self._thinker.get_image_features(**content)
+            rows = [images.pooler_output[0], *(deep[0] for deep in images.deepstack_features)]
             return torch.cat(rows, dim=1)
 
     def _rope_model(self, *, of_talker: bool) -> Any:
@@ -194,7 +194,7 @@ def thinker_decoder(
     eos_token_ids: frozenset[int] = frozenset(),
     num_deep: int = 0,
     *,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: StageCheckpoint | None = None,
 ) -> StageDecoder:
     """Return a thinker's decoder, which gives `handed` `[tokens, hidden]`.
 
@@ -202,8 +202,8 @@ def thinker_decoder(
     """
 
     def give(tensors: PassTensors) -> Mapping[str, Tensor]:
-        own = tensors.is_own[:, None]
-        return {"handed": torch.where(own, tensors.layers[0], tensors.layers[accept_layer])}
+        is_own = tensors.is_own[:, None]
+        return {"handed": torch.where(is_own, tensors.layers[0], tensors.layers[accept_layer])}
 
     return StageDecoder(
         StageParts(
@@ -262,15 +262,15 @@ class CausalVocoder:
 
 def _reach(code2wav: Qwen3OmniMoeCode2Wav, delay: int) -> int:
     """Return the convolutions' context in codes, `delay` samples before a code's first one."""
-    at = -delay
+    position = -delay
     for part in (code2wav.decoder, code2wav.upsample):
         for module in reversed(list(part.modules())):
             if isinstance(module, Qwen3OmniMoeCausalConvNet):
-                at -= module.padding
+                position -= module.padding
             elif isinstance(module, Qwen3OmniMoeCausalTransConvNet):
                 kernel, stride = module.conv.kernel_size[0], module.conv.stride[0]
-                at = -((kernel - 1 - module.left_pad - at) // stride)
-    return -at
+                position = -((kernel - 1 - module.left_pad - position) // stride)
+    return -position
 
 
 CODES = "codes"
@@ -318,9 +318,9 @@ class FrameTalkerFeed(TalkerFeed):
     def _take_rows(self, rows: Tensor) -> None:
         first, mask = self._num_rows, self.spoken_to
         self._num_rows += len(rows)
-        chosen = rows[: max(0, len(mask) - first)][mask[first : self._num_rows]]
-        if len(chosen):
-            self._add(self._with_others(chosen))
+        spoken_rows = rows[: max(0, len(mask) - first)][mask[first : self._num_rows]]
+        if len(spoken_rows):
+            self._add(self._with_others(spoken_rows))
         self._answer += rows[max(0, self.answer_start - first) :]
         self._advance()
 
@@ -328,9 +328,9 @@ class FrameTalkerFeed(TalkerFeed):
         self._ended = True
         self._advance()
 
-    def add_frame(self, others: Tensor) -> int:
+    def add_frame(self, codes: Tensor) -> int:
         """Add the other codes int64 `[others]` of the next frame; returns its number, from 0."""
-        self._frames.append(others)
+        self._frames.append(codes)
         self._advance()
         return len(self._frames) - 1
 
@@ -339,8 +339,10 @@ class FrameTalkerFeed(TalkerFeed):
         if self._count == self._num_user and (row := self._row(_NOW)) is not None:
             pads = [self.pad] * (len(self.lead_ids) - 2)
             first = (self._row(index) for index in range(_NOW))
-            rows = [early for early in first if early is not None] + pads + [self.bos, row]
-            self._add(self._with_others(torch.stack([early.to(row) for early in rows])))
+            rows = (
+                [first_row for first_row in first if first_row is not None] + pads + [self.bos, row]
+            )
+            self._add(self._with_others(torch.stack([first_row.to(row) for first_row in rows])))
         frame = self._count - self._num_prompt
         while 0 <= frame < len(self._frames) and (row := self._row(_NOW + 1 + frame)) is not None:
             self._add(self._with_others(row[None], self._frames[frame][None]))
@@ -354,11 +356,11 @@ class FrameTalkerFeed(TalkerFeed):
             return None
         return self.eos if index == len(self._answer) else self.pad
 
-    def _with_others(self, rows: Tensor, others: Tensor | None = None) -> Tensor:
+    def _with_others(self, rows: Tensor, codes: Tensor | None = None) -> Tensor:
         """Append the frames' other codes to rows, in float32, which holds both exactly."""
-        if others is None:
-            others = torch.zeros(len(rows), self.model.num_others)
-        return torch.cat([rows.float().cpu(), others.float()], dim=1)
+        if codes is None:
+            codes = torch.zeros(len(rows), self.model.num_others)
+        return torch.cat([rows.float().cpu(), codes.float()], dim=1)
 
     def _token_ids(self) -> list[int] | None:
         if self._count < self._num_prompt:
@@ -379,8 +381,8 @@ class FrameTalkerFeed(TalkerFeed):
             if first < min(frames, len(rows)):
                 embeddings[first:frames] += model.embed_codes(ids[first:frames])
             if frames < len(rows):
-                others = rows[frames:, -count:].long()
-                embeddings[frames:] += model.embed_codes(ids[frames:], others)
+                codes = rows[frames:, -count:].long()
+                embeddings[frames:] += model.embed_codes(ids[frames:], codes)
         return embeddings
 
 
@@ -421,10 +423,10 @@ class FrameTalker(EngineStage):
 
         def choose(logits: Tensor) -> list[int]:
             codes = []
-            for chosen in self._sampler.sample(logits, states):
-                if isinstance(chosen, EngineError):
-                    raise chosen
-                codes.append(chosen.token_id)
+            for sampled in self._sampler.sample(logits, states):
+                if isinstance(sampled, EngineError):
+                    raise sampled
+                codes.append(sampled.token_id)
             return codes
 
         first = torch.tensor([tokens[name][1] for name in feeds])
@@ -545,7 +547,9 @@ class Qwen3Stages(OmniStages):
         config = self.model.config
         starts = (ids == config.im_start_token_id).nonzero().flatten()
         if not len(starts) or ids[starts[-1] + 1 :][:1].tolist() != [config.assistant_token_id]:
-            raise RequestError("a prompt that is to be spoken to ends with the assistant's turn")
+            raise RequestError(
+                "the prompt does not end with the assistant's turn, which a spoken answer needs"
+            )
         turn = torch.searchsorted(starts, torch.arange(len(ids)), right=True) - 1
         # Tokens before the first turn count as part of it, as in transformers.
         roles = ids[torch.where(turn < 0, 0, starts[turn]) + 1]

@@ -28,7 +28,7 @@ from headstart.omni.output_cache import BlockPath, OutputCache
 from headstart.omni.stage import AlignmentDetector, Chunk, Output, StageSpec
 
 
-class Part(NamedTuple):
+class ScheduledRows(NamedTuple):
     """The computed tokens `start` to `stop - 1` of a sequence in a step."""
 
     sequence: TokenSequence
@@ -132,8 +132,8 @@ class StageRows:
         usable = first + self._cache.count(self._path(sequence, count), first)
         if self._find_outputs:
             left = len(sequence.token_ids) - usable * self._block_size
-            alone = left if len(self._requests) == 1 else math.inf
-            return usable if self._detector.is_settled_by(alone) else first
+            limit = left if len(self._requests) == 1 else math.inf
+            return usable if self._detector.is_settled_by(limit) else first
         while usable < count and not found.is_written(usable):
             usable += 1
         return usable
@@ -155,7 +155,7 @@ class StageRows:
     # A step
 
     def computed(
-        self, parts: Sequence[Part], outputs: Mapping[str, Tensor]
+        self, parts: Sequence[ScheduledRows], outputs: Mapping[str, Tensor]
     ) -> list[tuple[TokenSequence, Chunk]]:
         """Return the chunks that the step's requests pass on, in order.
 
@@ -180,22 +180,26 @@ class StageRows:
             self._find_nonfinite(parts, named)
             # A hit needs all outputs but optional ones, also those of undecided alignment.
             optional = {name for name, output in self._outputs.items() if not output.required}
-            needed = frozenset(named) - optional
+            required = frozenset(named) - optional
             for part, share in zip(parts, shares, strict=True):
-                self._store(self._cache, part, share, needed, filled)
+                self._store(self._cache, part, share, required, filled)
         return [
             (part.sequence, chunk)
             for part, share in zip(parts, shares, strict=True)
             for chunk in self._chunks(part, share, filled)
         ]
 
-    def _sort(self, outputs: Mapping[str, Tensor], parts: Sequence[Part]) -> dict[str, Tensor]:
+    def _sort(
+        self, outputs: Mapping[str, Tensor], parts: Sequence[ScheduledRows]
+    ) -> dict[str, Tensor]:
         num_tokens = sum(part.stop - part.start for part in parts)
         for name, output in self._outputs.items():
             if name in outputs:
                 output.check(outputs[name], num_tokens)
             elif output.required and output.alignment.is_by_token:
-                raise EngineError(f"stage {self._stage!r} did not give {name!r}, which it declares")
+                raise EngineError(
+                    f"stage {self._stage!r} did not return {name!r}, which it declares"
+                )
         outputs = {
             name: rows
             for name, rows in outputs.items()
@@ -212,7 +216,7 @@ class StageRows:
         self._has_given = self._gives_rows = self._has_given or bool(named)
         return named
 
-    def _find_nonfinite(self, parts: Sequence[Part], named: Mapping[str, Tensor]) -> None:
+    def _find_nonfinite(self, parts: Sequence[ScheduledRows], named: Mapping[str, Tensor]) -> None:
         tokens: set[int] = set()  # of the step
         for name, rows in named.items():
             if rows.is_floating_point():
@@ -221,18 +225,20 @@ class StageRows:
         first = 0
         for part in parts if tokens else ():
             stop = first + part.stop - part.start
-            wrong = min((token for token in tokens if first <= token < stop), default=None)
-            if wrong is not None:
+            nonfinite_token = min(
+                (token for token in tokens if first <= token < stop), default=None
+            )
+            if nonfinite_token is not None:
                 request = self._requests[part.sequence]
-                request.finite = min(request.finite, part.start + wrong - first)
+                request.finite = min(request.finite, part.start + nonfinite_token - first)
             first = stop
 
     def _store(
         self,
         cache: OutputCache,
-        part: Part,
+        part: ScheduledRows,
         share: Mapping[str, Tensor],
-        needed: frozenset[str],
+        required: frozenset[str],
         filled: dict[int, Mapping[str, Tensor]],
     ) -> None:
         """Store the blocks that the part completes, and add them to those filled in this step.
@@ -254,8 +260,8 @@ class StageRows:
                 blocks.setdefault(index, {})[name] = block
         for index, block_rows in blocks.items():
             if (index + 1) * self._block_size <= request.finite:
-                cache.put(self._path(part.sequence, index + 1), index, block_rows, needed)
-            if needed <= block_rows.keys():
+                cache.put(self._path(part.sequence, index + 1), index, block_rows, required)
+            if required <= block_rows.keys():
                 filled[part.sequence.block_table()[index]] = block_rows
         if blocks:
             cache.touch(self._path(part.sequence, max(blocks) + 1))
@@ -276,7 +282,10 @@ class StageRows:
         return cut
 
     def _chunks(
-        self, part: Part, share: Mapping[str, Tensor], filled: Mapping[int, Mapping[str, Tensor]]
+        self,
+        part: ScheduledRows,
+        share: Mapping[str, Tensor],
+        filled: Mapping[int, Mapping[str, Tensor]],
     ) -> list[Chunk]:
         """Return the rows from the watermark to the part's end, once each."""
         request = self._requests[part.sequence]
@@ -299,7 +308,7 @@ class StageRows:
         missing = [block for block in request.awaited if block not in filled]
         if missing:
             raise EngineError(
-                f"stage {self._stage!r} did not give the rows of {len(missing)} blocks"
+                f"stage {self._stage!r} did not return the rows of {len(missing)} blocks"
             )
         blocks = [*request.stored, *(filled[block] for block in request.awaited)]
         request.stored, request.awaited = [], ()
@@ -359,7 +368,7 @@ class TierRows:
         block_size: int,
         like: Mapping[str, Tensor],
         cache: OutputCache,
-        place: str,
+        store_name: str,
     ) -> None:
         outputs = [out for out in spec.gives if out.alignment.is_by_token and out.name in like]
         self._layouts = []
@@ -369,7 +378,7 @@ class TierRows:
             self._layouts.append(_BlockLayout(output.name, rows.dtype, shape))
         self._needed = frozenset(output.name for output in outputs if output.required)
         self._cache = cache
-        self._place = place
+        self._place = store_name
         self.title = spec.name
         self.layout = f"stage {spec.name!r}, rows behind K/V: {[*map(tuple, self._layouts)]}"
         self.nbytes = sum(layout.nbytes for layout in self._layouts)

@@ -81,7 +81,7 @@ class Output:
     def __post_init__(self) -> None:
         check_name("an output's name", self.name, ConfigError, required=True)
         if self.dtype is not None and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ConfigError(f"output {self.name!r}: {self.dtype!r} is no dtype of torch's")
+            raise ConfigError(f"output {self.name!r}: {self.dtype!r} is not a dtype of torch")
 
     def check(self, tensor: Tensor, num_tokens: int) -> None:
         """Raise EngineError if a tensor of a pass of `num_tokens` differs from its declaration."""
@@ -183,13 +183,13 @@ class StageSpec:
     def __post_init__(self) -> None:
         check_name("a stage's name", self.name, ConfigError, required=True)
         names = [output.name for output in self.gives]
-        twice = {name for name in names if names.count(name) > 1}
-        if twice:
-            raise ConfigError(f"stage {self.name!r} gives {sorted(twice)} twice")
+        duplicates = {name for name in names if names.count(name) > 1}
+        if duplicates:
+            raise ConfigError(f"stage {self.name!r} declares {sorted(duplicates)} twice")
 
     def takes_from(self, stage: str) -> bool:
         """Return True if an input comes from this stage."""
-        return any(taken.stage == stage for taken in self.takes)
+        return any(entry.stage == stage for entry in self.takes)
 
     def offers(self, output: str) -> bool:
         """Return True if another stage may take this output."""

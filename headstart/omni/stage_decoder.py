@@ -26,7 +26,7 @@ from headstart.models.files import FileStamp, check_files, find_folder, stamp_fi
 from headstart.models.transformers_backend.decoder import TransformersDecoder, fingerprint_memory
 from headstart.models.transformers_backend.loader import check_speaker, load_config, load_weights
 from headstart.models.transformers_tools import silence_transformers
-from headstart.omni.media import Media, Placed
+from headstart.omni.media import Media, PlacedItem
 
 
 class HostCopy:
@@ -103,7 +103,7 @@ class PassTensors(NamedTuple):
     hidden: Tensor
 
 
-class Checkpoint(NamedTuple):
+class StageCheckpoint(NamedTuple):
     """The files that a model was read from: their folder, and their versions before that."""
 
     folder: Path
@@ -130,7 +130,7 @@ class StageParts:
     needs_layers: bool = False
     hidden_ids: tuple[int, ...] = ()
     num_deep: int = 0
-    checkpoint: Checkpoint | None = None
+    checkpoint: StageCheckpoint | None = None
 
 
 class StageDecoder(TransformersDecoder):
@@ -169,11 +169,11 @@ class StageDecoder(TransformersDecoder):
 
     def _compute_fingerprint(self) -> str:
         """Return the digest of the checkpoint; in memory, of all that K/V depend on."""
-        own = super()._compute_fingerprint()
+        weights_fingerprint = super()._compute_fingerprint()
         if self._parts.checkpoint is not None or self._parts.project is None:
-            return own
+            return weights_fingerprint
         return hashlib.sha256(
-            f"{own} {fingerprint_memory(self._parts.project)}".encode()
+            f"{weights_fingerprint} {fingerprint_memory(self._parts.project)}".encode()
         ).hexdigest()
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -238,12 +238,12 @@ class OmniModel:
 
     def __init__(self, model: str | Path, dtype: str, device: str, kind: Any) -> None:
         """`kind`: the class of the model in transformers."""
-        weights_dtype, wanted = find_dtype(dtype), find_device(device)
+        weights_dtype, target_device = find_dtype(dtype), find_device(device)
         folder = find_folder(model)
         check_files(folder)
-        self.checkpoint = Checkpoint(folder, stamp_files(folder))
+        self.checkpoint = StageCheckpoint(folder, stamp_files(folder))
         options = {
-            "dtype": fast_dtype(weights_dtype, folder, wanted),
+            "dtype": fast_dtype(weights_dtype, folder, target_device),
             "attn_implementation": "eager",
         }
         with silence_transformers():
@@ -252,7 +252,7 @@ class OmniModel:
             # A class's own `from_pretrained` may read voices and give no loading report.
             load = super(kind, kind).from_pretrained  # type: ignore[misc]
             loaded: Any = load_weights(load, folder, config=self._config, **options)
-        self._whole = loaded.to(wanted).eval()
+        self._whole = loaded.to(target_device).eval()
         self._thinker, self._talker = self._whole.thinker, self._whole.talker
 
     @property
@@ -268,7 +268,7 @@ class OmniModel:
         """Return a decoder that generates codes."""
         raise NotImplementedError
 
-    def encode(self, placed: Placed) -> Tensor:
+    def encode(self, placed: PlacedItem) -> Tensor:
         """Return the rows `[length, width]` that replace an item's placeholders."""
         raise NotImplementedError
 

@@ -58,7 +58,7 @@ class SpeedModel:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class ReplayRequest:
     """A request: its sequence of units, and the times of its events.
 
     num_blocks: of prompt and reply. reply: unit ids of the reply beyond the prompt's last unit.
@@ -97,11 +97,13 @@ class Replica:
         self.manager = KVCacheManager(pool, BlockHasher(pool.block_size))
         self.grain = grain
         self.speed = speed
-        self.waiting: deque[Job] = deque()
+        self.waiting: deque[ReplayRequest] = deque()
         self.computed_tokens = 0
         self.num_requests = 0
-        self._prompts: list[Job] = []  # whose prompts are under way
-        self._decoding: list[tuple[int, int, Job]] = []  # a heap by their last decode step
+        self._prompts: list[ReplayRequest] = []  # whose prompts are under way
+        self._decoding: list[
+            tuple[int, int, ReplayRequest]
+        ] = []  # a heap by their last decode step
         self._decoded = 0  # decode steps so far
         self._ticket = 0
         self._reserved = 0  # blocks that running requests will take yet
@@ -118,7 +120,7 @@ class Replica:
         if num_blocks > have:
             raise ConfigError(
                 f"request {name} needs {num_blocks * size:,} tokens of KV memory, and a replica "
-                f"has {have * size:,}; give each more"
+                f"has {have * size:,}; allowed: more memory per replica"
             )
 
     def begin(self, now: float) -> float | None:
@@ -147,7 +149,7 @@ class Replica:
         step.count = done
         return step.start + done * step.seconds
 
-    def end(self, now: float) -> tuple[list[Job], list[Job]]:
+    def end(self, now: float) -> tuple[list[ReplayRequest], list[ReplayRequest]]:
         """End the step; return the requests with a first token since, and the finished ones."""
         step, self._step = self._step, None
         assert step is not None
@@ -176,14 +178,14 @@ class Replica:
     def _blocks(self, num_units: int) -> int:
         return -(-num_units // self.manager.block_size)
 
-    def _tokens(self, job: Job, num_units: int) -> int:
+    def _tokens(self, job: ReplayRequest, num_units: int) -> int:
         return min(num_units * self.grain, job.num_tokens)
 
-    def _chunk(self, job: Job, start: int, budget: int) -> int:
+    def _chunk(self, job: ReplayRequest, start: int, budget: int) -> int:
         """Return the units to compute next: at least one, even if it exceeds the budget."""
         return min(max(budget // self.grain, 1), len(job.sequence.token_ids) - start)
 
-    def _compute(self, job: Job, budget: int) -> int:
+    def _compute(self, job: ReplayRequest, budget: int) -> int:
         """Continue a prompt; return its tokens in this step."""
         start = job.computed
         count = self._chunk(job, start, budget)
@@ -191,7 +193,7 @@ class Replica:
         assert has_slots, "blocks were reserved"
         return self._advance(job, start, start + count)
 
-    def _advance(self, job: Job, start: int, stop: int) -> int:
+    def _advance(self, job: ReplayRequest, start: int, stop: int) -> int:
         self._reserved -= self._blocks(stop) - self._blocks(job.computed)
         job.computed = stop
         return self._tokens(job, stop) - self._tokens(job, start)
@@ -199,7 +201,7 @@ class Replica:
     def _admit(self, budget: int) -> int:
         """Admit requests from the head of the queue; return their tokens in this step."""
         num_tokens = 0
-        skipped: list[Job] = []
+        skipped: list[ReplayRequest] = []
         while (
             self.waiting
             and num_tokens < budget
@@ -231,7 +233,7 @@ class Replica:
         self.waiting.extendleft(reversed(skipped))
         return num_tokens
 
-    def _decode(self, job: Job) -> None:
+    def _decode(self, job: ReplayRequest) -> None:
         """Allocate the whole reply of a request whose prompt is computed."""
         for unit in job.reply:
             job.sequence.append(unit)

@@ -26,7 +26,7 @@ from headstart.cluster import EventPublisher, Router, make_policy
 from headstart.cluster.index import PrefixKey, prefix_keys
 from headstart.cluster.router import RouteRequest
 from headstart.errors import ConfigError
-from headstart.replay.replica import Job, Replica, SpeedModel
+from headstart.replay.replica import ReplayRequest, Replica, SpeedModel
 from headstart.replay.trace import Trace, TraceRequest, private_units
 
 Progress = Callable[[int, int], None]
@@ -121,12 +121,12 @@ def replay(
             f"{fleet.replicas} replicas"
         )
     simulation = _Simulation(trace, fleet, policy, speed or SpeedModel())
-    before = gc.get_threshold()
+    thresholds = gc.get_threshold()
     gc.set_threshold(200_000, 20, 50)  # with Python's defaults a replay takes 1.5 times as long
     try:
         return simulation.run(progress)
     finally:
-        gc.set_threshold(*before)
+        gc.set_threshold(*thresholds)
 
 
 class Transfers:
@@ -141,14 +141,16 @@ class Transfers:
         self._rate = speed.transfer_rate
         self._free_at = [0.0] * senders  # when the last prompt is sent
         self._coming = [0] * len(receivers)
-        self._arrivals: list[tuple[float, int, int, Job]] = []  # a heap of time, ticket, receiver
+        self._arrivals: list[
+            tuple[float, int, int, ReplayRequest]
+        ] = []  # a heap of time, ticket, receiver
         self._ticket = 0
 
     def next_time(self) -> float:
         """Return when the next prompt arrives; infinity if none is being sent."""
         return self._arrivals[0][0] if self._arrivals else math.inf
 
-    def send(self, job: Job, sender: int, now: float) -> None:
+    def send(self, job: ReplayRequest, sender: int, now: float) -> None:
         """Choose a receiver, and send the prompt there."""
         receivers = range(len(self._receivers))
         receiver = min(receivers, key=lambda i: self._receivers[i].num_active + self._coming[i])
@@ -158,7 +160,7 @@ class Transfers:
         self._ticket += 1
         heappush(self._arrivals, (end, self._ticket, receiver, job))
 
-    def take(self) -> tuple[float, int, Job]:
+    def take(self) -> tuple[float, int, ReplayRequest]:
         """Return the time, the receiver and the job of the next prompt that arrives."""
         end, _, receiver, job = heappop(self._arrivals)
         self._coming[receiver] -= 1
@@ -168,9 +170,9 @@ class Transfers:
 class _Simulation:
     def __init__(self, trace: Trace, fleet: Fleet, policy: str, speed: SpeedModel) -> None:
         self.trace, self.fleet, self.policy = trace, fleet, policy
-        chosen = make_policy(policy)
-        self.router = Router(fleet.computing, chosen, speed.prefill_rate)
-        pool = fleet.cache_config(trace.grain, events=chosen.needs_prefixes)
+        routing_policy = make_policy(policy)
+        self.router = Router(fleet.computing, routing_policy, speed.prefill_rate)
+        pool = fleet.cache_config(trace.grain, events=routing_policy.needs_prefixes)
         plain = replace(pool, events=False)
         self.replicas = [
             Replica(pool if i < fleet.computing else plain, trace.grain, speed)
@@ -178,7 +180,7 @@ class _Simulation:
         ]
         self.publishers = [EventPublisher(replica) for replica in range(fleet.computing)]
         self.transfers = Transfers(self.replicas[fleet.computing :], fleet.computing, speed)
-        self.jobs: list[Job] = []
+        self.jobs: list[ReplayRequest] = []
         self._requests: dict[str, TraceRequest] = {}  # to be decoded on another replica
         self._fresh: Iterator[int] = private_units()
         self._ends: list[tuple[float, int, int]] = []  # a heap of (time, replica, version)
@@ -227,7 +229,7 @@ class _Simulation:
         routed = RouteRequest(name, keys, job.num_tokens, self.fleet.block_size, request.session)
         self._give(self.router.route(routed, request.time), job, request.time)
 
-    def _give(self, number: int, job: Job, now: float) -> None:
+    def _give(self, number: int, job: ReplayRequest, now: float) -> None:
         """Queue the request at this replica."""
         job.replica = number
         replica = self.replicas[number]
@@ -242,13 +244,13 @@ class _Simulation:
         units = math.ceil(num_tokens / self.trace.grain)
         return math.ceil(units * self.trace.grain / self.fleet.block_size)
 
-    def _job(self, name: str, request: TraceRequest) -> Job:
+    def _job(self, name: str, request: TraceRequest) -> ReplayRequest:
         grain = self.trace.grain
         units = request.units()
         if request.num_tokens % grain:
             units.append(next(self._fresh))
         total = -(-(request.num_tokens + request.num_output) // grain)
-        return Job(
+        return ReplayRequest(
             name=name,
             sequence=TokenSequence(name, units),
             num_tokens=request.num_tokens,
@@ -288,7 +290,7 @@ class _Simulation:
         self._schedule(number, replica.begin(now))
         return now
 
-    def _send_on(self, job: Job, now: float) -> bool:
+    def _send_on(self, job: ReplayRequest, now: float) -> bool:
         """Send a request to the replica that decodes it; False if its reply is complete."""
         request = self._requests.pop(job.name, None)
         if request is None:
@@ -304,7 +306,11 @@ class _Simulation:
 
 
 def summarise(
-    router: str, jobs: Sequence[Job], replicas: Sequence[Replica], computing: int, seconds: float
+    router: str,
+    jobs: Sequence[ReplayRequest],
+    replicas: Sequence[Replica],
+    computing: int,
+    seconds: float,
 ) -> ReplayResult:
     """Return the result of finished jobs; the first `computing` replicas compute prompts."""
     waits = sorted(job.first_token - job.arrived for job in jobs)
@@ -339,10 +345,10 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
     >>> _percentile([1.0, 2.0, 4.0], 0.5), _percentile([1.0, 2.0, 4.0], 0.75)
     (2.0, 3.0)
     """
-    place = share * (len(ordered) - 1)
-    low = int(place)
+    index = share * (len(ordered) - 1)
+    low = int(index)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    return ordered[low] + (index - low) * (ordered[high] - ordered[low])
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,11 +379,11 @@ def _with_memory(trace: Trace, fleet: Fleet, progress: Callable[[int, int], None
         sequence = TokenSequence(str(number), units)
         computed = manager.get_computed_blocks(sequence)
         reply = -(-(request.num_tokens + request.num_output) // grain) - len(units)
-        fits = manager.allocate_slots(sequence, len(units) - computed.num_tokens, computed)
+        allocation = manager.allocate_slots(sequence, len(units) - computed.num_tokens, computed)
         for _ in range(reply):
             sequence.append(next(fresh))
-        if fits is None or (reply and not manager.append_slots(sequence, reply)):
-            raise ConfigError(f"request {number} does not fit in the KV memory of all replicas")
+        if allocation is None or (reply and not manager.append_slots(sequence, reply)):
+            raise ConfigError(f"request {number} does not fit into the KV memory of all replicas")
         manager.commit_step()
         manager.free(sequence)
         hit += min(computed.num_tokens * grain, request.num_tokens)
@@ -395,8 +401,8 @@ def _unlimited(trace: Trace, fleet: Fleet) -> float:
         last = (request.num_tokens - 1) // trace.grain  # one token at least is computed
         node, depth, is_hit = 0, 0, True
         for depth, key in enumerate(TokenSequence(str(number), units or [0]).cut(size)):
-            before = nodes.get((node, key))
-            is_hit = is_hit and before is not None
+            old_node = nodes.get((node, key))
+            is_hit = is_hit and old_node is not None
             hit += size * trace.grain if is_hit and (depth + 1) * size <= last else 0
             node = nodes.setdefault((node, key), len(nodes) + 1)
     return hit / trace.num_tokens

@@ -154,15 +154,15 @@ def read_trace(path: Path) -> Trace:
     read = _read_mooncake if is_mooncake else _read_tokens
     requests, num_units = [], 1
     for number, line in enumerate(lines, 1):
-        where = f"{path}, request {number}"
+        location = f"{path}, request {number}"
         ids = line.get(key)
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**30 for i in ids):
             raise ConfigError(
-                f"{where}: {key} is {describe(ids)}; allowed: a list of whole numbers from 0 to "
+                f"{location}: {key} is {describe(ids)}; allowed: a list of whole numbers from 0 to "
                 "2**30 - 1"
             )
         num_units = max(num_units, 1 + max(ids, default=0))
-        requests.append(read(where, f"alone {number}", ids, line))
+        requests.append(read(location, f"alone {number}", ids, line))
     return _make_trace(path, grain, num_units, requests)
 
 
@@ -186,40 +186,40 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield content
 
 
-def _read_mooncake(where: str, name: str, ids: list[int], line: dict[str, Any]) -> TraceRequest:
-    length = _number(where, line, "input_length", 1)
+def _read_mooncake(location: str, name: str, ids: list[int], line: dict[str, Any]) -> TraceRequest:
+    length = _number(location, line, "input_length", 1)
     full = length // MOONCAKE_BLOCK
     if len(ids) < full:
         raise ConfigError(
-            f"{where}: {len(ids)} hash_ids for {length} tokens; "
+            f"{location}: {len(ids)} hash_ids for {length} tokens; "
             f"allowed: one for each {MOONCAKE_BLOCK}"
         )
     return TraceRequest(
-        time=_number(where, line, "timestamp", 0) / 1000,
+        time=_number(location, line, "timestamp", 0) / 1000,
         parts=_ranges(ids[:full]),
         num_tokens=length,
-        num_output=_number(where, line, "output_length", 0),
+        num_output=_number(location, line, "output_length", 0),
         # Every prompt of the published trace begins with one block: the second identifies a chat.
         session=str(ids[1]) if len(ids) > 1 else name,
     )
 
 
-def _read_tokens(where: str, name: str, ids: list[int], line: dict[str, Any]) -> TraceRequest:
+def _read_tokens(location: str, name: str, ids: list[int], line: dict[str, Any]) -> TraceRequest:
     if not ids:
-        raise ConfigError(f"{where}: tokens is []; allowed: at least one")
+        raise ConfigError(f"{location}: tokens is []; allowed: at least one")
     return TraceRequest(
-        time=_number(where, {"time": 0, **line}, "time", 0),
+        time=_number(location, {"time": 0, **line}, "time", 0),
         parts=(ids,),
         num_tokens=len(ids),
-        num_output=int(_number(where, {"output": 1, **line}, "output", 0)),
+        num_output=int(_number(location, {"output": 1, **line}, "output", 0)),
         session=str(line.get("session", name)),
     )
 
 
-def _number(where: str, line: dict[str, Any], key: str, least: int) -> Any:
+def _number(location: str, line: dict[str, Any], key: str, least: int) -> Any:
     value: Any = line.get(key)
     if type(value) not in (int, float) or not least <= value < math.inf:
-        raise ConfigError(f"{where}: {key} is {describe(value)}; allowed: at least {least}")
+        raise ConfigError(f"{location}: {key} is {describe(value)}; allowed: at least {least}")
     return value
 
 
@@ -260,8 +260,8 @@ def _read_sessions(path: Path) -> Trace:
 
     columns = [arrays[name].tolist() for name in ("t", "L", "out", "sess", "leaf", "nblk")]
     requests = [
-        TraceRequest(time, path_of(leaf, blocks), length, out, str(session))
-        for time, length, out, session, leaf, blocks in zip(*columns, strict=True)
+        TraceRequest(time, path_of(leaf, blocks), length, output_tokens, str(session))
+        for time, length, output_tokens, session, leaf, blocks in zip(*columns, strict=True)
     ]
     return _make_trace(path, int(arrays["B"]), len(up), requests)
 

@@ -69,7 +69,7 @@ def test_chat_answers_with_it(demo_model: Path, adapter: Path, tmp_path: Path) -
         (["=x"], "adapter is '=x'; allowed: NAME=PATH, each name once"),
         (["sea={}", "sea={}"], "allowed: NAME=PATH, each name once"),
         (["sea=/no/such"], "/no/such"),
-        (["sea={}", "--served-model-name", "sea"], "adapter is 'sea', as the model is"),
+        (["sea={}", "--served-model-name", "sea"], "adapter is 'sea', which is the model's name"),
     ],
 )
 def test_serve_tells_what_is_wrong_before_the_model(
@@ -102,7 +102,7 @@ def test_an_adapter_for_another_model_is_told_before_the_weights(
 
 @pytest.mark.parametrize("command", ["run", "chat"])
 def test_what_is_no_adapter_is_told_before_the_model(command: str, tmp_path: Path) -> None:
-    said = "is not an adapter: it has no adapter_config.json"
+    said = "is not an adapter, as it has no adapter_config.json"
     prompts = ["Hi"] if command == "run" else []
     result = call(command, *prompts, "--model", "/no/such/model", "--adapter", str(tmp_path))
     assert result.exit_code == 2

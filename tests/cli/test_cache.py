@@ -287,7 +287,7 @@ def test_a_folder_that_is_not_there_is_an_error(command: list[str], tmp_path: Pa
     """A mistyped one was made, and `verify` found every block in it whole."""
     missing = tmp_path / "mistyped"
     done = CliRunner().invoke(main, ["cache", *command, "--cache-dir", str(missing)])
-    assert done.exit_code == 2 and f"{missing}, and there is no such folder" in done.stderr
+    assert done.exit_code == 2 and f"{missing}; allowed: an existing folder" in done.stderr
     assert not missing.exists()
 
 
@@ -301,7 +301,7 @@ def test_a_folder_with_other_files_is_not_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [["drop"], ["drop", "a", "--all"]])
 def test_what_to_drop_must_be_said(cache: Cache, arguments: list[str]) -> None:
-    assert "give names, or --model, or --all" in cache(*arguments, status=2).stderr
+    assert "pass names, or --model, or --all" in cache(*arguments, status=2).stderr
 
 
 @pytest.mark.parametrize(

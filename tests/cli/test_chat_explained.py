@@ -63,4 +63,4 @@ def test_in_a_chat(demo_model: object) -> None:
     assert found[2] == "before /undo, " + found[1].replace("last prompt", "prompt")
     assert found[3] == found[2].replace("/undo", "/system")
     assert re.match(r"\d+ of the last prompt's ", found[4])
-    assert len(found) == 5 and said[-1] == "headstart: nothing was asked yet"
+    assert len(found) == 5 and said[-1] == "headstart: there is no question yet"

@@ -76,7 +76,7 @@ def test_images_go_with_the_next_message_and_are_hit(
 def test_a_model_that_takes_text_alone_says_so(pictures: list[Path], tmp_path: Path) -> None:
     terminal = Terminal(tmp_path)
     terminal.send(f"/image {pictures[0]}\r")
-    terminal.wait("headstart-tiny takes text alone")
+    terminal.wait("headstart-tiny takes only text")
     terminal.wait(READY)
     assert terminal.ask("Hello")[0] < 40
     terminal.end()
@@ -88,7 +88,7 @@ def test_run_tells_a_model_that_takes_text_alone_before_its_weights(
     model = save_unloadable(tmp_path / "model")
     result = call("run", "--model", str(model), "--image", str(pictures[0]), "What?")
     assert result.exit_code == 2
-    assert "takes text alone: --image needs a model that sees" in result.stderr
+    assert "--image needs a model with vision" in result.stderr
 
 
 def test_run_asks_about_images(demo_vision: Path, pictures: list[Path]) -> None:

@@ -87,14 +87,14 @@ def test_a_value_of_a_file_stays_with_its_flag(
         ("SECRET: 2026-13-13", "it is not valid YAML"),
         ("limit: &a {SECRET: *a}", "line 1 is not valid YAML"),
         ("a: \0", "it is not valid YAML"),
-        ("", "it is no mapping of flags"),
-        ("- a", "it is no mapping of flags"),
-        ("port: 1\n--api-key=SECRET: 1", "entry 2 in it has no name of a flag, such as "
+        ("", "it is not a mapping of flags"),
+        ("- a", "it is not a mapping of flags"),
+        ("port: 1\n--api-key=SECRET: 1", "entry 2 has no flag name such as "
          "max-model-len"),
-        ("'': true\na: b", "entry 1 in it has no name of a flag, such as max-model-len"),
-        ("9: 9", "entry 1 in it has no name of a flag, such as max-model-len"),
-        ("api-key: [SECRET, null]", "an item of api-key in it has no value"),
-        ("config: SECRET", "it names another file; allowed: one"),
+        ("'': true\na: b", "entry 1 has no flag name such as max-model-len"),
+        ("9: 9", "entry 1 has no flag name such as max-model-len"),
+        ("api-key: [SECRET, null]", "an item of api-key has no value"),
+        ("config: SECRET", "it contains --config; allowed: one file"),
     ],
 )  # fmt: skip
 def test_a_file_s_fault_is_told_without_its_text(tmp_path: Path, text: str, says: str) -> None:
@@ -109,7 +109,7 @@ def test_a_file_s_fault_is_told_without_its_text(tmp_path: Path, text: str, says
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("adapter: [a=b, c=d]", "b is not an adapter: it is not a folder"),
+        ("adapter: [a=b, c=d]", "b is not an adapter, as it is not a folder"),
         ("api-keys: SECRET", "option '--api-keys' does not take a value"),
         ("port: true", "port is True; allowed: a whole number"),
         ("num-threads: [1, 2]", "'--num-threads' (HEADSTART_NUM_THREADS): '[1, 2]'; allowed: a"),

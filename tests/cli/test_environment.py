@@ -77,10 +77,13 @@ def test_a_number_of_any_length_is_told_shortly() -> None:
 @pytest.mark.parametrize(
     ("variable", "told"),
     [
-        ("HEADSTART_MODLE", "HEADSTART_MODLE in the environment is not read; the nearest is "),
+        ("HEADSTART_MODLE", "HEADSTART_MODLE in the environment is not an option; did you mean "),
         ("HEADSTART_PORT", ""),  # of another command
         ("HEADSTART_NATIVE", ""),  # of no flag
-        ("HEADSTART_GGUFDIR", "HEADSTART_GGUFDIR in the environment is not read; the nearest is "),
+        (
+            "HEADSTART_GGUFDIR",
+            "HEADSTART_GGUFDIR in the environment is not an option; did you mean ",
+        ),
         ("MODLE", ""),
     ],
 )

@@ -138,7 +138,7 @@ def test_chat_hits_its_earlier_turns(demo_model: Path) -> None:
     prompts = [int(n) for n in re.findall(r"prompt (\d+) tokens", result.stderr)]
     cached = cached_tokens(result.stderr)
     assert len(prompts) == 2
-    assert "headstart: /nonsense is no command (/help lists them); a message" in result.stderr
+    assert "headstart: /nonsense is not a command (/help lists them); a message" in result.stderr
     assert cached[0] == 0
     assert prompts[0] + 8 - 1 <= cached[1] < prompts[1]
     assert "■ held 0" in result.stderr
@@ -164,7 +164,7 @@ def test_chat_begins_anew_after_reset(demo_model: Path) -> None:
     prompts = re.findall(r"prompt (\d+) tokens", result.stderr)
     assert prompts[0] == prompts[1]
     assert "\na new conversation begins, with the system message\n" in result.stderr
-    assert "headstart: nothing was asked yet" in result.stderr
+    assert "headstart: there is no question yet" in result.stderr
 
 
 def test_an_answer_anew_keeps_the_documents_that_wait(demo_model: Path, tmp_path: Path) -> None:

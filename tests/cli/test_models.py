@@ -69,11 +69,11 @@ def test_a_model_is_removed(cache: Path) -> None:
     assert call("rm", NAME)[0] == 0
     assert (repo.exists(), other.exists()) == (False, True)
     code, _, said = call("rm", NAME)
-    assert code == 2 and said.startswith("headstart: 'someone/small' was not downloaded")
+    assert code == 2 and said.startswith("headstart: 'someone/small' is not downloaded")
     assert "someone/else" in said
     assert call("rm", "someone/else")[0] == 0
     said = call("rm", NAME)[2]
-    assert said == "headstart: 'someone/small' was not downloaded; no model was\n"
+    assert said == "headstart: 'someone/small' is not downloaded; no model was\n"
 
 
 class Line:
@@ -214,7 +214,7 @@ def test_ctrl_c_ends_a_download_at_once(tmp_path: Path) -> None:
 
 def test_ctrl_c_without_a_download_says_nothing_of_files() -> None:
     """`models quantize` of a folder told that "the files that are whole are kept": none are."""
-    held = "from headstart.cli.opening import ending_at_once\nwith ending_at_once():\n "
+    held = "from headstart.cli.opening import exiting_on_interrupt\nwith exiting_on_interrupt():\n "
     program = f"import signal\n{held}signal.raise_signal(signal.SIGINT)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "\nheadstart: interrupted\n")

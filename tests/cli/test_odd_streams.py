@@ -43,7 +43,7 @@ def test_a_file_that_never_ends_is_refused() -> None:
     done = shell("run --file /dev/zero What?")
     assert done.returncode == 2
     assert done.stderr == (
-        "headstart: cannot read /dev/zero: it is a device; allowed: a file, or a pipe\n"
+        "headstart: cannot read /dev/zero: it is a device; allowed: a file or a pipe\n"
     )
 
 
@@ -83,7 +83,7 @@ def test_a_model_that_is_asked_as_a_prompt_is_told_of(more: tuple[str, ...]) -> 
     for name in ("headstart-tiny", "qwen2.5:0.5b"):
         done = run_headstart("run", "--max-tokens", "2", name, *more)
         assert done.returncode == 0
-        assert f"{name} is asked as a prompt; a model is named by --model" in done.stderr
+        assert f"{name} is used as a prompt; --model selects a model" in done.stderr
     done = run_headstart("run", "--max-tokens", "2", "Hello", "There")
     assert done.returncode == 0
     assert "as a prompt" not in done.stderr

@@ -65,7 +65,7 @@ def test_a_file_is_replayed_with_more_users(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nothing.jsonl"], "nothing.jsonl is no file; allowed: a trace, or shared-prompt"),
+        (["nothing.jsonl"], "nothing.jsonl is not a file; allowed: a trace, or shared-prompt"),
         (["docments"], "shared-prompt, documents, chats, agents; did you mean documents?"),
         ([*SMALL, "--replicas", "0"], "replicas is 0; allowed: at least 1"),
         ([*SMALL, "--requests", "0"], "--requests is 0; allowed: at least 1"),
@@ -76,7 +76,7 @@ def test_a_file_is_replayed_with_more_users(tmp_path: Path) -> None:
         ([*SMALL, "--eviction", "x"], "eviction is 'x'"),
         ([*SMALL, "--prefill-rate", "0"], "prefill_rate is 0.0"),
         ([*SMALL, "--router", "x"], "'x' is not one of"),
-        ([*SMALL, "--plot", "no/such/folder.svg"], "no/such is no folder"),
+        ([*SMALL, "--plot", "no/such/folder.svg"], "no/such is not a folder"),
         ([*SMALL, "--plot", "bars.png"], "bars.png; allowed: a file whose name ends in .svg"),
     ],
 )

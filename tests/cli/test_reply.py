@@ -120,7 +120,7 @@ def test_settings_are_taken_as_they_are_typed(capsys: pytest.CaptureFixture[str]
     COMMANDS["/set"].run(chat, "temperature 0.7")
     assert chat.params.temperature == 0.7
     assert capsys.readouterr().err == "temperature is now 0.7\n"
-    with pytest.raises(RequestError, match="the form is /set NAME VALUE"):
+    with pytest.raises(RequestError, match="/set needs NAME VALUE"):
         COMMANDS["/set"].run(chat, "temperature=0.7")
     with pytest.raises(RequestError, match="stop has 1; allowed: texts"):
         replace(SamplingParams(), **parse_sampling("stop", "[1]"))
@@ -142,7 +142,7 @@ def test_saving_replaces_no_file_but_a_saved_conversation(tmp_path: Path) -> Non
     """`/save notes.md` took the place of the notes."""
     notes, saved = tmp_path / "notes.md", tmp_path / "saved.json"
     notes.write_text("| a table |\n")
-    with pytest.raises(RequestError, match=r"notes\.md is there, and not replaced"):
+    with pytest.raises(RequestError, match=r"notes\.md exists, and is not replaced"):
         Conversation().save(notes, "tiny")
     assert notes.read_text() == "| a table |\n"
     Conversation().save(saved, "tiny")
@@ -168,12 +168,12 @@ def test_saving_replaces_no_file_but_a_saved_conversation(tmp_path: Path) -> Non
 )
 def test_a_file_that_is_no_conversation_is_one_sentence(content: str, tmp_path: Path) -> None:
     (tmp_path / "chat.json").write_text(content)
-    with pytest.raises(RequestError, match="is no saved conversation"):
+    with pytest.raises(RequestError, match="is not a saved conversation"):
         Conversation.load(tmp_path / "chat.json")
 
 
 def test_a_conversation_that_is_missing_is_not_called_a_wrong_one(tmp_path: Path) -> None:
-    """`/load` of a misspelt path said that the file is no saved conversation."""
+    """`/load` of a misspelt path said that the file is not a saved conversation."""
     with pytest.raises(
         RequestError, match=r"^cannot read .*gone\.json: No such file or directory$"
     ):
@@ -183,15 +183,15 @@ def test_a_conversation_that_is_missing_is_not_called_a_wrong_one(tmp_path: Path
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ("/hlep", "/hlep is no command (did you mean /help?)"),
-        ("/explian", "/explian is no command (did you mean /explain?)"),
-        ("/savee chat.json", "/savee is no command (did you mean /save?)"),
-        ("/nope", "/nope is no command (/help lists them)"),
-        ("/nope\nand more", "/nope is no command (/help lists them)"),
-        ("/usr/bin/python", "/usr/bin/python is no command (/help lists them)"),
-        ("/etc is a folder", "/etc is no command (did you mean /set?)"),
-        ("/", "/ is no command (/help lists them)"),
-        ("/undo what I said", "/undo takes no text behind it"),
+        ("/hlep", "/hlep is not a command (did you mean /help?)"),
+        ("/explian", "/explian is not a command (did you mean /explain?)"),
+        ("/savee chat.json", "/savee is not a command (did you mean /save?)"),
+        ("/nope", "/nope is not a command (/help lists them)"),
+        ("/nope\nand more", "/nope is not a command (/help lists them)"),
+        ("/usr/bin/python", "/usr/bin/python is not a command (/help lists them)"),
+        ("/etc is a folder", "/etc is not a command (did you mean /set?)"),
+        ("/", "/ is not a command (/help lists them)"),
+        ("/undo what I said", "/undo takes no argument"),
     ],
 )
 def test_what_begins_with_a_slash_and_is_no_command_is_refused(message: str, reason: str) -> None:
@@ -228,9 +228,9 @@ def test_names_that_people_type(message: str, same: str, argument: str) -> None:
 def test_nothing_said_is_not_saved(tmp_path: Path) -> None:
     chat = SimpleNamespace(conversation=Conversation(), model="m")
     path = tmp_path / "chat.json"
-    with pytest.raises(RequestError, match="nothing was said yet"):
+    with pytest.raises(RequestError, match="there is nothing to save yet"):
         COMMANDS["/save"].run(cast("Chat", chat), str(path))
-    with pytest.raises(RequestError, match=r"new is no folder$"):
+    with pytest.raises(RequestError, match=r"new is not a folder$"):
         Conversation(turns=[Turn("a", "b")]).save(tmp_path / "new" / "chat.json", "m")
     assert not list(tmp_path.iterdir())
 

@@ -60,7 +60,7 @@ def test_an_answer_that_was_cut_is_told(tmp_path: Path) -> None:
     ("schema", "says"),
     [
         ("{", "allowed: a JSON schema"),
-        ("[]", "which is an object"),
+        ("[]", "that is an object"),
         ({"not": {"type": "string"}}, 'cannot be followed: Unimplemented keys: ["not"]'),
         ({"type": "integer", "minimum": 3, "maximum": 1}, "Unsatisfiable schema: "),
         ({"$ref": "#/nowhere"}, "Pointer '/nowhere' does not exist"),

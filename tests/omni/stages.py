@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headstart.cache import CacheConfig, KVCacheManager, TokenSequence
 from headstart.omni.output_cache import OutputCache
-from headstart.omni.rows import Part, StageRows
+from headstart.omni.rows import ScheduledRows, StageRows
 from headstart.omni.stage import Chunk, Output
 
 
@@ -41,7 +41,7 @@ class FakeStage:
         self.cache = cache
         self.widths = dict(widths)
         self.given: dict[TokenSequence, list[Chunk]] = defaultdict(list)
-        self.admitted: list[Part] = []
+        self.admitted: list[ScheduledRows] = []
         self.computed_tokens = 0
         self.spoiled: tuple[str, int] | None = None  # an output, and a position where it is NaN
 
@@ -61,7 +61,7 @@ class FakeStage:
             return None
         self.missed = allocation.missed
         self.rows.admitted(sequence, found.num_tokens)
-        self.admitted.append(Part(sequence, found.num_tokens, found.num_tokens + count))
+        self.admitted.append(ScheduledRows(sequence, found.num_tokens, found.num_tokens + count))
         return found.num_tokens
 
     def advance(self, sequence: TokenSequence, count: int) -> bool:
@@ -69,7 +69,7 @@ class FakeStage:
         start = sequence.num_computed_tokens
         if not self.manager.append_slots(sequence, count):
             return False
-        self.admitted.append(Part(sequence, start, start + count))
+        self.admitted.append(ScheduledRows(sequence, start, start + count))
         return True
 
     def step(self) -> None:

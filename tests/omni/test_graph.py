@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headstart.errors import ConfigError
-from headstart.omni.function_stage import Job, WholeStage
+from headstart.omni.function_stage import StageCall, WholeStage
 from headstart.omni.output_cache import OutputCache, content_digest
 from headstart.omni.pipeline import StageNode, read_graph
 from headstart.omni.stage import Alignment, Input, Kind, OmniRequest, Output, Stage, StageSpec
@@ -43,7 +43,7 @@ class Calls:
         return WholeStage(node.spec, lambda job: {"numbers": torch.tensor(job.request.prompt)})
 
     def double(self, node: StageNode) -> Stage:
-        def times(job: Job) -> dict[str, torch.Tensor]:
+        def times(job: StageCall) -> dict[str, torch.Tensor]:
             self.made += 1
             return {"doubled": job.inputs[Input("first", "numbers")] * float(node.options["times"])}
 
@@ -120,13 +120,13 @@ def test_a_digest_tells_dtype_shape_and_where_a_part_ends() -> None:
     ("text", "complaint"),
     [
         ("stages = 1", "a table"),
-        ("[stages.a]\nfoo = 1", "stage 'a' has no 'foo'"),
-        ("[stages.a]\ntakes = ['b']", "written stage.output"),
+        ("[stages.a]\nfoo = 1", "stage 'a' has the key 'foo'"),
+        ("[stages.a]\ntakes = ['b']", "allowed: stage.output"),
         ("[stages.a]\nenable_prefix_caching = 1", "true or false"),
         ("[stages.a]\ngives = { x = 'rows' }", "alignment is 'rows'"),
-        ("[stages.a]\ngives = { x = { kind = 'token' } }", "output 'x' has no 'kind'"),
-        ("other = 1\n[stages.a]", "a pipeline has no 'other'"),
-        ("[stages.a", "no TOML"),
+        ("[stages.a]\ngives = { x = { kind = 'token' } }", "output 'x' has the key 'kind'"),
+        ("other = 1\n[stages.a]", "a pipeline has the key 'other'"),
+        ("[stages.a", "not TOML"),
         ('[stages.""]', "a stage's name is '', a str; allowed: a text of at least one character"),
         ("[stages.a]\ngives = { '' = 'token' }", "an output's name is '', a str; allowed: a text"),
     ],
@@ -138,14 +138,14 @@ def test_what_cannot_be_read_is_said(text: str, complaint: str) -> None:
 
 def test_what_cannot_be_built_is_said_and_nothing_stays_open() -> None:
     calls = Calls()
-    with pytest.raises(ConfigError, match=r"no factory makes a 'double'; there are \['first'\]"):
+    with pytest.raises(ConfigError, match=r"the stage kind is 'double'; allowed: \['first'\]"):
         read_graph(TEXT).build({"first": calls.first})
     ring = "\n".join(
         f"[stages.{a}]\nkind = 'first'\nautoregressive = false\n"
         f"takes = ['{b}.numbers']\ngives = {{ numbers = 'request' }}"
         for a, b in ("ab", "ba")
     )
-    with pytest.raises(ConfigError, match="take from one another"):
+    with pytest.raises(ConfigError, match="depend on one another"):
         read_graph(ring).build({"first": calls.first})
 
 

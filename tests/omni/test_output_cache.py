@@ -72,9 +72,9 @@ def test_the_first_missing_block_ends_what_is_found() -> None:
 def test_a_block_without_a_needed_output_is_no_hit() -> None:
     cache = OutputCache(1 << 20)
     both = {"hidden", "mm_feature"}
-    cache.put(path(b"a"), 0, {"hidden": rows(1)}, needed=both)
+    cache.put(path(b"a"), 0, {"hidden": rows(1)}, required=both)
     assert cache.find(path(b"a")) == []
-    cache.put(path(b"a"), 0, {"mm_feature": rows(2, 16)}, needed=both)
+    cache.put(path(b"a"), 0, {"mm_feature": rows(2, 16)}, required=both)
     assert cache.find(path(b"a"))[0].keys() == {"hidden", "mm_feature"}
 
 
@@ -153,7 +153,7 @@ def test_a_prefix_that_does_not_fit_keeps_its_head() -> None:
 
 def test_a_block_keeps_those_of_its_outputs_that_fit() -> None:
     cache = OutputCache(STAGE + ONE + ENTRY_BYTES)
-    cache.put(path(b"a"), 0, {"hidden": rows(1), "wide": rows(2, 100)}, needed={"hidden"})
+    cache.put(path(b"a"), 0, {"hidden": rows(1), "wide": rows(2, 100)}, required={"hidden"})
     assert cache.find(path(b"a"))[0].keys() == {"hidden"}
     assert (cache.stats.refused, cache.stats.evicted) == (1, 0)
 

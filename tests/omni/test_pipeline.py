@@ -279,9 +279,9 @@ def test_a_thinker_that_says_one_word_is_spoken_all_the_same() -> None:
 def test_a_pipeline_that_cannot_be_is_refused() -> None:
     with Speech() as speech:
         stages = list(speech.pipeline.stages.values())
-        with pytest.raises(ConfigError, match="'hum' of 'talker', which does not give it"):
+        with pytest.raises(ConfigError, match="'hum' of 'talker', which has no such output"):
             Pipeline(stages, [Input("talker", "hum")])
-        with pytest.raises(ConfigError, match="two stages have one name"):
+        with pytest.raises(ConfigError, match="two stages have the same name"):
             Pipeline([*stages, stages[0]])
         with pytest.raises(ConfigError, match="takes 'hidden' of 'thinker'"):
             Pipeline([speech.talker])

@@ -282,7 +282,7 @@ def test_one_placeholder_for_each_item_is_enough(omni: Omni, oracle: Any) -> Non
     [
         ({"prompt_token_ids": [5, IMAGE, IMAGE], "features": image(1)}, "2 image placeholders"),
         ({"prompt_token_ids": [5, IMAGE]}, "1 image placeholders, and what comes with it needs 0"),
-        ({"prompt_token_ids": [5], "features": {"video": noise(1, 2)}}, "takes no 'video'"),
+        ({"prompt_token_ids": [5], "features": {"video": noise(1, 2)}}, "have the key 'video'"),
         ({"prompt_token_ids": [5, *LOOK], "features": {"pixel_values": noise(1, 64, 96)}}, "grid"),
         (
             {"prompt_token_ids": [IMAGE] * 8 + [5] + [IMAGE] * 8, "features": image(1)},
@@ -300,9 +300,9 @@ def test_a_prompt_that_does_not_fit_is_refused(
 
 
 def test_a_voice_that_is_not_there_is_refused(omni: Omni) -> None:
-    with pytest.raises(RequestError, match="no voice 'Eve'; there are Ada, Bob"):
+    with pytest.raises(RequestError, match="no voice 'Eve'; allowed: Ada, Bob"):
         omni.generate(PROMPTS["text"], OmniParams(voice="Eve"))
-    with pytest.raises(RequestError, match="n must be 1"):
+    with pytest.raises(RequestError, match="allowed: 1 for a spoken"):
         omni.generate(PROMPTS["text"], OmniParams(text=SamplingParams(n=2)))
 
 

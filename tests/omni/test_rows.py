@@ -11,7 +11,7 @@ from torch import Tensor
 from headstart.cache import BlockKey, MissExplanation, MissReason, MultiModalItem, TokenSequence
 from headstart.errors import EngineError
 from headstart.omni.output_cache import ENTRY_BYTES, NODE_BYTES, BlockPath, OutputCache
-from headstart.omni.rows import Part, StageRows
+from headstart.omni.rows import ScheduledRows, StageRows
 from headstart.omni.stage import Chunk, Output, parse_alignment
 from tests.omni.stages import FakeStage, random_run, row
 
@@ -263,7 +263,7 @@ def test_frames_go_with_their_tokens() -> None:
         assert rows.usable(sequence, found) * 2 == start
         manager.allocate_slots(sequence, 5 - start, found)
         rows.admitted(sequence, start)
-        given = rows.computed([Part(sequence, start, 5)], {"audio": whole[start * 3 :]})
+        given = rows.computed([ScheduledRows(sequence, start, 5)], {"audio": whole[start * 3 :]})
         manager.commit_step()
         assert torch.equal(torch.cat([chunk.rows for _, chunk in given]), whole)
 
@@ -314,7 +314,7 @@ class OddStage(FakeStage):
         take = self.rows.computed
 
         def computed(
-            parts: Sequence[Part], outputs: Mapping[str, Tensor]
+            parts: Sequence[ScheduledRows], outputs: Mapping[str, Tensor]
         ) -> list[tuple[TokenSequence, Chunk]]:
             begin = {part.sequence: part.start for part in parts}
             odd = {"table": torch.rand(self.rows_of_pass, 2), "pooled": torch.rand(len(parts), 2)}
@@ -343,7 +343,7 @@ def test_an_output_that_is_no_rows_after_all_is_dropped() -> None:
     sequence = words("odd", FIRST[5:9])
     stage.rows.open(sequence)
     stage.rows.admitted(sequence, 0)
-    assert stage.rows.computed([Part(sequence, 0, 4)], {"hidden": torch.zeros(3, 2)}) == []
+    assert stage.rows.computed([ScheduledRows(sequence, 0, 4)], {"hidden": torch.zeros(3, 2)}) == []
     assert cache.stats.entries == 0
 
 
@@ -366,10 +366,10 @@ def test_a_declared_output_that_does_not_come_or_fit_is_an_error_and_nothing_is_
     sequence = TokenSequence("r", [1] * 5)
     rows.open(sequence)
     rows.admitted(sequence, 0)
-    with pytest.raises(EngineError, match="'s' did not give 'hidden'"):
-        rows.computed([Part(sequence, 0, 5)], {})
+    with pytest.raises(EngineError, match="'s' did not return 'hidden'"):
+        rows.computed([ScheduledRows(sequence, 0, 5)], {})
     with pytest.raises(EngineError, match=r"has 5 rows for 5 tokens"):
-        rows.computed([Part(sequence, 0, 5)], {"hidden": torch.zeros(4, 2)})
+        rows.computed([ScheduledRows(sequence, 0, 5)], {"hidden": torch.zeros(4, 2)})
     assert cache.stats.entries == 0 and rows.watermark(sequence) == 0
 
 

@@ -16,7 +16,7 @@ from examples.small_models.omni import write_omni
 from headstart.engine.params import SamplingParams
 from headstart.errors import EngineError
 from headstart.omni.engine_stage import EngineStage
-from headstart.omni.media import Placed
+from headstart.omni.media import PlacedItem
 from headstart.omni.omni import Omni
 from headstart.omni.output_cache import ENTRY_BYTES
 from headstart.omni.params import OmniOutput, OmniParams
@@ -124,7 +124,7 @@ def test_what_was_seen_and_heard_is_not_encoded_again(
 ) -> None:
     encode, encoded = Qwen25Omni.encode, []
 
-    def count(of_model: Qwen25Omni, placed: Placed) -> Tensor:
+    def count(of_model: Qwen25Omni, placed: PlacedItem) -> Tensor:
         encoded.append(placed.kind)
         return encode(of_model, placed)
 

@@ -118,7 +118,7 @@ def test_a_stage_whose_outputs_are_not_declared_keeps_nothing(
             assert run(speech).metrics["thinker"].hit_rows
     assert skipped(progress)[1] > 0, "the talker's blocks go by the rows' content"
     assert [record.getMessage() for record in logged] == [
-        "stage 'thinker' keeps nothing on disk: its outputs are not declared"
+        "stage 'thinker' stores nothing on disk, as its outputs are not declared"
     ] * 2
 
 

@@ -250,7 +250,7 @@ class TestMedia:
             ("a", {"audio": {"format": "wav"}}, "allowed with modalities"),
             ("a", {"modalities": BOTH, "stream": True}, "allowed: pcm16 with stream"),
             ("a", {"modalities": BOTH, "audio": {"format": "aac"}}, "audio.format"),
-            ("a", {"n": 2}, "n must be 1"),
+            ("a", {"n": 2}, "allowed: 1 for a spoken"),
             ("a", {"logprobs": True}, "takes none"),
             ("a", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "takes none"),
             ("a", {"max_tokens": 0}, "max_tokens"),

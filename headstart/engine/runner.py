@@ -208,7 +208,7 @@ class Runner:
                 for position, part in rows.extras.embeddings.between(rows.start, rows.known):
                     row = first + position - rows.start
                     places += range(row, row + len(part))
-                    values.append(part)
+                    values.append(part.to(self._device))  # a tier's are on the CPU
             first += rows.stop - rows.start
         return EmbeddingOverlay(self._tensor(places), torch.cat(values)) if values else None
 

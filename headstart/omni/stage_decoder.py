@@ -179,7 +179,7 @@ class StageDecoder(TransformersDecoder):
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return embeddings `[tokens, width]` of token ids."""
         with torch.inference_mode():
-            rows: Tensor = self.module.get_input_embeddings()(token_ids)
+            rows: Tensor = self.module.get_input_embeddings()(token_ids.to(self.device))
         return rows
 
     def forward(
@@ -273,10 +273,10 @@ class OmniModel:
         raise NotImplementedError
 
     def embed_text(self, token_id: int) -> Tensor:
-        """Return the thinker's embedding `[hidden]` of a token."""
+        """Return the thinker's embedding `[hidden]` of a token, on the host as feeds hold rows."""
         ids = torch.tensor([token_id], device=self._whole.device)
         with torch.inference_mode():
-            row: Tensor = self._thinker.get_input_embeddings()(ids)[0]
+            row: Tensor = self._thinker.get_input_embeddings()(ids)[0].cpu()
         return row
 
     def positions(

@@ -168,7 +168,10 @@ _MOST_PREPARED = 8192  # positions; more would lengthen the start, and cost litt
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes that can still be allocated on the device."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if device.type != "cuda":
+        return available_memory()
+    torch.cuda.empty_cache()  # torch retains freed memory
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def kv_dtype(config: EngineConfig, decoder: DecoderModel) -> torch.dtype:

@@ -41,6 +41,9 @@ class CacheConfig(CacheOptions):
     ghost_entries: the number of evicted identities that are remembered, to distinguish "evicted"
         from "never seen"; by default one for every ten blocks. See `headstart.cache.index`.
     events: collect `BlockStored`, `BlockEvicted` and `AllBlocksCleared`.
+    num_states: slots for states of recurrent layers, of running sequences and checkpoints; 0 for a
+        model without such layers. See `headstart.cache.states`.
+    state_interval: tokens between two regular checkpoints of a long prompt.
 
     Raises ConfigError.
     """
@@ -48,6 +51,8 @@ class CacheConfig(CacheOptions):
     num_blocks: int = option(allowed=Number(int, 1))
     ghost_entries: int | None = option(None, allowed=Number(int, 0))
     events: bool = False
+    num_states: int = option(0, allowed=Number(int, 0))
+    state_interval: int = option(1024, allowed=Number(int, 1))
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)

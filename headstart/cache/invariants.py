@@ -88,12 +88,14 @@ def _check_place(config: CacheConfig, pool: BlockPool, node: PrefixNode) -> None
 def _check_sequence(config: CacheConfig, sequence: TokenSequence) -> None:
     """Check that the block table covers the computed tokens, with the right full blocks."""
     name, size = sequence.request_id, config.block_size
-    used = -(-sequence.num_computed_tokens // size)
+    # With states, cached blocks may go further than the sequence was computed.
+    ahead = sequence.num_reused if config.num_states else 0
+    used = max(-(-sequence.num_computed_tokens // size), ahead)
     assert len(sequence.blocks) == used, f"{name} holds {len(sequence.blocks)} blocks, uses {used}"
     assert sequence.capacity == used * size, f"{name} counts its slots wrong"
     assert sequence.num_computed_tokens <= len(sequence.token_ids), f"{name} computed too much"
     full = sequence.num_computed_tokens // size if config.enable_prefix_caching else 0
-    full = full if sequence.is_stored else sequence.num_reused
+    full = max(full, ahead) if sequence.is_stored else sequence.num_reused
     count = sequence.num_indexed
     assert count == full, f"{name} has {full} full blocks, and {count} are indexed"
     node = sequence.node

@@ -20,6 +20,7 @@ from headstart.cache.identity import (
 )
 from headstart.cache.index import PrefixIndex
 from headstart.cache.sequence import TokenSequence
+from headstart.cache.states import Checkpoint
 from headstart.cache.stats import MissExplanation, MissReason
 
 MAX_ADAPTERS = 4  # that a miss is compared with: the model without any, and the latest
@@ -40,6 +41,9 @@ class ComputedBlocks(NamedTuple):
     rows of `partial` included; always less than the sequence has. writer: the request that is
     computing the sequence's next block, if any: wait for it, or the block is computed twice.
     node, version and source: for the manager.
+
+    For a model with recurrent layers `num_tokens` is the position of `state`, from which the
+    sequence resumes; `blocks` may go further, as does `known_tokens`: the tokens with cached K/V.
     """
 
     sequence: TokenSequence
@@ -50,6 +54,8 @@ class ComputedBlocks(NamedTuple):
     node: PrefixNode | None
     version: int
     source: PrefixIndex
+    known_tokens: int = 0
+    state: Checkpoint | None = None
 
     def is_written(self, at: int) -> bool:
         """Return True if the rows of `blocks[at]` are written, not computed by this step."""
@@ -63,10 +69,12 @@ class ComputedBlocks(NamedTuple):
             node = node.parent if node is not None else None
         return self._replace(
             blocks=self.blocks[:count],
-            num_tokens=min(count * block_size, self.num_tokens),
+            num_tokens=min(count * block_size, self.num_tokens or self.known_tokens),
             partial=None,
             writer=None,
             node=node,
+            known_tokens=0,
+            state=None,
         )
 
 
@@ -126,6 +134,8 @@ def explain_end(
     sequence, depth, position = computed.sequence, len(computed.blocks), computed.num_tokens
     if position == len(sequence.token_ids) - 1:
         return MissExplanation(MissReason.NONE, position)
+    if position < computed.known_tokens:
+        return MissExplanation(MissReason.STATE, position, known_tokens=computed.known_tokens)
     if depth == len(sequence.keys):
         return MissExplanation(MissReason.SHORT, position)
     if computed.writer is not None:

@@ -36,6 +36,7 @@ from headstart.cache.lookup import (
 from headstart.cache.policies import Clock
 from headstart.cache.pool import BlockPicture, BlockPool
 from headstart.cache.sequence import TokenSequence
+from headstart.cache.states import MIN_GAIN, StatePool
 from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
 from headstart.errors import CacheError, ConfigError
 from headstart.mypyc_hints import mypyc_attr
@@ -87,6 +88,14 @@ class KVCacheManager:
         self.pool.hasher = hasher if config.events else None
         self.stats = PrefixCacheStats(eviction_ages=self.pool.ages)
         self.shares = self.pool.shares
+        self.states: StatePool | None = None
+        if config.num_states:
+            self.states = self.pool.states = StatePool(
+                config.num_states,
+                max(1, config.state_interval // config.block_size) * config.block_size,
+                config.block_size,
+                only_borders=not config.partial_hits,
+            )
         self._caching = config.enable_prefix_caching
         self._sequences: dict[str, TokenSequence] = {}
         self._mark = object()  # of these sequences
@@ -146,7 +155,39 @@ class KVCacheManager:
         if node is not None and self.config.partial_hits:
             partial = find_partial(index, sequence, node, depth, self.block_size)
             num_tokens += partial.num_rows if partial is not None else 0
-        return ComputedBlocks(sequence, blocks, num_tokens, partial, writer, node, version, index)
+        computed = ComputedBlocks(
+            sequence, blocks, num_tokens, partial, writer, node, version, index
+        )
+        return computed if self.states is None else self._find_state(computed, self.states)
+
+    def _find_state(self, computed: ComputedBlocks, states: StatePool) -> ComputedBlocks:
+        """Return the lookup with the deepest state that the sequence can resume from."""
+        known = computed.num_tokens
+        state, writer = states.find(computed.sequence, computed.blocks, known)
+        position = state.position if state is not None else 0
+        partial, rows = computed.partial, position - len(computed.blocks) * self.block_size
+        return computed._replace(
+            num_tokens=position,
+            known_tokens=known,
+            state=state,
+            writer=computed.writer or writer,
+            partial=partial._replace(num_rows=rows) if partial is not None and rows > 0 else None,
+        )
+
+    def cut(self, computed: ComputedBlocks, count: int) -> ComputedBlocks:
+        """Return a lookup truncated to its first `count` blocks."""
+        computed = computed.cut(count, self.block_size)
+        return computed if self.states is None else self._find_state(computed, self.states)
+
+    def save_fork(self, computed: ComputedBlocks) -> bool:
+        """Have the step under way leave a checkpoint where the lookup's K/V end.
+
+        False unless the step computes that token. The sequence can resume there afterwards.
+        """
+        known, states = computed.known_tokens, self.states
+        if states is None or known - computed.num_tokens < MIN_GAIN:
+            return False
+        return states.save_shared(computed.blocks, known, self._step)
 
     def explain(self, sequence: TokenSequence, *, across_salts: bool = False) -> MissExplanation:
         """Return the reason why the sequence would not hit more if it were looked up now.
@@ -214,8 +255,11 @@ class KVCacheManager:
         self._check_admission(sequence, num_new_tokens, computed)
         hits, hit_tokens = (computed.blocks, computed.num_tokens) if computed else ([], 0)
         end = hit_tokens + num_new_tokens
-        num_new = -(-end // self.block_size) - len(hits)
+        num_new = max(0, -(-end // self.block_size) - len(hits))
         if num_new + count_free(hits) > len(self.pool.free):
+            return None
+        states = self.states
+        if states is not None and not states.can_start(computed.state if computed else None):
             return None
         missed = self._explain(computed)
         if sequence.is_counted:
@@ -229,6 +273,10 @@ class KVCacheManager:
         sequence.capacity = len(sequence.blocks) * self.block_size
         sequence.num_indexed = sequence.num_reused = len(hits)
         sequence.node = computed.node if computed is not None and hits else None
+        if states is not None:
+            state, known = (computed.state, computed.known_tokens) if computed else (None, 0)
+            states.start(sequence, state, known)
+            sequence.num_computed_tokens = hit_tokens
         self._extend_to(sequence, end)
         self._announce(sequence)
         if copies and sequence.blocks[len(hits)] is not new[0]:  # cached since the lookup
@@ -247,7 +295,8 @@ class KVCacheManager:
             if computed.sequence is not sequence:
                 raise CacheError(f"the lookup given for {name!r} is another sequence's")
             self._check_source(computed)
-            if computed.version != self.pool.version:
+            state = computed.state
+            if computed.version != self.pool.version or (state and state.node is None):
                 raise CacheError(f"the lookup of {name!r} is older than an eviction: look again")
         check_count(sequence, num_new_tokens, computed.num_tokens if computed is not None else 0)
         if self._caching:
@@ -288,7 +337,7 @@ class KVCacheManager:
         end = sequence.num_computed_tokens + num_new_tokens
         if num_new_tokens < 1 or end > len(sequence.token_ids):
             check_count(sequence, num_new_tokens, sequence.num_computed_tokens)
-        if end < sequence.capacity and sequence.holder is self._mark:
+        if end < sequence.capacity and sequence.holder is self._mark and self.states is None:
             sequence.step = self._step
             sequence.num_computed_tokens = end
             return True
@@ -312,12 +361,18 @@ class KVCacheManager:
     # The index
 
     def _extend_to(self, sequence: TokenSequence, end: int) -> None:
-        """Index the sequence's new full blocks, since this step computes its tokens up to `end`."""
+        """Note that this step computes tokens up to `end`; index the new full blocks."""
+        start = sequence.num_computed_tokens
         sequence.step = self._step
         sequence.num_computed_tokens = end
         full = end // self.block_size
-        if full <= sequence.num_indexed or not self._caching or not sequence.is_stored:
-            return
+        if full > sequence.num_indexed and self._caching and sequence.is_stored:
+            self._index_blocks(sequence, full)
+        if self.states is not None:
+            self.states.extend(sequence, start, end)
+
+    def _index_blocks(self, sequence: TokenSequence, full: int) -> None:
+        """Index the sequence's new full blocks, up to its first `full` ones."""
         keys, i = sequence.keys, sequence.num_indexed
         node = sequence.node or self.pool.index.make_root(sequence.root)
         while i < full and node.child is not None:
@@ -345,8 +400,8 @@ class KVCacheManager:
 
     def _index_partial(self, sequence: TokenSequence) -> None:
         """Index the rows of the last block, unless a cached block has them already."""
-        rows = sequence.num_computed_tokens % self.block_size
-        if rows == 0:
+        rows = sequence.num_computed_tokens - sequence.num_indexed * self.block_size
+        if rows <= 0:
             return
         index = self.pool.index
         key = sequence.cut_partial(sequence.num_computed_tokens, self.block_size)
@@ -385,6 +440,8 @@ class KVCacheManager:
     def commit_step(self) -> None:
         """Mark the K/V of every slot given since the last step as written."""
         self.pool.index.commit()
+        if self.states is not None:
+            self.states.commit()
         self.stats.commit()
         self._step += 1
 
@@ -426,7 +483,7 @@ class KVCacheManager:
             raise CacheError(f"{name!r} is in a step: commit_step or fail_step comes first")
         if self._caching and self.config.partial_hits and sequence.is_stored:
             self._index_partial(sequence)
-        self._give_back(sequence)
+        self._give_back(sequence, is_kept=self._caching)
 
     def discard(self, sequences: Sequence[TokenSequence]) -> None:
         """Give the sequences' blocks back, and cache nothing that they computed.
@@ -453,8 +510,11 @@ class KVCacheManager:
         if not self.is_known(sequence):
             raise CacheError(f"sequence {sequence.request_id!r} holds no blocks; freed twice?")
 
-    def _give_back(self, sequence: TokenSequence) -> None:
+    def _give_back(self, sequence: TokenSequence, *, is_kept: bool = False) -> None:
+        """Release the sequence's blocks; with `is_kept` its last state becomes a checkpoint."""
         self._withdraw(sequence)
+        if self.states is not None:
+            self.states.end(sequence, is_kept=is_kept)
         for mark in sequence.marks:
             self.pool.free.retain(sequence.marked(mark, self.block_size), mark.seconds)
         self.pool.release(sequence.give_up()[::-1])
@@ -470,6 +530,8 @@ class KVCacheManager:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         check_everything(self.config, self.pool, self.sequences)
+        if self.states is not None:
+            self.states.check()
         assert all(self.is_known(s) for s in self.sequences), "a sequence has no mark"
         for block, sequence in self._in_progress.items():
             name = sequence.request_id

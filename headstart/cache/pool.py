@@ -16,6 +16,7 @@ from headstart.cache.identity import BlockKey
 from headstart.cache.index import PrefixIndex
 from headstart.cache.policies import Clock, Marks
 from headstart.cache.shares import Shares
+from headstart.cache.states import StatePool
 from headstart.cache.stats import EvictionAges
 from headstart.mypyc_hints import mypyc_attr
 
@@ -65,6 +66,7 @@ class BlockPool:
         self._sample = frozenset(self.blocks[::AGE_SAMPLE])
         self._freed = dict.fromkeys(self._sample, 0.0)  # times at which they were freed
         self.hasher: BlockHasher | None = None
+        self.states: StatePool | None = None
         self.events: list[CacheEvent] = []
 
     def picture(self) -> list[BlockPicture]:
@@ -193,6 +195,8 @@ class BlockPool:
             for block in blocks:
                 if block.node is not None and not isinstance(block.node, PartialNode):
                     self.events.append(BlockEvicted(block.block_id, block.node, self.hasher))
+        if self.states is not None:
+            self.states.forget(blocks)
         self.index.detach(blocks)
 
     def _forget_copy(self, block: KVCacheBlock) -> bool:
@@ -221,6 +225,8 @@ class BlockPool:
         self.marks = Marks(self.clock)
         self.free = make_policy(self.eviction, self.blocks, self.shares, self.marks)
         self.index.clear()
+        if self.states is not None:
+            self.states.clear()
         self.version += 1
         if self.hasher is not None:
             self.events.append(AllBlocksCleared())

@@ -38,8 +38,9 @@ class TokenSequence:
 
     `token_ids` grows by `append` alone. `num_computed_tokens` counts the tokens whose K/V are
     in the blocks, or will be when the step that is under way ends. Before it is admitted, a caller
-    may set `marks` (blocks to retain), `is_stored` (False: nothing that it computes is cached), and
-    `is_counted` (False: statistics leave it out). The other fields belong to the manager. Each key
+    may set `marks` (blocks to retain), `forks` (positions where later prompts may branch off),
+    `is_stored` (False: nothing that it computes is cached), and `is_counted` (False: statistics
+    leave it out). The other fields belong to the manager. Each key
     is cut once, when a block's last token is known.
 
     `namespace` is its owner's, `root` the namespace of its first block: the same, unless that is
@@ -56,6 +57,7 @@ class TokenSequence:
         "block_size",
         "blocks",
         "capacity",
+        "forks",
         "holder",
         "in_progress",
         "is_counted",
@@ -106,6 +108,7 @@ class TokenSequence:
             raise CacheError(f"sequence {request_id!r} has no tokens")
         self._prompt = encode_tokens(self.token_ids)
         self.marks: Sequence[Mark] = ()
+        self.forks: Sequence[int] = ()
         self.is_stored = self.is_counted = True
         self.num_computed_tokens = 0
         self.blocks: list[KVCacheBlock] = []

@@ -27,6 +27,7 @@ class MissReason(Enum):
     SHORT = "shorter than a block"
     IN_PROGRESS = "another request is computing it"
     OUTPUTS = "cached, but not what the next stage needs of it"
+    STATE = "no state of the recurrent layers to resume from"
 
     __hash__ = object.__hash__  # in C, as each admission counts a reason
 
@@ -36,11 +37,13 @@ class MissExplanation:
     """The reason why a request did not hit more, and the first token that it applies to.
 
     `adapter` has more of the prefix, for the reason ADAPTER; None for the model without any.
+    `known_tokens` of the prefix have cached K/V, for the reason STATE.
     """
 
     reason: MissReason
     position: int
     adapter: str | None = None
+    known_tokens: int = 0
 
     def __str__(self) -> str:
         if self.reason is MissReason.NONE:
@@ -49,6 +52,8 @@ class MissExplanation:
         if self.reason is MissReason.ADAPTER:
             plain = self.adapter is None
             text = "cached without an adapter" if plain else f"{text}, {self.adapter}"
+        if self.reason is MissReason.STATE:
+            text = f"{text}, though K/V are cached up to token {self.known_tokens}"
         return f"from token {self.position} on: {text}"
 
 

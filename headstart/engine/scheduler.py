@@ -219,7 +219,8 @@ class Scheduler:
                 if not self._has_room(budget):
                     return
                 computed = self._look_up(request)
-                request.awaits_writer = computed.writer is not None
+                is_written = computed.writer is not None or self._manager.save_fork(computed)
+                request.awaits_writer = is_written
                 if request.awaits_writer:
                     continue
                 start, length = computed.num_tokens, len(request.sequence.token_ids)
@@ -292,11 +293,11 @@ class Scheduler:
         """Look up the request; no hit if it is to compute its whole prompt."""
         computed = self._manager.get_computed_blocks(request.sequence)
         if not request.reads_cache:
-            return computed.cut(0, self._manager.block_size)
+            return self._manager.cut(computed, 0)
         if self._hooks is not None and computed.blocks:
             usable = self._hooks.usable_blocks(request, computed)
             if usable < len(computed.blocks):
-                return computed.cut(usable, self._manager.block_size)
+                return self._manager.cut(computed, usable)
         return computed
 
     def _allocate(

@@ -1,0 +1,388 @@
+"""States of recurrent layers: which slot holds the state after which prefix.
+
+A recurrent layer has one state of fixed size per sequence instead of K/V per token. The states that
+all recurrent layers have after one prefix lie in one slot. A running sequence has a working slot,
+which each step overwrites. A checkpoint is a slot that a step left behind at one position.
+
+A request resumes at a position only if there is a checkpoint. So checkpoints are left where later
+prompts may branch: before the last token of a prompt, at the end of a reply, at marks, at
+intervals, and at each fork as soon as a lookup finds more K/V than the state covers.
+
+When slots are short, the checkpoint is dropped that saves the least recomputation: the tokens since
+the checkpoint before it, plus the value of the last that was dropped, so that checkpoints without
+hits age (GreedyDual: Young, "On-line file caching", 1998).
+"""
+
+from collections.abc import Iterable
+from heapq import heappop, heappush
+
+from headstart.cache.block import KVCacheBlock, PrefixNode
+from headstart.cache.identity import BlockKey
+from headstart.cache.sequence import TokenSequence
+
+MIN_GAIN = 64
+"""Tokens that a checkpoint of another request must save for a request to wait for it."""
+
+_BORDER = BlockKey(b"")
+
+
+class Checkpoint:
+    """The state after `position` tokens: those up to `node`, then `key`, the head of a block.
+
+    writer: the request whose step leaves it, until that is committed. users: the number of
+    sequences whose next step reads it. node: None once it is dropped. used: the pool's clock when
+    it was last used.
+    """
+
+    __slots__ = ("key", "node", "position", "slot", "used", "users", "writer")
+
+    def __init__(self, node: PrefixNode, key: BlockKey, position: int, writer: str) -> None:
+        self.node: PrefixNode | None = node
+        self.key = key
+        self.position = position
+        self.slot = -1
+        self.writer: str | None = writer
+        self.users = 0
+        self.used = 0
+
+    def __repr__(self) -> str:
+        return f"Checkpoint(position={self.position}, slot={self.slot}, writer={self.writer!r})"
+
+
+class SequenceState:
+    """The slots of a running sequence, and where it will leave checkpoints.
+
+    slot: its working slot. source: the checkpoint that its first step reads, until that is
+    committed. is_started: a step was committed. step_start: the first token of its last step.
+    wanted: positions of checkpoints, ascending. next_regular: the next one at an interval.
+    announced: checkpoints of later steps whose K/V are cached. saves: those of the step under way.
+    """
+
+    __slots__ = (
+        "announced",
+        "interval",
+        "is_started",
+        "next_regular",
+        "saves",
+        "slot",
+        "source",
+        "step_start",
+        "wanted",
+    )
+
+    def __init__(
+        self, slot: int, source: Checkpoint | None, wanted: list[int], interval: int
+    ) -> None:
+        start = source.position if source is not None else 0
+        self.slot = slot
+        self.source = source
+        self.is_started = False
+        self.step_start = start
+        self.wanted = wanted
+        self.interval = interval
+        self.next_regular = (start // interval + 1) * interval
+        self.announced: list[Checkpoint] = []
+        self.saves: list[Checkpoint] = []
+
+    @property
+    def read_slot(self) -> int:
+        """The slot with the state before the next step; -1 at the start of a prompt."""
+        if self.source is not None:
+            return self.source.slot
+        return self.slot if self.is_started else -1
+
+
+class StatePool:
+    """All slots, and the checkpoints by prefix.
+
+    interval: tokens between two regular checkpoints, a multiple of `block_size`. only_borders:
+    checkpoints are at block borders, since hits end there.
+    """
+
+    def __init__(
+        self, num_slots: int, interval: int, block_size: int, *, only_borders: bool
+    ) -> None:
+        self.num_slots = num_slots
+        self.interval = interval
+        self.block_size = block_size
+        self.only_borders = only_borders
+        self.num_evicted = 0
+        self._free: list[int] = []
+        self._at: dict[PrefixNode, dict[BlockKey, Checkpoint]] = {}
+        self._states: dict[TokenSequence, SequenceState] = {}
+        # Checkpoints by the value that they had when they entered; the number breaks ties.
+        self._queue: list[tuple[int, int, Checkpoint]] = []
+        self._count = 0
+        self._clock = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all states and sequences."""
+        self._free = list(range(self.num_slots))[::-1]
+        self._at.clear()
+        self._states.clear()
+        self._queue.clear()
+        self._clock = 0
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """All checkpoints that can be read."""
+        return [c for here in self._at.values() for c in here.values() if c.writer is None]
+
+    def of(self, sequence: TokenSequence) -> SequenceState:
+        """Return the state of a running sequence."""
+        return self._states[sequence]
+
+    # Lookup
+
+    def find(
+        self, sequence: TokenSequence, blocks: list[KVCacheBlock], known: int
+    ) -> tuple[Checkpoint | None, str | None]:
+        """Return the deepest checkpoint within the first `known` tokens, whose K/V are cached.
+
+        Also returns the request that will leave a deeper one, None if there is none.
+        """
+        writer: str | None = None
+        until = 0
+        for depth in range(min(known // self.block_size, len(blocks)), 0, -1):
+            node = blocks[depth - 1].node
+            here = self._at.get(node) if node is not None else None
+            if not here:
+                continue
+            key = _next_key(sequence, depth, self.block_size)
+            for checkpoint in sorted(here.values(), key=_position, reverse=True):
+                if checkpoint.position > known or not key.startswith(checkpoint.key):
+                    continue
+                if checkpoint.writer is None:
+                    is_near = until - checkpoint.position < MIN_GAIN
+                    return checkpoint, None if is_near else writer
+                if writer is None and checkpoint.writer != sequence.request_id:
+                    writer, until = checkpoint.writer, checkpoint.position
+        return None, writer
+
+    # Steps
+
+    def can_start(self, source: Checkpoint | None) -> bool:
+        """Return True if there is a working slot for a sequence that resumes from `source`."""
+        return bool(self._free) or any(
+            checkpoint is not source and not checkpoint.users for checkpoint in self.checkpoints
+        )
+
+    def start(self, sequence: TokenSequence, source: Checkpoint | None, known: int) -> None:
+        """Give a sequence its working slot; see `can_start`. K/V of `known` tokens are cached."""
+        if source is not None:
+            source.users += 1
+        slot = self._take()
+        assert slot >= 0, "can_start comes first"
+        length = len(sequence.token_ids)
+        start = source.position if source is not None else 0
+        wanted = {length - 1, known, *sequence.forks, *(m.num_tokens for m in sequence.marks)}
+        if self.only_borders:
+            wanted = {position - position % self.block_size for position in wanted}
+        ahead = sorted(p for p in wanted if max(start, self.block_size - 1) < p < length)
+        most = self.num_slots // 8 + 1  # regular ones of one prompt
+        interval = self.interval * -(-length // (self.interval * most))
+        state = SequenceState(slot, source, ahead, interval)
+        self._states[sequence] = state
+        if known in ahead and (checkpoint := self._place(sequence, known)) is not None:
+            state.announced.append(checkpoint)
+
+    def extend(self, sequence: TokenSequence, start: int, end: int) -> None:
+        """Note that this step computes tokens `start` to `end - 1`; leave checkpoints there."""
+        state = self._states[sequence]
+        state.step_start = start
+        while state.wanted and state.wanted[0] <= end:
+            self.save(sequence, state.wanted.pop(0))
+        while state.next_regular <= end:
+            self.save(sequence, state.next_regular)
+            state.next_regular += state.interval
+
+    def save(self, sequence: TokenSequence, position: int) -> bool:
+        """Leave a checkpoint in the step under way; False if there is one, or no slot."""
+        if not sequence.is_stored:
+            return False
+        state = self._states[sequence]
+        announced = [c for c in state.announced if c.position == position]
+        if announced:
+            state.announced.remove(announced[0])
+        checkpoint = announced[0] if announced else self._place(sequence, position)
+        if checkpoint is None:
+            return False
+        checkpoint.slot = self._take()
+        if checkpoint.slot < 0:
+            self._drop(checkpoint)
+            return False
+        state.saves.append(checkpoint)
+        return True
+
+    def save_shared(self, blocks: list[KVCacheBlock], known: int, step: int) -> bool:
+        """Leave a checkpoint at `known` if this step computes that token of these blocks."""
+        depth = known // self.block_size
+        if known % self.block_size or not depth:
+            return False
+        for sequence, state in self._states.items():
+            if (
+                sequence.step == step
+                and state.step_start < known <= sequence.num_computed_tokens
+                and sequence.blocks[depth - 1] is blocks[depth - 1]
+            ):
+                return self.save(sequence, known)
+        return False
+
+    def commit(self) -> None:
+        """Make the checkpoints of the step readable: its states are written."""
+        for state in self._states.values():
+            state.is_started = True
+            if state.source is not None:
+                self._release(state.source)
+                state.source = None
+            for checkpoint in state.saves:
+                checkpoint.writer = None
+                if checkpoint.node is None:
+                    self._free.append(checkpoint.slot)
+                else:
+                    self._enter(checkpoint)
+            state.saves.clear()
+
+    def end(self, sequence: TokenSequence, *, is_kept: bool) -> None:
+        """End a sequence that still has its blocks; its last state may become a checkpoint."""
+        state = self._states.pop(sequence)
+        for checkpoint in (*state.saves, *state.announced):
+            self._drop(checkpoint)
+        self._free += [checkpoint.slot for checkpoint in state.saves]
+        if state.source is not None:
+            self._release(state.source)
+        position = sequence.num_computed_tokens
+        if self.only_borders:
+            position -= position % self.block_size
+        if is_kept and state.is_started and sequence.is_stored:
+            last = self._place(sequence, position)
+            if last is not None:
+                last.slot, last.writer = state.slot, None
+                self._enter(last)
+                return
+        self._free.append(state.slot)
+
+    def forget(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Drop the checkpoints of blocks that lose their identity."""
+        for block in blocks:
+            node = block.node
+            if node is not None and node in self._at:
+                for checkpoint in list(self._at[node].values()):
+                    self._drop(checkpoint)
+
+    # Slots
+
+    def _place(self, sequence: TokenSequence, position: int) -> Checkpoint | None:
+        """Return a new checkpoint without a slot; None where one is, or no full block is cached."""
+        depth, rows = divmod(position, self.block_size)
+        node = sequence.blocks[depth - 1].node if 0 < depth <= len(sequence.blocks) else None
+        if node is None:
+            return None
+        key = sequence.cut_partial(position, self.block_size) if rows else _BORDER
+        here = self._at.setdefault(node, {})
+        if key in here:
+            return None
+        checkpoint = here[key] = Checkpoint(node, key, position, sequence.request_id)
+        return checkpoint
+
+    def _take(self) -> int:
+        """Return a slot, that of the least valuable checkpoint if none is free; -1 if all are used.
+
+        The value of a checkpoint grows when one before it is dropped, so it is computed again.
+        """
+        if self._free:
+            return self._free.pop()
+        passed = []
+        slot = -1
+        while self._queue:
+            bound, number, checkpoint = heappop(self._queue)
+            if checkpoint.node is None:
+                continue
+            value = checkpoint.used + self._saved_tokens(checkpoint)
+            if value > bound:
+                heappush(self._queue, (value, number, checkpoint))
+            elif checkpoint.users:
+                passed.append((bound, number, checkpoint))
+            else:
+                self._clock = value
+                self.num_evicted += 1
+                self._drop(checkpoint)
+                slot = self._free.pop()
+                break
+        for entry in passed:
+            heappush(self._queue, entry)
+        return slot
+
+    def _saved_tokens(self, checkpoint: Checkpoint) -> int:
+        """Return the tokens from the checkpoint before it on its path up to it."""
+        node, key = checkpoint.node, checkpoint.key
+        while node is not None:
+            before = 0
+            for other in self._at[node].values() if node in self._at else ():
+                if other.writer is None and before < other.position < checkpoint.position:
+                    before = other.position if key.startswith(other.key) else before
+            if before:
+                return checkpoint.position - before
+            key, node = node.key, node.parent
+        return checkpoint.position
+
+    def _enter(self, checkpoint: Checkpoint) -> None:
+        """Put a checkpoint in the queue, as used now."""
+        checkpoint.used = self._clock
+        self._count += 1
+        bound = self._clock + self._saved_tokens(checkpoint)
+        heappush(self._queue, (bound, self._count, checkpoint))
+
+    def _release(self, checkpoint: Checkpoint) -> None:
+        """Note that a sequence has read a checkpoint: it counts as used now."""
+        checkpoint.users -= 1
+        if checkpoint.node is not None:
+            checkpoint.used = self._clock  # `_take` computes its value again
+        elif not checkpoint.users:
+            self._free.append(checkpoint.slot)
+
+    def _drop(self, checkpoint: Checkpoint) -> None:
+        """Remove a checkpoint; its slot is free once no step reads or writes it."""
+        node = checkpoint.node
+        if node is None:
+            return
+        here = self._at[node]
+        del here[checkpoint.key]
+        if not here:
+            del self._at[node]
+        checkpoint.node = None
+        if checkpoint.slot >= 0 and checkpoint.writer is None and not checkpoint.users:
+            self._free.append(checkpoint.slot)
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        saves = [c for state in self._states.values() for c in state.saves]
+        dropped = {s.source for s in self._states.values() if s.source and s.source.node is None}
+        slots = [state.slot for state in self._states.values()]
+        slots += [c.slot for c in (*self.checkpoints, *saves, *dropped)] + self._free
+        assert sorted(slots) == list(range(self.num_slots)), "a slot is lost, or used twice"
+        queued = {checkpoint for _, _, checkpoint in self._queue}
+        sources = [state.source for state in self._states.values()]
+        for node, here in self._at.items():
+            assert here, "a prefix is listed without a checkpoint"
+            assert node.block is not None, "a checkpoint's block is not cached"
+            for key, checkpoint in here.items():
+                assert checkpoint.node is node and checkpoint.key == key, (
+                    "a checkpoint is misplaced"
+                )
+                assert checkpoint.position >= self.block_size, f"{checkpoint} has no full block"
+                assert checkpoint.writer or checkpoint in queued, f"{checkpoint} is never evicted"
+                assert checkpoint.users == sources.count(checkpoint), f"{checkpoint} is misused"
+
+
+def _position(checkpoint: Checkpoint) -> int:
+    return checkpoint.position
+
+
+def _next_key(sequence: TokenSequence, depth: int, block_size: int) -> BlockKey:
+    """Return the key of the sequence's block of this index, or of the part that it has of it."""
+    if depth < len(sequence.keys):
+        return sequence.keys[depth]
+    length = len(sequence.token_ids)
+    return sequence.cut_partial(length, block_size) if length > depth * block_size else _BORDER

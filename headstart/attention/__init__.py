@@ -9,10 +9,12 @@ from headstart.attention.backend import (
     AttentionOptions,
     LayerLayout,
     Span,
+    StateLayout,
     StepPlan,
 )
-from headstart.attention.memory import PagedKVMemory
+from headstart.attention.memory import PagedKVMemory, StateMemory
 from headstart.attention.native import NativeAttention, make_backend, name_backend
+from headstart.attention.recurrent import Recurrence
 from headstart.attention.torch_ops import TorchAttention
 
 __all__ = [
@@ -21,7 +23,10 @@ __all__ = [
     "LayerLayout",
     "NativeAttention",
     "PagedKVMemory",
+    "Recurrence",
     "Span",
+    "StateLayout",
+    "StateMemory",
     "StepPlan",
     "TorchAttention",
     "make_backend",

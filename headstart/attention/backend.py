@@ -10,6 +10,7 @@ sequence in it; the sequence's block table locates its K/V of earlier steps:
     a's context  [ 0 1 2 ... 11 | 12 13 14 15 ]    context = 16, its queries are the last 4
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -33,6 +34,18 @@ class LayerLayout:
     def elements(self) -> int:
         """The elements of one token's K and V together."""
         return self.kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The states of one sequence in one recurrent layer: the shape of each, in float32."""
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def elements(self) -> int:
+        """The elements of all states together."""
+        return sum(math.prod(shape) for shape in self.shapes)
 
 
 class Span(NamedTuple):

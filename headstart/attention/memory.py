@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.attention.backend import LayerLayout
+from headstart.attention.backend import LayerLayout, StateLayout
+from headstart.attention.recurrent import Recurrence
 from headstart.native.pages import POPULATE_WRITE, advise_pages
 
 INT8_REVISION = 1
@@ -201,6 +202,46 @@ class PagedKVMemory:
         source, target = slots.unbind(1)
         for tensor in self._tensors:
             tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+
+class StateMemory:
+    """The states of recurrent layers: a row per slot, which has those of all layers.
+
+    The last slot, `scratch_slot`, takes states that are discarded. `layers[i]` has the states of the i-th recurrent layer as views `[slots, *shape]`, one for each
+    shape of its layout. `recurrence` has the slots that the step under way reads and writes.
+    """
+
+    def __init__(
+        self, layouts: Sequence[StateLayout], num_slots: int, device: torch.device | str
+    ) -> None:
+        self.layouts = tuple(layouts)
+        self.scratch_slot = num_slots
+        width = sum(layout.elements for layout in self.layouts)
+        self.rows = _zeros((num_slots + 1, width), torch.float32, torch.device(device))
+        self.layers: list[tuple[Tensor, ...]] = []
+        self.recurrence: Recurrence | None = None
+        start = 0
+        for layout in self.layouts:
+            views = []
+            for shape in layout.shapes:
+                stop = start + math.prod(shape)
+                views.append(self.rows[:, start:stop].unflatten(1, shape))
+                start = stop
+            self.layers.append(tuple(views))
+
+    @staticmethod
+    def bytes_per_slot(layouts: Sequence[StateLayout]) -> int:
+        """Return the bytes of one slot."""
+        return sum(layout.elements for layout in layouts) * torch.float32.itemsize
+
+    def is_finite(self, slot: int) -> bool:
+        """Return True if every element of a slot is finite."""
+        return bool(torch.isfinite(self.rows[slot].sum()))
+
+    def release(self) -> None:
+        """Free all states; nothing can be read or written afterwards."""
+        self.layers.clear()
+        self.rows = self.rows.new_empty(0)
 
 
 def contiguous_runs(

@@ -12,8 +12,9 @@ operations compute a recurrence in chunks, as products of matrices. Chunks end a
 """
 
 import ctypes
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -53,6 +54,8 @@ class Recurrence:
     """The slot of the state after each sequence's last row: `[n]`."""
     positions: Tensor
     """The position of each sequence's first row in its prompt: `[n]`."""
+    saves: Tensor = field(default_factory=lambda: torch.empty((0, 2), dtype=torch.int32))
+    """Rows by number, ascending, and a slot for each, which gets the state after it: `[m, 2]`."""
 
     @cached_property
     def kernels(self) -> ctypes.CDLL | None:
@@ -63,14 +66,14 @@ class Recurrence:
     def sequences(self) -> Sequences:
         """The sequences as kernels take them; raises `EngineError` if these have no such form."""
         count = len(self.sources)
-        tensors = (self.starts, self.sources, self.targets)
+        tensors = (self.starts, self.sources, self.targets, self.saves)
         is_laid_out = all(
             t.is_cpu and t.dtype == torch.int32 and t.is_contiguous() for t in tensors
         )
         starts = self.starts.tolist()
         if (
             not is_laid_out
-            or [len(t) for t in tensors] != [count + 1, count, count]
+            or [len(t) for t in tensors[:3]] != [count + 1, count, count]
             or starts != sorted(starts)
             or starts[0] != 0
         ):
@@ -79,16 +82,18 @@ class Recurrence:
                 f"{self.sources.tolist()} and targets {self.targets.tolist()}; allowed: int32, "
                 "rows from 0 on in rising order and one more than sources and targets"
             )
-        return Sequences(*(t.data_ptr() for t in tensors), count=count)
+        addresses = (t.data_ptr() for t in tensors)
+        return Sequences(*addresses, count=count, num_saves=len(self.saves))
 
     @cached_property
     def num_slots(self) -> int:
         """The number of slots that `states` needs at least; -1 if no slot can be right."""
         if not len(self.targets):
             return 0
-        if int(self.targets.min()) < 0 or int(self.sources.min()) < -1:
+        slots = torch.cat((self.targets, self.saves[:, 1]))
+        if int(slots.min()) < 0 or int(self.sources.min()) < -1:
             return -1
-        return 1 + max(int(self.targets.max()), int(self.sources.max()))
+        return 1 + max(int(slots.max()), int(self.sources.max()))
 
     @cached_property
     def num_rows(self) -> int:
@@ -299,6 +304,10 @@ def _convolve(
     ends = recurrence.starts[1:] + before * torch.arange(1, len(counts) + 1)
     last = ends.unsqueeze(1) + torch.arange(-before, 0)
     _store(states, recurrence, inputs[last.to(rows.device)])
+    if len(recurrence.saves):
+        saved, slots = recurrence.saves.to(rows.device, torch.int64).unbind(1)
+        last = first[saved].unsqueeze(1) + torch.arange(1, before + 1, device=rows.device)
+        states[slots] = inputs[last]
     return (F.silu(out) if silu else out).to(rows.dtype)
 
 
@@ -404,11 +413,16 @@ def _in_chunks(
         `[n, heads, rows, dv]` and the states after them.
     """
     state, out = _load(states, recurrence), torch.empty_like(value)
+    saves: dict[int, int] = dict(recurrence.saves.tolist())
     for sequences, rows in _cut(recurrence):
+        ends = rows[:, -1].tolist()
         rows = rows.to(value.device)
         result, after = chunk(rows, state[sequences])
         out[rows] = result.transpose(1, 2).to(out.dtype)
         state[sequences] = after
+        for number, row in enumerate(ends):
+            if row in saves:
+                states[saves[row]] = after[number]
     _store(states, recurrence, state)
     return out
 
@@ -420,11 +434,14 @@ def _cut(recurrence: Recurrence) -> Iterator[tuple[list[int], Tensor]]:
     """
     rows, ends = recurrence.starts[:-1].tolist(), recurrence.starts[1:].tolist()
     positions = recurrence.positions.tolist()
+    saved = [row + 1 for row in recurrence.saves[:, 0].tolist()]
     while True:
         lengths: dict[int, list[int]] = {}
         for number, (row, end) in enumerate(zip(rows, ends, strict=True)):
             if row < end:
                 length = min(end - row, CHUNK - positions[number] % CHUNK)
+                if (next_save := bisect_right(saved, row)) < len(saved):
+                    length = min(length, saved[next_save] - row)
                 lengths.setdefault(length, []).append(number)
         if not lengths:
             return

@@ -25,7 +25,7 @@ from headstart.machine import cpu_flags
 from headstart.native import bindings
 
 # The number in native.h; a library with another number is not used.
-INTERFACE = 22
+INTERFACE = 23
 
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
 """The CPU flags that the kernels need, as Linux spells them."""

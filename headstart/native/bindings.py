@@ -108,7 +108,10 @@ class Screen(ctypes.Structure):
 class Sequences(ctypes.Structure):
     """The sequences of a step, for recurrent layers."""
 
-    _fields_ = (*_of(c_void_p, "starts", "sources", "targets"), ("count", c_int64))
+    _fields_ = (
+        *_of(c_void_p, "starts", "sources", "targets", "saves"),
+        *_of(c_int64, "count", "num_saves"),
+    )
 
 
 class States(ctypes.Structure):

@@ -22,7 +22,7 @@
 
 // Changes with any exported signature; headstart/native/__init__.py holds the same number, so that
 // a library built from older sources is not used. bindings.py declares the signatures and structs.
-constexpr int HEADSTART_NATIVE_INTERFACE = 22;
+constexpr int HEADSTART_NATIVE_INTERFACE = 23;
 
 namespace headstart {
 

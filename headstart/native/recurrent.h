@@ -1,16 +1,33 @@
 // Recurrent layers as Python hands them over: the sequences of a step, and one layer's call.
 #pragma once
 
+#include <algorithm>
+
 #include "native.h"
 
 namespace headstart {
 
 // Sequence i has the rows starts[i] to starts[i + 1] - 1. Its state is read from slot sources[i], or
 // is zeros if that is -1, and after its last row it is written to slot targets[i]. Targets differ, and
-// a sequence's target is no other sequence's source.
+// a sequence's target is no other sequence's source. saves [num_saves, 2] has rows, ascending, and a
+// slot for each, which gets the state after it.
 struct Sequences {
-    const int32_t *starts, *sources, *targets;
-    int64_t count;
+    const int32_t *starts, *sources, *targets, *saves;
+    int64_t count, num_saves;
+
+    // The first save from a row on.
+    int64_t first_save(int64_t row) const {
+        int64_t save = 0;
+        while (save < num_saves && saves[2 * save] < row) save++;
+        return save;
+    }
+    // The row after the next save, at most `end`.
+    int64_t cut(int64_t save, int64_t end) const {
+        return save < num_saves ? std::min<int64_t>(end, saves[2 * save] + 1) : end;
+    }
+    bool saves_after(int64_t save, int64_t row) const {
+        return save < num_saves && saves[2 * save] == row;
+    }
 };
 
 // One layer's states, `stride` floats from slot to slot.
@@ -25,6 +42,9 @@ struct States {
     }
     float* target(const Sequences& sequences, int64_t sequence, int64_t part) const {
         return first + sequences.targets[sequence] * stride + part;
+    }
+    float* saved(const Sequences& sequences, int64_t save, int64_t part) const {
+        return first + sequences.saves[2 * save + 1] * stride + part;
     }
 };
 

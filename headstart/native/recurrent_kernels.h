@@ -167,8 +167,13 @@ void convolve(const Sequences& sequences, const ConvCall& call, int64_t sequence
     std::memset(rows, 0, BEFORE * sizeof rows[0]);
     for (int64_t j = 0; from != nullptr && j < BEFORE; j++)
         std::memcpy(rows[j], from + j * call.channels, count * sizeof(float));
-    for (int64_t row = begin; row < end; row += PIECE) {
-        const int64_t some = std::min(PIECE, end - row);
+    const auto store_inputs = [&](float* to) {
+        for (int64_t j = 0; j < BEFORE; j++)
+            std::memcpy(to + j * call.channels, rows[j], count * sizeof(float));
+    };
+    int64_t save = sequences.first_save(begin), some;
+    for (int64_t row = begin; row < end; row += some) {
+        some = std::min(PIECE, sequences.cut(save, end) - row);
         for (int64_t t = 0; t < some; t++) {
             read_row<Number>(call.rows, row + t, channel, count, rows[BEFORE + t]);
             for (int64_t i = 0; i < count; i += LANES) {
@@ -181,10 +186,10 @@ void convolve(const Sequences& sequences, const ConvCall& call, int64_t sequence
             write_row<Number>(out, count, call.out, (row + t) * call.channels + channel);
         }
         std::memmove(rows, rows[some], BEFORE * sizeof rows[0]);
+        if (sequences.saves_after(save, row + some - 1))
+            store_inputs(call.states.saved(sequences, save++, channel));
     }
-    float* to = call.states.target(sequences, sequence, channel);
-    for (int64_t j = 0; j < BEFORE; j++)
-        std::memcpy(to + j * call.channels, rows[j], count * sizeof(float));
+    store_inputs(call.states.target(sequences, sequence, channel));
 }
 
 template <class Kind, class Number>
@@ -319,7 +324,8 @@ template <class Kind, class Number>
 class DeltaHead {
   public:
     DeltaHead(const Sequences& sequences, const DeltaCall& call, int64_t sequence, int64_t head)
-        : call_(call),
+        : sequences_(sequences),
+          call_(call),
           head_(head),
           key_head_(head / (call.heads / call.key_heads)),
           key_width_(padded(call.key_dim)),
@@ -339,15 +345,19 @@ class DeltaHead {
 
     void run() {
         prefetch(from_, call_.key_dim * call_.value_dim);
-        if (begin_ == end_) copy_state(from_, to_, call_.key_dim * call_.value_dim);
-        for (int64_t row = begin_; row < end_; row += PIECE) {
-            const int64_t count = std::min(PIECE, end_ - row);
+        const int64_t size = call_.key_dim * call_.value_dim;
+        if (begin_ == end_) copy_state(from_, to_, size);
+        int64_t save = sequences_.first_save(begin_), count;
+        for (int64_t row = begin_; row < end_; row += count) {
+            count = std::min(PIECE, sequences_.cut(save, end_) - row);
             for (int64_t t = 0; t < count; t++) read_token(row + t, t);
             for (int64_t column = 0; column < call_.value_dim; column += WIDTH) walk(column, count);
             for (int64_t t = 0; t < count; t++)
                 write_row<Number>(out_ + t * value_width_, call_.value_dim, call_.out,
                                   ((row + t) * call_.heads + head_) * call_.value_dim);
             from_ = to_;
+            if (sequences_.saves_after(save, row + count - 1))
+                copy_state(to_, call_.states.saved(sequences_, save++, head_ * size), size);
         }
     }
 
@@ -392,6 +402,7 @@ class DeltaHead {
         block.write(to_ + column, width, columns);
     }
 
+    const Sequences& sequences_;
     const DeltaCall& call_;
     const int64_t head_, key_head_, key_width_, value_width_, begin_, end_;
     const float* from_;
@@ -408,7 +419,8 @@ template <class Kind, class Number>
 class ScanHead {
   public:
     ScanHead(const Sequences& sequences, const ScanCall& call, int64_t sequence, int64_t head)
-        : call_(call),
+        : sequences_(sequences),
+          call_(call),
           head_(head),
           group_(head / (call.heads / call.groups)),
           dim_(call.head_dim),
@@ -427,9 +439,11 @@ class ScanHead {
 
     void run() {
         prefetch(from_, dim_ * call_.state);
-        if (begin_ == end_) copy_state(from_, to_, dim_ * call_.state);
-        for (int64_t row = begin_; row < end_; row += PIECE) {
-            const int64_t count = std::min(PIECE, end_ - row);
+        const int64_t size = dim_ * call_.state;
+        if (begin_ == end_) copy_state(from_, to_, size);
+        int64_t save = sequences_.first_save(begin_), count;
+        for (int64_t row = begin_; row < end_; row += count) {
+            count = std::min(PIECE, sequences_.cut(save, end_) - row);
             for (int64_t t = 0; t < count; t++) read_token(row + t, t);
             for (int64_t p = 0; p < dim_; p += TOGETHER)
                 walk(p, std::min(TOGETHER, dim_ - p), count);
@@ -437,6 +451,8 @@ class ScanHead {
                 write_row<Number>(x_ + t * padded(dim_), dim_, call_.out,
                                   ((row + t) * call_.heads + head_) * dim_);
             from_ = to_;
+            if (sequences_.saves_after(save, row + count - 1))
+                copy_state(to_, call_.states.saved(sequences_, save++, head_ * size), size);
         }
     }
 
@@ -496,6 +512,7 @@ class ScanHead {
             store_some<Kind>(state[v], to_ + place + v * LANES, left - v * LANES);
     }
 
+    const Sequences& sequences_;
     const ScanCall& call_;
     const int64_t head_, group_, dim_, width_, begin_, end_;
     const float* from_;

@@ -187,6 +187,6 @@ def test_who_is_made_an_owner_late_has_what_is_cached_for_him() -> None:
 @pytest.mark.parametrize("weight", [0, -1.0, float("inf"), float("nan"), "2", None])
 def test_a_weight_that_shares_nothing_is_refused(weight: object) -> None:
     shares = Shares()
-    with pytest.raises(CacheError, match=r"the weight of owner 'a' is .*; allowed: a number above 0"):
+    with pytest.raises(CacheError, match=r"weight of owner 'a' is .*; allowed: a number above 0"):
         shares.set("a", weight)
     assert not shares.count

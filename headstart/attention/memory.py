@@ -225,7 +225,7 @@ class StateMemory:
             views = []
             for shape in layout.shapes:
                 stop = start + math.prod(shape)
-                views.append(self.rows[:, start:stop].view(num_slots, *shape))
+                views.append(self.rows[:, start:stop].view(num_slots + 1, *shape))
                 start = stop
             self.layers.append(tuple(views))
 

@@ -1,5 +1,6 @@
 """Recurrent layers against their definition in float64 and against transformers' functions."""
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -298,3 +299,27 @@ def test_the_scan_is_that_of_granite(path: str) -> None:
     out = run(layer, rows, states, Batch((Piece(150, 0, 1, 5),)), path)
     check(out, expected[0].double())
     check(states[1], after[0].double())
+
+
+@each_path
+@each_dtype
+@each_layer
+def test_states_are_saved_within_a_step(name: str, dtype: torch.dtype, path: str) -> None:
+    """A save has the bits of the state of a sequence that ends there, with the kernels."""
+    torch.manual_seed(2)
+    layer, length = LAYERS[name](), 70
+    rows, states = layer.make_rows(length + 5, dtype), make_states(layer, 8)
+    ends = (1, 16, 37, 64, length)
+    saves = torch.tensor([[end - 1, 2 + i] for i, end in enumerate(ends)], dtype=torch.int32)
+    recurrence = Batch((Piece(length, 1, 0), Piece(5, -1, 7))).recurrence()
+    expected = states.clone()
+    with computing(path):
+        layer.run(rows, states, dataclasses.replace(recurrence, saves=saves))
+    for i, end in enumerate(ends):
+        part = [row[:end] for row in rows]
+        run(layer, part, expected, Batch((Piece(end, 1, 2 + i),)), path)
+    if path == "torch":
+        check(states[2:7], expected[2:7].double())
+    else:
+        assert torch.equal(states[2:7], expected[2:7])
+    assert torch.equal(states[1], expected[1])

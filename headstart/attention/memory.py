@@ -209,7 +209,7 @@ class StateMemory:
 
     The last slot, `scratch_slot`, takes states that are discarded. `layers[i]` has the states of the
     i-th recurrent layer as views `[slots, *shape]`, one for each shape of its layout. `recurrence`
-    has the slots that the step under way reads and writes.
+    has the slots of the step under way.
     """
 
     def __init__(

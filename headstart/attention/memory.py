@@ -207,9 +207,9 @@ class PagedKVMemory:
 class StateMemory:
     """The states of recurrent layers: a row per slot, which has those of all layers.
 
-    The last slot, `scratch_slot`, takes states that are discarded. `layers[i]` has the states of the
-    i-th recurrent layer as views `[slots, *shape]`, one for each shape of its layout. `recurrence`
-    has the slots of the step under way.
+    `layers[i]` has the states of the i-th recurrent layer as views `[slots, *shape]`, one for each
+    shape of its layout. The last slot, `scratch_slot`, takes states that are discarded.
+    `recurrence` has the slots of the step under way.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ from headstart.errors import (
     TierError,
 )
 from headstart.server.bodies import encode, refusals
-from headstart.validation import describe, in_one_line, shorten
+from headstart.validation import in_one_line, shorten
 
 _LOG = logging.getLogger("headstart.server")
 _TYPES = {
@@ -199,7 +199,7 @@ def _word(error: Mapping[str, Any]) -> str:
         context = error["ctx"]
         return f"the type is {context['tag']!r}; allowed: {context['expected_tags']}"
     if error["type"] == "union_tag_not_found":
-        return f"{describe(error['input'])} has no {error['ctx']['discriminator']}"
+        return f"an object has no {error['ctx']['discriminator']}"
     return str(error["msg"])
 
 

@@ -346,6 +346,11 @@ BAD = [
         "block of type 'thinking'",
     ),
     (
+        {"messages": [{"role": "user", "content": [{"text": "Hi"}]}]},
+        400,
+        "messages.0.content.0: an object has no 'type'",  # was a 500
+    ),
+    (
         {"messages": [*QUESTION, {"role": "assistant", "content": [image(1)]}]},
         400,
         "a message of role 'assistant' has a block of type 'image'",

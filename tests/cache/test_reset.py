@@ -6,6 +6,7 @@ import pytest
 
 from headstart.cache import AllBlocksCleared, KVCacheBlock, TokenSequence
 from headstart.cache.eviction import POLICIES
+from tests.cache.snapshot import snapshot
 from tests.cache.steps import admit, finish, hits, make_manager, start
 from tests.cache.watched_policy import WatchedPolicy, watch_policy
 
@@ -55,6 +56,17 @@ def test_a_manager_that_an_exception_left_half_changed_is_empty_afterwards(
     finish(manager, "after", PROMPT)
     assert hits(manager, PROMPT) == 11
     assert admit(manager, new) == (11 if method == "hit" else 0)
+
+
+def test_a_reset_keeps_no_node_of_the_step_that_broke() -> None:
+    manager = make_manager()
+    for number in range(3):
+        admit(manager, TokenSequence(f"{number}", [1, 2, 3, 4, number, 6, 7, 8, 9]))
+    in_tree = slice(3, 9)  # of a snapshot: copies, roots, ghosts, sequences, unwritten siblings
+    empty = snapshot(make_manager())[in_tree]
+    assert all(a != b for a, b in zip(snapshot(manager)[4:9:4], empty[1:6:4], strict=True))
+    manager.reset()
+    assert snapshot(manager)[in_tree] == empty
 
 
 def test_admissions_of_the_step_that_broke_do_not_count() -> None:

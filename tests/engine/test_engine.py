@@ -281,3 +281,12 @@ def test_a_sequence_ends_at_the_pool_s_end(engines: Any) -> None:
     assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 64
     with pytest.raises(RequestError, match="63"):
         llm.generate([5] * 64, GREEDY)
+
+
+def test_a_reset_of_the_tiers_too_is_a_reset_where_there_are_none(engines: Any) -> None:
+    llm = engines()
+    assert llm.engine.tiers is None
+    llm.generate([5] * 60, GREEDY)
+    assert llm.reset_prefix_cache(reset_connector=True)
+    [output] = llm.generate([5] * 60, GREEDY)
+    assert output.num_cached_tokens == 0

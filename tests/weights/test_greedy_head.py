@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headstart.native import library
 from headstart.weights.bf16 import PackedWeight
-from headstart.weights.greedy_head import GreedyHead, every_token, greedy_tokens
+from headstart.weights.greedy_head import GreedyHead, every_token, greedy_tokens, mask_logits
 from tests.examples import at_least
 from tests.native.foreign_rows import among_nonfinite
 
@@ -127,6 +127,22 @@ def test_only_allowed_tokens_are_chosen(
         bits[1] = True
     masked = torch.where(torch.from_numpy(bits), logits, float("-inf"))
     assert head.choose(x, allowed) == greedy_tokens(masked)
+
+
+@pytest.mark.parametrize("size", [1, 8, 31, 33, 600, 3001])
+@pytest.mark.parametrize("share", [0.001, 0.3, 0.5, 0.999])
+def test_logits_of_banned_tokens_are_minus_infinity(size: int, share: float) -> None:
+    """Each row by its mask, whatever its logits are; a row without a banned token is unchanged."""
+    draw = np.random.default_rng(size)
+    bits = draw.random((4, size)) < share
+    bits[2] = True
+    allowed = np.stack([np.zeros_like(every_token(size))] * 4)
+    allowed[:, : (size + 7) // 8] = np.packbits(bits, axis=1, bitorder="little")
+    logits = torch.from_numpy(draw.standard_normal((4, size), dtype=np.float32))
+    logits[:, ::5], logits[:, ::7] = INF, NAN
+    expected = torch.where(torch.from_numpy(bits), logits, -INF)
+    mask_logits(logits, allowed)
+    assert torch.equal(logits.nan_to_num(123.0, 456.0), expected.nan_to_num(123.0, 456.0))
 
 
 @needs_kernels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -13,11 +13,10 @@ from starlette.responses import Response
 from headstart.errors import RequestError
 from headstart.frontend.text import encode_text
 from headstart.server.bodies import Body, Flag, Many, Whole
-from headstart.server.chats import ChatCall, prepare_chat
+from headstart.server.chats import prepare_chat
 from headstart.server.errors import ApiError, JsonResponse
-from headstart.server.openai.schema import TemplateFields
+from headstart.server.openai.schema import PromptFields
 from headstart.server.service import Service, service_of
-from headstart.server.tools import ToolUse
 from headstart.validation import describe
 
 if TYPE_CHECKING:
@@ -27,15 +26,13 @@ router = APIRouter()
 _PART = 4096  # ids
 
 
-class TokenizeRequest(TemplateFields):
+class TokenizeRequest(PromptFields):
     """A text, or a conversation as a chat would render it.
 
     add_special_tokens is for texts: a chat template spells its own.
     """
 
-    model: str | None = None
     prompt: str | None = None
-    messages: Many[dict[str, Any]] | None = None
     add_special_tokens: Flag | None = None
     return_token_strs: Flag | None = False
 
@@ -122,13 +119,6 @@ def _encode(service: Service, text: str, body: TokenizeRequest) -> list[int]:
 async def _encode_chat(service: Service, body: TokenizeRequest, request: Request) -> list[int]:
     if body.add_special_tokens:
         raise ApiError(400, "add_special_tokens is true; allowed for messages: false")
-    call = ChatCall(
-        model=body.model,
-        messages=body.messages or [],
-        sampling={"max_tokens": None},
-        salt=service.salt(request, None),
-        tools=ToolUse(body.as_tools(), "none"),
-        template=body.read_template(),
-    )
+    call = body.as_call(service.salt(request, None), {"max_tokens": None})
     prepared = await prepare_chat(service, call, service.new_id("text"), stream=False)
     return prepared.request.prompt_token_ids

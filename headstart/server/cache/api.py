@@ -13,20 +13,19 @@ from starlette.responses import Response
 
 from headstart.cache import MissExplanation, MissReason
 from headstart.server.bodies import Body, CacheFields, Flag, Many, Whole, refusals
-from headstart.server.chats import ChatCall, prepare_chat
+from headstart.server.chats import prepare_chat
 from headstart.server.errors import ApiError, JsonResponse
-from headstart.server.openai.schema import ChatCompletionRequest, CompletionRequest, TemplateFields
+from headstart.server.openai.schema import ChatCompletionRequest, CompletionRequest, PromptFields
 from headstart.server.service import Service, service_of, unless_gone
 from headstart.server.sse import EventStream, frame
 from headstart.server.tenants import tenant_of
-from headstart.server.tools import ToolUse
 
 if TYPE_CHECKING:
     from headstart.cache import BlockHash
     from headstart.engine.request import RequestGroup
 
 
-class CachePromptRequest(CacheFields, TemplateFields):
+class CachePromptRequest(CacheFields, PromptFields):
     """A prompt: a text, token ids or messages.
 
     The body of a completion or a chat is accepted as it is; its fields for the answer have no
@@ -36,9 +35,7 @@ class CachePromptRequest(CacheFields, TemplateFields):
 
     accepted = frozenset({*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields})
     refused = refusals({"give a chat's `messages`": "input instructions system"})
-    model: str | None = None
     prompt: str | Many[Whole] | None = None
-    messages: Many[dict[str, Any]] | None = None
 
 
 class CacheResetRequest(Body):
@@ -201,12 +198,5 @@ async def prepare(
     if body.prompt is not None:
         params, adapter = service.params(sampling, stream=False), service.adapter(body.model)
         return await service.prepare(body.prompt, params, name, adapter=adapter, cache_salt=salt)
-    call = ChatCall(
-        model=body.model,
-        messages=body.messages or [],
-        sampling=sampling,
-        salt=salt,
-        tools=ToolUse(body.as_tools(), "none"),
-        template={"add_generation_prompt": begins_reply} | body.read_template(),
-    )
+    call = body.as_call(salt, sampling, add_generation_prompt=begins_reply)
     return (await prepare_chat(service, call, name, stream=False)).request

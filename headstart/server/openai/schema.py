@@ -23,7 +23,7 @@ from headstart.server.bodies import (
     refusals,
     refuse,
 )
-from headstart.server.chats import ChatFields
+from headstart.server.chats import ChatCall, ChatFields
 from headstart.server.errors import ApiError
 from headstart.server.tools import Tool, ToolUse, make_tools
 from headstart.validation import describe, shorten
@@ -345,6 +345,24 @@ class TemplateFields(Body):
         if more:
             options["chat_template_kwargs"] = more | options.get("chat_template_kwargs", {})
         return options
+
+
+class PromptFields(TemplateFields):
+    """A conversation that is not answered, as a chat would render it."""
+
+    model: str | None = None
+    messages: Many[dict[str, Any]] | None = None
+
+    def as_call(self, salt: str | None, sampling: dict[str, Any], **template: Any) -> ChatCall:
+        """Return a call that shows tools and calls none. template: defaults of its options."""
+        return ChatCall(
+            model=self.model,
+            messages=self.messages or [],
+            sampling=sampling,
+            salt=salt,
+            tools=ToolUse(self.as_tools(), "none"),
+            template=template | self.read_template(),
+        )
 
 
 class ChatCompletionRequest(SamplingFields, TemplateFields, ChatFields):

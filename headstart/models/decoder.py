@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from headstart.attention.backend import AttentionBackend, LayerLayout
+from headstart.attention.backend import AttentionBackend, LayerLayout, StateLayout
+from headstart.attention.memory import StateMemory
 from headstart.errors import ModelError
 from headstart.models.files import FileStamp, fingerprint_files, stamp_files
 from headstart.native import level
@@ -134,6 +135,8 @@ class DecoderModel(ABC):
     """The dotted name of the layer whose outputs are the logits."""
     takes_images = False
     """True if the model has a vision part."""
+    state_layouts: tuple[StateLayout, ...] = ()
+    """The states of one sequence, per recurrent layer; empty for a model without such layers."""
 
     def __init__(self, layouts: tuple[LayerLayout, ...], folder: Path | None = None) -> None:
         self.folder = folder
@@ -142,7 +145,7 @@ class DecoderModel(ABC):
         """The versions of the files that the weights were read from; None if unknown."""
         self._fingerprint: str | None = None
         self.layouts = layouts
-        """K and V of one token, per layer."""
+        """K and V of one token, per layer with attention."""
         self.calls_each_layer = False
         """True for a step in which single layers are wrapped: none is part of a larger call."""
         self.fallback_reason: str | None = None
@@ -209,8 +212,11 @@ class DecoderModel(ABC):
         self._fingerprint = fingerprint
 
     @abstractmethod
-    def attach(self, backend: AttentionBackend) -> None:
-        """Send all attention to `backend` from now on; detaches an earlier one."""
+    def attach(self, backend: AttentionBackend, states: StateMemory | None = None) -> None:
+        """Send all attention to `backend` from now on; detaches an earlier one.
+
+        Recurrent layers read and write `states`, in the slots of its `recurrence`.
+        """
 
     @abstractmethod
     def detach(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.attention.backend import AttentionBackend, LayerLayout
+from headstart.attention.memory import StateMemory
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay, Widths
 from headstart.models.dense.compiled import compile_layers
 from headstart.models.dense.modules import AngleTable, DecoderLayer, Frequencies, LayerStep, RMSNorm
@@ -81,6 +82,7 @@ class DenseDecoder(DecoderModel):
         self.vocab_size, self.max_model_len = shape.vocab_size, about.max_model_len
         self.eos_token_ids = about.eos_token_ids
         self._backend: AttentionBackend | None = None
+        self._states: StateMemory | None = None
         like = torch.empty(0, dtype=dtype, device=self.device)
         exact = like.float() if shape.exact_angles else like
         self._angles = {kind: AngleTable(own, exact) for kind, own in about.frequencies.items()}
@@ -99,11 +101,11 @@ class DenseDecoder(DecoderModel):
             if isinstance(module, nn.Linear | Linear)
         }
 
-    def attach(self, backend: AttentionBackend) -> None:
-        self._backend = backend
+    def attach(self, backend: AttentionBackend, states: StateMemory | None = None) -> None:
+        self._backend, self._states = backend, states
 
     def detach(self) -> None:
-        self._backend = None
+        self._backend = self._states = None
 
     def prepare(self, num_positions: int) -> None:
         for table in self._angles.values():
@@ -165,7 +167,7 @@ class DenseDecoder(DecoderModel):
         if self._compiled is not None and not hooked:
             out = self._compiled(x, angles[""], backend, rows)
         if out is None:
-            step = LayerStep(backend, angles, hooked=hooked)
+            step = LayerStep(backend, angles, hooked=hooked, states=self._states)
             for layer in body.layers[:-1]:
                 x = layer(x, step)
             out = body.layers[-1](x, step, rows)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headstart.attention.backend import AttentionBackend, AttentionOptions
+from headstart.attention.memory import StateMemory
 from headstart.imports import load_module
 from headstart.models.families import Activation, DecoderShape, NormKind
 from headstart.weights.format import Linear
@@ -138,12 +139,13 @@ _BLOCK = 128  # rows of the largest block, which in deterministic mode are compu
 class LayerStep(NamedTuple):
     """The attention of a step, and the angles of its rows by kind of layer.
 
-    hooked: linear layers may have hooks, which want all rows at once.
+    hooked: linear layers may have hooks, which want all rows at once. states: of recurrent layers.
     """
 
     backend: AttentionBackend
     angles: dict[str, Angles]
     hooked: bool = True
+    states: StateMemory | None = None
 
 
 class RMSNorm(nn.Module):

@@ -19,6 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from headstart.attention.backend import AttentionBackend, LayerLayout
+from headstart.attention.memory import StateMemory
 from headstart.attention.register import attend_with, register, unregister
 from headstart.errors import UnsupportedModelError
 from headstart.models.config_values import context_length
@@ -124,7 +125,8 @@ class TransformersDecoder(DecoderModel):
             return super()._compute_fingerprint()
         return fingerprint_memory(self.module)
 
-    def attach(self, backend: AttentionBackend) -> None:
+    def attach(self, backend: AttentionBackend, states: StateMemory | None = None) -> None:
+        assert states is None, "its modules have no recurrent layers"
         self._release_backend()
         self._attention = register(attend_with(backend))
         weakref.finalize(self, unregister, self._attention)

@@ -26,7 +26,7 @@ from headstart.weights.scheme import Method, Scheme, UnsupportedLayerError
 
 
 class _Names(NamedTuple):
-    """The names of the tensors of a weight; order: the group of each input."""
+    """Names of the tensors of a weight; order: the group of each input."""
 
     words: str
     scales: str
@@ -83,7 +83,7 @@ def find_modules(
         }
         text = _list_parts(module, folder, parts)
         if not is_plain and f"{module}.weight" in entries:
-            raise DamagedModelError(f"{text} stand beside a weight in float")
+            raise DamagedModelError(f"{text} stand next to a weight in float")
         _check_types(parts, words, scheme, text)
         shapes = {name: part.shape for name, part in parts.items()}
         if _SHAPE in parts:
@@ -95,9 +95,7 @@ def find_modules(
         if not fitting:
             raise DamagedModelError(f"{text}: there are {groups} groups, by config.json of {sizes}")
         if len(fitting) > 1:
-            raise UnsupportedLayerError(
-                f"its groups may be of {fitting[0]} and of {fitting[1]} inputs"
-            )
+            raise UnsupportedLayerError(f"its groups may have {fitting[0]} or {fitting[1]} inputs")
         stored = tuple(f"{module}.{name}" for name in parts)
         modules[f"{module}.weight"] = Module(shape, bits, fitting[0], stored)
     return modules
@@ -209,9 +207,9 @@ def find_described(
         parts = stored.get(module, {})
         text = _list_parts(module, folder, parts)
         if module not in quantized:
-            raise DamagedModelError(f"{text}, of which no header says how values are kept")
+            raise DamagedModelError(f"{text}, and no header describes how values are stored")
         if f"{module}.weight" in entries:
-            raise DamagedModelError(f"{text} stand beside a weight in float")
+            raise DamagedModelError(f"{text} stand next to a weight in float")
         shape, bits, group = _read_description(module, parts, descriptions[module], text)
         names = tuple(f"{module}.{name}" for name in parts)
         modules[f"{module}.weight"] = Module(shape, bits, group, names)
@@ -233,18 +231,25 @@ def _read_description(
     module: str, parts: Mapping[str, Entry], fields: Mapping[str, Any], text: str
 ) -> tuple[tuple[int, int], int, int]:
     """Return a weight's shape, its bits and the inputs of a group."""
-    kind, data, named = (fields.get(name) for name in ("_type", "_data", "_tensor_data_names"))
+    kind, data = fields.get("_type"), fields.get("_data")
     if kind not in _CLASSES:
         raise UnsupportedLayerError(
-            f"{module} is kept as torchao's {kind}: {', '.join(_CLASSES)} are read"
+            f"{module} is stored as torchao's {kind}; allowed: {', '.join(_CLASSES)}"
         )
     if not isinstance(data, Mapping):
         raise DamagedModelError(f"{text}: its header has no _data")
-    dtype = data.get("target_dtype")  # an object in JSON
-    name = dtype.get("_data") if isinstance(dtype, Mapping) else dtype
-    name = "int8" if kind == "Int8Tensor" else name
-    if name not in ("int8", "int4"):
-        raise UnsupportedLayerError(f"its weights are torchao's of {name!r}, and not int8 or int4")
+    dtype = data.get("target_dtype")  # a name, or an object that holds one
+    dtype = dtype.get("_data") if isinstance(dtype, Mapping) else dtype
+    dtype = "int8" if kind == "Int8Tensor" else dtype
+    if dtype not in ("int8", "int4"):
+        raise UnsupportedLayerError(f"its weights are torchao's of {dtype!r}, and not int8 or int4")
+    _check_named_parts(parts, fields.get("_tensor_data_names"), text)
+    shape, group = _fit_blocks(parts, data.get("block_size"), text)
+    return shape, 8 if dtype == "int8" else 4, group
+
+
+def _check_named_parts(parts: Mapping[str, Entry], named: object, text: str) -> None:
+    """Raise an error unless the tensors are those that a header names, of types that are read."""
     names = {f"{_PREFIX}{name}" for name in named} if isinstance(named, list) else set()
     types = {_WORDS: {"I8"}, _SCALES: _SCALE_TYPES, _ZEROS: {"I8"}}
     if unread := sorted(names - types.keys()):
@@ -255,15 +260,25 @@ def _read_description(
         raise DamagedModelError(f"{text}: its header does not name {surplus[0]}")
     if wrong := [name for name, part in parts.items() if part.dtype not in types[name]]:
         raise DamagedModelError(f"{text}: the type of {wrong[0]} is not read")
-    shape, block = parts[_WORDS].shape, data.get("block_size")
-    is_pair = isinstance(block, list) and [type(size) for size in block] == [int, int]
-    rows, group = block if isinstance(block, list) and is_pair else (0, 0)
-    fits = len(shape) == 2 and min(*shape, rows, group) > 0
-    if fits:
-        steps = shape[0] // rows, shape[1] // group
-        fits = (steps[0] * rows, steps[1] * group) == shape
-        fits = fits and all(parts[name].shape == steps for name in parts.keys() - {_WORDS})
-    if not fits:
-        raise DamagedModelError(f"{text} do not fit together, or not to blocks of {block}")
+
+
+def _fit_blocks(
+    parts: Mapping[str, Entry], block: object, text: str
+) -> tuple[tuple[int, int], int]:
+    """Return a weight's shape and the inputs of a group, for blocks `[rows, group]` of a header.
+
+    Raises `DamagedModelError` unless all tensors have the shapes that follow.
+    """
+    misfit = DamagedModelError(f"{text} do not fit together, or not to blocks of {block}")
+    if not (isinstance(block, list) and [type(size) for size in block] == [int, int]):
+        raise misfit
+    rows, group = block
+    shape = parts[_WORDS].shape
+    if len(shape) != 2 or min(*shape, rows, group) < 1:
+        raise misfit
     outputs, inputs = shape
-    return (outputs, inputs), 8 if name == "int8" else 4, group
+    steps = outputs // rows, inputs // group
+    is_divided = outputs % rows == inputs % group == 0
+    if not is_divided or any(parts[name].shape != steps for name in parts.keys() - {_WORDS}):
+        raise misfit
+    return (outputs, inputs), group

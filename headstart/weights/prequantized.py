@@ -17,7 +17,7 @@ zero points are.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -113,54 +113,89 @@ class Grouped(NamedTuple):
         return Int8Values(values, self.steps.squeeze(1))
 
 
+class _Parts(NamedTuple):
+    """A module's tensors by suffix, some under the names that its method gives them.
+
+    zeros: None for the middle of the range.
+    """
+
+    by_suffix: Mapping[str, Tensor]
+    steps: Tensor
+    zeros: Tensor | None
+    module: Module
+    zeros_less: int
+
+
 def read_grouped(scheme: Scheme, module: Module, parts: Mapping[str, Tensor]) -> Grouped:
     """Return the weight of a module from its tensors by suffix."""
-    (outputs, inputs), bits = module.shape, module.bits
-    steps = parts[NAMES[scheme.method].scales].float()
-    zeros = parts.get(NAMES[scheme.method].zeros)
-    groups = parts.get(NAMES[scheme.method].order or "")
-    middle = 1 << (bits - 1)
-    if scheme.method == "awq":
-        assert zeros is not None
-        order = torch.tensor(_AWQ_FIELDS)
-        values, zeros = (
-            _fields(words, 4).view(len(words), -1, 8).index_select(2, order).flatten(1).T
-            for words in (parts["qweight"], zeros)
-        )
-        steps = steps.T
-    elif scheme.method == "gptq":
-        assert zeros is not None
-        values = _fields(parts["qweight"].T, bits)
-        # With carry, as GPTQ's own code does it. It took 1 from whole words: a zero point of 0
-        # borrowed from the next.
-        ones = sum(1 << shift for shift in range(0, 32, bits))
-        sums = (zeros.long() + scheme.zeros_less * ones).contiguous()
-        zeros = _fields(sums.view(torch.int32)[..., ::2], bits)[:, :outputs].T  # the lower halves
-        steps = steps.T
-    elif scheme.method == "compressed-tensors":
-        if "weight_packed" in parts:
-            values = _fields(parts["weight_packed"], bits)[:, :inputs]
-            if zeros is not None:
-                zeros = _fields(zeros.T, bits)[:, :outputs].T
-        else:
-            values = parts["weight"].view(torch.uint8) ^ _MIDDLE
-            if zeros is not None:
-                zeros = zeros.float() + middle
-        if groups is not None and (groups == -1).all():  # of older versions: groups in order
-            groups = None
-    else:
-        values = parts["_weight_qdata"].view(torch.uint8) + middle  # in bytes -128 is 128
-        rows = outputs // len(steps)
-        steps = steps.repeat_interleave(rows, dim=0)
-        if zeros is not None:
-            zeros = zeros.float().repeat_interleave(rows, dim=0) + middle
+    names, (outputs, inputs) = NAMES[scheme.method], module.shape
+    steps, zeros = parts[names.scales].float(), parts.get(names.zeros)
+    read = _READERS[scheme.method]
+    values, steps, zeros = read(_Parts(parts, steps, zeros, module, scheme.zeros_less))
     if zeros is None:
-        zeros = torch.full_like(steps, middle)
-    if groups is None:
+        zeros = torch.full_like(steps, 1 << (module.bits - 1))
+    groups = parts.get(names.order or "")
+    is_compressed = scheme.method == "compressed-tensors"
+    if groups is None or (is_compressed and (groups == -1).all()):  # its older versions write -1
         groups = torch.arange(inputs) // module.group
-    assert values.shape == module.shape and steps.shape == zeros.shape
+    assert values.shape == (outputs, inputs) and steps.shape == zeros.shape
     values, steps, zeros = values.contiguous(), steps.contiguous(), zeros.float().contiguous()
-    return Grouped(values, steps, zeros, groups.long(), bits)
+    return Grouped(values, steps, zeros, groups.long(), module.bits)
+
+
+_Read = tuple[Tensor, Tensor, Tensor | None]
+"""Values and steps `[outputs, ...]`, and zero points or None for the middle of the range."""
+
+
+def _read_awq(parts: _Parts) -> _Read:
+    assert parts.zeros is not None
+    order = torch.tensor(_AWQ_FIELDS)
+    values, zeros = (
+        _fields(words, 4).view(len(words), -1, 8).index_select(2, order).flatten(1).T
+        for words in (parts.by_suffix["qweight"], parts.zeros)
+    )
+    return values, parts.steps.T, zeros
+
+
+def _read_gptq(parts: _Parts) -> _Read:
+    assert parts.zeros is not None
+    bits, outputs = parts.module.bits, parts.module.shape[0]
+    # GPTQ's code subtracts from whole words, so a zero point of 0 borrows from the next. Adding to
+    # whole words carries it back.
+    ones = sum(1 << shift for shift in range(0, 32, bits))
+    sums = (parts.zeros.long() + parts.zeros_less * ones).contiguous()
+    lower_halves = sums.view(torch.int32)[..., ::2]
+    zeros = _fields(lower_halves, bits)[:, :outputs].T
+    return _fields(parts.by_suffix["qweight"].T, bits), parts.steps.T, zeros
+
+
+def _read_compressed_tensors(parts: _Parts) -> _Read:
+    zeros, bits = parts.zeros, parts.module.bits
+    outputs, inputs = parts.module.shape
+    if "weight_packed" in parts.by_suffix:
+        values = _fields(parts.by_suffix["weight_packed"], bits)[:, :inputs]
+        zeros = _fields(zeros.T, bits)[:, :outputs].T if zeros is not None else None
+    else:
+        values = parts.by_suffix["weight"].view(torch.uint8) ^ _MIDDLE
+        zeros = zeros.float() + (1 << (bits - 1)) if zeros is not None else None
+    return values, parts.steps, zeros
+
+
+def _read_torchao(parts: _Parts) -> _Read:
+    steps, zeros, middle = parts.steps, parts.zeros, 1 << (parts.module.bits - 1)
+    values = parts.by_suffix["_weight_qdata"].view(torch.uint8) + middle  # in bytes -128 is 128
+    rows = parts.module.shape[0] // len(steps)
+    if zeros is not None:
+        zeros = zeros.float().repeat_interleave(rows, dim=0) + middle
+    return values, steps.repeat_interleave(rows, dim=0), zeros
+
+
+_READERS: dict[str, Callable[[_Parts], _Read]] = {
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "compressed-tensors": _read_compressed_tensors,
+    "torchao": _read_torchao,
+}
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:

@@ -322,10 +322,10 @@ def test_weights_may_be_asked_for_all_the_same(weights: str, tmp_path: Path) -> 
     [
         ({"quant_method": "bitsandbytes"}, "quantized by 'bitsandbytes'"),
         ({"version": "gemv"}, "version 'gemv'"),
-        ({"bits": 3}, "bits is 3, and not 4"),
-        ({"bits": True}, "bits is True, and not 4"),
+        ({"bits": 3}, "bits is 3; allowed: 4"),
+        ({"bits": True}, "bits is True; allowed: 4"),
         ({"group_size": 0}, "group_size is 0"),
-        ({"quant_method": "gptq", "bits": 2}, "bits is 2, and not 4 or 8"),
+        ({"quant_method": "gptq", "bits": 2}, "bits is 2; allowed: 4 or 8"),
         ({"quant_method": "gptq", "dynamic": {"+:x": {}}}, "gptq's with dynamic"),
         ({"quant_method": "gptq", "rotation": "hadamard"}, "gptq's with rotation"),
         ({"quant_method": "gptq", "pack_dtype": "int8"}, "packed in 'int8'"),

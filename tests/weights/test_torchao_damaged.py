@@ -149,13 +149,13 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     ),
     "a float beside it": (
         lambda tensors, header: tensors.update({f"{UP}.weight": torch.zeros(3)}),
-        "beside a weight in float",
+        "next to a weight in float",
     ),
     "no description": (
         lambda tensors, header: header.pop(f"{UP}.weight"),
-        "no header says how values are kept",
+        "no header describes how values",
     ),
-    "described as a float": (describing(_type="Tensor"), "no header says how"),
+    "described as a float": (describing(_type="Tensor"), "no header describes how"),
     "a description that ends too early": (saying('{"_type":'), "and not in JSON"),
     "a description of a list": (saying("[]"), "and not in JSON"),
     "a description that nests": (saying("[" * 10_000), "and not in JSON"),
@@ -257,7 +257,7 @@ def test_an_error_of_a_missing_package_says_what_wants_it(
 
     write(tmp_path, describing(_type="Float8Tensor"))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", missing)
-    said = r"named 'torchao'; headstart itself .*up_proj is kept as torchao's Float8Tensor: Int8T"
+    said = r"named 'torchao'; .*up_proj is stored as torchao's Float8Tensor; allowed: Int8T"
     with pytest.raises(UnsupportedModelError, match=said):
         load_model(tmp_path)
 

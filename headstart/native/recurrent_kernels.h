@@ -23,7 +23,7 @@ namespace headstart {
 namespace {
 
 constexpr int64_t LANES = 16;
-constexpr int64_t PIECE = 16;          // tokens that are read ahead
+constexpr int64_t PIECE = 32;          // tokens that are read ahead
 constexpr int64_t CHANNELS = 256;      // of a convolution, that a thread takes
 constexpr int64_t FEW_NUMBERS = 8192;  // rows of fewer are one thread's work
 
@@ -82,9 +82,16 @@ inline void store_some(typename Kind::Floats x, float* to, int64_t count) {
     std::memcpy(to, numbers, std::max<int64_t>(count, 0) * sizeof(float));
 }
 
-// Begins to read a state. The kernels walk over parts of it, which the hardware would not foresee.
-inline void prefetch(const float* state, int64_t count) {
-    for (int64_t i = 0; state != nullptr && i < count; i += LANES)
+// The state that a thread needs after part `part` of a sequence, or null.
+inline const float* next_source(const States& states, const Sequences& sequences, int64_t sequence,
+                                int64_t part, int64_t parts, int64_t floats) {
+    if (++sequence == sequences.count) sequence = 0, part++;
+    return part < parts ? states.source(sequences, sequence, part * floats) : nullptr;
+}
+
+// Begins to read part of that state: it would take longer than the arithmetic of one token.
+inline void prefetch(const float* state, int64_t first, int64_t count) {
+    for (int64_t i = first; state != nullptr && i < first + count; i += LANES)
         _mm_prefetch(reinterpret_cast<const char*>(state + i), _MM_HINT_T1);
 }
 
@@ -239,10 +246,13 @@ struct DeltaBlock {
         if (even < key_dim) run(even, std::integral_constant<int, 0>());
     }
 
-    // Reads the first `count` columns of [key_dim, stride]; zeros if `from` is null.
-    void read(const float* from, int64_t stride, int64_t count, const float* key) {
+    // Reads the first `count` columns of [key_dim, stride], zeros if `from` is null, and sets `found` for
+    // a token. Meanwhile fetches `following`, as many floats.
+    void read(const float* from, int64_t stride, int64_t count, const float* key,
+              const float* following) {
         Sums sums;
         const auto copy = [&](int64_t r, auto part, auto whole) __attribute__((always_inline)) {
+            prefetch(following, r * WIDTH, WIDTH);
             const Floats factor = Kind::set(key[r]);
 #pragma GCC unroll 4
             for (int c = 0; c < VECTORS; c++) {
@@ -333,7 +343,9 @@ class DeltaHead {
           begin_(sequences.starts[sequence]),
           end_(sequences.starts[sequence + 1]),
           from_(call.states.source(sequences, sequence, head * call.key_dim * call.value_dim)),
-          to_(call.states.target(sequences, sequence, head * call.key_dim * call.value_dim)) {
+          to_(call.states.target(sequences, sequence, head * call.key_dim * call.value_dim)),
+          next_(next_source(call.states, sequences, sequence, head, call.heads,
+                            call.key_dim * call.value_dim)) {
         static thread_local Scratch memory;
         query_ =
             memory.take<float>(PIECE * (2 * key_width_ + 2 * value_width_) + key_width_ * WIDTH);
@@ -344,7 +356,6 @@ class DeltaHead {
     }
 
     void run() {
-        prefetch(from_, call_.key_dim * call_.value_dim);
         const int64_t size = call_.key_dim * call_.value_dim;
         if (begin_ == end_) copy_state(from_, to_, size);
         int64_t save = sequences_.first_save(begin_), count;
@@ -383,7 +394,9 @@ class DeltaHead {
     void walk(int64_t column, int64_t count) {
         const int64_t width = call_.value_dim, columns = std::min(WIDTH, width - column);
         Block block{state_, call_.key_dim, {}};
-        block.read(from_ == nullptr ? from_ : from_ + column, width, columns, key_);
+        // Blocks fetch the next state from its first byte to its last, not by columns.
+        block.read(from_ == nullptr ? from_ : from_ + column, width, columns, key_,
+                   next_ == nullptr ? next_ : next_ + column * call_.key_dim);
         for (int64_t t = 0; t < count; t++) {
             const float *query = query_ + t * key_width_, *key = key_ + t * key_width_;
             const float* value = value_ + t * value_width_ + column;
@@ -407,6 +420,7 @@ class DeltaHead {
     const int64_t head_, key_head_, key_width_, value_width_, begin_, end_;
     const float* from_;
     float* const to_;
+    const float* const next_;
     // Tokens that are read ahead: query and key [PIECE, key_width_], normalized, value and out
     // [PIECE, value_width_]. state_ is a block's.
     float *query_, *key_, *value_, *out_, *state_;
@@ -428,7 +442,9 @@ class ScanHead {
           begin_(sequences.starts[sequence]),
           end_(sequences.starts[sequence + 1]),
           from_(call.states.source(sequences, sequence, head * dim_ * call.state)),
-          to_(call.states.target(sequences, sequence, head * dim_ * call.state)) {
+          to_(call.states.target(sequences, sequence, head * dim_ * call.state)),
+          next_(
+              next_source(call.states, sequences, sequence, head, call.heads, dim_ * call.state)) {
         static thread_local Scratch memory;
         const int64_t x_width = padded(dim_);
         b_ = memory.take<float>(PIECE * (2 * width_ + 2 * x_width));
@@ -438,7 +454,6 @@ class ScanHead {
     }
 
     void run() {
-        prefetch(from_, dim_ * call_.state);
         const int64_t size = dim_ * call_.state;
         if (begin_ == end_) copy_state(from_, to_, size);
         int64_t save = sequences_.first_save(begin_), count;
@@ -475,37 +490,42 @@ class ScanHead {
         for (int64_t r = 0; r < rows; r++)
             for (int64_t n = 0; n < width_; n += Kind::STATE * LANES)
                 with_count<Kind::STATE>((width_ - n) / LANES, [&](auto vectors) {
-                    walk_row<vectors.value>(first + r, n, count, sums_ + r * count * LANES);
+                    walk_row<vectors.value>(first + r, n, count, sums_ + r * LANES, rows * LANES);
                 });
         alignas(64) float totals[TOGETHER * PIECE];
         add_lanes(sums_, rows * count, totals);
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t t = 0; t < count; t++) {
-                float& x = x_[t * padded(dim_) + first + r];
-                x = std::fma(call_.d[head_], x, totals[r * count + t]);
-            }
+        for (int64_t t = 0; t < count; t++) {
+            float *x = x_ + t * padded(dim_) + first, *total = totals + t * rows;
+            for (int64_t r = 0; r < rows; r++) x[r] = std::fma(call_.d[head_], x[r], total[r]);
+        }
     }
 
-    // The same over part of a row: VECTORS vectors from `n` on. Their sums [count, 16] go on.
+    // The same over part of a row: VECTORS vectors from `n` on. Sums of 16 lanes, `stride` floats from
+    // token to token, continue those of the vectors before. Not inlined, so that all vectors are in
+    // registers.
     template <int VECTORS>
-    void walk_row(int64_t p, int64_t n, int64_t count, float* sums) const {
+    [[gnu::noinline]] void walk_row(int64_t p, int64_t n, int64_t count, float* sums,
+                                    int64_t stride) const {
         const int64_t place = p * call_.state + n, left = call_.state - n;
+        const int64_t width = width_, x_width = padded(dim_);
+        prefetch(next_, place, VECTORS * LANES);
+        const float *b = b_ + n, *c = c_ + n, *x = stepped_ + p, *decay = decay_;
         typename Kind::Floats state[VECTORS];
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
             state[v] = load_some<Kind>(from_ == nullptr ? from_ : from_ + place + v * LANES,
                                        left - v * LANES);
-        const float *b = b_ + n, *c = c_ + n, *x = stepped_ + p;
-        for (int64_t t = 0; t < count; t++, b += width_, c += width_, x += padded(dim_)) {
-            const auto decay = Kind::set(decay_[t]), factor = Kind::set(*x);
-            auto sum = n == 0 ? Kind::set(0.0f) : Kind::load(sums + t * LANES);
+        for (int64_t t = 0; t < count; t++) {
+            const auto factor = Kind::set(decay[t]), step = Kind::set(*x);
+            auto sum = n == 0 ? Kind::set(0.0f) : Kind::load(sums);
 #pragma GCC unroll 8
             for (int v = 0; v < VECTORS; v++) {
                 state[v] =
-                    Kind::fmadd(factor, Kind::load(b + v * LANES), Kind::multiply(decay, state[v]));
+                    Kind::fmadd(step, Kind::load(b + v * LANES), Kind::multiply(factor, state[v]));
                 sum = Kind::fmadd(Kind::load(c + v * LANES), state[v], sum);
             }
-            Kind::store(sums + t * LANES, sum);
+            Kind::store(sums, sum);
+            b += width, c += width, x += x_width, sums += stride;
         }
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
@@ -517,6 +537,7 @@ class ScanHead {
     const int64_t head_, group_, dim_, width_, begin_, end_;
     const float* from_;
     float* const to_;
+    const float* const next_;
     // Tokens that are read ahead: b and c [PIECE, width_], x and x times the step's length.
     float *b_, *c_, *x_, *stepped_;
     float decay_[PIECE];

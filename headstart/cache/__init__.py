@@ -31,6 +31,7 @@ from headstart.cache.policies import EvictionPolicy, FreeBlockQueue
 from headstart.cache.pool import BlockPicture, BlockPool, BlockState
 from headstart.cache.sequence import Mark, TokenSequence
 from headstart.cache.shares import Shares
+from headstart.cache.states import Checkpoint, StatePool
 from headstart.cache.stats import (
     AGE_BOUNDS,
     EvictionAges,
@@ -54,6 +55,7 @@ __all__ = [
     "BlockStored",
     "CacheConfig",
     "CacheEvent",
+    "Checkpoint",
     "ComputedBlocks",
     "EvictionAges",
     "EvictionPolicy",
@@ -73,6 +75,7 @@ __all__ = [
     "PublicBlocks",
     "RowCopy",
     "Shares",
+    "StatePool",
     "PathSegment",
     "TokenSequence",
     "UnsavedBlock",

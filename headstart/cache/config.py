@@ -44,6 +44,8 @@ class CacheConfig(CacheOptions):
     num_states: slots for states of recurrent layers, of running sequences and checkpoints; 0 for a
         model without such layers. See `headstart.cache.states`.
     state_interval: tokens between two regular checkpoints of a long prompt.
+    states_at_borders: working states and checkpoints are those at block borders, for an engine that
+        computes whole blocks.
 
     Raises ConfigError.
     """
@@ -53,6 +55,7 @@ class CacheConfig(CacheOptions):
     events: bool = False
     num_states: int = option(0, allowed=Number(int, 0))
     state_interval: int = option(1024, allowed=Number(int, 1))
+    states_at_borders: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)

@@ -94,7 +94,7 @@ class KVCacheManager:
                 config.num_states,
                 max(1, config.state_interval // config.block_size) * config.block_size,
                 config.block_size,
-                only_borders=not config.partial_hits,
+                only_borders=config.states_at_borders,
             )
         self._caching = config.enable_prefix_caching
         self._sequences: dict[str, TokenSequence] = {}

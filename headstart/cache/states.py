@@ -52,8 +52,8 @@ class Checkpoint:
 class SequenceState:
     """The slots of a running sequence, and where it will leave checkpoints.
 
-    slot: its working slot. source: the checkpoint that its first step reads, until that is
-    committed. is_started: a step was committed. step_start: the first token of its last step.
+    slot: its working slot. source: the checkpoint that it resumes from, until a step has written to
+    the working slot. is_written: a step has. step_start: the first token of its last step.
     wanted: positions of checkpoints, ascending. next_regular: the next one at an interval.
     announced: checkpoints of later steps whose K/V are cached. saves: those of the step under way.
     """
@@ -61,7 +61,7 @@ class SequenceState:
     __slots__ = (
         "announced",
         "interval",
-        "is_started",
+        "is_written",
         "next_regular",
         "saves",
         "slot",
@@ -76,7 +76,7 @@ class SequenceState:
         start = source.position if source is not None else 0
         self.slot = slot
         self.source = source
-        self.is_started = False
+        self.is_written = False
         self.step_start = start
         self.wanted = wanted
         self.interval = interval
@@ -89,14 +89,14 @@ class SequenceState:
         """The slot with the state before the next step; -1 at the start of a prompt."""
         if self.source is not None:
             return self.source.slot
-        return self.slot if self.is_started else -1
+        return self.slot if self.is_written else -1
 
 
 class StatePool:
     """All slots, and the checkpoints by prefix.
 
     interval: tokens between two regular checkpoints, a multiple of `block_size`. only_borders:
-    checkpoints are at block borders, since hits end there.
+    working states and checkpoints are those at block borders.
     """
 
     def __init__(
@@ -231,11 +231,13 @@ class StatePool:
 
     def commit(self) -> None:
         """Make the checkpoints of the step readable: its states are written."""
-        for state in self._states.values():
-            state.is_started = True
-            if state.source is not None:
-                self._release(state.source)
-                state.source = None
+        for sequence, state in self._states.items():
+            source = state.source
+            if self._position(sequence) > (source.position if source is not None else 0):
+                state.is_written = True
+                if source is not None:
+                    self._release(source)
+                    state.source = None
             for checkpoint in state.saves:
                 checkpoint.writer = None
                 if checkpoint.node is None:
@@ -252,11 +254,8 @@ class StatePool:
         self._free += [checkpoint.slot for checkpoint in state.saves]
         if state.source is not None:
             self._release(state.source)
-        position = sequence.num_computed_tokens
-        if self.only_borders:
-            position -= position % self.block_size
-        if is_kept and state.is_started and sequence.is_stored:
-            last = self._place(sequence, position)
+        if is_kept and state.is_written and sequence.is_stored:
+            last = self._place(sequence, self._position(sequence))
             if last is not None:
                 last.slot, last.writer = state.slot, None
                 self._enter(last)
@@ -272,6 +271,11 @@ class StatePool:
                     self._drop(checkpoint)
 
     # Slots
+
+    def _position(self, sequence: TokenSequence) -> int:
+        """Return the position of its state once the step under way is committed."""
+        position = sequence.num_computed_tokens
+        return position - position % self.block_size if self.only_borders else position
 
     def _place(self, sequence: TokenSequence, position: int) -> Checkpoint | None:
         """Return a new checkpoint without a slot; None where one is, or no full block is cached."""

@@ -46,6 +46,11 @@ class EngineConfig(CacheOptions):
     )
     kv_cache_dtype: str = option("auto", "bits of K/V: auto (the model's dtype), int8", _KV_DTYPES)
     kv_cache_fraction: float = option(0.4, "the share of free memory that K/V may take", _SHARES)
+    num_states: int | None = option(
+        None,
+        "states of recurrent layers, of running requests and for reuse; default: by memory",
+        _COUNTS,
+    )
     max_model_len: int | None = option(
         None, "longest prompt and answer together, in tokens", _COUNTS
     )

@@ -58,10 +58,12 @@ class EngineCore:
         self.config = config
         self.model, self.vision = parts.model, parts.vision
         self.manager, self.max_model_len = parts.manager, parts.max_model_len
-        self.kv_cache_bytes = parts.memory.nbytes
+        states, pool = parts.states, parts.manager.states
+        self.kv_cache_bytes = parts.memory.nbytes + (states.rows.nbytes if states else 0)
         if config.deterministic:
             self.model.fix_rows()
-        self.model.attach(backend := make_backend(parts.memory, share=config.share_attention))
+        backend = make_backend(parts.memory, share=config.share_attention)
+        self.model.attach(backend, states)
         self.tiers = parts.tiers
         self.images: EncoderBudget | None = None
         if parts.vision is not None:
@@ -72,7 +74,12 @@ class EngineCore:
             self.images = EncoderBudget(cache, config.block_size if config.deterministic else None)
         self.adapters = AdapterStore(self.model, config)
         self._runner = Runner(
-            self.model, backend, parts.memory, self.adapters, deterministic=config.deterministic
+            self.model,
+            backend,
+            parts.memory,
+            self.adapters,
+            None if states is None or pool is None else (states, pool),
+            deterministic=config.deterministic,
         )
         self._sampler, self._turns = Sampler(self.model.vocab_size), FairShare(self.manager, config)
         # Inputs first: a request that waits for them delays no other.

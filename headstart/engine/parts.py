@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headstart.attention import PagedKVMemory, name_backend
+from headstart.attention import PagedKVMemory, StateMemory, name_backend
 from headstart.attention.memory import INT8_REVISION
 from headstart.cache import BlockHasher, CacheConfig, CacheEvent, KVCacheManager
 from headstart.engine.config import EngineConfig
@@ -162,6 +162,8 @@ def _weights(decoder: DecoderModel, folder: Path | None) -> str:
 # By default, a million tokens in blocks of 16. More blocks than that cost seconds to make, for
 # models so small that they need no more.
 DEFAULT_MAX_BLOCKS = 65_536
+TOKENS_PER_STATE = 2048
+MIN_STATES = 16
 _LOG = logging.getLogger("headstart.tiers")
 _MOST_PREPARED = 8192  # positions; more would lengthen the start, and cost little when needed
 
@@ -186,12 +188,13 @@ def count_blocks(config: EngineConfig, decoder: DecoderModel, encoder_row: int) 
     without vision. Raises OutOfMemoryError if the budget is less than one block or exceeds the free
     memory.
     """
-    size = PagedKVMemory.bytes_per_block(
-        decoder.layouts, config.block_size, kv_dtype(config, decoder)
-    )
+    size = _block_bytes(config, decoder)
     rows = config.encoder_cache_rows * encoder_row
     free = max(free_memory(decoder.device) - rows, 0)
     budget = config.kv_cache_memory or int(free * config.kv_cache_fraction)
+    budget -= count_states(config, decoder, budget) * StateMemory.bytes_per_slot(
+        decoder.state_layouts
+    )
     blocks = budget // size if config.num_blocks is None else config.num_blocks
     if config.num_blocks is None and config.kv_cache_memory is None:
         blocks = min(blocks, DEFAULT_MAX_BLOCKS)
@@ -205,6 +208,36 @@ def count_blocks(config: EngineConfig, decoder: DecoderModel, encoder_row: int) 
             f"{blocks:,} KV blocks need {blocks * size:,} bytes, and {free:,} are free{reserved}"
         )
     return blocks
+
+
+def _block_bytes(config: EngineConfig, decoder: DecoderModel) -> int:
+    dtype = kv_dtype(config, decoder)
+    return PagedKVMemory.bytes_per_block(decoder.layouts, config.block_size, dtype)
+
+
+def count_states(config: EngineConfig, decoder: DecoderModel, budget: int) -> int:
+    """Return the slots for states of recurrent layers: `num_states`, or by the budget of K/V.
+
+    The budget, in bytes, has one slot for every `TOKENS_PER_STATE` tokens of K/V.
+    """
+    if not decoder.state_layouts or config.num_states is not None:
+        return (config.num_states or 0) if decoder.state_layouts else 0
+    if config.num_blocks is not None:
+        return max(MIN_STATES, config.num_blocks * config.block_size // TOKENS_PER_STATE)
+    blocks = TOKENS_PER_STATE // config.block_size
+    slot = StateMemory.bytes_per_slot(decoder.state_layouts)
+    states = budget // (slot + blocks * _block_bytes(config, decoder))
+    return min(max(MIN_STATES, states), DEFAULT_MAX_BLOCKS // blocks)
+
+
+def make_states(config: EngineConfig, decoder: DecoderModel) -> StateMemory | None:
+    """Return the memory of the model's recurrent states, None for a model without."""
+    if not decoder.state_layouts:
+        return None
+    free = max(free_memory(decoder.device), 0)
+    budget = config.kv_cache_memory or int(free * config.kv_cache_fraction)
+    slots = count_states(config, decoder, budget)
+    return StateMemory(decoder.state_layouts, slots, decoder.device)
 
 
 def longest_sequence(config: EngineConfig, model_limit: int, num_blocks: int) -> int:
@@ -252,7 +285,11 @@ class ObservedManager(KVCacheManager):
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """The parts of an engine. tiers: where blocks outlive the pool, None for nowhere."""
+    """The parts of an engine.
+
+    tiers: where blocks outlive the pool, None for nowhere. states: those of recurrent layers, None
+    for a model without.
+    """
 
     model: DecoderModel
     memory: PagedKVMemory
@@ -260,6 +297,7 @@ class EngineParts:
     max_model_len: int
     vision: VisionModel | None = None
     tiers: Tiers | None = None
+    states: StateMemory | None = None
 
 
 def open_stores(model: ModelRecord, config: EngineConfig) -> Sequence[BlockStore]:
@@ -294,9 +332,16 @@ def make_engine_parts(
     memory = PagedKVMemory(
         decoder.layouts, blocks, config.block_size, kv_dtype(config, decoder), decoder.device
     )
+    states = make_states(config, decoder)
     folder, model = config.kept_folder, None
     stores: Sequence[BlockStore] = ()
-    if config.enable_prefix_caching and (folder is not None or config.remote_cache):
+    has_tiers = config.enable_prefix_caching and (folder is not None or config.remote_cache)
+    if has_tiers and states is not None:
+        _LOG.warning(
+            "the model has recurrent layers, whose states cache_dir and remote_cache do not store: "
+            "what it caches ends with the process"
+        )
+    elif has_tiers:
         if folder is not None and not make_folder(folder):
             _LOG.warning("cache folder %s is not writable; its blocks are only read", folder)
         model = identify(decoder, memory, config, folder, rows)
@@ -309,6 +354,8 @@ def make_engine_parts(
     cache = CacheConfig(
         num_blocks=blocks,
         events=is_observed or bool(stores),
+        num_states=states.scratch_slot if states is not None else 0,
+        states_at_borders=config.deterministic,
         **config.shared() | {"partial_hits": config.partial_hits and not config.deterministic},
     )
     names = BlockHasher(config.block_size, "" if model is None else model.fingerprint)
@@ -317,4 +364,4 @@ def make_engine_parts(
     if stores:
         payload, text = BlockPayload(memory, rows), block_text(tokenizer, config.cache_words)
         tiers = Tiers(manager, payload, stores, open_stores(OBJECTS, config), text)
-    return EngineParts(decoder, memory, manager, limit, vision, tiers)
+    return EngineParts(decoder, memory, manager, limit, vision, tiers, states)

@@ -15,8 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.attention import AttentionBackend, PagedKVMemory, Span, StepPlan
-from headstart.cache import TokenSequence
+from headstart.attention import (
+    AttentionBackend,
+    PagedKVMemory,
+    Recurrence,
+    Span,
+    StateMemory,
+    StepPlan,
+)
+from headstart.cache import StatePool, TokenSequence
 from headstart.engine.adapter_store import AdapterStore
 from headstart.engine.logits import allowed_tokens
 from headstart.engine.request import PromptExtras
@@ -70,6 +77,7 @@ class Runner:
         backend: AttentionBackend,
         memory: PagedKVMemory,
         adapters: AdapterStore,
+        states: tuple[StateMemory, StatePool] | None = None,
         *,
         deterministic: bool,
     ) -> None:
@@ -78,6 +86,7 @@ class Runner:
         self._backend = backend
         self._memory = memory
         self._adapters = adapters
+        self._states = states
         self._deterministic = deterministic
         # In the current step, by sequence: the first position whose K or V are not finite.
         self._nonfinite: dict[TokenSequence, int] = {}
@@ -116,8 +125,10 @@ class Runner:
         self._adapters.end_step()
 
     def close(self) -> None:
-        """Free the K/V memory; there are no steps afterwards."""
+        """Free the K/V memory and the states; there are no steps afterwards."""
         self._memory.release()
+        if self._states is not None:
+            self._states[0].release()
 
     def _forward_blocks(self, rows: _Rows) -> Iterator[Tensor]:
         """Yield the logits of rows as whole blocks, computed again from their first token."""
@@ -164,8 +175,13 @@ class Runner:
                 else []
             )
             self._backend.begin_step(plan)
+            if self._states is not None:
+                memory, pool = self._states
+                memory.recurrence = _recurrence(parts, pool, memory.scratch_slot)
             answer = compute(self._tensor(tokens), places, self._tensor(logit_rows), embeddings)
             self._note_nonfinite(parts)
+            if self._states is not None:
+                self._check_states(parts, *self._states)
             return answer
         finally:
             self.end_step()
@@ -181,6 +197,13 @@ class Runner:
             if (row := next((row for row in bad if row in known), None)) is not None:
                 self._nonfinite.setdefault(rows.sequence, rows.start + row - first)
             first += rows.stop - rows.start
+
+    def _check_states(self, parts: list[_Rows], memory: StateMemory, pool: StatePool) -> None:
+        """Record the sequences that leave a checkpoint of this pass that is not finite."""
+        for rows in parts:
+            for save in pool.of(rows.sequence).saves:
+                if rows.start < save.position <= rows.known and not memory.is_finite(save.slot):
+                    self._nonfinite.setdefault(rows.sequence, rows.start)
 
     def _nonfinite_parts(self, parts: list[_Rows]) -> list[int]:
         """Return the parts whose block tables have a row that is not finite, whoever wrote it.
@@ -230,6 +253,30 @@ class Runner:
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self._device)
+
+
+def _recurrence(parts: list[_Rows], pool: StatePool, scratch_slot: int) -> Recurrence:
+    """Return the slots of states that a pass reads and writes.
+
+    A pass over a whole block begins at its border. The state after it is discarded as long as
+    tokens of the block are unknown, since the next pass computes them again.
+    """
+    sources, targets, saves = [], [], []
+    first = 0
+    for rows in parts:
+        state = pool.of(rows.sequence)
+        is_later_pass = rows.start > state.step_start
+        source = state.slot if is_later_pass else state.read_slot
+        sources.append(source if rows.start else -1)
+        targets.append(state.slot if rows.known == rows.stop else scratch_slot)
+        for save in state.saves:
+            if rows.start < save.position <= rows.known:
+                saves.append((first + save.position - rows.start - 1, save.slot))
+        first += rows.stop - rows.start
+    starts = np.cumsum([0, *(rows.stop - rows.start for rows in parts)])
+    ordered = np.array(sorted(saves), dtype=np.int32).reshape(-1, 2)
+    columns = (starts, sources, targets, [rows.start for rows in parts], ordered)
+    return Recurrence(*(torch.from_numpy(np.array(c, dtype=np.int32)) for c in columns))
 
 
 Choice = SampledToken | EngineError | None

@@ -236,6 +236,7 @@ CONFIGS = st.fixed_dictionaries(
         "block_size": st.integers(1, 4),
         "deduplicate": st.booleans(),
         "partial_hits": st.booleans(),
+        "states_at_borders": st.booleans(),
         "state_interval": st.sampled_from([4, 8, 1000]),
         "eviction": st.sampled_from(["lru", "adaptive-lru", "fair-lru"]),
         "enable_prefix_caching": st.sampled_from([True] * 9 + [False]),

@@ -1,0 +1,227 @@
+"""An engine whose model has a recurrent layer resumes exactly, whatever was cached.
+
+The model is a fake whose state is a hash of every token so far, so an answer that was resumed from
+the wrong state, or from none, differs from the answer that plain Python computes.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headstart.attention import AttentionBackend, AttentionOptions, LayerLayout
+from headstart.attention.backend import StateLayout
+from headstart.attention.memory import StateMemory
+from headstart.cache import MissReason, TokenSequence
+from headstart.engine.config import make_config
+from headstart.engine.engine import EngineCore
+from headstart.engine.params import SamplingParams
+from headstart.engine.parts import make_engine_parts
+from headstart.engine.request import Request, RequestGroup
+from headstart.engine.sampling import SamplingState
+from headstart.frontend.text import Detokenizer, OutputText
+from headstart.models.decoder import DecoderModel, EmbeddingOverlay, Widths
+
+VOCABULARY = 50
+PRIME = 65521
+
+
+def follow(state: int, token: int) -> int:
+    return (state * 31 + token + 7) % PRIME
+
+
+def expected_answer(prompt: list[int], count: int) -> list[int]:
+    state = 0
+    for token in prompt:
+        state = follow(state, token)
+    answer: list[int] = []
+    for _ in range(count):
+        answer.append(state % VOCABULARY)
+        state = follow(state, answer[-1])
+    return answer
+
+
+class HashDecoder(DecoderModel):
+    """Chooses the token that a hash of all tokens before it says."""
+
+    def __init__(self) -> None:
+        layout = LayerLayout(kv_heads=1, key_dim=8, value_dim=8)
+        super().__init__((layout,), None)
+        self.state_layouts = (StateLayout(((2,), (1, 3))),)
+        self.module = nn.Module()
+        self.vocab_size, self.max_model_len = VOCABULARY, 4096
+        self.eos_token_ids = frozenset()
+        self.dtype, self.device, self.output_layer = torch.float32, torch.device("cpu"), None
+        self.num_rows = 0
+        self._backend: AttentionBackend | None = None
+        self._states: StateMemory | None = None
+
+    def linear_widths(self) -> dict[str, Widths]:
+        return {}
+
+    def attach(self, backend: AttentionBackend, states: StateMemory | None = None) -> None:
+        self._backend, self._states = backend, states
+
+    def detach(self) -> None:
+        self._backend = self._states = None
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        embeddings: EmbeddingOverlay | None = None,
+    ) -> Tensor:
+        assert self._backend is not None and self._states is not None
+        step = self._states.recurrence
+        assert step is not None
+        hashes, lengths = (views.view(len(views), -1)[:, 0] for views in self._states.layers[0])
+        self.num_rows += len(token_ids)
+        row = torch.arange(8.0).expand(len(token_ids), 1, 8)
+        self._backend.attend(0, row, row, row, AttentionOptions(1.0))
+        starts, saves = step.starts.tolist(), dict(step.saves.tolist())
+        logits = torch.zeros(len(token_ids), VOCABULARY)
+        before = hashes.clone(), lengths.clone()
+        for i, (source, target) in enumerate(
+            zip(step.sources.tolist(), step.targets.tolist(), strict=True)
+        ):
+            state, length = (int(part[source]) if source >= 0 else 0 for part in before)
+            assert length == int(positions[starts[i]]), "a state of another length"
+            for at in range(starts[i], starts[i + 1]):
+                state, length = follow(state, int(token_ids[at])), length + 1
+                logits[at, state % VOCABULARY] = 1.0
+                if at in saves:
+                    hashes[saves[at]], lengths[saves[at]] = state, length
+            hashes[target], lengths[target] = state, length
+        return logits[logit_rows]
+
+
+class Harness:
+    """An engine core with the fake model, without a frontend."""
+
+    def __init__(self, **options: Any) -> None:
+        config = make_config({"num_blocks": 64, "debug": True, "block_size": 4, **options})
+        self.model = HashDecoder()
+        self.core = EngineCore(make_engine_parts(self.model, None, config), config)
+        self.groups: list[RequestGroup] = []
+
+    def submit(self, prompt: list[int], count: int = 5, salt: str | None = None) -> RequestGroup:
+        name = f"r{len(self.groups)}"
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        group = RequestGroup(name, None, prompt, params, 0.0)
+        group.requests = [
+            Request(
+                group,
+                0,
+                TokenSequence(name, prompt, salt=salt),
+                SamplingState(params, prompt, [], None, frozenset()),
+                OutputText(Detokenizer(None), params, frozenset(), 10**6),
+            )
+        ]
+        self.groups.append(group)
+        self.core.submit(group)
+        return group
+
+    def finish(self) -> None:
+        while self.core.has_unfinished:
+            self.core.step()
+
+    def answer(self, group: RequestGroup) -> list[int]:
+        return list(group.output().outputs[0].token_ids)
+
+    def run(self, prompt: list[int], count: int = 5) -> int:
+        """Check an answer; return how many tokens of the prompt were hit."""
+        group = self.submit(prompt, count)
+        self.finish()
+        assert self.answer(group) == expected_answer(prompt, count)
+        return group.output().num_cached_tokens or 0
+
+
+@pytest.fixture(params=[False, True], ids=["", "deterministic"])
+def deterministic(request: pytest.FixtureRequest) -> Iterator[bool]:
+    return request.param  # type: ignore[no-any-return]
+
+
+def test_a_prompt_again_and_its_continuation(deterministic: bool) -> None:
+    harness = Harness(deterministic=deterministic)
+    prompt = [i * 7 % 50 for i in range(30)]
+    assert harness.run(prompt) == 0
+    assert harness.run(prompt) == (28 if deterministic else 29)
+    longer = prompt + expected_answer(prompt, 5) + [1, 2, 3]
+    assert harness.run(longer) == (32 if deterministic else 34)
+
+
+def test_a_fork_is_hit_to_the_token_from_the_third_prompt_on() -> None:
+    harness = Harness(max_num_batched_tokens=16)
+    shared = [i * 3 % 50 for i in range(90)]
+    assert harness.run([*shared, 1, 2, 3]) == 0
+    explanation = harness.core.manager.explain(TokenSequence("probe", [*shared, 4, 5, 6]))
+    assert explanation.reason is MissReason.STATE and explanation.known_tokens == 90
+    harness.run([*shared, 4, 5, 6])
+    assert harness.run([*shared, 7, 8, 9]) == 90
+
+
+def test_prompts_that_arrive_together_compute_their_prefix_once() -> None:
+    harness = Harness(num_blocks=400, num_states=40)
+    shared = [i * 3 % 50 for i in range(200)]
+    groups = [harness.submit([*shared, i, i + 1]) for i in range(8)]
+    harness.finish()
+    for group in groups:
+        assert harness.answer(group) == expected_answer(group.prompt_token_ids, 5)
+    assert harness.model.num_rows <= 202 + 7 * 4 + 8 * 5
+
+
+def test_preempted_requests_resume(deterministic: bool) -> None:
+    harness = Harness(num_blocks=14, num_states=5, deterministic=deterministic)
+    groups = [harness.submit([i, *range(10)], count=12) for i in range(5)]
+    harness.finish()
+    assert harness.core.num_preemptions
+    for group in groups:
+        assert harness.answer(group) == expected_answer(group.prompt_token_ids, 12)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_requests(seed: int) -> None:
+    draw = random.Random(seed)
+    harness = Harness(
+        num_blocks=draw.choice([20, 40, 100]),
+        num_states=draw.choice([2, 3, 6, 20]),
+        deterministic=draw.random() < 0.3,
+        partial_hits=draw.random() < 0.8,
+        deduplicate=draw.random() < 0.8,
+        max_num_batched_tokens=draw.choice([7, 16, 64]),
+        max_num_seqs=draw.choice([2, 4, 16]),
+    )
+    texts = [[draw.randrange(50) for _ in range(60)] for _ in range(2)]
+    lengths: dict[str, int] = {}
+    for _ in range(60):
+        for _ in range(draw.randrange(4)):
+            text = draw.choice(texts)
+            done = [g for g in harness.groups if g.finished and len(g.prompt_token_ids) < 40]
+            if done and draw.random() < 0.4:  # the next turn of a conversation
+                turn = draw.choice(done)
+                prompt = turn.prompt_token_ids + harness.answer(turn)
+            else:
+                prompt = text[: draw.randrange(1, 60)]
+            prompt = [*prompt, *(draw.randrange(50) for _ in range(draw.randrange(3)))]
+            count = draw.randrange(1, 9)
+            group = harness.submit(prompt, count, salt=draw.choice([None, None, "s"]))
+            lengths[group.request_id] = count
+        for _ in range(draw.randrange(6)):
+            if harness.core.has_unfinished:
+                harness.core.step()
+        if draw.random() < 0.1:
+            harness.core.abort(draw.choice(harness.groups).request_id) if harness.groups else None
+        if draw.random() < 0.03:
+            harness.core.reset_prefix_cache(reset_running_requests=True)
+    harness.finish()
+    for group in harness.groups:
+        expected = expected_answer(group.prompt_token_ids, lengths[group.request_id])
+        answer = harness.answer(group)
+        reason = group.requests[0].finish_reason
+        assert answer == expected[: len(answer)]
+        assert reason == "abort" or len(answer) == len(expected), reason
+    assert not harness.core.manager.sequences

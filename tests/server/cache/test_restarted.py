@@ -5,8 +5,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from headstart.frontend.async_llm import AsyncLLM
 from headstart.tiers import DiskStore
+from tests.engine.internals import remembered_chats
 from tests.engine.tiny_llm import save_smallest
 from tests.server.running import Running, running
 from tests.tiny_tokenizers import TINY_TOKENIZERS
@@ -73,17 +73,13 @@ def test_many_clients_of_a_restarted_server_load_a_prefix_once(model: Path, tmp_
 def test_a_reset_that_a_tier_does_not_answer_forgets_all_else(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forgotten: list[AsyncLLM] = []
-    real = AsyncLLM.forget_inputs
-
-    async def forget_inputs(llm: AsyncLLM) -> None:
-        forgotten.append(llm)
-        await real(llm)
-
-    monkeypatch.setattr(AsyncLLM, "forget_inputs", forget_inputs)
     monkeypatch.setattr(DiskStore, "clear", lambda store: False)
-    with running(model, cache_dir=str(tmp_path), **OPTIONS) as server:
+    template = "{{ messages[0].content }}"
+    with running(model, cache_dir=str(tmp_path), chat_template=template, **OPTIONS) as server:
         complete(server)
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+        assert remembered_chats(server.llm) > 0
         prompt = {"prompt": TEXT}
         explained = httpx.post(f"{server.url}/cache/explain", json=prompt, timeout=60).json()
         assert explained["closest"] is not None
@@ -94,4 +90,4 @@ def test_a_reset_that_a_tier_does_not_answer_forgets_all_else(
         assert "blocks in a store may remain" in error["message"]
         explained = httpx.post(f"{server.url}/cache/explain", json=prompt, timeout=60).json()
         assert explained["cached_tokens"] == 0 and explained["closest"] is None
-        assert forgotten == [server.llm]
+        assert remembered_chats(server.llm) == 0

@@ -70,13 +70,12 @@ def ask(server: Running, **more: object) -> httpx.Response:
     )
 
 
-def test_a_probe_has_a_line_where_it_is_refused(
-    server: Running, written: Callable[[str], Written], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = written("json")
-    assert httpx.get(f"{server.url}/metrics").status_code == 200
-    monkeypatch.setattr(server.service, "is_draining", True)
-    assert httpx.get(f"{server.url}/ready").status_code == 503
+def test_a_probe_has_a_line_where_it_is_refused(written: Callable[[str], Written]) -> None:
+    with running() as server:
+        lines = written("json")
+        assert httpx.get(f"{server.url}/metrics").status_code == 200
+        server.service.is_draining = True
+        assert httpx.get(f"{server.url}/ready").status_code == 503
     told = json.loads(lines.read())
     assert (told["path"], told["status"]) == ("/ready", 503)
 

@@ -220,38 +220,25 @@ class EngineCore:
         return [StepResult(group, engine_error("the engine broke", cause)) for group in ended]
 
     def _step(self, results: list[StepResult]) -> None:
+        """Schedule, compute and commit one step; add the requests that moved or ended to `results`.
+
+        Nothing that a step writes can be found before `commit_step`, so a failure until then rolls
+        the step back.
+        """
         if self.adapters.has_unnamed:
             self.adapters.forget_unnamed(self._groups.values())
         batch = self._schedule()
         if not batch.scheduled and self.tiers is not None and self.tiers.wait():
             batch = self._schedule()
         for name, refusal in self.adapters.take_refused().items():
-            self._end(
-                results, self._groups[name], engine_error("no adapter to run it with", refusal)
-            )
+            error = engine_error("no adapter to run it with", refusal)
+            self._end(results, self._groups[name], error)
         if not batch.scheduled:
-            waits = self._scheduler.waits_for_inputs or (self.tiers and self.tiers.is_loading)
-            if not results and self._groups and not waits:
-                raise EngineError("requests wait, and none can run: the scheduler is stuck")
+            self._require_progress(results)
             return
-        tokens: list[Choice] = []
-        failed: dict[Any, EngineError] = {}  # by request
-        try:
-            if self.tiers is not None:
-                self.tiers.scheduled(batch)
-            if self.images is not None:
-                failed = self.images.cache.encode_wanted()
-            if not failed:
-                tokens = choose_tokens(self._sampler, batch, self._compute(batch))
-        except BaseException as cause:
-            failed = {p.request: engine_error("the step failed", cause) for p in batch.scheduled}
-        if failed:  # the requests that did not fail wait again
-            self.manager.fail_step()
-            self._scheduler.restart()
-            if self.tiers is not None:
-                self.tiers.roll_back()
-            if self.images is not None:
-                self.images.cache.drop_wanted()
+        tokens, failed = self._compute(batch)
+        if failed:
+            self._roll_back()
             for request, error in failed.items():
                 self._end(results, request.group, error)
             return
@@ -261,6 +248,36 @@ class EngineCore:
         self._deliver(results, batch, tokens)
         if self.tiers is not None:
             self.tiers.committed(batch, is_last=not self._groups)
+
+    def _require_progress(self, results: list[StepResult]) -> None:
+        """Raise EngineError if no request can run, and none ended or waits for its inputs."""
+        waits = self._scheduler.waits_for_inputs or (self.tiers and self.tiers.is_loading)
+        if not results and self._groups and not waits:
+            raise EngineError("requests wait, and none can run: the scheduler is stuck")
+
+    def _compute(self, batch: Batch) -> tuple[list[Choice], dict[Any, EngineError]]:
+        """Return the batch's tokens, or no tokens and the requests that failed with their errors.
+
+        An image that cannot be encoded fails the requests that show it, before the model runs. An
+        exception of the model, a logits processor or the sampler fails all.
+        """
+        try:
+            if self.tiers is not None:
+                self.tiers.scheduled(batch)
+            if self.images is not None and (failed := self.images.cache.encode_wanted()):
+                return [], failed
+            return choose_tokens(self._sampler, batch, self._run_model(batch)), {}
+        except BaseException as cause:
+            return [], {p.request: engine_error("the step failed", cause) for p in batch.scheduled}
+
+    def _roll_back(self) -> None:
+        """Forget a step that failed; all of its requests wait again until they are ended."""
+        self.manager.fail_step()
+        self._scheduler.restart()
+        if self.tiers is not None:
+            self.tiers.roll_back()
+        if self.images is not None:
+            self.images.cache.drop_wanted()
 
     def _schedule(self) -> Batch:
         """Return the next batch; if nothing can run, wait for adapters that are being read."""
@@ -274,7 +291,7 @@ class EngineCore:
                 return batch
             waited = read
 
-    def _compute(self, batch: Batch) -> StepLogits:
+    def _run_model(self, batch: Batch) -> StepLogits:
         now = time.perf_counter()
         for part in batch.scheduled:
             if part.request.group.start_time is None:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from headstart import EngineError
+from headstart.server.responses.items import CallKind, CustomTool
 from headstart.server.stores import ResponseStore
 from tests.clients import openai
 from tests.server.running import Running
@@ -220,6 +221,16 @@ def test_a_function_is_called_and_its_output_read(caller: openai.OpenAI) -> None
     assert whole.usage.input_tokens == told.usage.input_tokens
     cached = told.usage.input_tokens_details.cached_tokens
     assert cached >= first.usage.total_tokens - 2
+
+
+def test_a_custom_tool_is_shown_with_its_grammar() -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: LINE"}
+    fields: Any = {"type": "custom", "name": "patch", "description": "Edits.", "format": grammar}
+    kind, tool = CustomTool(**fields).read("files")
+    assert kind == CallKind("custom_tool_call", "patch", "files")
+    assert tool.name == "files.patch"
+    assert tool.description == "Edits.\n\nThe input follows this lark grammar:\nstart: LINE"
+    assert CustomTool(type="custom", name="patch").read()[1].description is None
 
 
 def test_items_come_one_after_another(thinking_server: Running) -> None:

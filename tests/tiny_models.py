@@ -22,6 +22,7 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -38,7 +39,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-__all__ = ["TINY", "VOCABULARY", "save_tiny", "tiny_config", "tiny_model", "write_once"]
+__all__ = ["HYBRIDS", "TINY", "VOCABULARY", "save_tiny", "tiny_config", "tiny_model", "write_once"]
 
 VOCABULARY = 131
 _WINDOW = 6
@@ -113,6 +114,9 @@ _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         bos_token_id=1,
         eos_token_id=2,
     ),
+    "lfm2": lambda: Lfm2Config(
+        **_BASE, layer_types=["conv", "full_attention", "conv"], block_multiple_of=8
+    ),
     "smollm3": lambda: SmolLM3Config(**_BASE, no_rope_layers=[1, 0, 1]),
     "glm4": lambda: Glm4Config(**_BASE, **_HEAD),
     "deepseek_v3": lambda: DeepseekV3Config(
@@ -155,7 +159,13 @@ def _builder(name: str) -> Callable[[], PreTrainedModel]:
     return lambda: tiny_model(tiny_config(name))
 
 
-TINY: dict[str, Callable[[], PreTrainedModel]] = {name: _builder(name) for name in _CONFIGS}
+HYBRIDS = ("lfm2",)
+"""Models with recurrent layers, which transformers' modules do not run here."""
+
+TINY: dict[str, Callable[[], PreTrainedModel]] = {
+    name: _builder(name) for name in _CONFIGS if name not in HYBRIDS
+}
+"""Models with attention in every layer."""
 
 
 def save_tiny(name: str, folder: str | Path) -> Path:
@@ -164,7 +174,7 @@ def save_tiny(name: str, folder: str | Path) -> Path:
 
 
 def _save_tiny(folder: Path, name: str) -> None:
-    TINY[name]().save_pretrained(folder)
+    tiny_model(tiny_config(name)).save_pretrained(folder)
 
 
 def write_once(save: Callable[..., object], folder: Path, *options: Hashable) -> Path:

@@ -31,15 +31,24 @@ class UnknownFamilyError(UnsupportedLayerError):
     """Raised for a model whose `model_type` is none of them."""
 
 
+class ConvShape(NamedTuple):
+    """A gated convolution of each channel over its last `width` inputs."""
+
+    width: int
+    bias: bool
+
+
 class LayerShape(NamedTuple):
     """The facts that may differ from layer to layer.
 
     window: a row sees itself and the `window - 1` tokens before it; None for all. angles: the kind
-    of the layer's rotary positions, a key of `DecoderShape.angles`; None for a layer without.
+    of the layer's rotary positions; None for a layer without. mixer: the recurrent mixer of a layer
+    without attention.
     """
 
     window: int | None = None
     angles: str | None = ""
+    mixer: ConvShape | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +88,17 @@ class DecoderShape:
     residual_scale: float | None = None
     logit_divisor: float | None = None
     logit_softcap: float | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The family's names of parts that Llama names otherwise, or does not have."""
+
+    def number(self, index: int) -> int:
+        """Return the number of earlier layers of this one's kind: with attention, or recurrent."""
+        is_recurrent = self.layers[index].mixer is not None
+        return sum((layer.mixer is not None) == is_recurrent for layer in self.layers[:index])
+
+    def path(self, name: str) -> str:
+        """Return the family's form of a dotted name in Llama's names."""
+        return ".".join(self.names.get(part, part) for part in name.split("."))
 
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -96,7 +116,7 @@ class Family:
     """The differences of a family from Llama.
 
     defaults: of the keys of its config.json. facts: of a shape. derive: further facts, from the
-    configuration. prepare: makes new-style keys of old ones, in place.
+    configuration. prepare: makes new-style keys of old ones, in place. kinds: its layers' types.
     """
 
     defaults: Mapping[str, Any]
@@ -104,6 +124,7 @@ class Family:
     derive: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     layers: Callable[[Any], list[LayerShape]] = lambda config: _alike(config, None)
     prepare: Callable[[dict[str, Any]], None] = lambda content: None
+    kinds: frozenset[str] = frozenset({"full_attention", "sliding_attention"})
 
 
 def _alike(config: Any, window: int | None) -> list[LayerShape]:
@@ -192,6 +213,46 @@ def _prepare_gemma3(content: dict[str, Any]) -> None:
     content["rope_parameters"] = {"full_attention": full, "sliding_attention": near}
 
 
+# Old keys of LFM2 that transformers does not read.
+_LFM2_UNUSED = (
+    *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale"),
+    *("block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out"),
+    *("conv_use_xavier_init", "num_heads", "theta", "use_pos_enc", "hidden_act"),
+)
+
+
+def _prepare_lfm2(content: dict[str, Any]) -> None:
+    for name in _LFM2_UNUSED:
+        content.pop(name, None)
+    attention = content.pop("full_attn_idxs", None)
+    if content.get("layer_types") is None:
+        count = content.get("num_hidden_layers", _LFM2["num_hidden_layers"])
+        indices = range(count) if attention is None else attention
+        content["layer_types"] = [
+            "full_attention" if index in indices else "conv" for index in range(count)
+        ]
+    content["rms_norm_eps"] = content.pop("norm_eps", _LFM2["norm_eps"])
+    if "tie_embedding" in content:
+        content["tie_word_embeddings"] = content.pop("tie_embedding")
+    inner = content.pop("block_ff_dim", content.get("intermediate_size"))
+    inner = _LFM2["intermediate_size"] if inner is None else inner
+    factor = content.get("block_ffn_dim_multiplier", 1.0)
+    multiple = content.get("block_multiple_of", _LFM2["block_multiple_of"])
+    if content.get("block_auto_adjust_ff_dim", True):
+        inner = int(2 * inner / 3)
+        if factor is not None:
+            inner = -(-int(factor * inner) // multiple) * multiple
+    content["intermediate_size"] = inner
+
+
+def _convolutions(config: Any) -> list[LayerShape]:
+    conv = ConvShape(config.conv_L_cache, config.conv_bias)
+    return [
+        LayerShape(angles=None, mixer=conv) if kind == "conv" else LayerShape()
+        for kind in config.layer_types
+    ]
+
+
 def _prepare_phi3(content: dict[str, Any]) -> None:
     angles = content.get("rope_scaling") or content.get("rope_parameters") or {}
     kind = angles.get("rope_type", angles.get("type", "default"))
@@ -274,6 +335,37 @@ _GEMMA2 = _LLAMA | {
     "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
     "use_bidirectional_attention": None,
+}
+
+_LFM2 = _LLAMA | {
+    "vocab_size": 65536,
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 128_000,
+    "norm_eps": 1e-5,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": True,
+    "layer_types": None,
+}
+_LFM2_NAMES = {
+    "norm": "embedding_norm",
+    "mixer": "conv",
+    "mlp": "feed_forward",
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "o_proj": "out_proj",
+    "q_norm": "q_layernorm",
+    "k_norm": "k_layernorm",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
 }
 
 FAMILIES: dict[str, Family] = {
@@ -382,6 +474,19 @@ FAMILIES: dict[str, Family] = {
             "mlp_bias": False,
         },
     ),
+    "lfm2": Family(
+        defaults=_LFM2,
+        facts={
+            "head_norms": "head",
+            "qkv_bias": False,
+            "o_bias": False,
+            "mlp_bias": False,
+            "names": _LFM2_NAMES,
+        },
+        layers=_convolutions,
+        prepare=_prepare_lfm2,
+        kinds=frozenset({"full_attention", "conv"}),
+    ),
 }
 """By transformers' `model_type`."""
 
@@ -402,7 +507,7 @@ def read_shape(family: Family, config: Any) -> DecoderShape:
     name = getattr(config, key)
     if name not in _ACTIVATIONS:
         raise UnsupportedLayerError(f"its activation is {name}")
-    others = set(config.layer_types or ()) - {"full_attention", "sliding_attention"}
+    others = set(config.layer_types or ()) - family.kinds
     if others:
         raise UnsupportedLayerError(f"it has layers of type {', '.join(map(repr, sorted(others)))}")
     layers = tuple(family.layers(config))
@@ -411,6 +516,8 @@ def read_shape(family: Family, config: Any) -> DecoderShape:
         raise UnsupportedLayerError(
             f"its configuration describes {len(layers)} of its {count} layers"
         )
+    if all(layer.mixer is not None for layer in layers[:count]):
+        raise UnsupportedLayerError("none of its layers has attention")
     kv_heads = config.num_key_value_heads or heads
     head_dim = config.head_dim
     if heads % kv_heads or head_dim % 2:

@@ -45,8 +45,9 @@ from transformers import PreTrainedTokenizerBase
 from headstart.attention.backend import AttentionOptions
 from headstart.errors import ConfigError, ModelError, UnsupportedModelError
 from headstart.models.dense.decoder import DenseModules, Description
+from headstart.models.dense.layer import DecoderLayer
 from headstart.models.dense.loader import check_tensors, describe_decoder
-from headstart.models.dense.modules import AngleTable, DecoderLayer, LayerStep
+from headstart.models.dense.modules import AngleTable, LayerStep
 from headstart.models.families import DecoderShape, NormKind
 from headstart.models.files import check_files, find_folder, is_gguf, read_json, weight_files
 from headstart.models.gptq_rounding import Rows, round_weight
@@ -371,6 +372,11 @@ def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
     outline = Outline()
     try:
         about, _ = describe_decoder(source)
+        if any(layer.mixer is not None for layer in about.shape.layers):
+            raise UnsupportedLayerError(
+                "it has recurrent layers; allowed: attention in every layer (weights that are "
+                "quantized at load may have both)"
+            )
         DenseModules(about.shape, outline)
         with SafetensorsCheckpoint(weight_files(source)) as checkpoint:
             check_tensors(checkpoint, outline, about.shape.tied)

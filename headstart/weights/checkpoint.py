@@ -1,7 +1,7 @@
 """The tensors of a checkpoint by name, as a model of floats has them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -65,6 +65,40 @@ class Checkpoint(ABC):
     @abstractmethod
     def release(self) -> None:
         """Unmap what was read."""
+
+
+class RenamedCheckpoint(Checkpoint):
+    """A checkpoint some of whose tensors have other names, by their names in `checkpoint`."""
+
+    def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
+        self._checkpoint, self._names = checkpoint, names
+        renamed = {theirs: name for name, theirs in names.items()}
+        self._shapes = {renamed.get(n, n): shape for n, shape in checkpoint.shapes.items()}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._shapes
+
+    def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
+        return self._checkpoint.dtypes(map(self._theirs, names))
+
+    def tensor(self, name: str) -> Tensor:
+        return self._checkpoint.tensor(self._theirs(name))
+
+    def kind(self, name: str) -> WeightKind | None:
+        return self._checkpoint.kind(self._theirs(name))
+
+    def packed(self, name: str) -> StoredValues | None:
+        return self._checkpoint.packed(self._theirs(name))
+
+    def log(self, tied: bool) -> None:
+        self._checkpoint.log(tied)
+
+    def release(self) -> None:
+        self._checkpoint.release()
+
+    def _theirs(self, name: str) -> str:
+        return self._names.get(name, name)
 
 
 class Entry(NamedTuple):

@@ -40,6 +40,10 @@ class Outline:
         self.shapes[f"{name}.weight"] = (width,)
         return torch.empty(0)
 
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self.shapes[name] = shape
+        return torch.empty(shape)
+
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
         self.shapes[f"{name}.weight"] = (count, width)
         self.matrices[f"{name}.weight"] = torch.Size((count, width))
@@ -73,6 +77,13 @@ class TorchReader:
         """Return a norm's weight `[width]`."""
         tensor = self._copy(f"{name}.{part}")
         self._check_finite(f"{name}.{part}", tensor)
+        return tensor
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor of recurrent arithmetic, in float32."""
+        values = self._checkpoint.tensor(name)
+        tensor = values.to(self._device, torch.float32, copy=True).view(shape)
+        self._check_finite(name, tensor)
         return tensor
 
     def embedding(self, name: str, count: int, width: int) -> nn.Module:

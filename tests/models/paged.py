@@ -3,12 +3,15 @@
 import hashlib
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.attention import LayerLayout, PagedKVMemory, Span, StepPlan, make_backend
+from headstart.attention.memory import StateMemory
+from headstart.attention.recurrent import Recurrence
 from headstart.models.decoder import DecoderModel
 from headstart.models.transformers_backend.decoder import TransformersDecoder
 from headstart.models.transformers_backend.probe import probe_model
@@ -31,12 +34,25 @@ def _layouts(model: PreTrainedModel) -> tuple[LayerLayout, ...]:
     return _passed[key]
 
 
+def make_recurrence(
+    sequences: list[tuple[int, int, int, int]], saves: tuple[tuple[int, int], ...] = ()
+) -> Recurrence:
+    """The recurrence of a step; of each sequence rows, source, target and first position."""
+    counts, sources, targets, positions = zip(*sequences, strict=True)
+    starts = [0, *accumulate(counts)]
+    tensors = (
+        torch.tensor(values, dtype=torch.int32) for values in (starts, sources, targets, positions)
+    )
+    return Recurrence(*tensors, saves=torch.tensor(saves, dtype=torch.int32).view(-1, 2))
+
+
 @dataclass
 class Sequence:
     """Token ids so far, how many of them are in memory, and where."""
 
     token_ids: list[int]
     blocks: list[int]
+    slot: int = 0
     done: int = 0
     logits: list[Tensor] = field(default_factory=list)
 
@@ -63,13 +79,16 @@ class Paged:
             self.decoder.layouts, num_blocks, BLOCK, dtype, self.decoder.device
         )
         self.backend = make_backend(self.memory)
-        self.decoder.attach(self.backend)
+        self.states = StateMemory(self.decoder.state_layouts, num_blocks, self.decoder.device)
+        self.decoder.attach(self.backend, self.states if self.decoder.state_layouts else None)
+        self.added = 0
         generator = torch.Generator().manual_seed(seed)
         self.free: list[int] = torch.randperm(num_blocks, generator=generator).tolist()
 
     def add(self, token_ids: list[int], room: int = 0) -> Sequence:
         count = -(-(len(token_ids) + room) // BLOCK)
-        return Sequence(list(token_ids), [self.free.pop() for _ in range(count)])
+        self.added += 1
+        return Sequence(list(token_ids), [self.free.pop() for _ in range(count)], self.added - 1)
 
     def step(self, work: list[tuple[Sequence, int]], contiguous_gather: bool = False) -> None:
         """Compute the next rows of each sequence; their logits are appended to it."""
@@ -77,13 +96,16 @@ class Paged:
         positions: list[int] = []
         slots: list[int] = []
         spans: list[Span] = []
+        recurrent: list[tuple[int, int, int, int]] = []
         for sequence, count in work:
             start, end = sequence.done, sequence.done + count
+            recurrent.append((count, sequence.slot if start else -1, sequence.slot, start))
             spans.append(Span(len(tokens), count, end, sequence.blocks))
             tokens += sequence.token_ids[start:end]
             positions += range(start, end)
             slots += sequence.slots(start, end)
             sequence.done = end
+        self.states.recurrence = make_recurrence(recurrent)
         self.backend.begin_step(StepPlan(torch.tensor(slots), tuple(spans), contiguous_gather))
         logits = self.decoder.forward(
             torch.tensor(tokens), torch.tensor(positions), torch.arange(len(tokens))

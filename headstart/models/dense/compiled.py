@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from headstart.attention.backend import AttentionBackend
-from headstart.models.dense.modules import Angles, DecoderLayer, RMSNorm
+from headstart.models.dense.layer import DecoderLayer
+from headstart.models.dense.modules import Angles, RMSNorm
 from headstart.models.families import DecoderShape
 from headstart.native import avx2_library, library
 from headstart.native.bindings import Layer, LayerRun, Norm, Weight
@@ -28,7 +29,7 @@ def compile_layers(
         and shape.head_norms != "row"
         and shape.residual_scale is None
         and not (shape.fused or shape.partial_rotary or shape.exact_angles)
-        and {layer.angles for layer in shape.layers} == {""}
+        and {(layer.angles, layer.mixer) for layer in shape.layers} == {("", None)}
     )
     linears = [
         module

@@ -12,7 +12,14 @@ from headstart.attention.backend import AttentionBackend, LayerLayout
 from headstart.attention.memory import StateMemory
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay, Widths
 from headstart.models.dense.compiled import compile_layers
-from headstart.models.dense.modules import AngleTable, DecoderLayer, Frequencies, LayerStep, RMSNorm
+from headstart.models.dense.layer import DecoderLayer
+from headstart.models.dense.modules import (
+    AngleTable,
+    FamilyModule,
+    Frequencies,
+    LayerStep,
+    RMSNorm,
+)
 from headstart.models.families import DecoderShape
 from headstart.weights.bf16 import PackedWeight
 from headstart.weights.format import Linear
@@ -33,11 +40,11 @@ class Description(NamedTuple):
     eos_token_ids: frozenset[int]
 
 
-class _Body(nn.Module):
+class _Body(FamilyModule):
     """Embedding, layers and the last norm."""
 
     def __init__(self, shape: DecoderShape, read: Reader) -> None:
-        super().__init__()
+        super().__init__(shape)
         width = shape.hidden_size
         self.embed_tokens = read.embedding("model.embed_tokens", shape.vocab_size, width)
         read.release()
@@ -76,7 +83,10 @@ class DenseDecoder(DecoderModel):
     def __init__(self, about: Description, modules: DenseModules, dtype: torch.dtype) -> None:
         shape = self._shape = about.shape
         layout = LayerLayout(shape.kv_heads, shape.head_dim, shape.head_dim)
-        super().__init__((layout,) * len(shape.layers), about.folder)
+        layers: list[Any] = list(modules.model.layers)
+        recurrent = [layer.mixer for layer in layers if layer.is_recurrent]
+        super().__init__((layout,) * (len(layers) - len(recurrent)), about.folder)
+        self.state_layouts = tuple(mixer.state for mixer in recurrent)
         self.module, self.dtype, self.output_layer = modules, dtype, "lm_head"
         self.device = modules.model.norm.weight.device
         self.vocab_size, self.max_model_len = shape.vocab_size, about.max_model_len
@@ -86,7 +96,6 @@ class DenseDecoder(DecoderModel):
         like = torch.empty(0, dtype=dtype, device=self.device)
         exact = like.float() if shape.exact_angles else like
         self._angles = {kind: AngleTable(own, exact) for kind, own in about.frequencies.items()}
-        layers: list[Any] = list(modules.model.layers)
         self._compiled = compile_layers(layers, shape, dtype)
         self._head: GreedyHead | None = None
         matrix = modules.lm_head.matrix if isinstance(modules.lm_head, Linear) else None

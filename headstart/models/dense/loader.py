@@ -15,10 +15,21 @@ from headstart.models.config_values import context_length
 from headstart.models.dense.decoder import DenseDecoder, DenseModules, Description
 from headstart.models.dense.modules import read_frequencies
 from headstart.models.dtypes import is_out_of_memory, own_dtype
-from headstart.models.families import FAMILIES, Family, UnknownFamilyError, read_shape
+from headstart.models.families import (
+    FAMILIES,
+    DecoderShape,
+    Family,
+    UnknownFamilyError,
+    read_shape,
+)
 from headstart.models.files import is_gguf, read_json, stamp_files, weight_files
 from headstart.native.pages import ReadyMemory
-from headstart.weights.checkpoint import FLOATS, Checkpoint, SafetensorsCheckpoint
+from headstart.weights.checkpoint import (
+    FLOATS,
+    Checkpoint,
+    RenamedCheckpoint,
+    SafetensorsCheckpoint,
+)
 from headstart.weights.format import WeightKind
 from headstart.weights.gguf import GGUFCheckpoint
 from headstart.weights.memory import move_to_huge_pages
@@ -45,7 +56,6 @@ _HARMLESS = frozenset(
     }
 )
 _THETA = 10_000.0  # of rotary positions, where nothing says another
-_WINDOWS = frozenset({"full_attention", "sliding_attention"})
 
 
 class DenseConfig(SimpleNamespace):
@@ -99,7 +109,7 @@ def _read_plain(family: Family, merged: Mapping[str, Any]) -> DenseConfig | None
     if layers is not None and not (
         isinstance(layers, list)
         and len(layers) == merged["num_hidden_layers"]
-        and all(isinstance(layer, str) and layer in _WINDOWS for layer in layers)
+        and all(isinstance(layer, str) and layer in family.kinds for layer in layers)
     ):
         return None
     stored = merged.get("dtype") or merged.get("torch_dtype")
@@ -143,9 +153,9 @@ def load_dense(
     about, stored = describe_decoder(folder)
     scheme = read_scheme(read_json(folder / "config.json"))
     try:
-        with _open_checkpoint(folder, scheme) as checkpoint:
-            outline = Outline()
-            DenseModules(about.shape, outline)
+        outline = Outline()
+        DenseModules(about.shape, outline)
+        with _open_checkpoint(folder, scheme, about.shape, outline) as checkpoint:
             check_tensors(checkpoint, outline, about.shape.tied)
             held = set(checkpoint.dtypes(outline.matrices))
             stored = stored or checkpoint.dtypes(outline.shapes)[0]
@@ -179,11 +189,19 @@ def load_dense(
     return decoder
 
 
-def _open_checkpoint(folder: Path, scheme: Scheme | None) -> Checkpoint:
+def _open_checkpoint(
+    folder: Path, scheme: Scheme | None, shape: DecoderShape, outline: Outline
+) -> Checkpoint:
+    """Return the checkpoint, whose tensors have Llama's names."""
     if is_gguf(folder):
         return GGUFCheckpoint(folder)
     files = weight_files(folder)
-    return SafetensorsCheckpoint(files) if scheme is None else PrequantizedCheckpoint(files, scheme)
+    checkpoint = (
+        SafetensorsCheckpoint(files) if scheme is None else PrequantizedCheckpoint(files, scheme)
+    )
+    if not shape.names:
+        return checkpoint
+    return RenamedCheckpoint(checkpoint, {name: shape.path(name) for name in outline.shapes})
 
 
 def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:

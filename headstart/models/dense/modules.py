@@ -1,11 +1,11 @@
 """The modules of a dense decoder, with the names that they have in transformers.
 
-So a checkpoint's tensors and an adapter's layers are found by the names that they come with. Rows
-are a flat batch, `[rows, hidden]`; every `Linear` is called as a module, so that hooks see it.
+So an adapter's layers are found by the names that they come with. Rows are a flat batch,
+`[rows, hidden]`; every `Linear` is called as a module, so that hooks see it.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -148,6 +148,24 @@ class LayerStep(NamedTuple):
     states: StateMemory | None = None
 
 
+class FamilyModule(nn.Module):
+    """A module whose parts have the family's names; code uses Llama's."""
+
+    _names: Mapping[str, str] = {}
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self._names = shape.names
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(
+            self._names.get(name, name) if isinstance(value, nn.Module) else name, value
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(self._names.get(name, name))
+
+
 class RMSNorm(nn.Module):
     """`weight * x / sqrt(mean(x ** 2) + epsilon)`, rounded as the family does it."""
 
@@ -166,13 +184,13 @@ class RMSNorm(nn.Module):
         return (exact * weight).to(x.dtype)
 
 
-class Attention(nn.Module):
+class Attention(FamilyModule):
     """Queries, keys and values of rows, attention over paged K/V, and the output projection."""
 
     def __init__(self, shape: DecoderShape, index: int, name: str, read: Reader) -> None:
-        super().__init__()
+        super().__init__(shape)
         layer = shape.layers[index]
-        self.layer_idx = index
+        self.layer_idx = shape.number(index)
         self.head_dim = shape.head_dim
         self._kind = layer.angles
         self._widths = [count * shape.head_dim for count in (shape.heads, *[shape.kv_heads] * 2)]
@@ -215,11 +233,11 @@ class Attention(nn.Module):
         return out
 
 
-class MLP(nn.Module):
+class MLP(FamilyModule):
     """`down(activation(gate(x)) * up(x))`."""
 
     def __init__(self, shape: DecoderShape, name: str, read: Reader) -> None:
-        super().__init__()
+        super().__init__(shape)
         hidden, inner, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
         self._widest, self._fused = inner * (1 + shape.fused), shape.fused
         if shape.fused:
@@ -255,44 +273,3 @@ class MLP(nn.Module):
         # In place: with many rows, fresh memory costs more than the arithmetic.
         out: Tensor = self.down_proj(self._activation(gate).mul_(up))
         return out
-
-
-class DecoderLayer(nn.Module):
-    """Attention and MLP, each added to the rows, with norms where the family has them."""
-
-    def __init__(self, shape: DecoderShape, index: int, name: str, read: Reader) -> None:
-        super().__init__()
-
-        def norm(part: str) -> RMSNorm:
-            return RMSNorm(
-                read.vector(f"{name}.{part}", shape.hidden_size), shape.epsilon, shape.norm
-            )
-
-        self.self_attn = Attention(shape, index, f"{name}.self_attn", read)
-        self.mlp = MLP(shape, f"{name}.mlp", read)
-        self._norms = shape.norms
-        if shape.norms != "after":
-            self.input_layernorm = norm("input_layernorm")
-        self.post_attention_layernorm = norm("post_attention_layernorm")
-        if shape.norms == "around":
-            self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
-        if shape.norms != "before":
-            self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
-        self._scale = shape.residual_scale
-
-    def forward(self, x: Tensor, step: LayerStep, kept_rows: Tensor | None = None) -> Tensor:
-        """Return the rows `[rows, hidden]` after the layer, or only `kept_rows` of them."""
-        before, after, around = (self._norms == place for place in ("before", "after", "around"))
-        update = self.self_attn(x if after else self.input_layernorm(x), step, kept_rows)
-        if not before:
-            update = self.post_attention_layernorm(update)
-        x = self._add(x if kept_rows is None else x.index_select(0, kept_rows), update)
-        if before:
-            update = self.mlp(self.post_attention_layernorm(x), step.hooked)
-        else:
-            update = self.mlp(self.pre_feedforward_layernorm(x) if around else x, step.hooked)
-            update = self.post_feedforward_layernorm(update)
-        return self._add(x, update)
-
-    def _add(self, x: Tensor, update: Tensor) -> Tensor:
-        return x + (update if self._scale is None else update * self._scale)

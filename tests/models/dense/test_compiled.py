@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from headstart.attention import LayerLayout, NativeAttention, PagedKVMemory, Span, StepPlan
 from headstart.models.dense.compiled import CompiledLayers, compile_layers
-from headstart.models.dense.modules import DecoderLayer, LayerStep, RMSNorm
+from headstart.models.dense.layer import DecoderLayer
+from headstart.models.dense.modules import LayerStep, RMSNorm
 from headstart.models.families import DecoderShape, LayerShape
 from headstart.native import avx2_library
 from headstart.weights.bf16 import MANY_ROWS, Bf16Weight

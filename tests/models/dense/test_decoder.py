@@ -26,12 +26,14 @@ from transformers import (
 )
 
 from headstart.attention import PagedKVMemory, Span, StepPlan, make_backend
+from headstart.attention.memory import StateMemory
 from headstart.engine.config import BLOCK_SIZES
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
 from headstart.models.dense import modules
 from headstart.models.dense.loader import load_dense
 from headstart.models.families import FAMILIES
 from headstart.models.loader import load_model
+from tests.models.paged import make_recurrence
 from tests.tiny_models import VOCABULARY, save_tiny, tiny_config, tiny_model
 from tests.tiny_tokenizers import TINY_TOKENIZERS
 
@@ -128,10 +130,13 @@ def run(model: DecoderModel, tokens: Tensor, first: int = 0) -> Tensor:
     blocks = torch.randperm(-(-len(tokens) // BLOCK), generator=torch.Generator().manual_seed(1))
     memory = PagedKVMemory(model.layouts, len(blocks), BLOCK, model.dtype, model.device)
     backend = make_backend(memory)
-    model.attach(backend)
+    states = StateMemory(model.state_layouts, 2, model.device)
+    model.attach(backend, states)
     found: list[Tensor] = []
     start = 0
-    for count in PIECES:
+    for number, count in enumerate(PIECES):
+        source = (number - 1) % 2 if number else -1
+        states.recurrence = make_recurrence([(count, source, number % 2, start)])
         places = torch.arange(start, start + count)
         slots = blocks[places // BLOCK] * BLOCK + places % BLOCK
         span = Span(0, count, start + count, blocks.tolist())

@@ -14,6 +14,7 @@ from tests.tiny_models import tiny_config
 
 # Keys that a family's configuration class does not have: they say that the family has no such part.
 OF_OTHERS = {"mlp_bias", "attention_bias", "head_dim", "hidden_act", "max_window_layers"}
+OF_OTHERS |= {"rms_norm_eps"}
 
 
 # Of the keys that transformers writes, those that are in the config.json of models.
@@ -66,7 +67,7 @@ def shape_of(name: str, **changes: Any) -> DecoderShape:
     ("name", "changes", "reason"),
     [
         ("llama", {"hidden_act": "relu6"}, "activation is relu6"),
-        ("gemma2", {"use_bidirectional_attention": True}, "see tokens after them"),
+        ("gemma2", {"use_bidirectional_attention": True}, "see later tokens"),
         ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention'"),
         ("qwen2", {"layer_types": ["full_attention"]}, "describes 1 of its 3 layers"),
         ("llama", {"num_key_value_heads": 4}, "6 heads, 4 for K and V"),
@@ -75,12 +76,12 @@ def shape_of(name: str, **changes: Any) -> DecoderShape:
         ("llama", {"attention_bias": 1}, "attention_bias 1"),
         ("llama", {"rms_norm_eps": None}, "rms_norm_eps None"),
         ("llama", {"rms_norm_eps": float("inf")}, "its epsilon inf"),
-        ("qwen2", {"is_causal": False}, "see tokens after them"),
+        ("qwen2", {"is_causal": False}, "see later tokens"),
         ("mistral", {"sliding_window": 0}, "its window is 0"),
         ("phi3", {"sliding_window": "5"}, "its window is '5'"),
         ("phi3", {"sliding_window": True}, "its window is True"),
-        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "windows are switched off"),
-        ("smollm3", {"layer_types": ["sliding_attention"] * 3}, "windows are switched off"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "windows are disabled"),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 3}, "windows are disabled"),
     ],
 )
 def test_what_is_of_no_family(name: str, changes: dict[str, Any], reason: str) -> None:

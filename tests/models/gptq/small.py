@@ -12,7 +12,8 @@ from tests.tiny_tokenizers import TINY_TOKENIZERS
 
 __all__ = ["BASE", "FAMILY_NAMES", "TEXT", "save_small"]
 
-FAMILY_NAMES = list(FAMILIES)
+_ATTENTION = {"full_attention", "sliding_attention"}
+FAMILY_NAMES = [name for name, family in FAMILIES.items() if family.kinds <= _ATTENTION]
 TEXT = " ".join(
     f"the {number} other days, then another answer to {number * 7}" for number in range(400)
 )

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from headstart.models.dense.layer import DecoderLayer
 from headstart.models.dense.loader import describe_decoder
-from headstart.models.dense.modules import DecoderLayer
 from headstart.models.files import weight_files
 from headstart.models.gptq import apply_units, collect_inputs, make_step, stages
 from headstart.weights.checkpoint import SafetensorsCheckpoint

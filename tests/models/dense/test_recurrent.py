@@ -1,0 +1,220 @@
+"""Families with recurrent layers: states are cut, forked and saved, and no answer changes."""
+
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.attention import PagedKVMemory, Span, StepPlan, make_backend
+from headstart.attention.memory import StateMemory
+from headstart.errors import UnsupportedModelError
+from headstart.models.decoder import DecoderModel
+from headstart.models.gptq import plan_quantization
+from headstart.models.loader import load_model
+from tests.models.paged import make_recurrence
+from tests.tiny_models import HYBRIDS, VOCABULARY, save_tiny, tiny_config, tiny_model
+
+BLOCK = 16
+SLOTS = 8
+LENGTH = 24
+
+
+class Part:
+    """The next rows of a sequence: its tokens from `start` on, and slots of its state."""
+
+    def __init__(self, tokens: Tensor, start: int, source: int, target: int) -> None:
+        self.tokens, self.start, self.source, self.target = tokens, start, source, target
+
+
+class Stepper:
+    """A model over states in slots, and sequences each of which has blocks of its own."""
+
+    def __init__(self, model: DecoderModel, sequences: int = 1, length: int = LENGTH) -> None:
+        self.model, self.per_sequence = model, -(-length // BLOCK)
+        layouts, device = model.layouts, model.device
+        memory = PagedKVMemory(layouts, sequences * self.per_sequence, BLOCK, model.dtype, device)
+        self.backend = make_backend(memory)
+        self.states = StateMemory(model.state_layouts, SLOTS, device)
+        self.states.rows.fill_(torch.nan)  # a state that was not written harms what reads it
+        model.attach(self.backend, self.states)
+
+    def step(
+        self, parts: dict[int, Part], saves: tuple[tuple[int, int], ...] = (), last: bool = False
+    ) -> Tensor:
+        """Logits of all rows of these sequences, or of the last row of each alone."""
+        spans, slots, positions, tokens, recurrent = [], [], [], [], []
+        for number, part in parts.items():
+            count = len(part.tokens)
+            blocks = range(number * self.per_sequence, (number + 1) * self.per_sequence)
+            spans.append(Span(sum(map(len, tokens)), count, part.start + count, list(blocks)))
+            places = torch.arange(part.start, part.start + count)
+            slots.append(number * self.per_sequence * BLOCK + places)
+            positions.append(places)
+            tokens.append(part.tokens)
+            recurrent.append((count, part.source, part.target, part.start))
+        self.states.recurrence = make_recurrence(recurrent, saves)
+        self.backend.begin_step(StepPlan(torch.cat(slots), tuple(spans)))
+        ends = torch.tensor([span.first_row + span.num_rows - 1 for span in spans])
+        rows = ends if last else torch.arange(sum(map(len, tokens)))
+        try:
+            return self.model.forward(torch.cat(tokens), torch.cat(positions), rows)
+        finally:
+            self.backend.end_step()
+
+
+def random_tokens(count: int, seed: int = 5) -> Tensor:
+    return torch.randint(3, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def expected_logits(name: str, tokens: Tensor) -> Tensor:
+    reference = tiny_model(tiny_config(name))
+    reference.set_attn_implementation("eager")
+    with torch.no_grad():
+        return reference(tokens.unsqueeze(0), use_cache=False).logits[0]
+
+
+def check(found: Tensor, expected: Tensor) -> None:
+    size = float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=2e-5 * size)
+
+
+@pytest.fixture(params=HYBRIDS)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def model(name: str, tmp_path: Path) -> DecoderModel:
+    loaded = load_model(save_tiny(name, tmp_path), "float32")
+    assert loaded.fallback_reason is None
+    return loaded
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def computed_by(request: pytest.FixtureRequest) -> Iterator[None]:
+    with patch.dict(os.environ, HEADSTART_NATIVE="1" if request.param == "kernels" else "0"):
+        yield
+
+
+def test_layers_of_each_kind_are_counted(name: str, model: DecoderModel) -> None:
+    kinds = tiny_config(name).layer_types
+    attention = [kind for kind in kinds if kind == "attention" or kind == "full_attention"]
+    assert len(model.layouts) == len(attention)
+    assert len(model.state_layouts) == len(kinds) - len(attention)
+
+
+@pytest.mark.usefixtures("computed_by")
+def test_prompts_cut_at_every_position(name: str, model: DecoderModel) -> None:
+    tokens = random_tokens(LENGTH)
+    expected = expected_logits(name, tokens)
+    for cut in range(1, LENGTH):
+        stepper = Stepper(model)
+        first = stepper.step({0: Part(tokens[:cut], 0, -1, 3)})
+        second = stepper.step({0: Part(tokens[cut:], cut, 3, 5)})
+        check(torch.cat((first, second)), expected)
+
+
+@pytest.mark.usefixtures("computed_by")
+def test_token_by_token_in_place(name: str, model: DecoderModel) -> None:
+    tokens, stepper = random_tokens(LENGTH), Stepper(model)
+    rows = [
+        stepper.step({0: Part(tokens[at : at + 1], at, 2 if at else -1, 2)}) for at in range(LENGTH)
+    ]
+    check(torch.cat(rows), expected_logits(name, tokens))
+
+
+@pytest.mark.usefixtures("computed_by")
+def test_states_across_forks(name: str, model: DecoderModel) -> None:
+    """A state that two continuations start from is read twice, and stays as it is."""
+    shared, branches = random_tokens(9), [random_tokens(8, seed) for seed in (6, 7)]
+    stepper = Stepper(model, sequences=3)
+    stepper.step({0: Part(shared, 0, -1, 4)})
+    before = stepper.states.rows[4].clone()
+    for branch in branches:
+        found = stepper.step({0: Part(branch, 9, 4, 6)})
+        check(found, expected_logits(name, torch.cat((shared, branch)))[9:])
+        assert torch.equal(stepper.states.rows[4], before)
+
+
+@pytest.mark.usefixtures("computed_by")
+def test_states_saved_within_a_step(name: str, model: DecoderModel) -> None:
+    tokens = random_tokens(LENGTH)
+    expected = expected_logits(name, tokens)
+    stepper = Stepper(model)
+    stepper.step({0: Part(tokens, 0, -1, 0)}, saves=((0, 1), (1, 2), (9, 3), (22, 4)))
+    for row, slot in ((0, 1), (1, 2), (9, 3), (22, 4)):
+        check(stepper.step({0: Part(tokens[row + 1 :], row + 1, slot, 7)}), expected[row + 1 :])
+
+
+@pytest.mark.usefixtures("computed_by")
+def test_batches_of_mixed_lengths(name: str, model: DecoderModel) -> None:
+    tokens = [random_tokens(LENGTH, seed) for seed in (1, 2, 3)]
+    expected = [expected_logits(name, part) for part in tokens]
+    stepper = Stepper(model, sequences=3)
+    done = [0, 0, 0]
+    slots = [-1, -1, -1]
+    for counts in ((9, 0, 1), (1, 13, 3), (1, 1, 1), (13, 10, 19)):
+        parts = {}
+        for number, count in enumerate(counts):
+            if count:
+                start, target = done[number], 2 * number + (slots[number] == 2 * number)
+                rows = tokens[number][start : start + count]
+                parts[number] = Part(rows, start, slots[number], target)
+                done[number], slots[number] = start + count, target
+        found = stepper.step(parts)
+        wanted = [
+            expected[number][part.start : part.start + len(part.tokens)]
+            for number, part in parts.items()
+        ]
+        check(found, torch.cat(wanted))
+        ends = stepper.step(parts, last=True) if -1 not in slots else None
+        if ends is not None and all(part.source != part.target for part in parts.values()):
+            check(ends, torch.stack([rows[-1] for rows in wanted]))
+    assert done == [LENGTH] * 3
+
+
+@pytest.mark.usefixtures("computed_by")
+def test_a_long_prompt(name: str, model: DecoderModel) -> None:
+    tokens = random_tokens(3000)
+    model.max_model_len = 4096
+    stepper = Stepper(model, length=3000)
+    cuts = [0, 1024, 1025, 2091, 3000]
+    found = [
+        stepper.step({0: Part(tokens[start:end], start, step % 2 if step else -1, 1 - step % 2)})
+        for step, (start, end) in enumerate(pairwise(cuts))
+    ]
+    expected = expected_logits(name, tokens)
+    size = float(expected.abs().max())
+    torch.testing.assert_close(torch.cat(found), expected, rtol=0.0, atol=2e-4 * size)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_quantized_weights_stay_near(weights: str, name: str, tmp_path: Path) -> None:
+    model = load_model(save_tiny(name, tmp_path), "float32", weights=weights)
+    tokens = random_tokens(LENGTH)
+    expected = expected_logits(name, tokens)
+    found = Stepper(model).step({0: Part(tokens, 0, -1, 0)})
+    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(error.median()) < (0.08 if weights == "int8" else 0.4)
+
+
+def test_hooks_see_all_rows_of_a_mixer(name: str, model: DecoderModel) -> None:
+    """Adapters change a mixer's linear layers by hooks."""
+    mixers = [part for part in model.linear_widths() if "in_proj" in part]
+    assert mixers
+    seen: list[int] = []
+    model.layer(mixers[-1]).register_forward_hook(lambda _, rows, out: seen.append(len(rows[0])))
+    model.calls_each_layer = True
+    Stepper(model).step({0: Part(random_tokens(LENGTH), 0, -1, 0)}, last=True)
+    assert seen == [LENGTH]
+
+
+def test_gptq_refuses_recurrent_layers(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path / "float")
+    with pytest.raises(UnsupportedModelError, match="it has recurrent layers; allowed: attention"):
+        plan_quantization(tmp_path / "float", tmp_path / "small")

@@ -3,9 +3,9 @@
     state      users   rows present        counted   may be evicted
     wanted     > 0     not yet encoded     yes       no
     held       > 0     yes                 yes       no
-    kept       0       yes                 yes       oldest first, of the owner with most rows
+    cached     0       yes                 yes       oldest first, of the owner with most rows
 
-Rows that only requests used which store nothing are removed with the last of these.
+Rows whose users all store nothing are removed with the last user.
 
 An image is encoded once for each salt, however many prompts of that salt show it and at any place,
 while its entry exists. An entry of one salt is never found under another, so the time to the first
@@ -13,8 +13,8 @@ token does not reveal the images of another tenant. Where tenants share the cach
 belongs to the tenant with most rows for its weight, including the tenant that needs the space: a
 flood of images only evicts its own.
 
-Users are uses: a request that shows an image twice is two users, each of which leaves when the
-sequence has computed past its place, when it is preempted, and at its end. A range of tokens is
+A request that shows an image twice counts as two users. Each leaves when the sequence has computed
+past its place, when the request is preempted, and at its end. A range of tokens is
 scheduled only as far as all images in it have entries.
 
 Two requests cannot wait for each other's rows forever: images are held in the order of the prompt
@@ -71,7 +71,7 @@ class ImageLoads:
     A digest covers all that the rows depend on. A request that shows an image is scheduled once the
     tiers have answered whether they have it; other requests run meanwhile. A lookup is forgotten
     when its request leaves; another request that waits for the same image then starts a new one.
-    `load` and `save` are for any thread, all else for one. lookups: those that were not taken.
+    `load` and `save` are for any thread, all else for one. lookups: those not taken yet.
     """
 
     def __init__(self, objects: ObjectStore, faults: Faults) -> None:
@@ -212,10 +212,10 @@ class EncoderCache:
         self._store = store
         self._shares = shares or Shares()
         self._encoder = encoder
-        # Those without users are in the order in which their last ones left.
+        # Entries without users are in the order in which their last users left.
         self._entries: OrderedDict[EncoderKey, _Entry] = OrderedDict()
         self._wanted: list[_Entry] = []
-        self._askers: set[User] = set()  # users that started a lookup in the store
+        self._awaiting: set[User] = set()  # users that wait for a lookup in the store
 
     @property
     def num_rows(self) -> int:
@@ -243,7 +243,7 @@ class EncoderCache:
             return False
         if not self._store.is_coming(image.key):
             return False
-        self._askers.add(user)
+        self._awaiting.add(user)
         return True
 
     def hold(self, user: User, image: PromptImage, *, is_stored: bool = True) -> None:
@@ -276,8 +276,8 @@ class EncoderCache:
 
     def leave(self, user: User, image: PromptImage) -> None:
         """End a use; an entry without users stays until its space is needed. Idempotent."""
-        if self._store is not None and user in self._askers:
-            self._askers.discard(user)  # once: a decoding request leaves with each token
+        if self._store is not None and user in self._awaiting:
+            self._awaiting.discard(user)  # once: a decoding request leaves with each token
             self._store.forget(image.key)
         entry = self._entries.get(image.key)
         if entry is None or user not in entry.users:

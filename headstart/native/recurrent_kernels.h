@@ -337,6 +337,7 @@ class DeltaHead {
         : sequences_(sequences),
           call_(call),
           head_(head),
+          rate_(-std::exp(call.a_log[head])),
           key_head_(head / (call.heads / call.key_heads)),
           key_width_(padded(call.key_dim)),
           value_width_((call.value_dim + WIDTH - 1) / WIDTH * WIDTH),
@@ -386,7 +387,7 @@ class DeltaHead {
         read_row<Number>(call_.value, row, head_ * call_.value_dim, call_.value_dim,
                          value_ + t * value_width_);
         const float a = read_number<Number>(call_.a, row, head_);
-        decay_[t] = std::exp(-std::exp(call_.a_log[head_]) * softplus(a + call_.dt_bias[head_]));
+        decay_[t] = std::exp(rate_ * softplus(a + call_.dt_bias[head_]));
         beta_[t] = sigmoid(read_number<Number>(call_.b, row, head_));
     }
 
@@ -417,7 +418,9 @@ class DeltaHead {
 
     const Sequences& sequences_;
     const DeltaCall& call_;
-    const int64_t head_, key_head_, key_width_, value_width_, begin_, end_;
+    const int64_t head_;
+    const float rate_;
+    const int64_t key_head_, key_width_, value_width_, begin_, end_;
     const float* from_;
     float* const to_;
     const float* const next_;
@@ -436,6 +439,7 @@ class ScanHead {
         : sequences_(sequences),
           call_(call),
           head_(head),
+          rate_(-std::exp(call.a_log[head])),
           group_(head / (call.heads / call.groups)),
           dim_(call.head_dim),
           width_(padded(call.state)),
@@ -481,7 +485,7 @@ class ScanHead {
         read_row<Number>(call_.x, row, head_ * dim_, dim_, x_ + at);
         const float dt = read_number<Number>(call_.dt, row, head_) + call_.dt_bias[head_];
         const float step = std::min(std::max(softplus(dt), call_.shortest), call_.longest);
-        decay_[t] = std::exp(-std::exp(call_.a_log[head_]) * step);
+        decay_[t] = std::exp(rate_ * step);
         for (int64_t p = 0; p < dim_; p++) stepped_[at + p] = x_[at + p] * step;
     }
 
@@ -534,7 +538,9 @@ class ScanHead {
 
     const Sequences& sequences_;
     const ScanCall& call_;
-    const int64_t head_, group_, dim_, width_, begin_, end_;
+    const int64_t head_;
+    const float rate_;
+    const int64_t group_, dim_, width_, begin_, end_;
     const float* from_;
     float* const to_;
     const float* const next_;

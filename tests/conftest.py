@@ -1,4 +1,4 @@
-"""What holds for every test: few threads, no network, reproducible examples."""
+"""Settings for every test: few threads, no network, reproducible examples."""
 
 import os
 
@@ -38,7 +38,7 @@ gc.disable()
 
 
 class KeptRecords(logging.Handler):
-    """What the running test logs, as warnings and above."""
+    """Records of the running test, from warnings up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.fixture
 def logged() -> Iterator[list[logging.LogRecord]]:
-    """What a test logs as warnings and above, also by packages that pass nothing on to the root."""
+    """Records of a test, from warnings up, also of loggers that do not propagate."""
     named = logging.root.manager.loggerDict.values()
     alone = [one for one in named if isinstance(one, logging.Logger) and not one.propagate]
     for logger in alone:

@@ -1,4 +1,4 @@
-"""How many examples a test tries that needs more than the profile's."""
+"""Number of examples for a test that needs more than the profile's."""
 
 from hypothesis import settings
 

@@ -55,7 +55,7 @@ def run_headstart(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_program(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """As `python -W ignore -c program arguments`, by this process's search path."""
+    """Run `python -W ignore -c program arguments` with this process's search path."""
     given = [program, *map(str, arguments)]
 
     def start(streams: tuple[Path, Path, Path]) -> BaseProcess:

@@ -42,7 +42,7 @@ class Interruption:
 
     @property
     def raised(self) -> bool:
-        """Whether so many lines ran."""
+        """True once the chosen number of lines has run."""
         return bool(self._raised)
 
     def __enter__(self) -> "Interruption":
@@ -97,7 +97,7 @@ def _countdown(at: int, error: BaseException, raised: list[BaseException]) -> Tr
 
 @cache
 def _files(module: ModuleType) -> str:
-    """What the names of the module's files begin with."""
+    """Return the prefix of the paths of the module's files."""
     assert module.__file__ is not None
     path = Path(module.__file__)
     return str(path.parent) if path.name == "__init__.py" else str(path)

@@ -31,7 +31,7 @@ def round_groups(rows: Tensor) -> Tensor:
 
 
 def round_rows(layer: WeightFormat, rows: Tensor) -> Tensor:
-    """What a compiled product takes for finite rows, float64."""
+    """Round finite rows as a compiled product does; float64."""
     columns = layer.columns if isinstance(layer, GroupedWeight) else None
     columns = torch.ones(rows.shape[-1]) if columns is None else columns
     return round_groups(rows.float() * columns) / columns.double()

@@ -1,4 +1,4 @@
-"""What importing torch and the rest does to Python's garbage collector, and what is missing."""
+"""Effects of imports on Python's garbage collector, and missing packages."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What a CPU is said to have, and the dtype that `auto` takes for it."""
+"""CPU flags, and the dtype that `auto` chooses for them."""
 
 import logging
 from collections.abc import Callable

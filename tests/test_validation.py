@@ -62,7 +62,7 @@ CASES = [
 
 
 def _fits(name: str, kind: str, value: object) -> bool:
-    """Whether the annotation allows the value's type; the test of ranges is another."""
+    """Return True if the annotation allows the value's type; another test covers ranges."""
     if name in ("logprobs", "prompt_logprobs") and value is True:
         return True  # is 1, as in vLLM
     names = {"str": str, "bool": bool, "float": (int, float), "int": int}

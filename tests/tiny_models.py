@@ -178,7 +178,7 @@ def _save_tiny(folder: Path, name: str) -> None:
 
 
 def write_once(save: Callable[..., object], folder: Path, *options: Hashable) -> Path:
-    """What `save(folder, *options)` writes; the same files each time, so they are made once."""
+    """Write the files of `save(folder, *options)`, which runs only once."""
     for name, content in _files(save, *options).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)

@@ -179,7 +179,7 @@ class Sequence:
         self.done = 0
 
     def to(self, dtype: torch.dtype) -> "Sequence":
-        """The same sequence, rounded as a memory of this dtype rounds it."""
+        """Round the sequence as a memory of this dtype rounds it."""
         self.q = self.q.to(row_dtype(dtype))
         self.k, self.v = as_kept(self.k, dtype), as_kept(self.v, dtype)
         return self

@@ -1,4 +1,4 @@
-"""What compiled attention refuses, before it reads an address: it has no other guard."""
+"""Arguments that compiled attention refuses before it reads an address: it has no other guard."""
 
 from dataclasses import replace
 from typing import Any

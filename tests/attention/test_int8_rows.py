@@ -70,7 +70,7 @@ def test_a_row_depends_on_itself_alone(given: np.ndarray, other: np.ndarray) -> 
 
 
 def write(memory: PagedKVMemory, key: Tensor, value: Tensor) -> list[Tensor]:
-    """What compiled attention leaves in a memory."""
+    """Return a memory's contents after compiled attention has written to it."""
     tokens = len(key)
     backend = NativeAttention(memory, kernels(torch.int8))
     backend.begin_step(StepPlan(torch.arange(tokens), (Span(0, tokens, tokens, [0, 1]),)))

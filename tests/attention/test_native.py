@@ -62,7 +62,7 @@ def make(
 
 
 def fitting(options: AttentionOptions, heads: int, key_dim: int = 16) -> AttentionOptions:
-    """The same options with a sink for each of `heads`, and scores as large as of 16 dims."""
+    """Return options with a sink for each of `heads`, and scores as large as with 16 dims."""
     sinks = None if options.sinks is None else options.sinks.repeat(4)[:heads]
     return replace(options, scaling=options.scaling * 4 / key_dim**0.5, sinks=sinks)
 

@@ -71,7 +71,7 @@ class Step:
     def reached(
         self, poison: dict[int, tuple[bool, bool]], window: int | None
     ) -> list[list[tuple[bool, bool]]]:
-        """What each row sees of the poison."""
+        """Return the poison that each row sees."""
         found = []
         for span in self.forest.spans:
             first = {block: at * BLOCK for at, block in enumerate(span.block_ids)}

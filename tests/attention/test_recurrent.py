@@ -28,7 +28,7 @@ PADDING = 24  # numbers of a slot that are not the layer's
 TOLERANCE = {torch.float32: (2e-4, 2e-5), torch.bfloat16: (0.01, 0.01)}
 
 KERNELS = {"avx2": 0, "avx512": 2}
-"""What the compiled kernels are told to use AVX2 alone, or AVX-512."""
+"""The argument of the compiled kernels that selects AVX2 alone, or AVX-512."""
 
 
 @contextmanager

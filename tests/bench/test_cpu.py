@@ -1,4 +1,4 @@
-"""What a load costs at the least: counted as an engine would that computes no prefix twice."""
+"""The least cost of a load: that of an engine that computes no prefix twice."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(folder: Path, prompt: Ids, count: int) -> Ids:
-    """What transformers' own `generate` answers, without any cache of prefixes."""
+    """Return the answer of transformers' `generate`, which caches no prefixes."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     ids = torch.tensor([prompt])
     length = {"min_new_tokens": count, "max_new_tokens": count}

@@ -54,7 +54,7 @@ class Contents:
         return rows
 
     def private_rows(self, sequence: TokenSequence) -> list[int]:
-        """The same if nothing were public."""
+        """Return the rows as if no prefix were public."""
         rows = self._rows(sequence, ("private", *sequence.namespace))
         self.kv |= zip(rows, self._rows(sequence, ("kv", sequence.namespace[0])), strict=True)
         return rows
@@ -107,7 +107,7 @@ class NaiveEngine:
         }  # type: ignore[misc]
 
     def expect_run(self, rows: list[int]) -> int:
-        """How many full blocks from the first on are cached."""
+        """Count the cached full blocks from the first on."""
         cached = self.full_blocks()
         depth = 0
         while (depth + 1) * self.size <= len(rows) and rows[(depth + 1) * self.size - 1] in cached:
@@ -115,7 +115,7 @@ class NaiveEngine:
         return depth
 
     def expect_head(self, rows: list[int], depth: int) -> int:
-        """How many rows after the run some written block has."""
+        """Return the number of rows after the run that some written block has."""
         wanted = rows[depth * self.size :][: self.size]
         best = 0
         for at, valid in enumerate(self.valid):
@@ -363,7 +363,7 @@ class NaiveEngine:
         return done
 
     def observe(self) -> None:
-        """What the manager dropped is cached elsewhere; what it keeps is really there."""
+        """Check that dropped rows are cached elsewhere, and that cached rows exist."""
         for block in self.manager.pool.blocks:
             at, valid = block.block_id, self.valid[block.block_id]
             if block.node is not None:

@@ -17,13 +17,13 @@ def sha256(data: bytes) -> bytes:
 
 
 def frame(text: str | None) -> bytes:
-    """Whether there is a text (one byte), its length (four), the text."""
+    """Encode a text: a byte that is 0 for None, the length in four bytes, the text."""
     data = (text or "").encode()
     return struct.pack("<?I", text is not None, len(data)) + data
 
 
 def count_public(sequence: TokenSequence, public: Sequence[Sequence[int]], block_size: int) -> int:
-    """How many blocks of a salted sequence lie wholly in one of the public prefixes."""
+    """Count the blocks of a salted sequence that are entirely in a public prefix."""
     if sequence.namespace[1] is None:
         return 0
     count = 0

@@ -1,4 +1,4 @@
-"""Why a request did not hit more: each reason, and the token it holds from."""
+"""Reasons of misses, and the token from which each applies."""
 
 import random
 import re
@@ -27,7 +27,7 @@ LONG = list(range(100, 112))  # three blocks of four
 def explain(
     manager: KVCacheManager, tokens: list[int], *, across_salts: bool = False, **options: object
 ) -> tuple[MissReason, int]:
-    """What a new request is told; the same is what its admission counts."""
+    """Explain a new request's misses, and check that its admission counts the same."""
     sequence = TokenSequence("probe", tokens, **options)  # type: ignore[arg-type]
     before = snapshot(manager)
     explanation = manager.explain(sequence, across_salts=across_salts)

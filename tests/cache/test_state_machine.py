@@ -139,7 +139,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(pick=PICK, marks=MARKS, is_stored=st.booleans())
     def mark(self, pick: int, marks: list[Mark], is_stored: bool) -> None:
-        """What is worth keeping of a request, or that nothing of it may be kept."""
+        """Mark blocks of a request as worth retaining, or its results as not to be stored."""
         sequence = self.waiting[pick % len(self.waiting)]
         sequence.marks, sequence.is_stored = marks, is_stored
 
@@ -243,7 +243,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(pick=PICK, count=st.integers(1, 2), again=st.booleans())
     def discard(self, pick: int, count: int, again: bool) -> None:
-        """What requests computed is no good; the step goes on for the others."""
+        """Discard the results of some requests; the step continues for the others."""
         at = pick % len(self.running)
         discarded = self.running[at : at + count]
         self.engine.discard(discarded)

@@ -1,4 +1,4 @@
-"""What users may derive from stays so where the cache is compiled."""
+"""Classes that users may derive from, also where the cache is compiled."""
 
 import copy
 import pickle

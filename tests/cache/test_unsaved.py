@@ -1,4 +1,4 @@
-"""What is handed to a tier is what lies in the block at that moment, and nothing is left out."""
+"""Blocks that are passed to a tier: their content at that moment, without omissions."""
 
 import random
 from typing import Any

@@ -139,7 +139,7 @@ def test_the_copy_takes_over_when_the_first_is_freed() -> None:
 
 
 def test_deduplication_switches_to_the_cached_block() -> None:
-    """As vLLM v0 did: the block table becomes [0, 1] when the second request's block fills."""
+    """The block table becomes [0, 1] when the second request's block fills, as in vLLM v0."""
     manager = make_manager(deduplicate=True, partial_hits=False)
     first, _ = admit(manager, "request 1", [A, B, C, D, E, F])
     decode(manager, first, G, H, J)

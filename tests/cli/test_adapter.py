@@ -23,7 +23,7 @@ def adapter(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def replies(demo_model: Path, adapter: Path) -> tuple[str, str]:
-    """Of the model, and of the adapter, through the library."""
+    """Return the replies of the model and of the adapter through the library."""
     llm = LLM(demo_model, num_blocks=64)
     llm.load_adapter("sea", adapter)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -15,7 +15,7 @@ from tests.small_demos import save_unloadable
 __all__ = ["no_child_is_left"]
 
 TOKENS = 196
-"""Of each image."""
+"""Tokens of each image."""
 
 
 @pytest.fixture(scope="module")

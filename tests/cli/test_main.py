@@ -40,7 +40,7 @@ def cached_tokens(text: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """What `headstart demo` prints, and the picture it saves."""
+    """The output of `headstart demo`, and the picture it saves."""
     svg = tmp_path_factory.mktemp("demo") / "demo.svg"
     result = call("demo", "--svg", str(svg))
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""What a user is told while a model loads."""
+"""Messages while a model loads."""
 
 import mmap
 import os

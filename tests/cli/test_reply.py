@@ -1,4 +1,4 @@
-"""How replies are shown, how answers are chosen by default, and what saved chats may hold."""
+"""Display of replies, default sampling, and the contents of saved chats."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What is shown in narrow terminals, and on dark and on light backgrounds."""
+"""Output in narrow terminals, and on dark and light backgrounds."""
 
 import io
 import os

@@ -24,7 +24,7 @@ NO_FLAGS = ("mamba_config", "model_weights")  # fields of EngineArgs that vLLM h
 
 
 class Served:
-    """What a command line asks for, with nothing loaded."""
+    """The options that a command line passes to the server, which does not start."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("headstart.cli.main.run_server", self._take)

@@ -134,7 +134,7 @@ def test_the_command_for_a_model_that_speaks_asks_for_speech() -> None:
 
 
 def shown_in_terminal(write: Callable[[], object], columns: int) -> str:
-    """What is written to stderr where that is a terminal, without colors."""
+    """Return the output on stderr in a terminal, without colors."""
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (40, columns))
     with os.fdopen(theirs, "w") as terminal:

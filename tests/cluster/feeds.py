@@ -60,7 +60,7 @@ class Engine:
         return prefix_keys(self.manager.block_hashes(TokenSequence("asked", tokens)))
 
     def depth(self, tokens: list[int]) -> int:
-        """How many blocks the manager itself finds."""
+        """Count the blocks that the manager itself finds."""
         return len(self.manager.get_computed_blocks(TokenSequence("asked", tokens)).blocks)
 
 

@@ -88,7 +88,7 @@ def test_a_slow_replica_gets_less() -> None:
 
 
 def test_a_replica_that_hangs_gets_hardly_any_new_prefix() -> None:
-    """What it should have computed meanwhile was taken for done: it got its share, for minutes."""
+    """Its work was taken for done, so it received its share of requests for minutes."""
     many, hanging = router(replicas=4), 2
     places = Counter[int]()
     for number in range(100):
@@ -286,7 +286,7 @@ def test_an_unknown_policy_is_refused() -> None:
 
 
 def test_dynamo_counts_nothing_of_a_dead_replica_for_the_next_of_its_number() -> None:
-    """What the old one still ends is taken from the old one's counts, too."""
+    """Requests that end on the dead replica do not change the counts of its successor."""
     many = router("dynamo", 2)
     assert many.route(request("old", 1, 64), 0.0) == 0
     assert many.route(request("other", 2, 32), 0.0) == 1

@@ -65,7 +65,7 @@ def record(llm: LLM) -> dict[tuple[int, ...], Tensor]:
 
 
 def same_bits(left: dict[tuple[int, ...], Tensor], right: dict[tuple[int, ...], Tensor]) -> bool:
-    """Whether two recordings have the same prefixes and the very same logits for each."""
+    """Return True if two recordings have the same prefixes with bitwise equal logits."""
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
@@ -113,7 +113,7 @@ def test_prompts_have_the_same_logprobs_alone_and_in_a_batch(engines: Any, dtype
 
 
 def test_the_plain_mode_is_near_but_not_bitwise(engines: Any, folder: Path) -> None:
-    """What the mode is for: without it a hit changes the rounding, within the dtype's tolerance."""
+    """Without the deterministic mode a hit changes the rounding, within the dtype's tolerance."""
     # Asked for log-probabilities, the plain mode computes all logits.
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
     prompt = torch.randint(3, 131, (61,), generator=torch.Generator().manual_seed(2)).tolist()

@@ -93,7 +93,7 @@ def test_a_fault_in_the_drivers_thread(
 
 
 def test_a_cancelled_an_aborted_and_a_closed_stream(folder: Path) -> None:
-    """How three requests and a call end: one cancelled, one aborted, one under way at the close."""
+    """A cancelled, an aborted and a running request end, and so does a call at the close."""
     asyncio.run(asyncio.wait_for(_cancel_abort_and_close(folder), LIMIT))
 
 

@@ -52,7 +52,7 @@ def prompts(oracle: PreTrainedModel) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(oracle: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers' own generate answers, greedily, one prompt at a time."""
+    """Return transformers' greedy answers, one prompt at a time."""
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

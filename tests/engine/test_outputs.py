@@ -1,4 +1,4 @@
-"""What a request gives back: several answers, log-probabilities, stops, streams, errors."""
+"""Outputs of a request: several answers, log-probabilities, stops, streams, errors."""
 
 from collections.abc import Iterator
 from pathlib import Path

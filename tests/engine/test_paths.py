@@ -64,7 +64,7 @@ def make_prompts() -> list[list[int]]:
 
 @cache  # most paths and options give the same answers, and the oracle its one result
 def worst_gap(oracle: PreTrainedModel, prompt: tuple[int, ...], answer: tuple[int, ...]) -> float:
-    """How far below the likeliest token's logit those of the answer are at the most."""
+    """Return the largest distance of an answer's logits from the largest logit."""
     with torch.inference_mode():
         logits = oracle(torch.tensor([[*prompt, *answer]])).logits[0]
     logits = logits[len(prompt) - 1 : -1]

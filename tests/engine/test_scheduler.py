@@ -1,4 +1,4 @@
-"""Who runs when: order of admission, its bound on overtaking, budgets, preemption, abort.
+"""Scheduling: order of admission, its bound on overtaking, budgets, preemption, abort.
 
 No model: a step is scheduled and committed, and sampling appends a fixed token.
 """

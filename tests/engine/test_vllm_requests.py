@@ -1,4 +1,4 @@
-"""What vLLM's users ask of requests: kinds of streams, priorities, prompts as dicts, tools."""
+"""vLLM's request features: kinds of streams, priorities, prompts as dicts, tools."""
 
 import asyncio
 import json

@@ -394,6 +394,6 @@ def test_a_placeholder_among_token_ids_is_found_in_arrays_too(vision_llm: LLM) -
 
 @pytest.mark.parametrize("lora_int_id", [0, -1, None, True, "1", 1.0])
 def test_the_id_of_an_adapter_is_a_whole_number_from_1(lora_int_id: Any) -> None:
-    """As in vLLM, which tells adapters apart by it."""
+    """The id must be a positive integer, as in vLLM."""
     with pytest.raises(RequestError, match=r"lora_int_id is .*; allowed: a whole number"):
         LoRARequest("a", lora_int_id, "b")

@@ -10,7 +10,7 @@ from tests.house.source import Module, read_modules
 # Words that begin a clause where a reader expects a verb (functions) or a noun (classes, modules).
 FORBIDDEN = re.compile(r"\s*(What|Who|Whom|Whose|How|Whether|Why|As|Of|That|Those|The same)\b")
 
-FOLDERS = ("headstart", "bench", "tools", "docs/figures_src", "tests/house")
+FOLDERS = ("headstart", "bench", "tools", "docs/figures_src", "tests")
 
 
 def forbidden_openings(module: Module) -> list[str]:

@@ -17,7 +17,7 @@ from tests.forked import FORKS
 
 @pytest.fixture(scope="module")
 def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """As it is, where the other tests have one with small layers."""
+    """The real demo model; other tests use one with small layers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEADSTART_DEMO_DIR", str(tmp_path_factory.mktemp("headstart-cache")))
         yield demo_model_path()

@@ -172,7 +172,7 @@ def test_memory_is_for_weights_that_will_be_packed(
 def test_no_memory_is_got_for_weights_that_are_quantized(
     folder: Path, monkeypatch: pytest.MonkeyPatch, is_gguf: bool
 ) -> None:
-    """As much as the file was touched, and held beside the weights until all of them were read."""
+    """Memory of the file's size was touched, and held until all weights were read."""
     monkeypatch.setattr(prefetch, "is_usable", lambda: True)
     memory = read_ahead(folder, "auto", "cpu")
     assert memory is not None and memory.size > 0

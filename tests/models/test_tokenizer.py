@@ -45,13 +45,13 @@ def test_settings_are_optional(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
 def test_a_model_may_come_without_a_tokenizer(tmp_path: Path, kind: str) -> None:
-    """Of some architectures transformers would make up a tokenizer of one token."""
+    """For some architectures transformers would create a tokenizer with one token."""
     tiny_config(kind).save_pretrained(tmp_path)
     assert load_tokenizer(tmp_path) is None
 
 
 class Records(logging.Handler):
-    """What is logged, in words."""
+    """A handler that collects messages."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ __all__ = ["among_nonfinite"]
 
 
 def among_nonfinite(rows: Tensor) -> Tensor:
-    """The same rows `[rows, width]`, contiguous, with NaN and infinity right before and after."""
+    """Copy rows `[rows, width]` into memory with NaN and infinity right before and after."""
     count, width = rows.shape
     room = torch.full(((count + 2) * width,), float("nan")).to(rows.dtype)
     room[1::2] = float("inf")

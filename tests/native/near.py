@@ -82,5 +82,5 @@ class Near:
 
 
 def exactly(numbers: Tensor) -> Near:
-    """What a kernel is given."""
+    """Wrap a kernel's input, which has no error."""
     return Near(numbers.double(), torch.zeros(numbers.shape, dtype=torch.float64))

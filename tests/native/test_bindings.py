@@ -24,7 +24,7 @@ SCALARS = {"int64_t": c_int64, "int": c_int, "float": c_float, "void": None}
 
 @pytest.fixture
 def library() -> ctypes.CDLL:
-    """As it was built; its layout is data, and told on a CPU that runs no kernel."""
+    """The built library; its layout can be read on a CPU that runs no kernel."""
     if not BUILT:
         pytest.skip("no compiled kernels here")
     return ctypes.CDLL(str(BUILT[0]))

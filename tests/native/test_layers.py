@@ -125,7 +125,7 @@ class RandomLayer:
         return out
 
     def near_before(self, hidden: Tensor, angles: tuple[Tensor, Tensor]) -> list[Near]:
-        """What `before` should be."""
+        """Return the reference of `before`."""
         rows, dim = len(hidden), self.shape.head_dim
         normed = exactly(hidden).norm(self.norms["before"], EPSILON)
         q, k, v = (normed.linear(*self.weights[name]).view(rows, -1, dim) for name in "qkv")
@@ -136,7 +136,7 @@ class RandomLayer:
         ]
 
     def near_after(self, attended: Tensor, hidden: Tensor) -> Near:
-        """What `after` should be."""
+        """Return the reference of `after`."""
         middle = (exactly(attended).linear(*self.weights["o"]) + exactly(hidden)).rounded()
         normed = middle.norm(self.norms["after"], EPSILON)
         gate, up = (normed.linear(*self.weights[name]) for name in ("gate", "up"))

@@ -113,7 +113,7 @@ def noted(library: ctypes.CDLL) -> Iterator[list[int]]:
 
 @pytest.fixture
 def multiply(library: ctypes.CDLL) -> Callable[[int], torch.Tensor]:
-    """The same product on any number of threads."""
+    """Return a function that computes a product on any number of threads."""
     weight = PackedWeight(torch.randn(100, 70).bfloat16())
     x = torch.randn(5, 70).bfloat16()
 

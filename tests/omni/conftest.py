@@ -1,4 +1,4 @@
-"""What the tests of omni pipelines share."""
+"""Fixtures of the tests of omni pipelines."""
 
 from collections.abc import Iterator
 from typing import Any

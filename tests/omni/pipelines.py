@@ -26,7 +26,7 @@ RATIO, VOCODER_BLOCK = 4, 4
 
 
 def model(seed: int, vocabulary: int) -> LlamaForCausalLM:
-    """The same weights each time, and a model of its own each time."""
+    """Return a new model with the same weights each time."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=WIDTH,

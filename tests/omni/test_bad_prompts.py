@@ -1,4 +1,4 @@
-"""What is no prompt, no sound or no parameter is refused in one sentence, before any work."""
+"""Wrong prompts, sounds and parameters are refused in one sentence, before any work."""
 
 import re
 from collections.abc import Callable, Iterator

@@ -286,7 +286,7 @@ def by_output(stage: FakeStage, sequence: TokenSequence) -> dict[str, list[Chunk
 
 
 def test_a_pass_that_would_decide_nothing_reuses_nothing() -> None:
-    """As long as the first one, or longer: it may be cut to the same length."""
+    """A pass as long as the first, or longer, may be cut to the same length."""
     for more in (9, 12):
         stage = FakeStage(num_blocks=32, cache=OutputCache(1 << 20), outputs=())
         stage.run(words("first", FIRST[:9]))

@@ -28,14 +28,14 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Of a model whose template has tools, in Hermes' format."""
+    """A server of a model whose template has tools in Hermes' format."""
     with running(model_with(HERMES, tmp_path_factory.mktemp("hermes"), source=ASSETS)) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def thinking_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Of a model whose prompts begin its reasoning."""
+    """A server of a model whose prompts begin its reasoning."""
     folder = tmp_path_factory.mktemp("thinking")
     with running(model_with(THINKING, folder, source=ASSETS)) as server:
         yield server
@@ -43,6 +43,6 @@ def thinking_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
 
 @pytest.fixture(scope="session")
 def image_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Of a model with random weights that takes images."""
+    """A server of a model with random weights that takes images."""
     with running(save_tiny_vision("llava", tmp_path_factory.mktemp("llava"))) as server:
         yield server

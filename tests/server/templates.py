@@ -55,7 +55,7 @@ HERMES = _template(_HERMES_CALLS).replace("<think>", "").replace("</think>", "")
 LLAMA = HERMES.replace(_HERMES_CALLS, _LLAMA_CALLS)
 MISTRAL = HERMES.replace(_HERMES_CALLS, _MISTRAL_CALLS)
 THINKING = _template(_HERMES_CALLS, "<think>\\n")
-"""Of a model whose prompts begin its reasoning."""
+"""A server of a model whose prompts begin its reasoning."""
 
 
 def model_with(

@@ -110,7 +110,7 @@ def agent_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def reasoning_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Of a model whose prompts begin its reasoning."""
+    """A server of a model whose prompts begin its reasoning."""
     folder = lengthened(model_with(THINKING, tmp_path_factory.mktemp("reasoning")))
     with running(folder, any_model=True, num_blocks=2048) as server:
         yield server
@@ -118,7 +118,7 @@ def reasoning_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runni
 
 @pytest.fixture(scope="module")
 def seeing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Of a model that takes images, and calls tools in Hermes' format."""
+    """A server of a model that takes images and calls tools in Hermes' format."""
     folder = tmp_path_factory.mktemp("seeing")
     shutil.copytree(save_tiny_vision("llava", tmp_path_factory.mktemp("llava")), folder / "model")
     content = "{{- message['content'] -}}"

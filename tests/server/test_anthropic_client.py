@@ -121,7 +121,7 @@ def test_a_stream_that_fails_says_so(thinking_server: Running) -> None:
 
 
 def test_a_stream_that_fails_names_its_request(server: Running) -> None:
-    """As the header does, and the log: it named the message."""
+    """The error has the request id of the header and the log; it had the message's id."""
     body = {"model": "tiny", "max_tokens": 9, "messages": QUESTION, "stream": True}
     with scripted(server, ["Hm", EngineError("a step failed")]):
         answer = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60)

@@ -114,7 +114,7 @@ def test_messages_are_explained_as_a_chat_asks_them(client: httpx.Client) -> Non
 
 
 def test_a_requests_own_body_is_explained(client: httpx.Client) -> None:
-    """Who sent the body of a chat that had missed was told that max_tokens is not known."""
+    """The body of a chat that missed was refused, as max_tokens was unknown."""
     chat = {
         "model": "tiny",
         "messages": [{"role": "user", "content": PEOPLE}, {"role": "assistant", "content": "Anna"}],
@@ -208,7 +208,7 @@ def test_a_time_is_one_cause_whichever_digit_differs(client: httpx.Client) -> No
 
 
 def test_a_fork_that_came_once_is_told_until_one_came_twice(client: httpx.Client) -> None:
-    """Who tried it with two prompts was told nothing, and no reason for it."""
+    """With two prompts there was neither advice nor a reason for its absence."""
     for minute in (10, 11):
         told = ask(client, f"It is 2026-11-22 10:{minute}.\n{PEOPLE}")
     [fork] = client.get("/cache/advice").json()["forks"]

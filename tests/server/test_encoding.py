@@ -34,7 +34,7 @@ SCRAPS = st.lists(
 
 
 def outcome(read: Any, text: str) -> str:
-    """What is read, in a form that tells NaN and -0.0 apart from others; or that it is wrong."""
+    """Return the value that is read, so that NaN and -0.0 are distinct, or the error's name."""
     try:
         return repr(read(text.encode("utf-8", "surrogatepass")))
     except ValueError as error:

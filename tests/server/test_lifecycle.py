@@ -60,7 +60,7 @@ class Process:
         return self._process.exitcode
 
     def errors(self) -> str:
-        """What it said on stderr, once it has ended."""
+        """Return its stderr, once it has ended."""
         return self._stderr.read()
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""What is asked by `HEAD`, compressed, by HTTP/1.0, or with an offer of another protocol."""
+"""Requests by `HEAD`, compressed, by HTTP/1.0, or with an offer of another protocol."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def spell_post(server: Running, body: bytes, *more: str, version: str = "1.1") -
 
 
 def tell(server: Running, asked: bytes, size: int = 1 << 20) -> bytes:
-    """What is answered until the server closes the connection; `size` bytes are sent at a time."""
+    """Send bytes, `size` at a time; return the answer until the server closes the connection."""
     where = httpx.URL(server.url)
     with closing(socket.create_connection((where.host, where.port), 60)) as client:
         for start in range(0, len(asked), size):

@@ -1,4 +1,4 @@
-"""What takes long is done in threads: the event loop, which every stream needs, does none of it."""
+"""Long work runs in threads, since every stream needs the event loop."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_many_log_probabilities_of_a_streamed_chat_are_told_by_threads(
 def test_many_log_probabilities_are_told_by_threads(
     server: Running, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of 8,000 tokens stopped every stream for 0.3 s."""
+    """Log-probabilities of 8,000 tokens stopped every stream for 0.3 s."""
     for count in (8, 300):
         watched.threads.clear()
         watched.watch(openai_api, "prompt_logprobs")

@@ -150,7 +150,7 @@ def test_token_ids_are_echoed_and_a_prompt_alone_is_judged(client: openai.OpenAI
 
 
 def test_a_stream_tells_all_of_a_long_prompts_log_probabilities() -> None:
-    """Of two answers one hit the prompt, and was told before the other had computed all of it."""
+    """One of two answers hit the prompt and was sent before the other had computed all of it."""
     asked: dict[str, Any] = {"prompt": [3, 4, 5, 6] * 30, "n": 2, "echo": True, "logprobs": 1}
     asked |= {"model": "tiny", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
     told: dict[int, list[str]] = {0: [], 1: []}

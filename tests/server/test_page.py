@@ -96,7 +96,7 @@ def test_a_chat_shows_what_was_cached_and_the_map_shows_where(browser, served) -
 
 
 def test_an_example_is_there_for_who_has_no_question(browser) -> None:  # type: ignore[no-untyped-def]
-    """Of a small model strangers ask what it cannot answer."""
+    """New users ask a small model questions that it cannot answer."""
     with running(name="headstart-tiny", num_blocks=512) as alone:
         page, problems = open_page(browser, alone)
         expect(page.locator("#small")).to_be_visible()
@@ -318,7 +318,7 @@ def test_nothing_hinders_anybody(browser, served, scheme: str, width: int) -> No
 
 
 def test_a_request_is_told_by_its_name(browser, served) -> None:  # type: ignore[no-untyped-def]
-    """Of a completion the number of its prompt was: 0."""
+    """A completion was named by the number of its prompt: 0."""
     page, problems = open_page(browser, served)
     body = {"model": "tiny", "prompt": ["one", "two"], "max_tokens": 1}
     name = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()["id"]

@@ -33,7 +33,7 @@ _LENGTHS = {
 
 
 def tame(path: str, body: Any) -> Any:
-    """The same for a model that there is, and with an answer that does not take long."""
+    """Change a body to name an existing model and ask for a short answer."""
     if not isinstance(body, dict):
         return body
     if isinstance(body.get("model"), str):

@@ -18,7 +18,7 @@ MORE: Message = {"type": "http.request", "body": b"", "more_body": False}
 
 
 class Client:
-    """What is received of it: the rest of its request, and what a test says then."""
+    """A client's messages: the rest of its request, then those that a test sends."""
 
     def __init__(self) -> None:
         self._said: asyncio.Queue[Message | Exception] = asyncio.Queue()

@@ -39,7 +39,7 @@ def names(numbers: range) -> list[BlockHash]:
 
 
 def held(store: BlockStore, numbers: range) -> int:
-    """How many of these blocks are loaded, each as it was saved."""
+    """Load these blocks, check each against what was saved, and return their number."""
     loaded = list(store.load(names(numbers)))
     for number, found in zip(numbers, loaded, strict=False):
         assert bytes(found.payload) == payload(number), f"block {number} is another's"

@@ -273,7 +273,7 @@ def test_a_prefix_goes_from_its_end_though_its_end_was_of_more_use(tmp_path: Pat
 def test_a_disk_without_room_replaces_what_is_there(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As under a quota, which no free space tells of."""
+    """Under a quota the disk is full although there seems to be free space."""
     real, size = os.pwritev, total(store.folder)
 
     def write(fd: int, data: Any, offset: int) -> int:
@@ -290,7 +290,7 @@ def test_a_disk_without_room_replaces_what_is_there(
 def test_a_reader_that_never_ends_locks_nobody_out(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot be committed is rolled back; it once stayed open, and locked the index."""
+    """A transaction that cannot be committed is rolled back; it left the index locked."""
     monkeypatch.setattr("headstart.tiers.index._PATIENCE", 0.01)
     with closing(disk(store.folder)) as other:
         with closing(sqlite3.connect(store.folder / INDEX, isolation_level=None)) as reader:

@@ -52,7 +52,7 @@ class StoreMachine(RuleBasedStateMachine):
         return list(range(start, start + LENGTH))[first : first + count]
 
     def present(self) -> dict[ModelRecord, dict[BlockHash, int]]:
-        """What the index lists."""
+        """Return the blocks that the index lists."""
         with closing(DiskIndex(self.folder / INDEX)) as index:
             return {
                 kept.record: {one.name: one.slot for one in index.list_blocks(kept.id)}

@@ -150,7 +150,7 @@ def test_a_damaged_index_is_a_miss_and_stays(folder: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can keep a folder from its user")
 def test_a_folder_of_root_is_read(folder: Path) -> None:
-    """As in an image that a container mounts."""
+    """Containers mount images whose files belong to root."""
     for path in (*folder.iterdir(), folder):
         os.chown(path, 0, 0)
         path.chmod(0o755 if path.is_dir() else 0o644)

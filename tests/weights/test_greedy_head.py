@@ -167,7 +167,7 @@ def test_all_logits_are_computed_where_all_can_be_the_largest() -> None:
 
 @needs_kernels
 def test_bounds_leave_few_outputs_to_compute() -> None:
-    """Of 600 panels of random weights a row may need an eighth; it needs a few."""
+    """A row may need an eighth of 600 panels of random weights; it needs a few."""
     head = GreedyHead(PackedWeight(noise(19_200, 256, seed=0)))
     x = noise(40, 256, seed=1)
     x[:, :3] *= 30  # outliers, as hidden rows of real models have them

@@ -79,7 +79,7 @@ def use(path: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def own_dtype(path: str) -> torch.dtype:
-    """Of the rows that a path is made for; without AMX, too, their weight is then bfloat16."""
+    """Return the dtype of a path's rows; without AMX, too, their weight is then bfloat16."""
     return torch.bfloat16 if path == "bfloat16" else torch.float32
 
 
@@ -98,7 +98,7 @@ def make_layer(
 
 
 def limits(layer: GroupedWeight, rows: Tensor, path: str) -> Tensor:
-    """How far a product may be from float64's: half a step of each input, and of sums.
+    """Return the error bound of a product: half a step of each input, and of sums.
 
     Where rows are bfloat16, half a step of each weight and of the result.
     """
@@ -377,7 +377,7 @@ def test_constant_and_zero_groups_are_finite(path: str, monkeypatch: pytest.Monk
 
 @PATHS
 def test_memory_beyond_the_rows_is_not_read(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies around them is NaN."""
+    """The memory around the rows is NaN."""
     layer = make_layer(draw(5, 13), None, path, monkeypatch)
     room = torch.full((3 + 2 * 13 + 3,), float("nan"))
     room[3:-3] = draw(2, 13, 1).flatten()

@@ -93,7 +93,7 @@ def test_many_rows_are_multiplied_tile_by_tile(
 
 @pytest.mark.parametrize("rows", [1, 2, 30])
 def test_memory_beyond_the_tensors_is_neither_read_nor_written(rows: int) -> None:
-    """What lies around them is NaN, and stays as it is."""
+    """The memory around the tensors is NaN, and does not change."""
     room = torch.full((7 + 5 * 13 + 7,), float("nan")).bfloat16()
     room[7:-7] = torch.randn(65).bfloat16()
     weight = Bf16Weight(room[7:-7].view(5, 13))

@@ -17,7 +17,7 @@ HUGE = 1 << 21
 
 
 def huge_bytes(start: int) -> int:
-    """Of the mapping at this address."""
+    """Return the bytes in huge pages of the mapping at this address."""
     found = 0
     inside = False
     with open("/proc/self/smaps") as lines:
@@ -73,6 +73,6 @@ def test_memory_that_was_freed_below_what_is_in_use_goes_back() -> None:
 
 
 def anonymous_kilobytes() -> int:
-    """Of this process's resident memory, what lies in no file."""
+    """Return this process's resident memory that no file backs."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))

@@ -55,7 +55,7 @@ def take_path(path: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def own_dtype(path: str) -> torch.dtype:
-    """Of the rows that a path is made for."""
+    """Return the dtype of a path's rows."""
     return torch.bfloat16 if path == "bfloat16" else torch.float32
 
 

@@ -217,7 +217,7 @@ def test_a_model_knows_the_table_that_it_was_made_of(
 def test_freed_memory_is_returned_after_the_embedding_each_layer_and_the_head(
     kind: WeightKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What reading them takes beside the weights would add up, and stay until the process ends."""
+    """Memory for reading would add up, and stay until the process ends."""
     returned: list[None] = []
     monkeypatch.setattr(reader, "return_freed_memory", lambda: returned.append(None))
     folder = save_tiny("llama", tmp_path)

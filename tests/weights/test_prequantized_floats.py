@@ -1,4 +1,4 @@
-"""What stays a float in a quantized checkpoint, or where layers are quantized at load."""
+"""Weights that stay floats in a quantized checkpoint, or when layers are quantized at load."""
 
 from pathlib import Path
 

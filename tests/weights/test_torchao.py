@@ -193,7 +193,7 @@ def test_parts_of_a_weight_may_lie_in_several_files(tmp_path: Path) -> None:
 
 
 def test_each_module_may_have_a_configuration(tmp_path: Path) -> None:
-    """As torchao's checkpoints for phones: embedding and head in 8 bits, k_proj left in float."""
+    """Embedding and head in 8 bits, k_proj in float, as in torchao's checkpoints for phones."""
     folder = tmp_path / "model"
     each = {
         "re:.*k_proj": None,

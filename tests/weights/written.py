@@ -106,7 +106,7 @@ def gptq(
 
 
 def gptq_weight(parts: Tensors, bits: int, less: int) -> Tensor:
-    """What GPTQ's own product multiplies by, an element at a time."""
+    """Return the weight of GPTQ's product, computed an element at a time."""
     rows, outputs = parts["qweight"].shape
     fields = 32 // bits
     weight = torch.empty(outputs, rows * fields)

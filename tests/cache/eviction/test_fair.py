@@ -1,4 +1,4 @@
-"""Whose blocks are reused where several owners share the pool."""
+"""Eviction between several owners that share the pool."""
 
 import random
 from collections import Counter
@@ -48,7 +48,7 @@ class Owners:
         self.ask(salt, [self._random.randrange(10**6) for _ in range(blocks * BLOCK)])
 
     def kept(self, salt: str, texts: list[list[int]]) -> int:
-        """How many blocks of these texts are cached."""
+        """Count the cached blocks of these texts."""
         looked = [TokenSequence("look", [*text, 0], salt=salt) for text in texts]
         return sum(self.manager.get_computed_blocks(one).num_tokens // BLOCK for one in looked)
 
@@ -79,7 +79,7 @@ def test_free_blocks_within_a_share_are_counted_as_kept() -> None:
 
 
 def hit_rate(eviction: str, flooded: int) -> float:
-    """Of an owner whose documents take 36 of 80 blocks, with a flood between its requests."""
+    """Return the hit rate of an owner of 36 of 80 blocks, with a flood between its requests."""
     owners = Owners(80, eviction, a=1.0, b=1.0)
     documents = texts(9, 4)
     for at in range(90):
@@ -135,7 +135,7 @@ def test_salts_of_no_owner_are_one() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_with_one_owner_it_is_adaptive_lru(seed: int) -> None:
-    """The same blocks in the same order, through hits, evictions and partial blocks."""
+    """Both policies have the same order through hits, evictions and partial blocks."""
     works = [Workload(30, eviction=name) for name in ("adaptive-lru", "fair-lru")]
     drawn = random.Random(seed)
     prompts = [[drawn.randrange(3) for _ in range(drawn.randrange(1, 40))] for _ in range(200)]

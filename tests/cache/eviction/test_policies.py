@@ -184,7 +184,7 @@ def test_partial_blocks_that_leave_the_queue_without_a_hit_change_no_room() -> N
 
 
 def room(manager: KVCacheManager) -> int:
-    """How many of twenty new partial blocks stand behind an older full block."""
+    """Count the new partial blocks, of twenty, that are evicted after an older full block."""
     [whole] = finish(manager, "whole", [900] * 4)
     for token in range(20):
         finish(manager, "one-shot", [901 + token])
@@ -206,7 +206,7 @@ def test_clearing_the_cache_clears_what_partial_blocks_have_earned() -> None:
 
 
 def test_a_partial_block_that_is_covered_without_a_hit_earns_nothing() -> None:
-    """Of two requests in one step, the longer leaves the rows of the shorter, and more."""
+    """The longer of two requests in one step leaves the rows of the shorter, and more."""
     manager = make_manager(num_blocks=100)
     short, long = TokenSequence("short", [1, 2]), TokenSequence("long", [1, 2, 3])
     assert admit(manager, short) == admit(manager, long) == 0
@@ -227,7 +227,7 @@ def test_a_partial_block_that_is_hit_and_then_covered_counts_as_one_hit() -> Non
 
 
 def test_many_partial_blocks_over_the_room_cost_each_take_the_same() -> None:
-    """What a take looks at does not grow with the number of partial blocks."""
+    """The work of a take does not grow with the number of partial blocks."""
     blocks = [KVCacheBlock(at) for at in range(5000)]
     policy = make_policy("adaptive-lru", blocks)
     policy.take(5000)
@@ -239,5 +239,5 @@ def test_many_partial_blocks_over_the_room_cost_each_take_the_same() -> None:
 
 
 def test_what_is_taken_from_its_front_is_no_dict() -> None:
-    """Whose first item is found in time with all that were deleted before it: 90 us of 100,000."""
+    """A dict walks over all deleted items to its first item: 90 us for 100,000."""
     assert isinstance(AdaptiveLru([], Marks(lambda: 0.0))._partial, OrderedDict)

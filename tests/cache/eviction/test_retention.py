@@ -44,7 +44,7 @@ class Pool:
             self.ask(self.text(2), salt=salt)
 
     def kept(self, text: list[int], salt: str | None = None) -> int:
-        """How many blocks of a text are cached."""
+        """Count the cached blocks of a text."""
         look = TokenSequence("look", [*text, 0], salt=salt)
         return self.manager.get_computed_blocks(look).num_tokens // BLOCK
 
@@ -168,7 +168,7 @@ def test_ages_are_told_of_blocks_that_are_evicted() -> None:
 
 
 class Model:
-    """What a policy should do with full blocks, in lists: who is in line, and who is retained."""
+    """A policy for full blocks, as lists: one in eviction order, one of retained blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         self.line: list[int] = []

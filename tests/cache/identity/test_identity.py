@@ -1,4 +1,4 @@
-"""What makes two blocks the same: keys, frames around items, and their common heads."""
+"""Equality of blocks: keys, frames around items, and their common heads."""
 
 from collections.abc import Callable
 
@@ -47,7 +47,7 @@ def prompts(draw: st.DrawFn) -> TokenSequence:
 
 
 def content(sequence: TokenSequence, span: range) -> list[object]:
-    """What each position is, one by one: its token, and its place in which item."""
+    """List each position's content: its token, and its offset in an item."""
     return [
         (
             sequence.token_ids[at],

@@ -48,7 +48,7 @@ def make_manager(**options: object) -> KVCacheManager:
 
 
 def shared_blocks(left: TokenSequence, right: TokenSequence) -> int:
-    """How many blocks have one name, looked up in no manager."""
+    """Count the blocks with equal hashes, without a lookup."""
     names = make_manager().block_hashes
     return len({*names(left)} & {*names(right)})
 

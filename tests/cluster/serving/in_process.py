@@ -41,7 +41,7 @@ class _Call:
         return self._parts
 
     def cancel(self) -> None:
-        """As of Ray Serve's."""
+        """Cancel, as Ray Serve does."""
         self._closing = asyncio.ensure_future(self._parts.aclose())
 
 
@@ -50,7 +50,7 @@ class _Method:
         self._call = call
 
     def remote(self, given: Any) -> _Call:
-        """As of Ray Serve's."""
+        """Call the method, as Ray Serve does."""
         return _Call(self._call(given))
 
 
@@ -59,7 +59,7 @@ class _Broadcast:
         self._called = called
 
     async def results_async(self, return_exceptions: bool) -> list[Any]:
-        """As of Ray Serve's."""
+        """Return the results, as Ray Serve does."""
         return [await self._called]
 
 
@@ -74,11 +74,11 @@ class LocalHandle:
         self.answer, self.follow = _Method(self._answer), _Method(replica.follow)
 
     def options(self, stream: bool) -> "LocalHandle":
-        """As of Ray Serve's."""
+        """Return the handle, as Ray Serve does."""
         return self
 
     def broadcast(self, method: str, *given: Any) -> _Broadcast:
-        """As of Ray Serve's."""
+        """Call the method on every replica, as Ray Serve does."""
         return _Broadcast(getattr(self._replica, method)(*given))
 
     async def _answer(self, asked: AnswerRequest) -> AsyncGenerator[Any]:
@@ -140,6 +140,6 @@ def ask(llm: AsyncLLM, given: Any, params: SamplingParams = GREEDY, **more: Any)
 
 
 def told(output: RequestOutput) -> tuple[Any, ...]:
-    """What a user sees of it."""
+    """Return the parts of an output that a user sees."""
     tokens = [list(one.token_ids) for one in output.outputs]
     return (tokens, output.prompt_token_ids, output.num_cached_tokens, output.images)

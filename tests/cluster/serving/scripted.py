@@ -67,7 +67,7 @@ class Stream:
             yield item
 
     def cancel(self) -> None:
-        """As of Ray Serve's."""
+        """Cancel, as Ray Serve does."""
         self.cancelled.set()
 
 
@@ -78,7 +78,7 @@ class _Method:
 
 class _Broadcast:
     async def results_async(self, return_exceptions: bool) -> list[Any]:
-        """As of Ray Serve's."""
+        """Return the results, as Ray Serve does."""
         return []
 
 
@@ -96,11 +96,11 @@ class Handle:
         self.answer, self.follow = _Method(self._answer), _Method(self._follow)
 
     def options(self, stream: bool) -> "Handle":
-        """As of Ray Serve's."""
+        """Return the handle, as Ray Serve does."""
         return self
 
     def broadcast(self, *called: Any) -> _Broadcast:
-        """As of Ray Serve's."""
+        """Call the method on every replica, as Ray Serve does."""
         self.told.append(called)
         return _Broadcast()
 
@@ -128,14 +128,14 @@ class Told:
         return self.updates.get(timeout=LIMIT)
 
     def tokens(self) -> list[int]:
-        """Those of the next update."""
+        """Return the tokens of the next update."""
         update = self.next()
         assert not isinstance(update, BaseException), update
         return list(update.outputs[0].token_ids)
 
 
 class Put:
-    """What lies in Ray's store, where it came through pickle."""
+    """An object in Ray's store, to which it was pickled."""
 
     def __init__(self, value: Any) -> None:
         self.value = pickle.loads(pickle.dumps(value))
@@ -166,13 +166,13 @@ class Server:
         return self.frontend.prepare(prompt, params, request_id=name, adapter=adapter)
 
     def read_adapter(self, name: str, path: Path) -> Adapter:
-        """What a replica tells of an adapter: its digest, here of its folder's name."""
+        """Return an adapter as a replica reports it, with a digest of its folder's name."""
         if path.name == "broken":
             raise AdapterNotFoundError(f"there is no adapter in {path}")
         return Adapter(name, path, f"digest of {path.name}")
 
     def stream(self) -> Stream:
-        """What the next call of `answer` will say."""
+        """Create the stream that the next call of `answer` returns."""
         made = Stream()
         self.handle.answers.put(made)
         return made

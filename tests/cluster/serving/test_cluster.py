@@ -89,7 +89,7 @@ class Fake:
         return SimpleNamespace(facts=facts)
 
     def shutdown(self) -> None:
-        """Of Ray."""
+        """Count the calls of Ray's `shutdown`."""
         self.shut_down += 1
 
 
@@ -203,7 +203,7 @@ def test_ray_is_left_when_the_replicas_cannot_be_deleted(start: Callable[..., An
 
 @pytest.fixture
 def handler() -> Iterator[None]:
-    """What SIGTERM does, put back; until a server says otherwise, nothing."""
+    """Ignore SIGTERM until a server handles it; then restore the handler."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -361,7 +361,7 @@ def test_what_ray_raises_is_read() -> None:
 
 
 def test_a_reset_of_all_replicas_leaves_out_those_that_die_meanwhile() -> None:
-    """What they held is gone with them: a client was told that the replica was lost."""
+    """Their caches are gone, so the reset succeeds; it reported a lost replica."""
     from ray.exceptions import ActorDiedError, ActorUnavailableError
 
     told: list[Any] = [True, ActorDiedError()]

@@ -178,7 +178,7 @@ def test_a_request_is_on_its_way_before_what_it_computes_is_noted() -> None:
 
 
 def test_a_replica_may_go_while_its_snapshot_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left of the snapshot is not noted of the replica that has its number now."""
+    """The rest of its snapshot does not apply to the replica that has its number now."""
     made, packed = books("a"), random.Random(0).randbytes(32 * 10_000)
     monkeypatch.setattr(
         dispatch, "time", SimpleNamespace(sleep=lambda seconds: made.set_replicas(["b"]))

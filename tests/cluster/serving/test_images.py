@@ -57,7 +57,7 @@ def data_url(seed: int, width: int = 40, height: int = 32) -> str:
 
 
 def shown(*parts: Any) -> dict[str, Any]:
-    """What a user says, where a number is an image."""
+    """Build a user's message, in which a number stands for an image."""
     content = [
         {"type": "text", "text": part}
         if isinstance(part, str)
@@ -223,7 +223,7 @@ def test_the_server_keeps_no_pixels_of_what_it_has_sent(replicas: Replicas) -> N
 
 
 def pixels_of(request: RequestGroup) -> Any:
-    """Of its first image."""
+    """Return the pixels of its first image."""
     assert request.extras is not None
     assert isinstance(request.extras.embeddings, PromptImages)
     return request.extras.embeddings.images[0].image.pixels

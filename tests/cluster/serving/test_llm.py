@@ -81,7 +81,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Metric]:
 
 
 def test_metrics_of_replicas_are_added_up(llm: ReplicatedLLM, told: list[Metric]) -> None:
-    """Those of every kind that an engine has: /metrics failed when histograms came."""
+    """Metrics of every kind are added; `/metrics` failed for histograms."""
     llm.dispatcher.set_replicas(["one", "other"])
     for name in llm.dispatcher.replicas:
         llm.dispatcher.note_metrics(name, told)
@@ -186,7 +186,7 @@ def test_a_replica_is_told_how_much_of_a_prompt_is_public() -> None:
 
 
 def test_a_prepared_request_is_answered() -> None:
-    """As the server asks for every answer: the driver had no check of what is prepared."""
+    """The server prepares every request; the driver did not accept prepared requests."""
 
     server = Server()
     server.dispatcher.set_replicas([REPLICA])

@@ -1,4 +1,4 @@
-"""What a replica tells of its cache is what it holds, also after a gap and beside a disk tier."""
+"""Events of a replica match its cache, also after a gap and with a disk tier."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator

@@ -33,7 +33,7 @@ def deltas(llm: LLM) -> list[RequestOutput]:
 
 
 def parts_of(deltas: list[RequestOutput]) -> tuple[RequestDelta, list[RequestDelta], RequestDelta]:
-    """As a replica sends them: the first, those between, and the last with all but the first's."""
+    """Split deltas as a replica sends them: first, intermediate, and the later deltas joined."""
     told: Counter[int] = Counter()
     first, *later = [RequestDelta.of(one, told, is_first=not at) for at, one in enumerate(deltas)]
     return first, later[:-1], RequestDelta.joined(later)

@@ -223,12 +223,12 @@ class _Heard:
         self.is_heard = asyncio.Event()
 
     def broadcast(self, method: str, server: str) -> "_Heard":
-        """As of Ray Serve's."""
+        """Call the method on every replica, as Ray Serve does."""
         self.heard.append((method, server))
         return self
 
     async def results_async(self, return_exceptions: bool) -> list[Any]:
-        """As of Ray Serve's."""
+        """Return the results, as Ray Serve does."""
         if len(self.heard) == 1:
             raise EngineError("no replica runs")
         self.is_heard.set()

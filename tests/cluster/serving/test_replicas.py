@@ -205,7 +205,7 @@ async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams, **options: An
 
 
 def held_shares(cluster: Cluster) -> dict[str, float]:
-    """Of each replica, the share of its blocks that somebody holds."""
+    """Return the share of blocks that requests hold, for each replica."""
     told = cluster.replicas.llm.dispatcher.metrics
     return {
         name: next(one.value for one in told[name] if one.name == "vllm:kv_cache_usage_perc")  # type: ignore[union-attr]

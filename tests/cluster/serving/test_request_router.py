@@ -21,7 +21,7 @@ class _CountingDispatcher(Dispatcher):
     asked = 0
 
     def choose(self, request_id: str) -> str | None:
-        """As of a dispatcher, for so many times."""
+        """Choose as the dispatcher does, for a limited number of calls."""
         self.asked += 1
         assert self.asked < MOST, "Ray asks for ever, and nothing else goes on"
         return super().choose(request_id)

@@ -87,7 +87,7 @@ def _post(server: Running, path: str, body: dict[str, Any]) -> Any:
 
 
 def _answer(told: dict[str, Any]) -> Any:
-    """What any API says, without the names and times of this call."""
+    """Return the content of any API's answer, without ids and times."""
     if "choices" in told:
         return told["choices"]
     if "output" in told:

@@ -121,7 +121,7 @@ def test_one_batch_gives_what_peft_gives(world: World, options: dict[str, Any]) 
 
 
 def test_an_adapter_alone_and_then_none(llm: LLM, llama: World) -> None:
-    """What was hooked into the model for one step is gone in the next."""
+    """Hooks of one step's adapters are removed from the model before the next step."""
     before = answers(llm, [llama.prompts[1]], None)
     for name, prompt, expected in zip(NAMES, llama.prompts, llama.expected, strict=True):
         assert answers(llm, [prompt], name) == [expected]

@@ -124,7 +124,7 @@ def test_adapters_whose_reading_ends_between_two_questions_all_run(
 def test_whatever_reading_raises_ends_the_requests_of_that_adapter_alone(
     world: World, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is no AdapterError failed the step, and with it every other request."""
+    """Exceptions other than AdapterError failed the step, and with it every other request."""
     llm = world.open(1)
     read = adapter_store.read_weights
 

@@ -110,7 +110,7 @@ def test_without_owners_the_oldest_goes_first_whoever_showed_it() -> None:
 
 
 def test_users_are_uses_and_not_requests() -> None:
-    """The same image twice in one prompt was freed after the first, in another engine."""
+    """An image that occurs twice in a prompt stays until the second use has ended."""
     cache = EncoderCache(Encoder(), 10)
     first, second = image(1), image(1, offset=50)
     cache.hold(("request", 0), first)

@@ -79,7 +79,7 @@ class Simulation:
         return request
 
     def end(self, request: Request) -> None:
-        """As an engine does when a client is gone."""
+        """Remove a request, as an engine does when its client disconnects."""
         self.scheduler.remove(request)
         request.finish_reason = "abort"
 

@@ -40,7 +40,7 @@ def go_on(simulation: Simulation, flood: Flood, tokens: int) -> None:
 
 
 def test_running_requests_hold_nothing_that_another_has_cached_within_its_share() -> None:
-    """What runs is not interrupted: nine of these filled the pool, and the document was gone."""
+    """Nine running requests filled the pool, and the document was evicted."""
     simulation, flood, document = flooded()
     go_on(simulation, flood, 2 * BLOCKS * BLOCK)
     again = simulation.ask("a", [*document, 7])
@@ -104,7 +104,7 @@ def test_nobody_starves_among_floods_of_all_kinds(seed: int) -> None:
 
 
 def test_a_prompt_that_fits_goes_past_one_that_does_not() -> None:
-    """What runs waited for it, and it for the other: what ran gave way and began anew, for ever."""
+    """Running requests and waiting prompts blocked one another and were preempted for ever."""
     simulation = Simulation(("a", "b", "c"), caching=False)
     large = simulation.ask("a", words(1, 5000))
     while large.sequence.num_computed_tokens < 1500:

@@ -22,7 +22,7 @@ def test_a_flood_leaves_another_owner_its_hits_and_its_time(flood: tuple[int, ..
 
 @pytest.mark.parametrize("flood", [(300, 300), (100, 400)])
 def test_a_flood_of_long_answers_leaves_it_too(flood: tuple[int, ...]) -> None:
-    """As soon as those have ended that ran before the other owner had anything to lose.
+    """The flood has its share once the requests that ran before the other owner's have ended.
 
     The answers took every block, and 0.62 hits became 0.04; when only its prompts were bounded,
     0.55, and the wait was 9 to 41 times as long.

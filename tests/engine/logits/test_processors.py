@@ -78,7 +78,7 @@ def test_no_other_token_is_allowed(allowed: list[int], seed: int) -> None:
     text=st.text("athxyz odr", max_size=8),
 )
 def test_the_token_that_completes_a_bad_word_is_banned(words: list[str], text: str) -> None:
-    """As vLLM says it: of each word, in the middle of a text and at its beginning."""
+    """Each word is banned in the middle of a text and at its beginning, as in vLLM."""
     past = spell(text)
     spelled = [spell(word.lstrip()) for word in words]
     for word in words:
@@ -137,7 +137,7 @@ def test_functions_are_called_one_after_the_other() -> None:
 
 
 def test_a_bias_comes_before_penalties_and_temperature() -> None:
-    """As in vLLM: 100 on a token that a penalty of 2 halves still wins."""
+    """A bias of 100 on a token with a penalty of 2 still wins, as in vLLM."""
     logits = make_logits(1)
     state = make([9], logit_bias={9: 100.0}, presence_penalty=2.0)
     scores = SAMPLER.process(change(logits.clone(), state), state)

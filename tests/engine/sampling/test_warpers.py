@@ -1,4 +1,4 @@
-"""What leaves out and weighs tokens, against transformers' warpers, to the last bit."""
+"""Sampling filters compared with transformers' warpers, bit for bit."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_top_p_from_the_top_keeps_what_sorting_all_keeps(top_p: float, scale: fl
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9])
 def test_top_p_keeps_as_many_of_equals(top_p: float) -> None:
-    """As logits in bfloat16 often are; which of them, no two ways to sort agree on."""
+    """Logits in bfloat16 are often equal; sorts differ in which of equal tokens remain."""
     scores = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     expected = TopPLogitsWarper(top_p)(torch.LongTensor(4, 0), scores)
     assert torch.equal(apply_top_p(scores, top_p).sort().values, expected.sort().values)
@@ -50,7 +50,7 @@ def test_top_p_keeps_as_many_of_equals(top_p: float) -> None:
 def test_warpers_have_the_bits_of_transformers(
     seed: int, scale: float, count: int, share: float, penalty: float, seen: list[int]
 ) -> None:
-    """Of ids that the LM head does not have, too, and of rows in which some are left out."""
+    """Results are equal also for ids that the LM head lacks and rows with masked tokens."""
     generator = torch.Generator().manual_seed(seed)
     scores = scale * torch.randn(2, VOCABULARY, generator=generator)
     ids = torch.LongTensor([seen, seen])

@@ -94,7 +94,7 @@ def test_paused_requests_go_on_as_if_they_had_not_been(engines: Any) -> None:
 
 
 def test_a_tier_gives_back_the_same_bytes(engines: Any, tmp_path: Path) -> None:
-    """What the pool holds after loading is what the first process wrote, scales included."""
+    """The pool after loading has the bytes that the first process wrote, scales included."""
     prompt = random_prompt(100, 3)
     held = []
     for expected in (0, 96):

@@ -1,4 +1,4 @@
-"""How many KV blocks there are: what the memory holds beside all else that will be in it."""
+"""Number of KV blocks: the memory left by everything else that will be allocated."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is wrong with an option or a model is told before torch is imported, which takes seconds."""
+"""Wrong options and models are reported before torch is imported, which takes seconds."""
 
 import subprocess
 import sys

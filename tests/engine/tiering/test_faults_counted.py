@@ -1,4 +1,4 @@
-"""What tiers did not take, and what went wrong with them, is counted and told by tier."""
+"""Counts of blocks that tiers did not store, and of their faults, by tier."""
 
 from contextlib import closing
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a model is called where people read it, and what its fingerprint is remembered by."""
+"""Titles of models, and the files by which their fingerprints are remembered."""
 
 import os
 from collections.abc import Callable
@@ -72,7 +72,7 @@ def test_kinds_of_one_model_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_few_layers_that_were_rounded_are_no_kind_of_a_model(tmp_path: Path) -> None:
-    """Of a file in few bits, whose name says so, a head may be rounded."""
+    """A rounded head alone does not change the title of a file that is quantized already."""
     model = load_model(save_smallest(tmp_path), "float32", weights="int8")
     layers = [*quantized_matrices(model.module).values()]
     about = (model, PagedKVMemory(model.layouts, 1, 16, torch.float32, "cpu"), EngineConfig())
@@ -150,7 +150,7 @@ def test_blocks_are_those_of_rows_that_are_rounded_alike(
 def test_blocks_are_those_of_the_same_way_to_round_and_to_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a shared embedding, too: its rows are what K and V are computed from."""
+    """A shared embedding counts too, since K and V are computed from its rows."""
     config = TINY["llama"]().config
     config.tie_word_embeddings = True
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

@@ -179,7 +179,7 @@ def test_all_is_forgotten_once_nothing_is_loaded_any_more(
     limits: Callable[..., None],
     disk_loads: Callable[..., None],
 ) -> None:
-    """What a farther tier had was saved in all tiers, after a reset had emptied them."""
+    """Blocks of a farther tier were saved in all tiers after a reset had emptied them."""
     in_store, gate = Event(), Event()
 
     def wait(store: DiskStore, blocks: Iterator[LoadedBlock]) -> Iterator[LoadedBlock]:

@@ -26,7 +26,7 @@ def open_llm(model: Path, folder: Path) -> LLM:
 
 
 def hits(model: Path, folder: Path, conversation: Conversation, *, recalled: bool) -> int:
-    """Of the next turn, in a new process."""
+    """Return the cached tokens of the next turn in a new process."""
     llm = open_llm(model, folder)
     messages = conversation.messages("Go on.", 0)
     if recalled:

@@ -81,7 +81,7 @@ def all_ids(output: RequestOutput, index: int = 0) -> list[int]:
 
 
 def tokens(tokenizer: PreTrainedTokenizerBase, output: RequestOutput) -> list[int]:
-    """What a tokenizer that remembers nothing makes of the prompt."""
+    """Tokenize the prompt without remembered turns."""
     token_ids: list[int] = tokenizer.encode(output.prompt or "", add_special_tokens=False)
     return token_ids
 
@@ -165,7 +165,7 @@ def test_a_stream_may_be_aborted_before_it_begins(make_llm: MakeLLM) -> None:
 def test_a_stream_that_is_left_remembers_nothing_wrong(
     make_llm: MakeLLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """What was shown until then may still be said, and is tokenized like any text."""
+    """The text so far may still be sent as a turn, and is tokenized like any text."""
     llm = make_llm()
     messages = ask("hello there")
     stream: Any = llm.stream_chat(messages, PARAMS)
@@ -263,7 +263,7 @@ def test_salts_remember_nothing_of_one_another(
 
 
 def test_remembered_turns_are_answered_as_if_computed_anew(make_llm: MakeLLM) -> None:
-    """The same ids, given to an engine that caches nothing."""
+    """An engine without a cache gives the same answer for the same ids."""
     llm = make_llm()
     greedy = SamplingParams(temperature=0, max_tokens=20)
     messages = ask("hello there")

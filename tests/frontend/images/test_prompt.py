@@ -1,4 +1,4 @@
-"""What an image does to a prompt's identity, and images that are refused before any work."""
+"""Images in a prompt's identity, and images that are refused before any work."""
 
 import io
 from collections.abc import Iterator
@@ -167,7 +167,7 @@ SHOWN = {
 def test_tenants_see_nothing_of_one_another(
     folder: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """What B's request finds, does and is told is the same whether or not A showed the image.
+    """B's request has the same hits, work and output whether or not A has sent the image.
 
     The time to the first token told it, as A's embeddings were B's too, and the pixels that A's
     request had scaled were not scaled again.
@@ -303,7 +303,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(1, 6)), max_size=4))
 def test_positions_are_those_of_transformers(qwen: LLM, parts: list[tuple[int, int, int]]) -> None:
-    """Of any text and grids; between two images is at least one token, or transformers fails."""
+    """Positions agree for any text and grids with a token between images, as transformers needs."""
     module: Any = qwen.engine.model.module
     assert qwen.frontend.images is not None
     vision = qwen.frontend.images._vision

@@ -82,7 +82,7 @@ def test_what_is_beyond_them_late_in_an_answer_ends_that_alone(writer: LLM) -> N
 
 @pytest.mark.parametrize("text", ["", "a", "ab", "\n\t\0x", '"\\', "/.*/", "é😀", "$^{1}"])
 def test_a_choice_is_its_text_whatever_it_has(text: str) -> None:
-    """As one expression: no character has a meaning of its own."""
+    """A choice is literal: no character has a special meaning."""
     form = StructuredOutputsParams(choice=["", "a", "ab", text]).constraint
     matcher = GrammarCompiler(Vocabulary(TOKENIZER, len(TOKENIZER), frozenset())).matcher(form)
     for token_id in TOKENIZER.encode(text, add_special_tokens=False):

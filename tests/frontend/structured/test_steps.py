@@ -62,7 +62,7 @@ def _both(llm: LLM, bound: SamplingParams = BOUND) -> list[RequestGroup]:
 
 
 def _alone(llm: LLM, bound: SamplingParams) -> list[list[int]]:
-    """What each is answered alone, with nothing cached."""
+    """Return the answer of each request alone, with an empty cache."""
     found = [_run(llm.engine, group)[0] for group in _both(llm, bound)]
     tokenizer = llm.get_tokenizer()
     assert tokenizer is not None

@@ -32,7 +32,7 @@ TAGS: dict[str, Any] = {"structures": [CITY, DAY], "triggers": ["<f="]}
 
 
 def accepts(tags: Any, *pieces: str | int) -> bool:
-    """Whether an answer of these texts and tokens may be, and may end."""
+    """Return True if the tags allow these texts and tokens as a complete answer."""
     matcher = COMPILER.matcher(StructuredOutputsParams(structural_tag=tags).constraint)
     for piece in pieces:
         ids = (

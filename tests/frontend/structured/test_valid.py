@@ -125,7 +125,7 @@ def answer(llm: LLM, tally: Counter[str], forms: Sequence[Form]) -> list[tuple[F
 
 
 def several(forms: SearchStrategy[dict[str, Any]]) -> SearchStrategy[list[Form]]:
-    """As many forms as are answered at once, each with a seed."""
+    """Draw as many forms as run at once, each with a seed."""
     return st.lists(st.tuples(st.integers(0, 99), forms), min_size=AT_ONCE, max_size=AT_ONCE)
 
 

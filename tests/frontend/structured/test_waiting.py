@@ -61,7 +61,7 @@ async def held(
 
 
 def threads_of_forms(before: set[threading.Thread]) -> list[threading.Thread]:
-    """Those that compile forms and were not there before."""
+    """Return the new threads that compile forms."""
     there = set(threading.enumerate()) - before
     return [one for one in there if one.name.startswith("headstart-forms")]
 

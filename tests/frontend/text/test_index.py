@@ -20,7 +20,7 @@ TURNS = st.tuples(
 
 
 class Model:
-    """The same without any index: a list, least recently used first, that is searched through."""
+    """The reference: a list, least recently used first, that is searched linearly."""
 
     def __init__(self, max_texts: int, max_bytes: int) -> None:
         self.known: list[tuple[Namespace, str, array[int], int]] = []

@@ -212,7 +212,7 @@ def test_an_answer_of_letters_ends_at_its_first_stop_string(
 
 
 def assert_only_grows(shown: list[str], text: str) -> None:
-    """What was shown once is never taken back, and is the answer's own text."""
+    """Assert that each text extends the previous text and begins the answer."""
     for earlier, later in itertools.pairwise(shown):
         assert later.startswith(earlier)
     assert not shown or text.startswith(shown[-1])

@@ -143,7 +143,7 @@ class Step:
     modules: Tensor
 
     def apart(self, expected: Tensor) -> float:
-        """How far the compiled rows are from these, as a part of their size."""
+        """Return the distance of the compiled rows, relative to the expected rows."""
         return float((self.compiled - expected).norm() / (1 + expected.norm()))
 
 
@@ -233,7 +233,7 @@ def test_layers_that_round_numbers_are_their_modules(
     seed: int,
     threads: int,
 ) -> None:
-    """Of many draws of the same shape, one must have the modules' rows; in a wrong layer none has.
+    """One of many draws must have the modules' rows; with a wrong layer none has them.
 
     Where a number in 8 bits is a near tie and goes the other way in the modules, so do later ones:
     such a draw is a little apart, and none is far.

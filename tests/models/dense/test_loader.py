@@ -114,7 +114,7 @@ def with_a_tensor_twice(folder: Path) -> None:
 def test_what_is_unusual_runs_through_transformers_and_is_told(
     change: Callable[[Path], None], reason: str, tmp_path: Path, logged: list[logging.LogRecord]
 ) -> None:
-    """Why a model is not as fast as others of its family was told at a level that nobody sees."""
+    """The reason for a slow model was logged at a level that is not shown."""
     folder = save_tiny("llama", tmp_path)
     change(folder)
     model = load_model(folder)

@@ -343,7 +343,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_phi_3_has_two_sets_of_factors(tmp_path: Path) -> None:
-    """Those for short texts are read: a model is used up to the length they are for."""
+    """The short factors are read, and the model is used up to their length."""
     angles = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
     angles |= {"short_factor": [1.1, 1.2, 1.3, 1.4, 1.5, 1.6], "long_factor": [9.0] * 6}
     config = Phi3Config(

@@ -213,7 +213,7 @@ def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_another_architecture_is_told_before_anything_is_converted(
     tmp_path: Path, cache: Path
 ) -> None:
-    """Of Mamba it was told which `model_type`s there are, which a file does not have."""
+    """For Mamba the error listed values of `model_type`, which a GGUF file does not have."""
     (tmp_path / "a.gguf").write_bytes(metadata(ARCHITECTURE, struct.pack("<IQ", 8, 5), b"mamba"))
     with pytest.raises(UnsupportedModelError, match=r"its architecture is mamba; allowed: llama,"):
         load_model(tmp_path / "a.gguf")

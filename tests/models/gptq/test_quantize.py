@@ -37,7 +37,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def logits(folder: Path, **options: Any) -> torch.Tensor:
-    """Of all tokens, in headstart."""
+    """Return headstart's logits of all tokens."""
     model = load_model(folder, "float32", **options)
     assert model.fallback_reason is None
     kinds = [matrix.kind for matrix in quantized_matrices(model.module).values()]

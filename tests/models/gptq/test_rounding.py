@@ -32,7 +32,7 @@ def test_outputs_lose_less_than_by_plain_rounding(inputs: int) -> None:
 
 
 def test_plain_rounding_is_to_the_nearest() -> None:
-    """Of a grid from the smallest to the largest: no element is off by more than half a step."""
+    """On a grid from the smallest to the largest no element is off by more than half a step."""
     _, weight = inputs_and_weight(64)
     found = round_weight(weight, Rows(torch.eye(64)), torch.float16)
     off = (found.weight() - weight).abs() / found.steps[:, found.groups]

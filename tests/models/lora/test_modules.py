@@ -175,7 +175,7 @@ def test_a_layer_that_gets_other_rows_than_the_batch_is_an_error() -> None:
 
 
 def test_siblings_may_read_different_inputs() -> None:
-    """That q and k share theirs is seen in the call, not taken from their names."""
+    """Shared inputs of q and k are detected in the call, not by their names."""
     model = Loose()
     pair = LoraPair(torch.ones(2, 3), torch.ones(5, 2))
     layers = LoraLayers(model)

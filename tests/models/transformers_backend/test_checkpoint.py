@@ -177,7 +177,7 @@ def add_layer(weights: dict[str, Tensor]) -> None:
 
 
 def test_layers_that_only_draft_are_left_out(tmp_path: Path) -> None:
-    """As DeepSeek-V3 and GLM-4.5 have them, behind the last layer that is run."""
+    """DeepSeek-V3 and GLM-4.5 have such layers after the last layer."""
     save_tiny("deepseek_v3", tmp_path)
     edit_config(tmp_path, num_nextn_predict_layers=0)
     expected = load_model(tmp_path).module.state_dict()

@@ -1,4 +1,4 @@
-"""What is told of a model that transformers cannot load, or loads otherwise than it was saved."""
+"""Errors for models that transformers cannot load, or loads differently from their files."""
 
 import json
 from pathlib import Path

@@ -172,7 +172,7 @@ def test_other_weights_under_the_same_path_hit_nothing(tmp_path: Path) -> None:
 
 
 def test_other_weights_of_an_encoder_are_another_model(tmp_path: Path) -> None:
-    """What it makes of a sound is in the thinker's K/V, whose own weights are the same."""
+    """The thinker's K/V depend on the encoder's output, though its weights are the same."""
     model, kept = save_qwen25(tmp_path / "model"), tmp_path / "kept"
     with opened(model, kept) as omni:
         [first] = omni.generate(PROMPTS["sound"], PARAMS)

@@ -1,4 +1,4 @@
-"""What a request says of its place in the cache: kept for longer, or not at all."""
+"""Requests that ask for longer retention of their prefix, or for none."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def flood(client: httpx.Client) -> None:
 
 
 def cached(client: httpx.Client, **prompt: Any) -> int:
-    """How many tokens of a prompt are cached."""
+    """Return the number of cached tokens of a prompt."""
     answer = client.post("/cache/explain", json=prompt)
     return int(answer.raise_for_status().json()["cached_tokens"])
 

@@ -19,7 +19,7 @@ SECRET = "The treasure lies below the third oak"
 
 
 class Written:
-    """What is written to a log, line by line, waited for: a line comes after its answer."""
+    """A log's lines; reading waits, since a line is written after its answer."""
 
     def __init__(self) -> None:
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()

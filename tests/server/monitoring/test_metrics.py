@@ -1,4 +1,4 @@
-"""What `/metrics` counts, read by Prometheus's own parser."""
+"""The counts of `/metrics`, read by Prometheus's parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client may send to a speaking model to hurt others, and what is done about it."""
+"""Attacks of a client on a speaking model, and their defenses."""
 
 from __future__ import annotations
 

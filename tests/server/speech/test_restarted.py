@@ -22,7 +22,7 @@ BODY = {
 
 
 def ask(model: Path, kept: Path) -> tuple[int, dict[str, Any], str]:
-    """What a new server had cached, its answer, and its metrics."""
+    """Return a new server's cached tokens, answer and metrics."""
     omni = AsyncOmni(model, options={"num_blocks": 64, "block_size": 4, "cache_dir": str(kept)})
     try:
         with listening(create_speech_app(omni, "omni", ServerOptions(api_keys=False))) as url:

@@ -71,7 +71,7 @@ def speaking(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sp
 
 
 def oracle(speaking: Speaking, prompt: Any, *, audio: bool = True) -> Any:
-    """What the same pipeline says of a prompt, without the server."""
+    """Return the pipeline's output for a prompt, without the server."""
     speech = SPEECH.clone()
     speech.seed = 3
     params = OmniParams(
@@ -186,7 +186,7 @@ class TestMedia:
 
     @pytest.mark.parametrize("rate", [8_000, 44_100])
     def test_a_sound_of_another_rate_and_two_channels(self, speaking: Speaking, rate: int) -> None:
-        """As long as it was, and nearly what it would have been."""
+        """The resampled sound has the same duration and nearly the same samples."""
         from headstart.server.speech import read_sound
 
         stereo = np.stack([waves(1, rate)] * 2, axis=1)

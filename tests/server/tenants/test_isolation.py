@@ -1,4 +1,4 @@
-"""What one tenant learns of another's prompts: nothing with keys, everything without.
+"""Information about another tenant's prompts: none with keys, all of it without.
 
 A prober asks for prompts of which a victim has sent every other one, and looks at what the server
 tells of its cache. AUC is the chance that a sent prompt looks more cached than another: 0.5 is

@@ -180,7 +180,7 @@ def test_when_keys_are_asked_for(
 
 
 def test_keys_of_the_command_line_are_one_administrator(folder: KeyFolder) -> None:
-    """As `vllm serve --api-key` has it; they are written nowhere."""
+    """Several `--api-key` are one tenant, as in vLLM, and are not stored."""
     listed = folder.add("alice")
     options = ServerOptions(api_key=("one", "two"), keys_folder=str(folder.folder))
     tenants = open_tenants(options, "0.0.0.0")

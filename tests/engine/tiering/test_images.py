@@ -59,6 +59,17 @@ def test_an_image_is_encoded_by_the_first_process_alone(model: Path, tmp_path: P
         assert cache.num_encoded == 2, "another tenant's is not found"
 
 
+def test_a_stored_image_and_a_new_one_stand_in_one_prompt(model: Path, tmp_path: Path) -> None:
+    text = "<image> and <image>"
+    with opened(model, None) as (llm, _):
+        alone, _ = ask(llm, text, 2, 1)
+    with opened(model, tmp_path) as (llm, _):
+        ask(llm, "<image>", 1)
+    with opened(model, tmp_path) as (llm, cache):
+        assert ask(llm, text, 2, 1)[0] == alone
+        assert (cache.num_encoded, cache.num_loaded) == (1, 1)
+
+
 def test_another_vision_tower_s_embeddings_are_not_taken(tmp_path: Path) -> None:
     """All models of a folder keep their embeddings in one store."""
     model, kept = save_tiny_vision("llava", tmp_path / "model"), tmp_path / "kept"

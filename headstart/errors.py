@@ -99,8 +99,8 @@ class TierError(EngineError):
     """A tier may still hold blocks that it should have dropped; those in memory are gone."""
 
 
-def engine_error(what: str, cause: BaseException) -> EngineError:
+def engine_error(summary: str, cause: BaseException) -> EngineError:
     """Return the error of a request that ends because of `cause`."""
-    error = EngineError(f"{what}: {type(cause).__name__}: {cause}")
+    error = EngineError(f"{summary}: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error

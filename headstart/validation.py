@@ -51,8 +51,8 @@ def describe(value: Any) -> str:
 
 def shorten(text: str) -> str:
     """Return at most 300 characters of a text, with lone surrogates as escapes."""
-    short = text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
-    return short.encode("utf-8", "backslashreplace").decode()
+    shortened = text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
+    return shortened.encode("utf-8", "backslashreplace").decode()
 
 
 def in_one_line(text: str) -> str:
@@ -63,14 +63,14 @@ def in_one_line(text: str) -> str:
     )
 
 
-def check_utf8(what: str, text: str, error: type[HeadstartError] = RequestError) -> int:
+def check_utf8(name: str, text: str, error: type[HeadstartError] = RequestError) -> int:
     """Return the length of a text in UTF-8, in bytes. Raises `error` for a lone surrogate."""
     try:
         return len(text.encode())
     except UnicodeEncodeError as wrong:
         code = ord(text[wrong.start])
         raise error(
-            f"{what} has the lone surrogate U+{code:04X} at character {wrong.start}; allowed: "
+            f"{name} has the lone surrogate U+{code:04X} at character {wrong.start}; allowed: "
             "text that UTF-8 can encode"
         ) from wrong
 
@@ -102,19 +102,19 @@ def check_name(
     check_utf8(what, name, error)
 
 
-def check_flag(what: str, value: object) -> bool:
+def check_flag(name: str, value: object) -> bool:
     """Return a value that is True or False. Raises RequestError for any other."""
     if not isinstance(value, bool):
-        raise RequestError(f"{what} is {describe(value)}; allowed: True or False")
+        raise RequestError(f"{name} is {describe(value)}; allowed: True or False")
     return value
 
 
-def check_absent(given: Mapping[str, object], error: type[HeadstartError] = RequestError) -> None:
+def check_absent(values: Mapping[str, object], error: type[HeadstartError] = RequestError) -> None:
     """Raise `error` for an option of vLLM's that headstart lacks.
 
     None, False and empty texts and collections ask for nothing and are allowed.
     """
-    for name, value in given.items():
+    for name, value in values.items():
         is_empty = isinstance(value, (str, list, tuple, dict, set)) and not value
         if not (value is None or value is False or is_empty):
             raise error(f"{name} is {describe(value)}; {NOT_AN_OPTION}")

@@ -17,7 +17,7 @@ class MissReason(Enum):
 
     NONE = "every token that could be reused was"
     DISABLED = "prefix caching is off"
-    NOT_READ = "the request asked not to read the cache"
+    NOT_READ = "the request does not read the cache"
     UNSEEN = "nothing like it was seen"
     EVICTED = "seen, but evicted since"
     TOKEN = "differs from what is cached"

@@ -111,7 +111,7 @@ def shorten_home(path: Path) -> str:
         return str(path)
 
 
-@click.group(short_help="List, check, drop and move what is kept on disk.")
+@click.group(short_help="List, check, drop and move the prefixes stored on disk.")
 def cache() -> None:
     """Prefixes that outlive the process: list, check and drop them, or take them elsewhere."""
 
@@ -138,7 +138,7 @@ def list_prefixes(model: str | None, lines: int, folder: str | None) -> None:
     click.echo("\n".join(shown))
 
 
-@cache.command(short_help="Say how much is kept, and saved.")
+@cache.command(short_help="Show how much is stored, and how much it saved.")
 @_folder()
 def stat(folder: str | None) -> None:
     """Say how much is kept, and what that has saved."""

@@ -127,7 +127,7 @@ class GroupedCommand(click.Command):
         for option in options:
             if option.group == MAIN and option.type.name == click.INT.name and not self.epilog:
                 usage = f"{option.flag} N is {option.envvar}=N."
-                self.epilog = f"Every flag may stand in the environment instead: {usage}"
+                self.epilog = f"Every flag may be set in the environment instead: {usage}"
 
     def invoke(self, ctx: click.Context) -> Any:
         """Warn of variables whose names look like misspelled ones, and run the command."""

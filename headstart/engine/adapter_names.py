@@ -70,21 +70,23 @@ def choose_adapters(
     """Return the adapter of each of `count` prompts: one for all, or one each."""
     if adapter is not None and lora_request is not None:
         raise RequestError("adapter and lora_request are both set; allowed: one of them")
-    chosen = adapter if lora_request is None else lora_request
-    if chosen is None or isinstance(chosen, (str, LoRARequest)):
-        return [chosen] * count
-    if not isinstance(chosen, Sequence) or isinstance(chosen, (bytes, bytearray)):
+    choices = adapter if lora_request is None else lora_request
+    if choices is None or isinstance(choices, (str, LoRARequest)):
+        return [choices] * count
+    if not isinstance(choices, Sequence) or isinstance(choices, (bytes, bytearray)):
         raise RequestError(
-            f"the adapter is {describe(chosen)}; allowed: a name, a LoRARequest or a list of these"
+            f"the adapter is {describe(choices)}; allowed: a name, a LoRARequest or a list of these"
         )
-    if len(chosen) != count:
-        raise RequestError(f"{len(chosen)} adapters for {count} prompts")
-    for choice in chosen:
+    if len(choices) != count:
+        raise RequestError(
+            f"there are {len(choices)} adapters for {count} prompts; allowed: one, or one for each"
+        )
+    for choice in choices:
         if choice is not None and not isinstance(choice, (str, LoRARequest)):
             raise RequestError(
                 f"an adapter is {describe(choice)}; allowed: a name, a LoRARequest or None"
             )
-    return list(chosen)
+    return list(choices)
 
 
 InEngine = Callable[[Callable[[], Adapter]], Adapter]

@@ -45,7 +45,7 @@ class EngineConfig(CacheOptions):
         None, "bytes for K/V; default: a share of the free memory", _COUNTS
     )
     kv_cache_dtype: str = option("auto", "bits of K/V: auto (the model's dtype), int8", _KV_DTYPES)
-    kv_cache_fraction: float = option(0.4, "the share of free memory that K/V may take", _SHARES)
+    kv_cache_fraction: float = option(0.4, "share of free memory that K/V may take", _SHARES)
     num_states: int | None = option(
         None,
         "states of recurrent layers, of running requests and for reuse; default: by memory",
@@ -54,35 +54,36 @@ class EngineConfig(CacheOptions):
     max_model_len: int | None = option(
         None, "longest prompt and answer together, in tokens", _COUNTS
     )
-    max_num_batched_tokens: int = option(2048, "tokens computed in one step at the most", _COUNTS)
-    max_num_seqs: int = option(256, "requests that run at the same time at the most", _COUNTS)
+    max_num_batched_tokens: int = option(2048, "most tokens computed in a step", _COUNTS)
+    max_num_seqs: int = option(256, "most requests that run at the same time", _COUNTS)
     max_bypassed: int = option(
         8, "how often a waiting request may be bypassed by better hits", Number(int, 0)
     )
     share_attention: bool = option(True, "attend once to what running requests have in common")
     deterministic: bool = option(False, "bitwise equal logits, cache on or off, alone or not")
     encoder_cache_rows: int = option(
-        8192, "image embeddings kept for reuse, one per placeholder", _COUNTS
+        8192, "image embeddings cached for reuse, one per placeholder", _COUNTS
     )
-    max_images: int = option(16, "images in one prompt at the most", _COUNTS)
-    max_image_pixels: int = option(2**25, "width times height of an image at the most", _COUNTS)
+    max_images: int = option(16, "most images in a prompt", _COUNTS)
+    max_image_pixels: int = option(2**25, "largest width times height of an image", _COUNTS)
     num_threads: int | None = option(None, "torch threads; default: this process's cores", _THREADS)
     enable_lora: bool = option(True, "take LoRA adapters; off, loading one is an error")
-    max_loras: int = option(8, "LoRA adapters in memory, and so in one step, at the most", _COUNTS)
+    max_loras: int = option(8, "most LoRA adapters in memory, and so in a step", _COUNTS)
     max_lora_rank: int = option(64, "the highest rank of a LoRA adapter", _COUNTS)
     cache_dir: str | None = option(
-        None, "folder where K/V outlive the process; off: they end with it"
+        None, "folder where K/V outlive the process; off: K/V end with the process"
     )
     cache_dir_bytes: int = option(
         10 * 2**30, "bytes that the folder may take, of all models together", _COUNTS
     )
     cache_words: bool = option(
-        False, "keep the text of blocks in the folder too, for headstart cache ls; never a tenant's"
+        False,
+        "also store blocks' texts in the folder, for headstart cache ls; never a tenant's",
     )
     remote_cache: str | None = option(
         None, "Valkey or Redis server where K/V are shared, redis://host:port/db"
     )
-    seed: int = option(0, "seed of requests that bring none", SEEDS)
+    seed: int = option(0, "seed of requests without a seed", SEEDS)
     debug: bool = option(False, "check every invariant of the cache after every step")
 
     def __post_init__(self) -> None:

@@ -195,8 +195,8 @@ class EngineCore:
                 if self.images is not None:
                     self.images.cache.check()
         except BaseException as error:
-            ended = [r for r in results if r.error is not None or r.group.finished]
-            results = [*ended, *self.reset(error)]
+            ended_requests = [r for r in results if r.error is not None or r.group.finished]
+            results = [*ended_requests, *self.reset(error)]
         return results
 
     def reset(self, cause: BaseException) -> list[StepResult]:

@@ -134,14 +134,14 @@ class SamplingParams:
     """
 
     n: int = option(1, "answers to one prompt", Number(int, 1, MAX_ANSWERS))
-    max_tokens: int | None = option(16, "tokens of an answer at the most", Number(int, 1))
+    max_tokens: int | None = option(16, "most tokens of an answer", Number(int, 1))
     min_tokens: int = option(0, "tokens before the answer may end", Number(int, 0))
     temperature: float = option(
         1.0, "0 takes the likeliest token; higher is more random", Number(float, 0)
     )
     top_p: float = option(
         1.0,
-        "choose among the likeliest tokens that have this probability",
+        "choose among the likeliest tokens that together have this probability",
         Number(float, 0, 1, above_low=True),
     )
     top_k: int = option(0, "choose among this many likeliest tokens; 0 is all", Number(int, -1))
@@ -151,7 +151,7 @@ class SamplingParams:
     seed: int | None = option(None, "makes the answer repeatable", SEEDS)
     stop: str | Sequence[str] | None = option(None, "end the answer before this text")
     stop_token_ids: Sequence[int] | None = option(None, "end the answer after one of these")
-    ignore_eos: bool = option(False, "go on after the end of the text")
+    ignore_eos: bool = option(False, "continue after the end of the text")
     repetition_penalty: float = option(
         1.0, "above 1 avoids tokens of prompt and answer", Number(float, 0, above_low=True)
     )
@@ -159,7 +159,7 @@ class SamplingParams:
         0.0, "above 0 avoids tokens that the answer has", Number(float, -2, 2)
     )
     frequency_penalty: float = option(
-        0.0, "the same, for each time that it has them", Number(float, -2, 2)
+        0.0, "the same, for each time the answer has them", Number(float, -2, 2)
     )
     logprobs: int | None = option(None, allowed=Number(int, -1, MAX_LOGPROBS))
     prompt_logprobs: int | None = option(None, allowed=Number(int, -1, MAX_LOGPROBS))

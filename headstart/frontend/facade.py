@@ -263,10 +263,12 @@ class Facade:
         return self._sampling.clone()
 
     def _reset_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
-        again = check_flag("reset_running_requests", reset_running_requests)
+        reset_running = check_flag("reset_running_requests", reset_running_requests)
         tiers = check_flag("reset_connector", reset_connector)
         return self.driver.call(
-            lambda: self.engine.reset_prefix_cache(reset_running_requests=again, reset_tiers=tiers)
+            lambda: self.engine.reset_prefix_cache(
+                reset_running_requests=reset_running, reset_tiers=tiers
+            )
         )
 
     def _spread(
@@ -281,9 +283,15 @@ class Facade:
         params = self._sampling if params is None else params
         several = params if isinstance(params, Sequence) else [params] * count
         if len(several) != count:
-            raise RequestError(f"{len(several)} sampling parameters for {count} prompts")
+            raise RequestError(
+                f"there are {len(several)} sampling parameters for {count} prompts; "
+                "allowed: one, or one for each prompt"
+            )
         priorities = priority if isinstance(priority, list | tuple) else [priority or 0] * count
         if len(priorities) != count:
-            raise RequestError(f"{len(priorities)} priorities for {count} prompts")
+            raise RequestError(
+                f"there are {len(priorities)} priorities for {count} prompts; "
+                "allowed: one, or one for each prompt"
+            )
         adapters = choose_adapters(adapter, lora_request, count)
         return list(zip(several, adapters, priorities, strict=True))

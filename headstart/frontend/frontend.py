@@ -122,10 +122,10 @@ class InputProcessor:
             ready = self._prepare(None, prompt)
         else:
             raise RequestError(
-                f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
+                f"a prompt is a {type(prompt).__name__}; allowed: a text or a list of token ids"
             )
         if not ready.token_ids:
-            raise RequestError("the prompt is empty: it must have at least one token")
+            raise RequestError("the prompt is empty; allowed: at least one token")
         self._check_length(len(ready.token_ids))
         for token_id in (min(ready.token_ids), max(ready.token_ids)):
             if not 0 <= token_id < self._vocab_size:
@@ -155,12 +155,16 @@ class InputProcessor:
             )
         images = _image_field(prompt, "multi_modal_data")
         if images is None and prompt.get("multi_modal_data"):
-            raise RequestError("multi_modal_data has None for an image; allowed: one or a list")
+            raise RequestError(
+                "multi_modal_data has None for an image; allowed: an image or a list"
+            )
         image_ids = _image_field(prompt, "multi_modal_uuids")
         if image_ids is not None and images is None:
-            raise RequestError("the prompt has multi_modal_uuids and no images in multi_modal_data")
+            raise RequestError(
+                "the prompt has multi_modal_uuids without images in multi_modal_data"
+            )
         if images is not None and self._images is None:
-            raise RequestError("the prompt has images, and the model takes text alone")
+            raise RequestError("the prompt has images, and the model takes only text")
         return self._prepare(text, ids, images, image_ids, tenant)
 
     def _prepare(
@@ -181,7 +185,7 @@ class InputProcessor:
                 "'prompt_token_ids'"
             )
         elif self._tokenizer is None:
-            raise RequestError("the model came without a tokenizer: give token ids, not a text")
+            raise RequestError("the model has no tokenizer; use token ids instead of a text")
         elif self._images is not None and images is None:
             token_ids = self._images.tokenize(text)
         else:
@@ -280,18 +284,22 @@ class ProcessorFactory:
         check_vocabulary("bad_words", [max(word) for word in words], size)
         answers = []
         for _ in range(params.n):
-            own = list(shared)
+            answer_processors = list(shared)
             if words:
-                own.append(BadWords(words))
+                answer_processors.append(BadWords(words))
             if params.logits_processors:
-                own.append(CustomProcessors(params.logits_processors, prompt_token_ids))
+                answer_processors.append(
+                    CustomProcessors(params.logits_processors, prompt_token_ids)
+                )
             if params.structured_outputs is not None:
                 constraint, stops = (
                     params.structured_outputs.constraint,
                     params.stop_token_ids or (),
                 )
-                own.append(self._grammars.mask(constraint, stops, ignore_eos=params.ignore_eos))
-            answers.append(tuple(own))
+                answer_processors.append(
+                    self._grammars.mask(constraint, stops, ignore_eos=params.ignore_eos)
+                )
+            answers.append(tuple(answer_processors))
         self._check_beginning(params, answers[0])
         return answers
 
@@ -324,7 +332,7 @@ def _spell_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | None
     Raises RequestError.
     """
     if tokenizer is None:
-        raise RequestError("the model came without a tokenizer: bad_words cannot be spelled")
+        raise RequestError("the model has no tokenizer, which bad_words needs")
     spelled: dict[Word, None] = {}
     for word in words:
         plain, spaced = (
@@ -401,14 +409,15 @@ class Frontend:
         """
         self.require_open()
         check_request(params, request_id, salt, adapter, priority)
-        own: Any = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-        check_name("cache_salt", own)
-        if own is not None and salt not in (None, own):
+        prompt_salt: Any = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        check_name("cache_salt", prompt_salt)
+        if prompt_salt is not None and salt not in (None, prompt_salt):
             raise RequestError(
-                f"the prompt's cache_salt is {describe(own)}, and the call's {describe(salt)}; "
+                f"the prompt's cache_salt is {describe(prompt_salt)}, and the call's "
+                f"{describe(salt)}; "
                 "allowed: one of them"
             )
-        salt = salt if own is None else str(own)
+        salt = salt if prompt_salt is None else str(prompt_salt)
         params = params.clone()  # the caller may change the original
         params.check()
         tenant = Tenant(salt, params.similar_images and params.is_stored)
@@ -430,7 +439,7 @@ class Frontend:
             group.prompt_logprobs = [None]
         processors = self._processors.make(params, group.prompt_token_ids)
         group.requests = [
-            self._answer(group, index, salt, own) for index, own in enumerate(processors)
+            self._answer(group, index, salt, chain) for index, chain in enumerate(processors)
         ]
         return group
 

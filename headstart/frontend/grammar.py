@@ -134,7 +134,7 @@ def _check_recursion(schema: Any) -> None:
         else:
             return
         if not _ends(schema, endless):
-            raise ValueError('"$ref" recurs and can never end')
+            raise ValueError('"$ref" recurs without an end')
 
 
 def _resolve(pointer: str, root: Any) -> Any:
@@ -261,7 +261,7 @@ class GrammarCompiler:
     def _read_vocabulary(self) -> TokenMasks:
         tokenizer = self._vocabulary.tokenizer
         if tokenizer is None:
-            raise RequestError("the model came without a tokenizer: structured_outputs needs one")
+            raise RequestError("the model has no tokenizer, which structured_outputs needs")
         _library()  # which may be missing
         try:
             return TokenMasks(tokenizer, self._vocabulary)

@@ -344,7 +344,8 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
             self._stop()
         if self._group is not None and asyncio.get_running_loop() is not self._updates.loop:
             raise RequestError(
-                "the stream was begun in another event loop; allowed: read one stream in one loop, "
+                "the stream was started in another event loop; allowed: reading a stream in one "
+                "loop, "
                 "or use `LLM.stream`, which needs none"
             )
         if self._is_read:

@@ -113,7 +113,7 @@ class Spelling:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer. Raises RequestError if there is none."""
         if self._tokenizer is None:
-            raise RequestError("the model came without a tokenizer, so it cannot chat")
+            raise RequestError("the model has no tokenizer, which a chat needs")
         return self._tokenizer
 
     def tokenize(self, text: str) -> list[int]:
@@ -157,15 +157,15 @@ class TextLimit:
         self._tokenizer = tokenizer
         self.max_model_len = max_model_len
 
-    def check(self, what: str, text: str) -> None:
+    def check(self, name: str, text: str) -> None:
         """Raise RequestError for a text that is too long or has a lone surrogate.
 
         Costs one pass over the text; the vocabulary is read once, for the first long text.
         """
-        size = check_utf8(what, text)
+        size = check_utf8(name, text)
         if size > self.max_model_len * _LEAST_LONGEST and size > self.max_bytes:
             raise PromptTooLongError(
-                f"{what} has {size:,} bytes of text; allowed: {self.max_bytes:,} at most "
+                f"{name} has {size:,} bytes of text; allowed: {self.max_bytes:,} at most "
                 f"(max_model_len {self.max_model_len})",
                 self.max_model_len,
             )

@@ -123,8 +123,8 @@ def read_names(
 
 
 def _read(options: Mapping[str, Any]) -> dict[str, Any]:
-    own = dict.fromkeys(_OF_CONFIG, Option("works", "value", "", []))
-    read = read_names(options, ENGINE | own)
+    config_options = dict.fromkeys(_OF_CONFIG, Option("works", "value", "", []))
+    read = read_names(options, ENGINE | config_options)
     return {name: value for name, value in read.items() if value is not None or name not in ENGINE}
 
 
@@ -195,7 +195,7 @@ def _read_sampling(model: str | Path, source: object, changes: object) -> Sampli
         if path.is_file():
             config = read_json(path)
         elif source != "auto":
-            raise ConfigError(f"generation_config is {describe(source)}; there is no {path}")
+            raise ConfigError(f"generation_config is {describe(source)}, and {path} does not exist")
     config |= changes
     config["max_tokens"] = config.get("max_new_tokens")
     sampling = {name: config[name] for name in _GENERATION if config.get(name) is not None}
@@ -217,7 +217,7 @@ def _read_template(source: object) -> str | None:
         return Path(source).expanduser().read_text(encoding="utf-8")
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"chat_template is {describe(source)}, no template, and no file: {error}"
+            f"chat_template is {describe(source)}, which is neither a template nor a file: {error}"
         ) from error
 
 
@@ -247,11 +247,11 @@ class _Fields:
 
     def __get__(self, args: EngineArgs | None, kind: type) -> dict[str, Field[Any]]:
         names = FLAGS if args is None else vars(args)
-        made = make_dataclass(
+        base = make_dataclass(
             kind.__name__,
             [(n, Any, field(default_factory=partial(_default_of, n))) for n in names],
         )
-        return {option.name: option for option in fields(made)}
+        return {option.name: option for option in fields(base)}
 
 
 class EngineArgs(Namespace):
@@ -283,7 +283,7 @@ class EngineArgs(Namespace):
         options = {name: getattr(args, name) for name in FLAGS if hasattr(args, name)}
         if options.get("model") is None:
             raise ConfigError(
-                "the arguments name no model; allowed: --model, or set_defaults(model=...)"
+                "the arguments have no model; allowed: --model, or set_defaults(model=...)"
             )
         return cls(**{n: v for n, v in options.items() if v not in (None, _default_of(n))})
 
@@ -344,9 +344,9 @@ def read_value(text: str) -> Any:
     """
     if text in ("", "None"):
         return None
-    counted = _COUNTED.fullmatch(text.strip())
-    if counted is not None:
-        number, unit, whole, binary = counted.groups()
+    match = _COUNTED.fullmatch(text.strip())
+    if match is not None:
+        number, unit, whole, binary = match.groups()
         return int(float(number) * _UNITS[unit]) if unit else int(whole) * _BINARY_UNITS[binary]
     try:
         return json.loads(text)

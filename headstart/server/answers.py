@@ -115,10 +115,10 @@ class Source:
     def match(self, text: str) -> Reading[bool]:
         """Return True if `text` comes next, and read it only then."""
         read = ""
-        for wanted in text:
+        for expected in text:
             character = yield from self.next()
             read += character
-            if character != wanted:
+            if character != expected:
                 self.back(read)
                 return False
         return True
@@ -343,9 +343,9 @@ def read_value(source: Source, emit: Callable[[str], None]) -> Reading[None]:
 
 def _unquote(text: str) -> str:
     """Return the value of a string, whose last quote may be missing."""
-    for whole in (text, f'{text}"'):
+    for candidate in (text, f'{text}"'):
         with suppress(ValueError):
-            return str(json.loads(whole))
+            return str(json.loads(candidate))
     return text
 
 

@@ -68,17 +68,17 @@ def _with_bodies(router: APIRouter) -> Iterator[tuple[str, _Endpoint]]:
 def _read(kind: type[Body], data: bytes) -> Body:
     """Return a body. Raises ApiError, or RequestValidationError as FastAPI does."""
     if data.count(b",") > _MAX_VALUES:
-        raise ApiError(400, f"the body has more than {_MAX_VALUES:,} values; allowed: so many")
+        raise ApiError(400, f"the body has more than {_MAX_VALUES:,} values")
     try:
         value = decode(data) if data else None
     except json.JSONDecodeError as error:
-        wrong = {"type": "json_invalid", "loc": (error.pos,), "ctx": {"error": error.msg}}
-        raise RequestValidationError([wrong]) from error
+        problem = {"type": "json_invalid", "loc": (error.pos,), "ctx": {"error": error.msg}}
+        raise RequestValidationError([problem]) from error
     except (ValueError, RecursionError) as error:  # no UTF-8, too many digits, too many brackets
-        raise ApiError(400, "the body is no JSON that can be read") from error
+        raise ApiError(400, "the body is not readable JSON") from error
     for kind_of, bracket, name in ((dict, b"{", "objects"), (list, b"[", "lists")):
         if data.count(bracket) > _MAX_OBJECTS < _count(value, kind_of):
-            raise ApiError(400, f"the body has more than {_MAX_OBJECTS:,} {name}; allowed: so many")
+            raise ApiError(400, f"the body has more than {_MAX_OBJECTS:,} {name}")
     if value is None:
         raise RequestValidationError([{"type": "missing", "loc": (), "msg": "Field required"}])
     try:
@@ -116,7 +116,7 @@ async def check_ready(request: Request) -> Response:
     front = front_of(request)
     front.check_ready()
     if not front.has_engine:
-        raise ApiError(503, "no replica runs; requests wait until one does", retry_after=5)
+        raise ApiError(503, "no replica is running; requests wait for one", retry_after=5)
     return JsonResponse({"status": "ready"})
 
 

@@ -110,8 +110,8 @@ class Body(BaseModel):
             return value
         fields = {field.alias or name for name, field in cls.model_fields.items()}
         if None in value.values():
-            needed = _taking_null(cls)
-            value = {name: v for name, v in value.items() if v is not None or name in needed}
+            required = _taking_null(cls)
+            value = {name: v for name, v in value.items() if v is not None or name in required}
         for name in sorted(value.keys() - fields - cls.accepted):
             refusal = cls.refused.get(name)
             if refusal is None:
@@ -129,10 +129,10 @@ def hint(name: str, names: Iterable[str], refused: Mapping[str, Refusal] = {}) -
     names = sorted(names)
     if len(name) > _LONGEST:
         return ""
-    for near in get_close_matches(name, [*names, *refused], 1, 0.8):
-        if near in refused:
-            return f", and refuses {near}: {refused[near].note}"
-        return f"; the nearest is {near}"
+    for match in get_close_matches(name, [*names, *refused], 1, 0.8):
+        if match in refused:
+            return f", and refuses {match}: {refused[match].note}"
+        return f"; the nearest is {match}"
     return f"; it has {', '.join(names)}" if 0 < len(names) <= _FEW else ""
 
 

@@ -125,8 +125,8 @@ def _without_billing(message: dict[str, Any]) -> dict[str, Any] | None:
 
 def check_fields(message: Mapping[str, Any], place: int, template: str) -> dict[str, Any]:
     """Return a message without nulls, but for its content. Raises ApiError for other fields."""
-    where = f"messages[{place}]"
-    read = _check(message, _MESSAGE_FIELDS, where, template)
+    path = f"messages[{place}]"
+    read = _check(message, _MESSAGE_FIELDS, path, template)
     if "content" in message:
         read["content"] = content = message["content"]
         if isinstance(content, list):
@@ -135,11 +135,11 @@ def check_fields(message: Mapping[str, Any], place: int, template: str) -> dict[
                 kind = part.get("type") if isinstance(part, Mapping) else None
                 if isinstance(kind, str):  # a part of type "a" has its value in the field "a"
                     names = _PART | ({kind, "uuid"} if kind in _IMAGES else {kind})
-                    parts[i] = _check(part, names, f"{where}.content[{i}]", template)
+                    parts[i] = _check(part, names, f"{path}.content[{i}]", template)
     calls = read.get("tool_calls")
     if isinstance(calls, list):
         read["tool_calls"] = [
-            _check(call, _CALL, f"{where}.tool_calls[{i}]", template)
+            _check(call, _CALL, f"{path}.tool_calls[{i}]", template)
             if isinstance(call, Mapping)
             else call
             for i, call in enumerate(calls)
@@ -147,15 +147,15 @@ def check_fields(message: Mapping[str, Any], place: int, template: str) -> dict[
     return read
 
 
-def _check(fields: Mapping[str, Any], names: Set[str], where: str, template: str) -> dict[str, Any]:
+def _check(fields: Mapping[str, Any], names: Set[str], path: str, template: str) -> dict[str, Any]:
     read = {name: value for name, value in fields.items() if value is not None}
     for name in sorted(read.keys() - names):
         if not re.search(rf"[.'\"]{re.escape(str(name))}\b", template):
-            text = f"{where} knows no {shorten(repr(name))}{hint(str(name), names)}"
-            raise ApiError(400, text, param=shorten(f"{where}.{name}"))
+            text = f"{path} knows no {shorten(repr(name))}{hint(str(name), names)}"
+            raise ApiError(400, text, param=shorten(f"{path}.{name}"))
     for name, value in read.items():
         if isinstance(value, Mapping) and name in _VALUES and name in names:
-            read[name] = _check(value, _VALUES[name], f"{where}.{name}", template)
+            read[name] = _check(value, _VALUES[name], f"{path}.{name}", template)
     return read
 
 
@@ -387,7 +387,7 @@ def _read_dialect(service: Service, call: ChatCall) -> Dialect:
     calls = choose_format(text)
     if calls is None and call.tools.may_call and not call.tools.is_forced:
         raise RequestError(
-            "tools are set, and the model's chat template shows no known way to call one; "
+            "tools are set, and the model's chat template has no known tool call format; "
             'allowed: tool_choice "none", or one that requires a call'
         )
     calls = calls or HERMES
@@ -397,12 +397,12 @@ def _read_dialect(service: Service, call: ChatCall) -> Dialect:
         for token_id, token in tokenizer.added_tokens_decoder.items()
         if token.special
     }
-    needed = set(calls.markers if call.tools.may_call else ())
+    required = set(calls.markers if call.tools.may_call else ())
     if thought != "none":
-        needed.update((THINK_OPEN, THINK_CLOSE))
+        required.update((THINK_OPEN, THINK_CLOSE))
     hidden = None
-    if call.sampling.get("skip_special_tokens") is not False and not needed.isdisjoint(special):
-        hidden = tuple(special.keys() - needed)
+    if call.sampling.get("skip_special_tokens") is not False and not required.isdisjoint(special):
+        hidden = tuple(special.keys() - required)
     return Dialect(call.tools, calls, thought, special, hidden)
 
 

@@ -73,7 +73,7 @@ _INSTEAD = refusals(
             "/invocations /inference/v1/generate /generate /v1/chat/completions/batch "
             "/v1/engines /chat/completions /completions"
         ),
-        "there is no sleep mode: stop the server to free the memory": (
+        "there is no sleep mode; stop the server to free the memory": (
             "/sleep /wake_up /is_sleeping /pause /resume"
         ),
         "profile with py-spy": "/start_profile /stop_profile",
@@ -178,7 +178,7 @@ def _read_validation(error: RequestValidationError) -> ApiError:
     first, *others = (each for each in error.errors() if _path(each) == path)
     if first["type"] == "json_invalid":  # its path ends in a place of the text, which is no field
         return ApiError(
-            400, f"the body is no JSON, at character {first['loc'][-1]}: {first['ctx']['error']}"
+            400, f"the body is not JSON, at character {first['loc'][-1]}: {first['ctx']['error']}"
         )
     *parents, name = map(str, path or ("",))
     param = _spell([*parents, name])

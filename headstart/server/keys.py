@@ -50,10 +50,10 @@ class ApiKey:
         check_fields(self, ConfigError)
         if not _DIGEST.fullmatch(self.digest):
             raise ConfigError(f"digest is {describe(self.digest)}; allowed: 64 hex digits")
-        for what, name in (("name", self.name), ("group", self.group)):
+        for field, name in (("name", self.name), ("group", self.group)):
             if name is not None and not _NAME.fullmatch(name):
                 raise ConfigError(
-                    f"{what} is {describe(name)}; allowed: 1 to 64 letters, digits, . _ - @"
+                    f"{field} is {describe(name)}; allowed: 1 to 64 letters, digits, . _ - @"
                 )
 
     @property
@@ -78,7 +78,7 @@ class KeyFolder:
         try:
             self.folder = Path(folder).expanduser() if folder else data_folder() / "server"
         except RuntimeError as error:
-            raise ConfigError(f"the folder of API keys must be given: {error}") from error
+            raise ConfigError(f"the folder of API keys is not set: {error}") from error
         self.file = self.folder / "keys.json"
 
     def read(self) -> list[ApiKey]:

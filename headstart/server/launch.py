@@ -172,7 +172,7 @@ def read_prefixes(files: Sequence[str]) -> dict[str, Prefix]:
         try:
             content = prefixes[name] = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"public_prefix {name!r} is no JSON: {error}") from error
+            raise ConfigError(f"public_prefix {name!r} is not JSON: {error}") from error
         if not isinstance(content, list) or not all(type(token_id) is int for token_id in content):
             raise ConfigError(
                 f"public_prefix {name!r} has {describe(content)}; allowed: a list of token ids"

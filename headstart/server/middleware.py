@@ -158,7 +158,7 @@ async def _send_in_parts(send: Send, message: Message) -> None:
 def _check_kind(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
     """Refuse a websocket, and a body that is compressed or not declared to be JSON."""
     if headers.get(b"upgrade", b"").lower() == b"websocket":
-        raise ApiError(400, "there are no websockets; HTTP streams events too")
+        raise ApiError(400, "websockets are not supported; use an HTTP event stream")
     if scope["method"] != "POST":
         return
     encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
@@ -171,7 +171,7 @@ def _check_kind(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         return  # an unknown path is the more helpful error
     if not is_plain:
         text = f"the header Content-Encoding is {shorten(encoding)}; allowed: none, or identity"
-        raise ApiError(415, f"{text}, which is a body as it is")
+        raise ApiError(415, f"{text}, which is an uncompressed body")
     fault = f"is {shorten(kind)}" if kind else "is missing"
     raise ApiError(400, f"the header Content-Type {fault}; send Content-Type: application/json")
 
@@ -197,8 +197,8 @@ def check_origin(headers: Mapping[bytes, bytes], options: ServerOptions) -> None
             raise ApiError(403, text) from None
     origin = headers.get(b"origin", b"").decode("latin-1")
     allowed = [entry.strip() for entry in (options.cors_origin or "").split(",")]
-    own = ""
+    origin_host = ""
     with suppress(ValueError):
-        own = urlsplit(origin).netloc
-    if origin and origin not in allowed and "*" not in allowed and own != host:
-        raise ApiError(403, f"pages of {origin!r} may not call here; --cors-origin allows them")
+        origin_host = urlsplit(origin).netloc
+    if origin and origin not in allowed and "*" not in allowed and origin_host != host:
+        raise ApiError(403, f"pages of {origin!r} are not allowed; --cors-origin allows them")

@@ -29,17 +29,15 @@ class ServerOptions:
         False, "answer requests for a model of any other name too; agents ask for several"
     )
     max_waiting: int = option(
-        256, "requests that wait at the most; further ones are refused with status 429", _COUNTS
+        256, "most requests that wait; further requests are refused with status 429", _COUNTS
     )
     max_requests_per_tenant: int | None = option(
-        None, "requests of one tenant under way at the most; default: half of all", _COUNTS
+        None, "most requests of a tenant under way; default: half of all", _COUNTS
     )
     request_timeout: float = option(
         600.0, "seconds that a request may take, waiting included", Number(float, 0, above_low=True)
     )
-    max_request_bytes: int = option(
-        32 * 2**20, "bytes of a request's body at the most", Number(int, 1024)
-    )
+    max_request_bytes: int = option(32 * 2**20, "most bytes of a request's body", Number(int, 1024))
     public_prefix: tuple[str, ...] = option(
         (),
         "file whose text, or token ids (.json), prompts of all tenants may begin with, as a system "
@@ -98,7 +96,7 @@ class ServerOptions:
                 "allowed: a key without"
             )
         if self.api_key and self.api_keys is False:
-            raise ConfigError("api_key is given and api_keys is off; allowed: keys that are on")
+            raise ConfigError("api_key is set and api_keys is off; allowed: api_keys on")
         read_template_options(self.default_chat_template_kwargs)
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):

@@ -140,12 +140,12 @@ class Calls:
         call.num_prompts += 1
 
     def _take(self, tenant: Tenant) -> None:
-        taken = self.num_places
-        if taken >= self._most:
-            raise _full(f"{taken} requests are under way; allowed: {self._most}")
-        own, most = self._places[tenant.key], self._most_of_tenant
-        if most is not None and tenant is not EVERYBODY and own >= most:
-            raise _full(f"{own} requests of {tenant.name!r} are under way; allowed: {most}")
+        num_taken = self.num_places
+        if num_taken >= self._most:
+            raise _full(f"{num_taken} requests are under way; allowed: {self._most}")
+        num_own, most = self._places[tenant.key], self._most_of_tenant
+        if most is not None and tenant is not EVERYBODY and num_own >= most:
+            raise _full(f"{num_own} requests of {tenant.name!r} are under way; allowed: {most}")
         self._places[tenant.key] += 1
 
 
@@ -263,10 +263,9 @@ class BaseService(ABC, Generic[Work, Output]):
         if self.options.any_model:
             return None
         names = [repr(name) for name in (*self.names, *self.adapters)]
-        verb = "is" if len(names) == 1 else "are"
         raise ApiError(
             404,
-            f"the model {model!r} does not exist; there {verb} {', '.join(names)}",
+            f"the model {model!r} does not exist; allowed: {', '.join(names)}",
             param="model",
             code="model_not_found",
         )
@@ -388,12 +387,12 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
         if "chat_template" in options and not self.options.trust_request_chat_template:
             raise ApiError(
                 400,
-                "chat_template is given; allowed: none, unless the server was started with "
+                "chat_template is set; allowed: none, unless the server was started with "
                 "--trust-request-chat-template",
                 param="chat_template",
             )
-        more = self._template_options | (options.get("chat_template_kwargs") or {})
-        return {**options, "chat_template_kwargs": more} if more else dict(options)
+        variables = self._template_options | (options.get("chat_template_kwargs") or {})
+        return {**options, "chat_template_kwargs": variables} if variables else dict(options)
 
     def params(self, values: Mapping[str, Any], *, stream: bool) -> SamplingParams:
         """Return the model's default sampling with a request's fields. Raises RequestError.

@@ -100,9 +100,9 @@ def read_sound(data: str, rate: int) -> NDArray[np.float32]:
     except RequestError:  # which is a ValueError, too
         raise
     except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError) as error:
-        why = getattr(error, "error_string", str(error))  # libsndfile's, without our object
+        reason = getattr(error, "error_string", str(error))  # libsndfile's, without our object
         raise RequestError(
-            f"a sound cannot be read: {shorten(why)}; allowed: WAV, FLAC, OGG, MP3"
+            f"a sound cannot be read: {shorten(reason)}; allowed: WAV, FLAC, OGG, MP3"
         ) from error
     return samples
 
@@ -125,7 +125,7 @@ def _library(name: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise RequestError(
-            f"sounds of this form need {name} at the server: {install('audio')}"
+            f"sounds in this format need {name} on the server: {install('audio')}"
         ) from error
 
 
@@ -137,7 +137,7 @@ def read_prompt(
     Raises RequestError, and ApiError for an unknown role.
     """
     if omni.tokenizer is None:
-        raise RequestError("the model came without a tokenizer, so it takes no conversation")
+        raise RequestError("the model has no tokenizer, which a conversation needs")
     media = _Media(omni)
     flat = [
         media.flatten(place, message, transcript)

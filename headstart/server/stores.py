@@ -63,8 +63,8 @@ class TenantStore(Generic[Value]):
         with self._lock:
             self.remove(name, tenant)
             if num_bytes <= self._max_bytes:
-                own = self._entries.setdefault(tenant, OrderedDict())
-                own[name] = _Entry(value, num_bytes, end)
+                entries = self._entries.setdefault(tenant, OrderedDict())
+                entries[name] = _Entry(value, num_bytes, end)
                 self._sizes[tenant] += num_bytes
             for owner, values in list(self._entries.items()):
                 expired = takewhile(lambda item: item[1].end < now, values.items())
@@ -79,24 +79,24 @@ class TenantStore(Generic[Value]):
     def get(self, name: Hashable, tenant: str | None) -> Value | None:
         """Return a tenant's value; None if there is none of this name."""
         with self._lock:
-            own = self._entries.get(tenant)
-            entry = own.get(name) if own is not None else None
+            entries = self._entries.get(tenant)
+            entry = entries.get(name) if entries is not None else None
         return entry.value if entry is not None and entry.end >= time.time() else None
 
     def values(self, tenant: str | None) -> list[Value]:
         """Return a tenant's values, the oldest first."""
         with self._lock:
-            own = self._entries.get(tenant)
-            return [entry.value for entry in own.values()] if own is not None else []
+            entries = self._entries.get(tenant)
+            return [entry.value for entry in entries.values()] if entries is not None else []
 
     def remove(self, name: Hashable, tenant: str | None) -> bool:
         """Remove a tenant's value. Return True if there was one."""
         with self._lock:
-            own = self._entries.get(tenant)
-            if own is None or name not in own:
+            entries = self._entries.get(tenant)
+            if entries is None or name not in entries:
                 return False
-            self._sizes[tenant] -= own.pop(name).num_bytes
-            if not own:
+            self._sizes[tenant] -= entries.pop(name).num_bytes
+            if not entries:
                 del self._entries[tenant], self._sizes[tenant]
             return True
 

@@ -130,7 +130,7 @@ def open_tenants(options: ServerOptions, address: str = "127.0.0.1") -> Tenants:
         text = f"api_keys is off, and {reach}; allowed: on, or a loopback address as host"
         raise ConfigError(text)
     operators = [operator_key(key) for key in options.api_key]
-    ring = KeyRing(folder, lambda error: _LOG.error("no request is let in: %s", error), operators)
+    ring = KeyRing(folder, lambda error: _LOG.error("no request is accepted: %s", error), operators)
     keys = ring.keys
     if not (is_open or bool(keys) if options.api_keys is None else options.api_keys):
         return Tenants()

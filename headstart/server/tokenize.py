@@ -50,7 +50,9 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     service = service_of(request)
     service.adapter(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "prompt and messages: allowed is one of them")
+        raise ApiError(
+            400, "prompt and messages are both set or both missing; allowed: one of them"
+        )
     if body.prompt is not None:
         token_ids = await asyncio.to_thread(_encode, service, body.prompt, body)
     else:
@@ -97,16 +99,16 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
     size = len(tokenizer)
-    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < size), None)
-    if wrong is not None:
-        raise RequestError(f"tokens has {describe(wrong)}; allowed: from 0 to {size - 1}")
+    invalid_id = next((token_id for token_id in token_ids if not 0 <= token_id < size), None)
+    if invalid_id is not None:
+        raise RequestError(f"tokens has {describe(invalid_id)}; allowed: from 0 to {size - 1}")
     return str(tokenizer.decode(token_ids))
 
 
 def _tokenizer(service: Service) -> PreTrainedTokenizerBase:
     tokenizer = service.llm.tokenizer
     if tokenizer is None:
-        raise RequestError("the model came without a tokenizer")
+        raise RequestError("the model has no tokenizer")
     return tokenizer
 
 

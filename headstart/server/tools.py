@@ -47,15 +47,15 @@ def tag_tool(tool: Any, tags: Mapping[str, str] = MappingProxyType({})) -> str:
     return "HostedTool" if _TYPES.fullmatch(kind) else tags.get(kind, "OwnTool")
 
 
-def leave_out_hosted(tools: Sequence[Any] | None, request: Request, own: str) -> None:
+def leave_out_hosted(tools: Sequence[Any] | None, request: Request, function_type: str) -> None:
     """Have the header `x-headstart-ignored` of the answer name the hosted tools.
 
-    own: the type of the client's tools. Raises ApiError if there are none of these.
+    function_type: the type of the client's tools. Raises ApiError if there are none of these.
     """
     hosted = {i: tool.type for i, tool in enumerate(tools or ()) if isinstance(tool, HostedTool)}
     if hosted and len(hosted) == len(tools or ()):
         place, kind = next(iter(hosted.items()))
-        text = f"{describe(kind)} does not run here; allowed: {own!r}, a tool of yours"
+        text = f"{describe(kind)} does not run here; allowed: {function_type!r}, a tool of yours"
         raise ApiError(400, f"tools[{place}].type: {text}", param=f"tools[{place}].type")
     if hosted:
         names = ", ".join(f"tools[{place}] {kind}" for place, kind in hosted.items())
@@ -136,13 +136,15 @@ class ToolUse:
         if self.allowed is not None:
             if unknown := sorted(self.allowed - self.names):
                 raise RequestError(
-                    f"tool_choice allows {describe(unknown[0])}, which is none of the tools"
+                    f"tool_choice allows {describe(unknown[0])}, which is not one of the tools"
                 )
             object.__setattr__(self, "names", self.allowed)
         if self.choice == "required" and not self.names:
             raise RequestError("tool_choice requires a call, and there are no tools")
         if self.name is not None and self.name not in self.names:
-            raise RequestError(f"tool_choice is {describe(self.name)}, which is none of the tools")
+            raise RequestError(
+                f"tool_choice is {describe(self.name)}, which is not one of the tools"
+            )
 
     @property
     def is_forced(self) -> bool:
@@ -206,7 +208,7 @@ def _json(schema: Mapping[str, Any], spelling: Mapping[str, Any]) -> str:
         adapted = adapt_schema(schema)
         return "%json " + json.dumps({**adapted, "x-guidance": spelling}, allow_nan=False)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"a tool's parameters are no JSON schema: {error}") from error
+        raise RequestError(f"a tool's parameters are not a JSON schema: {error}") from error
 
 
 def _thought_rules(special: Mapping[str, int]) -> Iterable[str]:

@@ -77,8 +77,8 @@ def _put(target: dict[str, Any], keys: str, text: str) -> None:
         inner = target.setdefault(key, {})
         target = inner if isinstance(inner, dict) else target
     if keys.endswith("+"):
-        before = target.get(last)
-        target[last] = [*(before if isinstance(before, list) else ()), *text.split(",")]
+        old_value = target.get(last)
+        target[last] = [*(old_value if isinstance(old_value, list) else ()), *text.split(",")]
         return
     try:
         target[last] = json.loads(text)

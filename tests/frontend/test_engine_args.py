@@ -246,14 +246,14 @@ def test_a_template_may_lie_in_the_home_folder(
     assert read_options("headstart-tiny", {"chat_template": "~/a.jinja"}).chat_template == (
         "{{ messages }}"
     )
-    with pytest.raises(ConfigError, match=r"chat_template is '~nobody.*', no template"):
+    with pytest.raises(ConfigError, match=r"chat_template is '~nobody.*', which is neither"):
         read_config({"chat_template": "~nobody.at.all/a"})
 
 
 def test_what_is_not_here_is_an_error() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2; not an option of headstart"):
         read("--model", "headstart-tiny", "-tp", "2")
-    with pytest.raises(ConfigError, match="the arguments name no model; allowed: --model"):
+    with pytest.raises(ConfigError, match="the arguments have no model; allowed: --model"):
         read("--max-model-len", "100")
 
 

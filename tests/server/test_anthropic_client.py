@@ -362,7 +362,7 @@ BAD = [
         "the longer first",
     ),
     ({"system": [mark("a", ttl="2h")]}, 400, "ttl"),
-    ({"tool_choice": {"type": "tool"}, "tools": [WEATHER]}, 400, "has a name"),
+    ({"tool_choice": {"type": "tool"}, "tools": [WEATHER]}, 400, "and a name"),
     ({"tool_choice": {"type": "any"}}, 400, "no tools"),
     (
         {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]},
@@ -393,7 +393,7 @@ def test_bad_input_is_told_as_anthropic_would(
 
 
 def test_a_model_without_images_says_so(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.BadRequestError, match="the model takes text alone"):
+    with pytest.raises(anthropic.BadRequestError, match="the model takes only text"):
         ask(client, [{"role": "user", "content": [image(1)]}])
 
 

@@ -62,8 +62,8 @@ def test_a_compressed_body_is_told_so(server: Running, encoding: str) -> None:
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert error["message"] == (
-        f"the header Content-Encoding is {encoding}; allowed: none, or identity, which is a body "
-        "as it is"
+        f"the header Content-Encoding is {encoding}; allowed: none, or identity, which is an "
+        "uncompressed body"
     )
 
 
@@ -91,7 +91,7 @@ def test_what_would_be_more_than_http_is_answered_quietly(
     with closing(socket.create_connection((where.host, where.port), 60)) as client:
         told = ask_for_more(client, protocol)
         assert told.startswith(b"HTTP/1.1 %d" % status)
-        assert (b"there are no websockets" in told) == (status == 400)
+        assert (b"websockets are not supported" in told) == (status == 400)
         assert ask_for_more(client, "h2c").startswith(b"HTTP/1.1 200"), "the connection goes on"
     assert not [record for record in logged if "granian" in record.name]
 

@@ -131,7 +131,7 @@ def test_a_body_that_is_broken_is_told_where(server: Running) -> None:
     """The place of the error was told as if it were the name of a field."""
     answer = httpx.post(server.url + CHAT, content=b'{"model": "tiny",, "n": 1}', headers=JSON)
     error = answer.json()["error"]
-    assert error["message"].startswith("the body is no JSON, at character 17: ")
+    assert error["message"].startswith("the body is not JSON, at character 17: ")
     assert error["param"] is None
 
 
@@ -279,7 +279,7 @@ def test_no_message_and_no_such_model_are_told_with_their_field(server: Running)
     empty = httpx.post(server.url + CHAT, json={"messages": []}).json()["error"]
     assert empty["param"] == "messages"
     nothing = httpx.get(server.url + "/v1/models/nothing").json()["error"]
-    assert nothing["param"] == "model" and nothing["message"].endswith("; there is 'tiny'")
+    assert nothing["param"] == "model" and nothing["message"].endswith("; allowed: 'tiny'")
 
 
 @pytest.mark.parametrize("kind", [JSON, {"Content-Type": "text/plain"}])

@@ -122,7 +122,7 @@ def post(server: Running, path: str, **body: Any) -> httpx.Response:
         ("chat/completions", CHAT | {"temperature": -1}, "temperature", "temperature is -1"),
         ("chat/completions", CHAT | {"min_tokens": 5}, "min_tokens", "min_tokens is 5; allowed: "),
         ("completions", COMPLETION | {"best_of": 3}, "best_of",
-         "best_of is 3; allowed: none, or n, which is 1; give n"),
+         "best_of is 3; allowed: none, or n, which is 1; use n"),
         ("completions", {"prompt": []}, "prompt", "prompt has 0 entries"),
         ("completions", COMPLETION | {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs",
          "prompt_logprobs is 1 and stream true"),
@@ -252,7 +252,7 @@ def test_documents_are_for_the_template_and_a_model_may_have_further_names() -> 
         )
         assert spelled.json()["prompt"] == "Ben is 45. How old is Ben?"
         refused = post(server, "chat/completions", **body | {"model": "gpt"}).json()
-        assert refused["error"]["message"].endswith("there are 'tiny', 'other'")
+        assert refused["error"]["message"].endswith("allowed: 'tiny', 'other'")
 
 
 TOLD = "{% for one in messages if one.role == 'narrator' %}<{{ one.content }}>{% endfor %}"

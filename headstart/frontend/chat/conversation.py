@@ -225,7 +225,7 @@ class ConversationMemory:
         """
         tokenizer = self._spelling.tokenizer
         if not (tokenizer.chat_template or options.chat_template):
-            raise RequestError("the model's tokenizer has no chat template: give a prompt instead")
+            raise RequestError("the model's tokenizer has no chat template; use a prompt instead")
         if len(messages) > self._limit.max_model_len:
             raise RequestError(
                 f"the conversation has {len(messages):,} messages; allowed: "
@@ -242,9 +242,9 @@ class ConversationMemory:
         # A template is a program over the messages: what it raises depends on what it does.
         except Exception as error:
             is_refusal = isinstance(error, TemplateError)
-            wrong = "refuses this" if is_refusal else f"failed: {type(error).__name__}"
+            problem = "refuses this" if is_refusal else f"failed: {type(error).__name__}"
             raise RequestError(
-                f"the model's chat template {wrong}: {shorten(str(error))}"
+                f"the model's chat template {problem}: {shorten(str(error))}"
             ) from error
         self._limit.check("the conversation", text)
         return text

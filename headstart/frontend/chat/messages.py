@@ -99,18 +99,18 @@ def read_conversation(messages: object) -> list[dict[str, Any]]:
     `function_call` and its result are a tool call and the tool's result. Raises RequestError.
     """
     if isinstance(messages, (str, bytes, bytearray)) or not isinstance(messages, Sequence):
-        raise RequestError(f"messages are a list of dicts, not {type(messages).__name__}")
+        raise RequestError(f"messages are a {type(messages).__name__}; allowed: a list of dicts")
     if not messages:
         raise RequestError("messages are empty; allowed: at least one message")
     read = []
     call_id = ""  # of the last function call, whose result has none
     for place, original in enumerate(messages):
         if not isinstance(original, Mapping):
-            raise RequestError(f"message {place} is a {type(original).__name__}, not a dict")
+            raise RequestError(f"message {place} is a {type(original).__name__}; allowed: a dict")
         message = dict(original)
         role = message.get("role")
         if not isinstance(role, str) or not role:
-            raise RequestError(f"message {place} has the role {describe(role)}; it must be a name")
+            raise RequestError(f"message {place} has the role {describe(role)}; allowed: a name")
         check_utf8(f"the role of message {place}", role)
         function = message.pop("function_call", None)
         if function is not None and not message.get("tool_calls"):
@@ -221,7 +221,7 @@ def read_content(place: int, message: Message, take_image: TakeImage) -> list[di
     content = message.get("content")
     if not isinstance(content, (str, list, tuple)):
         raise RequestError(
-            f"message {place} has {describe_content(content)}; it must be a text or a list of parts"
+            f"message {place} has {describe_content(content)}; allowed: a text or a list of parts"
         )
     read = []
     for part in text_parts(message) if isinstance(content, str) else content:
@@ -235,14 +235,14 @@ def read_content(place: int, message: Message, take_image: TakeImage) -> list[di
         else:
             raise RequestError(
                 f"message {place} has a part of type {describe(kind)}; allowed: "
-                '{"type": "text", "text": "..."}, and image_url or image if the model sees'
+                '{"type": "text", "text": "..."}, and image_url or image for a model with vision'
             )
     return read
 
 
 def refuse_image(place: int, part: Mapping[str, Any]) -> dict[str, Any]:
     """Raise RequestError, for a model without vision."""
-    raise RequestError(f"message {place} has an image, and the model takes text alone")
+    raise RequestError(f"message {place} has an image, and the model takes only text")
 
 
 def text_parts(message: Message) -> list[dict[str, Any]]:

@@ -63,7 +63,7 @@ class ImageSpelling(Spelling):
         """Return a rendered text with a mark for each of its placeholders. Raises RequestError."""
         unquoted = text.replace(_QUOTED, "")
         if _OPEN in unquoted or _CLOSE in unquoted:
-            raise RequestError("the conversation has U+FDD0 or U+FDD1, which are no characters")
+            raise RequestError("the conversation has U+FDD0 or U+FDD1, which are not characters")
         marked, *others = text.split(self.images.placeholder)
         if len(others) != len(loaded):
             raise RequestError(
@@ -76,15 +76,15 @@ class ImageSpelling(Spelling):
 
     def tokenize(self, text: str) -> list[int]:
         token_ids: list[int] = []
-        for piece in _MARK.split(text):
-            if piece == _QUOTED:
+        for part in _MARK.split(text):
+            if part == _QUOTED:
                 token_ids += self.images.spelled
-            elif piece.startswith(_OPEN):
-                token_ids += self._expand(piece)
+            elif part.startswith(_OPEN):
+                token_ids += self._expand(part)
             elif token_ids:
-                token_ids += self.images.tokenize_after(piece)
-            elif piece:
-                token_ids += super().tokenize(piece)
+                token_ids += self.images.tokenize_after(part)
+            elif part:
+                token_ids += super().tokenize(part)
         return token_ids
 
     def spell(self, token_ids: Sequence[int]) -> str:
@@ -198,7 +198,7 @@ class ChatRequests:
                 if part["type"] == "text":
                     if _OPEN in part["text"] or _CLOSE in part["text"]:
                         raise RequestError(
-                            f"message {place} has U+FDD0 or U+FDD1, which are no characters"
+                            f"message {place} has U+FDD0 or U+FDD1, which are not characters"
                         )
                     part["text"] = spelling.quote(part["text"])
             texts = [part.get("text", placeholder) for part in parts]
@@ -236,8 +236,10 @@ class ChatRequests:
             pairs.append([self.prepare(chat, params) for chat in chats])
         heads = []
         for first, second in pairs:
-            both = zip(first.prompt_token_ids, second.prompt_token_ids, strict=False)
-            heads.append([left for left, _ in takewhile(lambda ids: ids[0] == ids[1], both)])
+            pairs_of_ids = zip(first.prompt_token_ids, second.prompt_token_ids, strict=False)
+            heads.append(
+                [left for left, _ in takewhile(lambda ids: ids[0] == ids[1], pairs_of_ids)]
+            )
         return max(hasher.publish(head) for head in heads)
 
     def remember(self, group: RequestGroup, output: RequestOutput) -> None:

@@ -82,7 +82,7 @@ def decode_image(source: ImageSource, max_pixels: int) -> Image:
         ) from error
     except UnidentifiedImageError as error:
         raise RequestError(
-            f"an image cannot be read: it is in no known format, or damaged; allowed: "
+            f"an image cannot be read: it has an unknown format or is damaged; allowed: "
             f"{', '.join(FORMATS)}"
         ) from error
     # Pillow raises OSError, SyntaxError, ValueError, struct.error, EOFError: by the format.
@@ -139,7 +139,7 @@ def _scale_gray(image: Image) -> Image:
     levels = np.asarray(image)
     low, high = float(levels.min()), float(levels.max())
     if not np.isfinite([low, high]).all():
-        raise RequestError("an image has levels that are not finite; allowed: finite ones")
+        raise RequestError("an image has values that are not finite; allowed: finite values")
     scaled = levels
     if levels.dtype.itemsize == 2:
         scaled = levels >> 8
@@ -166,12 +166,11 @@ def read_source(source: ImageSource, limit: int) -> bytes:
     if isinstance(source, str) and is_data_url(source):
         return read_data_url(source, limit)
     if isinstance(source, str) and source.startswith(("http:", "https:")):
-        raise RequestError(
-            "images are not fetched from the network: hand over the bytes or a data: URL"
-        )
+        raise RequestError("images are not fetched from the network; pass the bytes or a data: URL")
     if not isinstance(source, (str, Path)):
         raise RequestError(
-            f"an image is a Pillow image, a path, bytes or a data: URL, not {type(source).__name__}"
+            f"an image is a {type(source).__name__}; allowed: a Pillow image, a path, bytes or a "
+            "data: URL"
         )
     with open(source, "rb", opener=lambda path, _: os.open(path, _OPEN_FLAGS)) as file:
         status = os.fstat(file.fileno())

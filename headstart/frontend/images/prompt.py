@@ -195,7 +195,7 @@ class ImagePrompts:
         if placeholders != images:
             raise RequestError(
                 f"the prompt has {placeholders} placeholders {self.placeholder!r} and "
-                f"{images} images; there must be one for each"
+                f"{images} images; allowed: one for each image"
             )
 
     def read(self, sources: Any, own_ids: Any = None, tenant: Tenant = NOBODY) -> list[LoadedImage]:

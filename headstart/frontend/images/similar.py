@@ -150,18 +150,18 @@ class SimilarImages:
         self, thumbnail: Thumbnail, size: tuple[int, int], salt: str | None
     ) -> list[tuple[EncoderKey, _Entry]]:
         """Return the images that could be the same, with embeddings, the most likely first."""
-        near = []
+        candidates = []
         with self._lock:
             for key, entry in reversed(list(self._tenants.get(salt, {}).items())):
                 if key in self._cache:
                     entry.is_encoded = True
                     if _sizes_agree(size, entry.size):
-                        near.append((key, entry))
+                        candidates.append((key, entry))
                 elif entry.is_encoded:
                     self._forget(key)
-        steps = [distance(thumbnail, entry.thumbnail) for _, entry in near]
+        steps = [distance(thumbnail, entry.thumbnail) for _, entry in candidates]
         order = sorted((step, place) for place, step in enumerate(steps) if step is not None)
-        return [near[place] for _, place in order[:MAX_COMPARED]]
+        return [candidates[place] for _, place in order[:MAX_COMPARED]]
 
     def _use(self, key: EncoderKey) -> bool:
         """Make this image the most recently used. Return False if it is unknown."""
@@ -249,13 +249,13 @@ def _ranked(scalings: list[_Scaling], codecs: Sequence[Codec | None], most: floa
 
 def _scalings(original: Picture, copy: Picture) -> Iterator[_Scaling]:
     box = _liveliest(copy)
-    wanted = copy.crop(box)
+    target = copy.crop(box)
     if original.size == copy.size:
-        yield _Scaling(original, copy, None, original.crop(box), wanted)
+        yield _Scaling(original, copy, None, original.crop(box), target)
         return
     grows = all(a <= b for a, b in zip(original.size, copy.size, strict=True))
     for name in FILTERS if grows else FILTERS[:-1]:  # NEAREST leaves rows and columns out
-        yield _Scaling(original, copy, name, _scaled_window(original, copy.size, box, name), wanted)
+        yield _Scaling(original, copy, name, _scaled_window(original, copy.size, box, name), target)
 
 
 def _liveliest(image: Picture) -> Box:
@@ -302,8 +302,8 @@ def _loses_detail(source: Picture, copy: Picture, codec: Codec) -> bool:
     bands = range(0, len(pixels), BAND)
     painted = np.concatenate([_painted(padded[top : top + BAND + 8]) for top in bands])
     sizes, shown = _steps(pixels, painted), _steps(np.asarray(copy), painted)
-    without = np.asarray(_saved(Image.fromarray(painted), codec))
-    traces = _extreme(np.pad(_steps(without, np.asarray(copy)), 2), np.maximum)
+    unpainted = np.asarray(_saved(Image.fromarray(painted), codec))
+    traces = _extreme(np.pad(_steps(unpainted, np.asarray(copy)), 2), np.maximum)
     untraced = int(((sizes >= DETAIL) & (shown <= sizes // KEPT) & (traces <= TRACE)).sum())
     return 0 < untraced <= max(FEW, int(GRAIN * sizes.size))
 

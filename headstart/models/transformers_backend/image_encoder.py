@@ -114,8 +114,8 @@ class Tiles(ImageFamily):
     def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
         if tokenizer is None:
             raise UnsupportedModelError(
-                f"the {config.model_type} model came without a tokenizer, which spells what stands "
-                "around an image"
+                f"the {config.model_type} model has no tokenizer, which the text around an image "
+                "needs"
             )
         super().__init__(config, tokenizer)
         side = int(config.vision_config.image_size) // int(config.vision_config.patch_size)

@@ -93,8 +93,8 @@ def _marks(body: CountTokensRequest) -> Iterator[Breakpoint]:
             yield Breakpoint(marked.cache_control.ttl)
     for place, turn in enumerate(body.messages):
         for number, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
-            within = block.content if isinstance(block, ToolResultBlock) else None
-            blocks: list[Block | Marked] = [*(within if isinstance(within, list) else ()), block]
+            parts = block.content if isinstance(block, ToolResultBlock) else None
+            blocks: list[Block | Marked] = [*(parts if isinstance(parts, list) else ()), block]
             for each in blocks:
                 if isinstance(each, Marked) and each.cache_control is not None:
                     yield Breakpoint(each.cache_control.ttl, place, number)
@@ -128,8 +128,8 @@ def created_tokens(lengths: Mapping[str, int], usage: Usage) -> dict[str, int]:
     # A hit leaves the last token to compute, though its block is cached.
     is_whole = 0 < usage.cached == usage.prompt - 1
     stored = usage.prompt if is_whole else usage.cached
-    long = max(0, lengths.get("1h", 0) - stored)
-    return {"1h": long, "5m": max(0, lengths.get("5m", 0) - stored - long)}
+    long_tokens = max(0, lengths.get("1h", 0) - stored)
+    return {"1h": long_tokens, "5m": max(0, lengths.get("5m", 0) - stored - long_tokens)}
 
 
 async def apply_breakpoints(

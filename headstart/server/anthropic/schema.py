@@ -402,13 +402,13 @@ class CountTokensRequest(ChatFields):
 
     def read_tools(self) -> ToolUse:
         """Return the tools of a message. Raises RequestError or ApiError."""
-        own = [tool for tool in self.tools or () if isinstance(tool, ToolDefinition)]
-        tools = make_tools(own, ToolDefinition.as_tool)
+        definitions = [tool for tool in self.tools or () if isinstance(tool, ToolDefinition)]
+        tools = make_tools(definitions, ToolDefinition.as_tool)
         choice = self.tool_choice
         if choice is None:
             return ToolUse(tools)
         if (choice.type == "tool") != (choice.name is not None):
-            raise ApiError(400, 'tool_choice: type "tool", and no other, has a name')
+            raise ApiError(400, 'tool_choice has only one of type "tool" and a name; allowed: both')
         parallel = not choice.disable_parallel_tool_use
         if choice.type in ("any", "tool"):
             return ToolUse(tools, "required", choice.name, parallel)
@@ -416,12 +416,12 @@ class CountTokensRequest(ChatFields):
 
     def read_template(self) -> dict[str, Any]:
         """Return the template options; an answer that the conversation begins is continued."""
-        more: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
         if self.thinking is not None and self.thinking.type != "adaptive":
-            more["enable_thinking"] = self.thinking.type == "enabled"
+            extra["enable_thinking"] = self.thinking.type == "enabled"
         if self.output_config is not None and self.output_config.effort is not None:
-            more["reasoning_effort"] = self.output_config.effort
-        options: dict[str, Any] = {"chat_template_kwargs": more} if more else {}
+            extra["reasoning_effort"] = self.output_config.effort
+        options: dict[str, Any] = {"chat_template_kwargs": extra} if extra else {}
         if self.messages and self.messages[-1].role == "assistant":
             options |= {"continue_final_message": True, "add_generation_prompt": False}
         return options

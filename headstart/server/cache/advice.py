@@ -49,10 +49,10 @@ class Adviser:
             text += f"{closest.num_common:,} of {len(tokens):,} tokens in common"
             if closest.num_common < len(tokens):
                 difference = self._difference(tokens, closest)
-            lost = closest.num_lost(missed.position, missed, now)
-            if lost >= self._block_size:
+            num_lost = closest.num_lost(missed.position, missed, now)
+            if num_lost >= self._block_size:
                 missed = MissExplanation(MissReason.EVICTED, missed.position)
-                text += f"; since then {lost:,} of these were evicted"
+                text += f"; since then {num_lost:,} of these were evicted"
             elif difference.looks_like not in (None, ENDS):
                 text += f"; what differs there looks like {difference.looks_like}"
             text = f"{missed}; {text}"
@@ -136,9 +136,9 @@ class Adviser:
         difference = self._difference(last.tokens, closest)
         looks_like = difference.looks_like or OTHER
         places = {closest.num_common for _, closest in forks}
-        where = f"token {min(places):,}"
+        position = f"token {min(places):,}"
         if len(places) > 1:
-            where = f"tokens {min(places):,} to {max(places):,}"
+            position = f"tokens {min(places):,} to {max(places):,}"
         part, on = f"{len(cause):,} prompts part", "go on alike"
         if len(cause) == 1:
             part, on = "1 prompt parts", "goes on alike (no fork came twice so far)"
@@ -149,7 +149,7 @@ class Adviser:
             "tokens_computed_again": saved,
             **difference._replace(looks_like=looks_like)._asdict(),
             "advice": (
-                f"{part} from an earlier one at {where} by what looks like {looks_like}, "
+                f"{part} from an earlier one at {position} by what looks like {looks_like}, "
                 f"and {on}: {remedy} would have saved {saved:,} tokens"
             ),
         }
@@ -161,14 +161,14 @@ def _describe_salts(seen: Sequence[Seen]) -> dict[str, Any] | None:
     for prompt in seen:
         key = prompt.namespace.adapter, prompt.key
         equal[key].setdefault(prompt.namespace.salt, prompt)
-    again = [prompt for salts in equal.values() for prompt in list(salts.values())[1:]]
-    if not again:
+    repeated = [prompt for salts in equal.values() for prompt in list(salts.values())[1:]]
+    if not repeated:
         return None
     salts = max(map(len, equal.values()))
-    saved = sum(len(prompt.tokens) - 1 - prompt.num_cached for prompt in again)
-    part = f"{len(again):,} prompts equal" if len(again) > 1 else "1 prompt equals"
+    saved = sum(len(prompt.tokens) - 1 - prompt.num_cached for prompt in repeated)
+    part = f"{len(repeated):,} prompts equal" if len(repeated) > 1 else "1 prompt equals"
     return {
-        "prompts": len(again),
+        "prompts": len(repeated),
         "salts": salts,
         "tokens_computed_again": saved,
         "advice": (
@@ -293,8 +293,8 @@ def _is_moved(mine: list[str], theirs: list[str]) -> bool:
     (True, False)
     """
     pairs = zip(mine, theirs, strict=False)
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    mine, theirs = mine[same:], theirs[same:]
+    num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    mine, theirs = mine[num_same:], theirs[num_same:]
     if not mine or not theirs or mine[0] not in theirs or theirs[0] not in mine:
         return False
     return (Counter(mine) & Counter(theirs)).total() >= _MOST * min(len(mine), len(theirs))
@@ -349,7 +349,7 @@ def _reuse_distances(
     A pool that evicts the least recently used block keeps a prefix until its next use if it holds
     all blocks used since, and the prefix: that many blocks are its reuse distance.
     """
-    wanted = set(map(id, samples))
+    sample_ids = set(map(id, samples))
     by_content: dict[tuple[Namespace | int, bytes], int] = {}
     fresh = count()
     last_used: NDArray[np.float64] = np.full(0, -np.inf)
@@ -357,7 +357,7 @@ def _reuse_distances(
         numbers = np.array(_number_blocks(seen, by_content, fresh, block_size), np.int64)
         num_new = max(0, int(numbers.max(initial=-1)) + 1 - len(last_used))
         last_used = np.pad(last_used, (0, num_new), constant_values=-np.inf)
-        if id(seen) in wanted and seen.closest is not None:
+        if id(seen) in sample_ids and seen.closest is not None:
             prefix = last_used[numbers[: seen.closest.num_common // block_size]]
             if prefix[-1] > forgotten:
                 since = np.count_nonzero(last_used > prefix[-1])
@@ -374,19 +374,19 @@ def advise_memory(prompts: Sequence[Seen], forgotten: float, pool: PoolSize) -> 
     """
     evicted = [seen for seen in prompts if seen.num_lost >= pool.block_size]
     samples = evicted[:: -(-len(evicted) // _MOST_SAMPLES) or 1]
-    more = saved = None
+    more_blocks = saved = None
     if samples:
         all_distances = _reuse_distances(prompts, samples, forgotten, pool.block_size)
         distances = sorted(entry for entry in all_distances if entry[0] > pool.num_blocks)
         if distances:
             sums = np.cumsum([lost for _, lost in distances])
             place = int(np.searchsorted(sums, _SHARE * sums[-1]))
-            more = distances[place][0] - pool.num_blocks
+            more_blocks = distances[place][0] - pool.num_blocks
             saved = int(sums[place]) * len(evicted) // len(samples)
     return {
         "evicted_prompts": len(evicted),
         "tokens_computed_again": sum(seen.num_lost for seen in evicted),
-        "more_blocks": more,
-        "more_bytes": more * pool.bytes_per_block if more is not None else None,
+        "more_blocks": more_blocks,
+        "more_bytes": more_blocks * pool.bytes_per_block if more_blocks is not None else None,
         "tokens_saved": saved,
     }

@@ -76,13 +76,13 @@ async def explain_prompt(body: CachePromptRequest, request: Request) -> Response
         missed = manager.explain(sequence, across_salts=tenant_of(request).is_admin)
         return computed.num_tokens, missed, hashes
 
-    num_cached, missed, beyond = await service.llm.call(look)
+    num_cached, missed, uncached = await service.llm.call(look)
     answer: dict[str, Any] = {
         "prompt_tokens": len(prepared.prompt_token_ids),
         "cached_tokens": num_cached,
     }
     if service.llm.tiers is not None:
-        stored = await asyncio.to_thread(service.llm.tiers.count_stored, beyond)
+        stored = await asyncio.to_thread(service.llm.tiers.count_stored, uncached)
         answer["stored_tokens"] = sum(stored.values())
         answer["stored_tokens_by_tier"] = stored
     explain = service.watch.explain
@@ -113,12 +113,12 @@ async def prewarm_prompt(body: CachePromptRequest, request: Request) -> Response
 async def reset_cache(request: Request, body: CacheResetRequest | None = None) -> Response:
     """Forget everything that is cached; status 409 while requests run, unless these are reset."""
     service = service_of(request)
-    again = body is not None and body.reset_running_requests
+    reset_running = body is not None and body.reset_running_requests
     tiers = body is not None and body.reset_tiers
     done = True  # also where a tier does not answer: the pool is emptied first
     try:
         done = await service.llm.reset_prefix_cache(
-            reset_running_requests=again, reset_connector=tiers
+            reset_running_requests=reset_running, reset_connector=tiers
         )
     finally:
         if done:
@@ -126,7 +126,8 @@ async def reset_cache(request: Request, body: CacheResetRequest | None = None) -
             await asyncio.to_thread(service.watch.clear)
     if not done:
         raise ApiError(
-            409, "requests run: wait, or set reset_running_requests, which computes them again"
+            409,
+            "requests are running; wait, or set reset_running_requests to compute them again",
         )
     return JsonResponse({"reset": True})
 
@@ -194,7 +195,9 @@ async def prepare(
     salt = service.salt(request, body.salt)
     name = service.new_id("prompt")
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "a prompt is given by either prompt or messages; allowed: one of them")
+        raise ApiError(
+            400, "prompt and messages are both set or both missing; allowed: one of them"
+        )
     if body.prompt is not None:
         params, adapter = service.params(sampling, stream=False), service.adapter(body.model)
         return await service.prepare(body.prompt, params, name, adapter=adapter, cache_salt=salt)

@@ -188,12 +188,12 @@ def _count(
 def _choose(segments: Sequence[PathSegment]) -> list[int]:
     """Return the places of the largest segments and of their parents, parents first."""
     ranked = sorted(range(len(segments)), key=lambda place: -len(segments[place].ids))
-    chosen: set[int] = set()
+    indices: set[int] = set()
     for place in ranked[:_MOST_PREFIXES]:
-        while place >= 0 and place not in chosen:
-            chosen.add(place)
+        while place >= 0 and place not in indices:
+            indices.add(place)
             place = segments[place].parent
-    return sorted(chosen, key=lambda place: (segments[place].start, -len(segments[place].ids)))
+    return sorted(indices, key=lambda place: (segments[place].start, -len(segments[place].ids)))
 
 
 def _draw(

@@ -130,14 +130,14 @@ class Traffic:
         """
         now, tokens = self.now(), np.asarray(token_ids, np.int32)
         closest = self.closest(namespace, tokens)
-        again = 0
+        num_again = 0
         if closest is not None:
             # Without its own closest prompt, so that no chain of earlier ones stays alive.
             closest = closest._replace(seen=replace(closest.seen, closest=None, key=b""))
             if missed is not None and missed.reason in _DIFFERENT:
-                mine = tokens[max(closest.num_common, num_cached) :]
-                far = closest.num_common + len(mine) + _FAR
-                again = count_again(mine, closest.seen.tokens[closest.num_common : far])
+                new_tokens = tokens[max(closest.num_common, num_cached) :]
+                stop = closest.num_common + len(new_tokens) + _FAR
+                num_again = count_again(new_tokens, closest.seen.tokens[closest.num_common : stop])
         seen = Seen(
             request_id,
             namespace,
@@ -147,7 +147,7 @@ class Traffic:
             num_cached,
             missed,
             closest,
-            again,
+            num_again,
             len(tokens) + num_generated - 1,  # the K/V of the last token are not computed
             now,
         )
@@ -171,8 +171,8 @@ class Traffic:
         """Return the stored prompt of the namespace with the longest common prefix."""
         prompts = self._sorted.get(namespace, [])
         place = bisect_left(prompts, sort_key(tokens), key=_BY_KEY)
-        near = prompts[max(0, place - 1) : place + 1]
-        matches = [Closest(seen, count_common(tokens, seen.tokens)) for seen in near]
+        neighbors = prompts[max(0, place - 1) : place + 1]
+        matches = [Closest(seen, count_common(tokens, seen.tokens)) for seen in neighbors]
         return max(matches, key=lambda m: (m.num_common, m.seen.times.came), default=None)
 
     def clear(self) -> None:
@@ -245,10 +245,10 @@ def sort_key(tokens: Tokens) -> bytes:
     return tokens.astype(">u4").tobytes()
 
 
-def count_common(left: Tokens, right: Tokens) -> int:
+def count_common(first: Tokens, second: Tokens) -> int:
     """Return the number of tokens that two prompts share from the first on."""
-    shorter = min(len(left), len(right))
-    different = np.flatnonzero(left[:shorter] != right[:shorter])
+    shorter = min(len(first), len(second))
+    different = np.flatnonzero(first[:shorter] != second[:shorter])
     return int(different[0]) if len(different) else shorter
 
 

@@ -113,12 +113,16 @@ class Metrics(_Registry):
     def __init__(self, llm: AsyncLLM, model: str) -> None:
         super().__init__(model)
         self.registry.register(_EngineCounts(llm, model))
-        self._counters = {key: self.make(Counter, *of) for key, of in _COUNTERS.items()}
+        self._counters = {
+            key: self.make(Counter, *arguments) for key, arguments in _COUNTERS.items()
+        }
         self._seconds = {
-            key: self.make(Histogram, *of, buckets=_SECONDS) for key, of in _SECONDS_OF.items()
+            key: self.make(Histogram, *arguments, buckets=_SECONDS)
+            for key, arguments in _SECONDS_OF.items()
         }
         self._tokens = {
-            key: self.make(Histogram, *of, buckets=_TOKENS) for key, of in _TOKENS_OF.items()
+            key: self.make(Histogram, *arguments, buckets=_TOKENS)
+            for key, arguments in _TOKENS_OF.items()
         }
         text = "Answers by the reason why they ended"
         self._ends = self.make(Counter, "vllm:request_success", text, "finished_reason")

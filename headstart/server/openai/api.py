@@ -44,11 +44,11 @@ class Chunks(AnswerEvents):
         self._begin = encode(self.head | {"object": kind_of_chunk})[:-1]
         self.usage = Usage()
 
-    def chunk(self, choices: list[Any], **more: Any) -> bytes:
+    def chunk(self, choices: list[Any], **fields: Any) -> bytes:
         """Return the event of new choices, or of none for more fields alone."""
         if self._wants_usage and choices:
-            more["usage"] = self.usage.for_completions() if self._wants_usage_so_far else None
-        return b"data: %s,%s\n\n" % (self._begin, encode({"choices": choices, **more})[1:])
+            fields["usage"] = self.usage.for_completions() if self._wants_usage_so_far else None
+        return b"data: %s,%s\n\n" % (self._begin, encode({"choices": choices, **fields})[1:])
 
     async def end(self) -> bytes:
         last = self.chunk([], usage=self.usage.for_completions()) if self._wants_usage else b""
@@ -111,8 +111,8 @@ def completion_logprobs(
     for entry in entries:
         (token_id, text), logprob, top = first, None, None
         if entry:
-            token_id, chosen = next(iter(entry.items()))
-            text, logprob = chosen.decoded_token or "", _bounded(chosen)
+            token_id, token_logprob = next(iter(entry.items()))
+            text, logprob = token_logprob.decoded_token or "", _bounded(token_logprob)
             likeliest = _likeliest(entry, most)
             top = {_text(*likely, as_ids): _bounded(likely[1]) for likely in likeliest}
         shown = f"token_id:{token_id}" if as_ids else text
@@ -155,7 +155,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     service = service_of(request)
     if body.audio is not None or "audio" in (body.modalities or ()):
         raise ApiError(
-            400, 'the model answers in text alone; allowed: modalities ["text"]', param="modalities"
+            400, 'the model returns only text; allowed: modalities ["text"]', param="modalities"
         )
     body = body.model_copy(update={"model": body.model or service.name})
     call = body.as_call(body.messages, service.salt(request, body.salt))
@@ -197,10 +197,10 @@ class _ChatAnswers(Chunks):
                 "stop_reason": answer.stop_reason,
             }
             choices.append(choice)
-        more: dict[str, Any] = dict(self._first)
+        fields: dict[str, Any] = dict(self._first)
         if self._body.prompt_logprobs is not None:
-            more["prompt_logprobs"] = prompt_logprobs(output, self._body.prompt_logprobs)
-        return self.head | {"choices": choices, "usage": self.usage.for_completions()} | more
+            fields["prompt_logprobs"] = prompt_logprobs(output, self._body.prompt_logprobs)
+        return self.head | {"choices": choices, "usage": self.usage.for_completions()} | fields
 
     def _message(self, parts: list[Part]) -> dict[str, Any]:
         texts = {"content": "", "reasoning": ""}
@@ -301,10 +301,10 @@ class _ChatAnswers(Chunks):
         function["arguments"] = part.text
         if self._body.functions is not None:
             return {"function_call": function}
-        piece: dict[str, Any] = {"index": part.number, "function": function}
+        delta: dict[str, Any] = {"index": part.number, "function": function}
         if part.name:
-            piece |= {"id": self._prepared.dialect.calls.new_id("call_"), "type": "function"}
-        return {"tool_calls": [piece]}
+            delta |= {"id": self._prepared.dialect.calls.new_id("call_"), "type": "function"}
+        return {"tool_calls": [delta]}
 
 
 def _reasoning(text: str) -> dict[str, str]:
@@ -347,8 +347,8 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     outputs = merge(streams) if len(streams) > 1 else streams[0]
     if body.stream:
         return EventStream(answers.stream(outputs))
-    whole = await unless_gone(request.receive, _gather(outputs, ids))
-    return await read_whole(whole, lambda: JsonResponse(answers.whole(whole)))
+    gathered = await unless_gone(request.receive, _gather(outputs, ids))
+    return await read_whole(gathered, lambda: JsonResponse(answers.whole(gathered)))
 
 
 def _prompts(prompts: Any) -> Sequence[Prompt]:

@@ -260,10 +260,10 @@ class CompletionRequest(SamplingFields):
     def read_sampling(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams`. Raises RequestError for unsupported ones."""
         if self.suffix:
-            raise RequestError("suffix is given; allowed: none, models here continue a text")
+            raise RequestError("suffix is set; allowed: none, as models only continue a text")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError(
-                f"best_of is {self.best_of}; allowed: none, or n, which is {self.n or 1}; give n"
+                f"best_of is {self.best_of}; allowed: none, or n, which is {self.n or 1}; use n"
             )
         params = super().read_sampling()
         if self.max_tokens == 0 and self.echo:
@@ -341,9 +341,9 @@ class TemplateFields(Body):
         if options.get("continue_final_message"):
             options.setdefault("add_generation_prompt", False)
         named = {"reasoning_effort": self.reasoning_effort, "documents": self.documents}
-        more = {key: value for key, value in named.items() if value is not None}
-        if more:
-            options["chat_template_kwargs"] = more | options.get("chat_template_kwargs", {})
+        extra = {key: value for key, value in named.items() if value is not None}
+        if extra:
+            options["chat_template_kwargs"] = extra | options.get("chat_template_kwargs", {})
         return options
 
 
@@ -411,7 +411,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields, ChatFields):
         parallel = self.parallel_tool_calls is not False
         if self.functions is not None or self.function_call is not None:
             if self.tools is not None or self.tool_choice is not None:
-                raise RequestError("tools and functions are both given; allowed: one of them")
+                raise RequestError("tools and functions are both set; allowed: one of them")
             tools = make_tools(self.functions or (), Function.as_tool)
             choice, parallel = self.function_call, False
         if isinstance(choice, ToolChoice):

@@ -259,10 +259,10 @@ class ResponseAnswer(AnswerEvents):
             yield self._content_event("added", "")
 
     def _content(self, text: str) -> dict[str, Any]:
-        more: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
         if self._open == "content":
-            more = {"annotations": [], "logprobs": []}
-        return {"type": _TEXTS[self._items[-1]["type"]], "text": text, **more}
+            extra = {"annotations": [], "logprobs": []}
+        return {"type": _TEXTS[self._items[-1]["type"]], "text": text, **extra}
 
     def _item_event(self, step: str) -> Event:
         place, item = len(self._items) - 1, dict(self._items[-1])
@@ -283,7 +283,7 @@ class ResponseAnswer(AnswerEvents):
     def _finish(self) -> bytes:
         """Return the response so far, as JSON; store it if it is complete."""
         reason = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
-        more = {
+        extra = {
             "status": self._status,
             "completed_at": int(time.time()) if self._status == "completed" else None,
             "error": self._error,
@@ -291,7 +291,7 @@ class ResponseAnswer(AnswerEvents):
             "output": self._items,
             "usage": self._count() if self._status != "in_progress" else None,
         }
-        response = self._head + bytes(JsonResponse(more).body)[1:]
+        response = self._head + bytes(JsonResponse(extra).body)[1:]
         if self._status in ("completed", "incomplete"):
             self._store(response, self._items)
         return response
@@ -373,9 +373,9 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     if body.stream:
         return EventStream(answer.stream(service.run(prepared.request)))
     output = await unless_gone(request.receive, service.answer(prepared.request))
-    whole = partial(answer.whole, output)
+    complete = partial(answer.whole, output)
     is_long = answer.is_long or are_many(len(messages))
-    response = await (asyncio.to_thread(whole) if is_long else read_whole([output], whole))
+    response = await (asyncio.to_thread(complete) if is_long else read_whole([output], complete))
     return Response(response, media_type=JsonResponse.media_type)
 
 

@@ -158,7 +158,7 @@ def test_an_image_for_a_model_that_takes_text_alone(
     llm: ReplicatedLLM, call: Callable[[ReplicatedLLM], Coroutine[Any, Any, Any]]
 ) -> None:
     """It is refused before anything is sent to a replica."""
-    with pytest.raises(RequestError, match="takes text alone"):
+    with pytest.raises(RequestError, match="takes only text"):
         asyncio.run(call(llm))
 
 
@@ -216,7 +216,7 @@ def test_a_server_is_ready_while_a_replica_runs() -> None:
         server.dispatcher.set_replicas(replicas)
         told = asyncio.run(_get(app, "/ready"))
         assert told.status_code == status
-        assert ("no replica runs" in told.text) == (status == 503)
+        assert ("no replica is running" in told.text) == (status == 503)
         assert asyncio.run(_get(app, "/health")).status_code == 200
     llm.close()
 

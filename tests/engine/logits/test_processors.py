@@ -312,7 +312,7 @@ def test_a_token_outside_the_vocabulary_is_refused(options: dict[str, Any]) -> N
 
 def test_words_need_a_tokenizer() -> None:
     factory = ProcessorFactory(Vocabulary(None, 9, frozenset()))
-    with pytest.raises(RequestError, match="without a tokenizer"):
+    with pytest.raises(RequestError, match="has no tokenizer"):
         factory.make(SamplingParams(bad_words=["a"]), PROMPT)
 
 

@@ -50,7 +50,7 @@ def test_what_else_a_message_holds_reaches_the_template() -> None:
         ([{"role": 3, "content": "hello"}], "role 3"),
         ([{"role": "user"}], "content None"),
         ([{"role": "user", "content": 7}], "content 7"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "takes text alone"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "takes only text"),
         ([{"role": "user", "content": [{"type": "audio"}]}], "'audio'"),
         ([{"role": "user", "content": [{"type": "text"}]}], "'text'"),
         ([{"role": "user", "content": ["hello"]}], "'str'"),
@@ -79,9 +79,9 @@ def test_what_a_template_refuses_is_a_request_s_fault(template: str | None, mess
 
 def test_a_model_without_a_tokenizer_cannot_chat() -> None:
     memory = ConversationMemory(None)
-    with pytest.raises(RequestError, match="without a tokenizer"):
+    with pytest.raises(RequestError, match="has no tokenizer"):
         memory.render(MESSAGES)
-    with pytest.raises(RequestError, match="without a tokenizer"):
+    with pytest.raises(RequestError, match="has no tokenizer"):
         memory.encode("hello")
 
 

@@ -170,8 +170,8 @@ def test_a_template_of_plain_texts_gets_the_placeholder_in_the_text(tmp_path: Pa
 def test_an_image_for_a_text_model_is_refused(tmp_path: Path) -> None:
     TINY_TOKENIZERS["byte_level"]().save_pretrained(save_tiny("llama", tmp_path))
     llm = LLM(tmp_path, num_blocks=20)
-    with pytest.raises(RequestError, match="the model takes text alone"):
+    with pytest.raises(RequestError, match="the model takes only text"):
         llm.chat([user("What is ", make_image(1), "?")], GREEDY)
-    with pytest.raises(RequestError, match="the model takes text alone"):
+    with pytest.raises(RequestError, match="the model takes only text"):
         llm.generate({"prompt": "x", "multi_modal_data": {"image": make_image(1)}}, GREEDY)
     llm.close()

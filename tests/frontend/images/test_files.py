@@ -288,7 +288,9 @@ def test_other_grey_is_scaled_by_its_range(levels: Any, expected: list[int]) -> 
 
 @pytest.mark.parametrize("level", [np.nan, np.inf, -np.inf])
 def test_levels_that_are_not_finite_are_refused(level: float) -> None:
-    with pytest.raises(RequestError, match="has levels that are not finite; allowed: finite ones"):
+    with pytest.raises(
+        RequestError, match="has values that are not finite; allowed: finite values"
+    ):
         reader().read(Image.fromarray(np.array([[0, level]], np.float32)))
 
 

@@ -256,7 +256,7 @@ def test_adapters_share_embeddings_but_no_blocks(llm: LLM, tmp_path: Path) -> No
         (ask("<image>", png(make_image(1))[:-40]), "cannot be read"),
         (ask("<image>", "/no/such/file.png"), "cannot be read: FileNotFoundError"),
         (ask("<image>", "https://x/y.png"), "not fetched"),
-        (ask("<image>", 7), "not int"),
+        (ask("<image>", 7), "a int; allowed"),
         (ask("<image>", Image.new("RGB", (9000, 4000))), "9000 × 4000 pixels"),
         (ask("<image>" * 4, *[make_image(1)] * 4), "4 images; allowed: up to 3"),
         (ask("<image><image>", make_image(1)), "2 placeholders '<image>' and 1 images"),

@@ -69,7 +69,7 @@ def test_a_prefix_of_token_ids(tmp_path: Path) -> None:
     [
         ("a.json", '{"a": 1}', "allowed: a list of token ids"),
         ("a.json", "[1, true]", "allowed: a list of token ids"),
-        ("a.json", "[1,", "is no JSON"),
+        ("a.json", "[1,", "is not JSON"),
         ("a.txt", b"\xff", "cannot be read"),
         ("missing", None, "cannot be read"),
     ],

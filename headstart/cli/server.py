@@ -85,6 +85,9 @@ def run_server(
                     make = load_module("headstart.frontend.async_llm").AsyncLLM
                     llm = stack.enter_context(closing(make(resolve_model(model), **engine)))
                 address.bounds = f"K/V pool {show_bytes(llm.kv_cache_bytes)}"
+                if (facts := llm.frontend.facts).num_states:
+                    size = show_bytes(facts.state_bytes)
+                    address.bounds += f", {facts.num_states} states of recurrent layers {size}"
                 if llm.tiers is not None:
                     size = show_bytes(llm.tiers.queue_bytes)
                     address.bounds += f", blocks and images to save and blocks to load {size} each"

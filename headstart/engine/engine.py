@@ -59,7 +59,8 @@ class EngineCore:
         self.model, self.vision = parts.model, parts.vision
         self.manager, self.max_model_len = parts.manager, parts.max_model_len
         states, pool = parts.states, parts.manager.states
-        self.kv_cache_bytes = parts.memory.nbytes + (states.rows.nbytes if states else 0)
+        self.kv_cache_bytes = parts.memory.nbytes
+        self.state_bytes = states.rows.nbytes if states is not None else 0
         if config.deterministic:
             self.model.fix_rows()
         backend = make_backend(parts.memory, share=config.share_attention)

@@ -351,6 +351,8 @@ class ModelFacts(NamedTuple):
     """The facts of a loaded model that requests depend on, and the size of its pool.
 
     vocab_size: the width of the logits. names: the names of its blocks. shares: owners of blocks.
+    num_states, state_bytes: slots for states of recurrent layers, and the bytes of all; 0 for a
+    model without.
     """
 
     vocab_size: int
@@ -360,6 +362,8 @@ class ModelFacts(NamedTuple):
     kv_cache_bytes: int
     hasher: BlockHasher
     shares: Shares
+    num_states: int = 0
+    state_bytes: int = 0
 
 
 class Frontend:
@@ -487,6 +491,8 @@ def make_frontend(core: EngineCore, tokenizer: PreTrainedTokenizerBase | None) -
         core.kv_cache_bytes,
         manager.hasher,
         manager.shares,
+        manager.config.num_states,
+        core.state_bytes,
     )
     images = None
     if core.vision is not None and core.images is not None:

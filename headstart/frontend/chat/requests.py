@@ -148,10 +148,14 @@ class ChatRequests:
         template = template or TemplateOptions()
         if template.chat_template is None:
             template = replace(template, chat_template=self.chat_template)
-        spelling = self._spelling
+        spelling, before = self._spelling, ""
         if spelling is None:
             with self._lock:
                 text = self._memory.render(messages, template)
+                if self._frontend.facts.num_states and template.add_generation_prompt:
+                    # The next turn may go on in another way than the generation prompt.
+                    plain = replace(template, add_generation_prompt=False)
+                    before = self._memory.render(messages, plain)
                 chat = ChatPrompt(text, self._memory.encode(text, namespace))
             prompt = PreparedPrompt(chat.token_ids, text)
         else:
@@ -166,6 +170,12 @@ class ChatRequests:
             prompt, params, request_id=request_id, salt=salt, adapter=adapter, priority=priority
         )
         group.chat = chat
+        if before and text.startswith(before):
+            tokenizer = self._frontend.tokenizer
+            assert tokenizer is not None  # it has rendered the conversation
+            count = len(tokenizer.encode(text[len(before) :], add_special_tokens=False))
+            for request in group.requests:
+                request.sequence.forks = [len(chat.token_ids) - count]
         return group
 
     def _read_images(

@@ -172,7 +172,7 @@ def _count(
     counts = sum(by_owner.values(), Counter[str]())
     cached = counts["blocks"] - counts["held"]
     num_blocks, free = manager.config.num_blocks, manager.num_free_blocks
-    return {
+    picture: dict[str, Any] = {
         "block_size": manager.block_size,
         "num_blocks": num_blocks,
         "held": num_blocks - free,
@@ -183,6 +183,13 @@ def _count(
             for owner, counts in sorted(by_owner.items(), key=lambda item: -item[1]["blocks"])
         ],
     }
+    if (states := manager.states) is not None:
+        picture["states"] = {
+            "slots": states.num_slots,
+            "checkpoints": len(states.checkpoints),
+            "evicted": states.num_evicted,
+        }
+    return picture
 
 
 def _choose(segments: Sequence[PathSegment]) -> list[int]:

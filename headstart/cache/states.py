@@ -106,7 +106,7 @@ class StatePool:
         self.interval = interval
         self.block_size = block_size
         self.only_borders = only_borders
-        self.num_evicted = 0
+        self.num_dropped = 0
         self._free: list[int] = []
         self._at: dict[PrefixNode, dict[BlockKey, Checkpoint]] = {}
         self._states: dict[TokenSequence, SequenceState] = {}
@@ -310,7 +310,7 @@ class StatePool:
                 passed.append((bound, number, checkpoint))
             else:
                 self._clock = value
-                self.num_evicted += 1
+                self.num_dropped += 1
                 self._drop(checkpoint)
                 slot = self._free.pop()
                 break

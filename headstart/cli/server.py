@@ -28,6 +28,8 @@ from headstart.server.options import ServerOptions
 if TYPE_CHECKING:
     import socket
 
+    from headstart.frontend.async_llm import AsyncLLM
+
 
 FIRST_QUESTION = "Anna Smith is 31. Ben Jones is 45. How old is Ben Jones?"
 """A question that the embedded model answers right in every dtype."""
@@ -84,13 +86,7 @@ def run_server(
                 with waiting(announce(model, engine)):
                     make = load_module("headstart.frontend.async_llm").AsyncLLM
                     llm = stack.enter_context(closing(make(resolve_model(model), **engine)))
-                address.bounds = f"K/V pool {show_bytes(llm.kv_cache_bytes)}"
-                if (facts := llm.frontend.facts).num_states:
-                    size = show_bytes(facts.state_bytes)
-                    address.bounds += f", {facts.num_states} states of recurrent layers {size}"
-                if llm.tiers is not None:
-                    size = show_bytes(llm.tiers.queue_bytes)
-                    address.bounds += f", blocks and images to save and blocks to load {size} each"
+                address.bounds = _describe_memory(llm)
             for name, folder in adapters.items():
                 asyncio.run(llm.load_adapter(name, folder))
             launch.publish(llm, prefixes)
@@ -244,3 +240,16 @@ def rm(name: str, folder: str | None) -> None:
     """Remove a key: a running server refuses it from now on."""
     KeyFolder(folder).remove(name)
     note(f"{name} is removed")
+
+
+def _describe_memory(llm: AsyncLLM) -> str:
+    """Return the bytes that the cache of an engine may take, for people."""
+    facts, tiers = llm.frontend.facts, llm.tiers
+    text = f"K/V pool {show_bytes(llm.kv_cache_bytes)}"
+    if facts.num_states:
+        size = show_bytes(facts.state_bytes)
+        text += f", {facts.num_states} states of recurrent layers {size}"
+    if tiers is not None:
+        size = show_bytes(tiers.queue_bytes)
+        text += f", blocks and images to save and blocks to load {size} each"
+    return text

@@ -211,7 +211,7 @@ def test_the_least_useful_checkpoint_is_evicted_first() -> None:
     run(engine, "short", short)
     for i in range(3):
         run(engine, f"other {i}", list(range(3000 + i * 300, 3300 + i * 300)))
-    assert engine.manager.states is not None and engine.manager.states.num_evicted
+    assert engine.manager.states is not None and engine.manager.states.num_dropped
     assert run(engine, "long again", long) == 399
     assert run(engine, "short again", short) < 19
 

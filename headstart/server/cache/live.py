@@ -187,7 +187,7 @@ def _count(
         picture["states"] = {
             "slots": states.num_slots,
             "checkpoints": len(states.checkpoints),
-            "evicted": states.num_evicted,
+            "dropped": states.num_dropped,
         }
     return picture
 

@@ -18,7 +18,7 @@ Tracer = Callable[[FrameType, str, object], object]
 
 
 class Interrupted(BaseException):
-    """Stands for Ctrl-C, and is raised by nobody else."""
+    """A stand-in for Ctrl-C that only these tests raise."""
 
 
 class Interruption:

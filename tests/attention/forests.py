@@ -35,7 +35,7 @@ class Forest:
 
 @st.composite
 def forests(draw: st.DrawFn) -> Forest:
-    """Each span goes along an earlier one's table for some blocks, or along nobody's."""
+    """Each span shares some blocks with an earlier span's table, or none."""
     free = iter(range(NUM_BLOCKS))
     tables: list[list[int]] = []
     spans: list[Span] = []

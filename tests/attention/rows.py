@@ -169,7 +169,7 @@ def plan_of(counts: list[int], contexts: list[int], blocks: list[int]) -> StepPl
 
 
 class Sequence:
-    """Random queries, keys and values of one sequence, and the blocks that it lies in."""
+    """Random queries, keys and values of a sequence, and its blocks."""
 
     def __init__(self, length: int, layout: LayerLayout, heads: int, blocks: list[int]) -> None:
         self.q = torch.randn(length, heads, layout.key_dim)

@@ -303,7 +303,7 @@ def test_tables_are_kept_while_decoding_goes_on(
 
 
 def test_layers_that_share_and_layers_that_do_not_have_room_of_their_own() -> None:
-    """One compiled call takes both: growing the one's must not free the other's."""
+    """A compiled call takes both buffers: growing one must not free the other."""
     memory = PagedKVMemory([LayerLayout(2, 16, 16)] * 2, 140, 16, BF16, "cpu")
     backend = NativeAttention(memory, kernels(BF16))
     common = list(range(120))

@@ -1,4 +1,4 @@
-"""K and V that are not finite: no influence on rows that do not see them, and told of.
+"""K and V that are not finite: reported, and without influence on rows that do not see them.
 
 In a softmax a hidden position has the weight 0, and 0 times NaN is NaN. So a row that overflowed
 made every row before it NaN that went through the same product, and the cache then kept K and V
@@ -143,7 +143,7 @@ def test_a_long_prompt_with_one_bad_row(path: str, name: str, layout: LayerLayou
 
 @each_path
 def test_what_stands_behind_a_sequence_is_not_read(path: str) -> None:
-    """The rest of its last block, whatever bits memory or an earlier owner left there."""
+    """The unused rows of the last block may hold any bits."""
     forest = Forest((Span(0, 1, 9, [4, 2, 7]), Span(1, 5, 5, [9, 3]), Span(6, 1, 2, [5])))
     used = {
         span.block_ids[at // BLOCK] * BLOCK + at % BLOCK

@@ -28,7 +28,7 @@ Row = int | None
 
 
 class Contents:
-    """Numbers for prefixes; `kv` has for each number that of the same rows whoever asks."""
+    """Numbers for prefixes; `kv` maps each to the number of the same rows for any owner."""
 
     def __init__(self, size: int, public: Sequence[Sequence[int]]) -> None:
         self.size = size

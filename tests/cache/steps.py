@@ -4,7 +4,7 @@ from headstart.cache import BlockHasher, CacheConfig, KVCacheManager, MultiModal
 
 
 def make_manager(**options: object) -> KVCacheManager:
-    """Ten blocks of four tokens unless told otherwise."""
+    """Ten blocks of four tokens by default."""
     options = {"num_blocks": 10, "block_size": 4} | options
     config = CacheConfig(**options)  # type: ignore[arg-type]
     return KVCacheManager(config, BlockHasher(config.block_size))
@@ -28,7 +28,7 @@ def start(
     salt: str | None = None,
     items: tuple[MultiModalItem, ...] = (),
 ) -> TokenSequence:
-    """A request whose whole prompt is computed in a step of its own."""
+    """Compute a request's whole prompt in a separate step."""
     sequence = TokenSequence(name, tokens, adapter=adapter, salt=salt, items=items)
     admit(manager, sequence)
     manager.commit_step()

@@ -57,7 +57,7 @@ class TinyEngine:
         self._slots += [s for s in sequence.slots(start, stop, self.size, -1) if s >= 0]
 
     def commit(self) -> None:
-        """The model writes, then the manager is told."""
+        """The model writes, then the manager commits."""
         size = self.size
         read = [[self.memory.get(s * size + row) for row in range(n)] for s, _, n in self._copies]
         for (_, target, _), rows in zip(self._copies, read, strict=True):

@@ -1,4 +1,4 @@
-"""An eviction policy around another one, which tells what was taken from it."""
+"""An eviction policy that wraps another policy and records the blocks taken from it."""
 
 from collections.abc import Iterator
 from typing import Any, cast
@@ -31,7 +31,7 @@ class WatchedPolicy:
 def watch_policy(
     manager: KVCacheManager, kind: type[WatchedPolicy] = WatchedPolicy
 ) -> WatchedPolicy:
-    """Put a watched policy around the manager's own, until that is made anew."""
+    """Wrap the manager's policy in a watched policy, until the manager replaces it."""
     watched = kind(manager.pool.free)
     manager.pool.free = cast(EvictionPolicy, watched)
     return watched

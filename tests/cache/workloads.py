@@ -1,4 +1,4 @@
-"""Small workloads that tell eviction orders apart; each gives the token hit rate."""
+"""Small workloads that distinguish eviction orders; each returns the token hit rate."""
 
 import random
 
@@ -52,7 +52,7 @@ def documents(num_short: int, **options: object) -> float:
 
 
 def chats(num_blocks: int, **options: object) -> float:
-    """Sixteen chats in turns, begun anew when they are long."""
+    """Sixteen interleaved chats, which start again when they are long."""
     work = Workload(num_blocks, **options)
     texts = [work.tokens(15) for _ in range(16)]
     for _ in range(600):

@@ -72,7 +72,7 @@ def test_models_and_prefixes_are_listed(cache: Cache) -> None:
 def test_an_output_that_fails_is_no_fault_of_the_folder(
     names: list[str], cache: Cache, folder: Path
 ) -> None:
-    """`headstart cache ls | head -1` told to verify the folder, which "cannot be read"."""
+    """`headstart cache ls | head -1` reported that the folder "cannot be read"."""
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("there is no /dev/full here")
@@ -94,7 +94,7 @@ def test_what_is_dropped_is_computed_again(cache: Cache, model: Path, folder: Pa
 def test_what_a_full_disk_keeps_from_being_dropped_is_told(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It said that 0 blocks were dropped, and ended well."""
+    """It reported 0 dropped blocks and exited with status 0."""
 
     def fail(*_: object) -> None:
         error = sqlite3.OperationalError("database or disk is full")
@@ -154,7 +154,7 @@ def test_models_of_one_name_are_listed_and_dropped_together(cache: Cache, folder
 
 
 def test_a_name_stands_for_all_kinds_of_a_model(cache: Cache, folder: Path) -> None:
-    """A fingerprint of two sizes of blocks was told to be too short, however many digits it had."""
+    """A fingerprint with two block sizes was refused as too short with any number of digits."""
     for at, (kind, size) in enumerate([("float32", 16), ("float32, blocks of 8", 8)]):
         keep(folder, ModelRecord("a" * 64, f"twin ({kind})", size, 1000 + at), f"{at:08x}01")
     keep(folder, ModelRecord("b" * 64, "twins (float32)", 16, 1000), "0000000301")
@@ -200,7 +200,7 @@ def test_a_prefix_goes_to_another_folder(
 def test_a_file_that_cannot_be_written_is_not_left_behind(
     cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stayed, and the next try said that it exists."""
+    """The file stayed, and the next try failed because it existed."""
     name = cache("ls", "tiny-model").output.splitlines()[1].split()[0]
     with monkeypatch.context() as patch:
         patch.setattr(contents, "make_header", lambda block: os.write(-1, b""))

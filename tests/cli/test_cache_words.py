@@ -1,4 +1,4 @@
-"""`headstart cache ls` tells people which of their texts are kept, where they let it."""
+"""`headstart cache ls` shows stored texts, if `--cache-words` allows it."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager

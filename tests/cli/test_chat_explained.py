@@ -1,4 +1,4 @@
-"""`/explain`: one sentence about the last turn, whatever was done since."""
+"""`/explain`: one sentence about the last turn, after any other command."""
 
 import re
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""`headstart chat --resume`: what is told of the conversation that is taken up."""
+"""`headstart chat --resume`: the summary of the resumed conversation."""
 
 import json
 import re

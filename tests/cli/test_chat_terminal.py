@@ -206,7 +206,7 @@ def test_colors_in_a_paste_are_no_text(tmp_path: Path) -> None:
 
 
 def test_a_document_waits_on_after_an_interrupted_read(tmp_path: Path) -> None:
-    """Nothing said so, and the next message read it again."""
+    """There was no message, and the next turn computed it again."""
     slow = ("--max-num-batched-tokens", "1", "--max-num-seqs", "1", "--max-tokens", "4")
     terminal = Terminal(tmp_path, *slow, "--cache-dir", "off")
     terminal.send(f"/file {PEOPLE}\r")

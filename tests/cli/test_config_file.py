@@ -1,4 +1,4 @@
-"""`headstart serve --config`: a file of flags, and what is typed beside it."""
+"""`headstart serve --config`: a file of flags, combined with typed flags."""
 
 import shlex
 from pathlib import Path

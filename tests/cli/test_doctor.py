@@ -1,4 +1,4 @@
-"""`headstart doctor`: told from this machine, and from machines that are not here."""
+"""`headstart doctor` on this machine, and on simulated machines."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""`headstart run --file` typed twice reads the file once, unless it is told to keep nothing."""
+"""`headstart run --file` twice computes the file once, unless `--cache-dir off` is set."""
 
 import re
 import stat
@@ -38,7 +38,7 @@ def test_a_file_is_read_once(demo_model: Path, tmp_path: Path) -> None:
 def test_where_prefixes_are_kept_is_told_of_a_start_that_succeeds(
     command: str, demo_model: Path, tmp_path: Path
 ) -> None:
-    """It was told, and then an error: no prefix was kept anywhere."""
+    """There was a message, then an error: prefixes were not stored."""
     prompt = ["Who is it?"] if command == "run" else []
     for length, succeeds in (("999999", False), ("64", True)):
         flags = ["--max-model-len", length]

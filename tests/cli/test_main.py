@@ -363,7 +363,7 @@ class TestPoolPicture:
 def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(
     command: str, tmp_path: Path
 ) -> None:
-    """It was loaded first; `run` then asked for token ids, which nobody can type there."""
+    """The model was loaded first; `run` then required token ids, which cannot be typed there."""
     save_smallest(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     result = call(command, "--model", str(tmp_path / "model"), stdin="hi\n")

@@ -213,7 +213,7 @@ def test_ctrl_c_ends_a_download_at_once(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_without_a_download_says_nothing_of_files() -> None:
-    """`models quantize` of a folder told that "the files that are whole are kept": none are."""
+    """`models quantize` reported that complete files stay, although there are none."""
     held = "from headstart.cli.opening import exiting_on_interrupt\nwith exiting_on_interrupt():\n "
     program = f"import signal\n{held}signal.raise_signal(signal.SIGINT)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

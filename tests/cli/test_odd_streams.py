@@ -73,7 +73,7 @@ def test_a_model_that_is_named_without_its_flag_is_told_of_it() -> None:
     ],
 )
 def test_a_misspelt_name_is_answered_in_whole_sentences(call: str, said: str) -> None:
-    """It said "did you mean 'chat'?; see headstart --help"."""
+    """The error was "did you mean 'chat'?; see headstart --help"."""
     assert run_headstart(*call.split()).stderr == f"headstart: {said}\n"
 
 

@@ -71,7 +71,7 @@ def test_the_line_says_how_far_and_how_long_still(weights: Path) -> None:
 def test_a_header_says_nothing_of_how_fast_the_rest_is_read(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While modules were imported it said "about 2 min to go": those 10 s were of a page."""
+    """It showed "about 2 min to go" while modules were imported: the rate was that of one page."""
     shares = iter([0.94, 0.944, 0.944, 0.97, 1.0])
     monkeypatch.setattr(CachedShare, "read", lambda self: next(shares))
     describe = describe_loading("a/model", [weights])
@@ -96,7 +96,7 @@ def test_files_that_are_wrong_are_left_to_the_loader() -> None:
 def test_what_few_bits_do_to_the_embedded_model_is_told(
     engine: dict[str, str], lost: str | None
 ) -> None:
-    """Nobody said why it answered nothing of use."""
+    """There was no message about the useless answers."""
     told = note_on("headstart-tiny", engine)
     assert ("answers are wrong" in told) == (lost is not None)
     assert (lost or "looks things up in a document") in told

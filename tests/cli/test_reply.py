@@ -112,7 +112,7 @@ def test_a_setting_that_cannot_be_is_one_sentence(name: str, text: str, says: st
 
 
 def test_settings_are_taken_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    """A list was one stop string, `Temperature` was told to be `temperature`, and so was a form."""
+    """A list became one stop string, and `Temperature` was refused."""
     assert parse_sampling("stop", '["a", "b"]') == {"stop": ["a", "b"]}
     assert parse_sampling("stop", "[a]") == {"stop": ["[a]"]}
     assert parse_sampling("Temperature", "1") == {"temperature": 1.0}
@@ -173,7 +173,7 @@ def test_a_file_that_is_no_conversation_is_one_sentence(content: str, tmp_path: 
 
 
 def test_a_conversation_that_is_missing_is_not_called_a_wrong_one(tmp_path: Path) -> None:
-    """`/load` of a misspelt path said that the file is not a saved conversation."""
+    """`/load` of a misspelled path reported that the file is not a saved conversation."""
     with pytest.raises(
         RequestError, match=r"^cannot read .*gone\.json: No such file or directory$"
     ):

@@ -1,4 +1,4 @@
-"""`headstart run --json`: answers are JSON by a schema; one that cannot be followed is told."""
+"""`headstart run --json`: answers follow a schema; unsupported schemas are refused."""
 
 import json
 import sys

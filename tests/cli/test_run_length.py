@@ -1,4 +1,4 @@
-"""`headstart run` with more text than the context holds: told before the model is loaded."""
+"""`headstart run` refuses a text longer than the context before the model is loaded."""
 
 import json
 import shutil

@@ -36,7 +36,7 @@ def test_colors_stand_out_on_black_and_on_white(name: str) -> None:
 
 
 def test_a_reply_is_readable_on_black_and_on_white() -> None:
-    """Bullets were yellow, and code stood on black, whatever the background."""
+    """Bullets were yellow and code was on black on any background."""
     reply = (
         "- a `word`\n\n1. [x](http://y)\n\n> quote\n\n```python\nclass A:  # b\n    c = 'd', 1\n```"
     )

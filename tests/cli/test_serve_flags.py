@@ -1,4 +1,4 @@
-"""`headstart serve` as those type it who come from `vllm serve`."""
+"""`headstart serve` with the flags of `vllm serve`."""
 
 import ast
 import json

@@ -18,7 +18,7 @@ class Engine:
         self.start()
 
     def start(self) -> None:
-        """Start the process anew: nothing is cached."""
+        """Start the process again: nothing is cached."""
         self.epoch += 1
         config = CacheConfig(
             num_blocks=self.num_blocks, block_size=BLOCK, events=True, partial_hits=False

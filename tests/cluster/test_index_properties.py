@@ -65,7 +65,7 @@ class LossyFeeds(RuleBasedStateMachine):
 
     @rule(which=WHICH, is_restarted=st.booleans())
     def remove(self, which: int, is_restarted: bool) -> None:
-        """Its number stands for another then, or for the same one, which is followed anew."""
+        """Its number then belongs to another replica, or to the same replica after a restart."""
         self.index.remove(which)
         self.gone.add(which)
         self.latest.pop(which, None)
@@ -91,7 +91,7 @@ class LossyFeeds(RuleBasedStateMachine):
                     assert found.cached[replica] == (len(prompt) if depth is None else depth)
 
     def teardown(self) -> None:
-        """Whatever was lost, a snapshot makes the index what the managers themselves find."""
+        """After any loss, a snapshot makes the index equal to the managers' own lookups."""
         for engine in self.engines:
             self.index.apply(engine.publisher.snapshot())
             assert self.index.is_current(engine.replica)

@@ -221,7 +221,7 @@ def test_books_come_out_even(policy: str, data: st.DataObject) -> None:
 
 
 def test_a_number_that_is_used_again_has_none_of_the_old_replica_s_work() -> None:
-    """One that drains still ends its requests: they were counted, and timed, as the new one's."""
+    """A draining replica ends its requests: they were counted and timed as its successor's."""
     many = router(replicas=2)
     for name, at in (("a", 0), ("b", 1), ("c", 0)):
         assert many.route(request(name, at), 0.0) == at

@@ -1,4 +1,4 @@
-"""`deterministic=True`: logits are the same bit for bit, whatever is cached, whoever is there."""
+"""`deterministic=True`: logits are bitwise equal for any cache and any batch."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The driver: each result reaches its request, and nobody waits for ever, whatever happens."""
+"""The driver: each result reaches its request, and no call waits for ever after any fault."""
 
 import asyncio
 import gc
@@ -177,7 +177,7 @@ def test_a_request_that_close_overtakes_is_refused(llm: LLM) -> None:
 
 
 def _later(llm: LLM) -> dict[str, Callable[[], Any]]:
-    """Everything that can be asked of an engine."""
+    """Every call of an engine."""
     return {
         "generate": lambda: llm.generate([], GREEDY),
         "chat": lambda: llm.chat([], GREEDY),

@@ -115,7 +115,7 @@ async def _cancel_abort_and_close(folder: Path) -> None:
 
 @unhandled
 def test_an_engine_that_cannot_be_reset_is_closed(folder: Path) -> None:
-    """Nobody waits for ever, and the memory is given back."""
+    """No call waits for ever, and the memory is returned."""
     llm = AsyncLLM(folder, dtype="float32", num_blocks=24, num_threads=1)
     begun, go = threading.Event(), threading.Event()
 
@@ -282,7 +282,7 @@ def test_an_engine_does_not_hang_in_a_forked_process(folder: Path) -> None:
 
 @pytest.mark.parametrize("ask", ["generate", "stream", "reset", "call", "close"])
 def test_engines_whose_logits_processors_ask_one_another_are_told(folder: Path, ask: str) -> None:
-    """Each waited for the other's step for ever, and so did whoever closed one of them."""
+    """Each waited for the other's step for ever, and so did a call of `close`."""
     llms = make_llm(folder), make_llm(folder)
     both = threading.Barrier(2)
 

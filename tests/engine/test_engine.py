@@ -266,7 +266,7 @@ def test_a_bad_option_is_refused(engines: Any, options: dict[str, Any], error: t
 
 
 def test_a_length_beyond_the_model_s_is_refused(engines: Any) -> None:
-    """It was cut to the model's, and nobody told: prompts were refused that should have fitted."""
+    """It was silently cut to the model's length: prompts that should fit were refused."""
     limit = engines().engine.max_model_len
     with pytest.raises(ConfigError, match=f"max_model_len is {limit + 1}; allowed: up to {limit},"):
         engines(max_model_len=limit + 1, num_blocks=2 * limit)

@@ -1,4 +1,4 @@
-"""Numbers that are not finite: their request ends with an error, and nobody else notices.
+"""Numbers that are not finite: their request ends with an error, others are not affected.
 
 A token whose embedding is infinite stands for one that overflows. Its K and V made rows before it
 in the same chunk NaN, these were cached, and the next clean prompt was answered `[0, 0, 0, ...]`.
@@ -117,7 +117,7 @@ def test_a_bad_row_in_a_block_that_a_neighbor_hit_is_found_by_nobody(folder: Pat
 
 
 def test_log_probabilities_of_a_prompt_are_finite_or_refused(folder: Path) -> None:
-    """A row that overflowed behind its K and V was told as `logprob=nan, rank=1`."""
+    """A row that overflowed after its K and V was returned as `logprob=nan, rank=1`."""
     llm = make_llm(folder)
     forward = llm.engine.model.forward
 

@@ -101,7 +101,7 @@ def test_answers_are_those_of_transformers(
 def test_requests_that_want_more_than_the_likeliest_token_do_not_change_the_others(
     tmp_path: Path,
 ) -> None:
-    """Alone a greedy request's steps compute no logits; beside one that draws they do."""
+    """Steps of greedy requests alone compute no logits; with a sampling request they do."""
     prompts = make_prompts()
     draws = SamplingParams(temperature=0.7, seed=1, max_tokens=12, ignore_eos=True)
     waits = SamplingParams(temperature=0, min_tokens=5, max_tokens=20)

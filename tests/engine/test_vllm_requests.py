@@ -188,7 +188,7 @@ def test_a_turn_that_is_not_stored_is_not_remembered(tiny: LLM) -> None:
 
 
 def test_the_cache_is_reset_while_requests_run(llm: LLM) -> None:
-    """They are computed anew, and answer the same."""
+    """They are computed again, with the same answers."""
     [expected] = llm.generate(PROMPT, greedy(20))
     engine = llm.engine
     group = llm.frontend.prepare(PROMPT, greedy(20))

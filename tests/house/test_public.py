@@ -1,4 +1,4 @@
-"""The public names: what users import stays until somebody changes this list on purpose."""
+"""The public names: a change of these names needs a change of this list."""
 
 import subprocess
 import sys

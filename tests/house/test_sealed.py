@@ -1,4 +1,4 @@
-"""The cache room is sealed: outside of it nobody reads the fields of blocks, nodes or the pool."""
+"""No other package reads the fields of the cache's blocks, nodes or pool."""
 
 import ast
 

@@ -1,4 +1,4 @@
-"""A checkpoint's files: where weights may be, and our own errors whatever is in the files."""
+"""A checkpoint's files: places of weights, and headstart's errors for any content."""
 
 import json
 import shutil

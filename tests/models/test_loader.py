@@ -180,7 +180,7 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
 
 
 def test_models_in_gguf_are_named_by_their_file(tmp_path: Path) -> None:
-    """Others take the folder, or a name on the hub; here nothing said what to give instead."""
+    """The error did not name what is allowed: a folder or a name on the hub."""
     (tmp_path / "some.Q4_0.gguf").touch()
     with pytest.raises(ModelNotFoundError, match=r"named by its file: /.*/some\.Q4_0\.gguf$"):
         load_model(tmp_path)

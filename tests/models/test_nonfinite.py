@@ -1,4 +1,4 @@
-"""A token whose embedding is not finite: its row is lost, told of, and nobody else's."""
+"""A token whose embedding is not finite: only its row is lost, and it is reported."""
 
 from pathlib import Path
 

@@ -119,8 +119,8 @@ def test_half_precision_stays_near_full(
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_block_at_a_time_is_bitwise_reproducible(name: str) -> None:
-    """Block by block, one sequence at a time: same bits wherever its blocks lie and whoever ran
-    before, also for a block that is filled up with padding."""
+    """Block by block, one sequence at a time: same bits for any place of its blocks, after
+    any other sequences, also for a block that is filled up with padding."""
     prompt = prompts()[1][: 4 * BLOCK_ROWS]
     model = Paged(TINY[name]()).decoder
 

@@ -1,4 +1,4 @@
-"""Weights that are a subclass of Tensor, as quantized checkpoints bring them: nobody packs them.
+"""Weights that are a subclass of Tensor, as in quantized checkpoints: they are not packed.
 
 Such a weight says bfloat16 and holds integers and scales; its address is nobody's or means nothing.
 Native loading of a torchao checkpoint of 8 bits ended in torch's RuntimeError.
@@ -27,7 +27,7 @@ PROMPT = [3, 14, 15, 92, 6, 53, 58]
 
 
 class Quantized(Tensor):
-    """A weight in 8 bits that says it is bfloat16; without memory of its own."""
+    """A weight in 8 bits that reports bfloat16 and has no memory."""
 
     whole: Tensor
     scale: float

@@ -82,7 +82,7 @@ def test_a_library_whose_structs_lie_elsewhere_is_not_used(
 
 
 def test_every_source_and_header_is_named_where_the_package_is_built() -> None:
-    """A header that is not: a change of it builds nothing anew, and no sdist has it."""
+    """A header that is not listed: its change rebuilds nothing, and no sdist has it."""
     root = FOLDER.parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text())
     [kernels] = project["tool"]["setuptools"]["ext-modules"]

@@ -150,7 +150,7 @@ def test_the_environment_switches_it_off(use_kernels: Callable[..., None]) -> No
 
 
 def test_another_switch_than_there_is_is_refused(use_kernels: Callable[..., None]) -> None:
-    """`false` switched nothing off, and told nobody."""
+    """`false` switched nothing off, without a message."""
     use_kernels("false")
     with pytest.raises(ConfigError, match="HEADSTART_NATIVE is 'false'; allowed: 0, 1, or unset"):
         native.avx2_library()
@@ -219,7 +219,7 @@ def test_the_kernels_that_the_cpu_can_run_and_the_cap(
 
 
 def test_a_cap_that_is_none_is_refused(use_kernels: Callable[..., None]) -> None:
-    """It was no cap at all: whoever compared kinds of CPU compared one with itself."""
+    """It was no limit: comparisons of CPU classes compared one class with itself."""
     use_kernels(cpu="AVX-2")
     with pytest.raises(ConfigError, match="HEADSTART_CPU is 'AVX-2'; allowed: avx2, avx512"):
         native.level()
@@ -238,7 +238,7 @@ def test_amx_multiplies_where_the_cpu_has_it(
     use_kernels: Callable[..., None],
     load: Callable[..., Any],
 ) -> None:
-    """Whatever torch's threads are: the level says which kernels run. One thread is told of."""
+    """The level decides on kernels, with any threads of torch. A single thread is reported."""
     use_kernels("1", cap)
     library = load(StandIn(level), openmp)
     assert native.library() is library

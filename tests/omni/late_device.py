@@ -1,4 +1,4 @@
-"""A device that does nothing until it must: work waits in streams until somebody waits for it."""
+"""A device that delays work: operations wait in streams until a synchronization."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""A stage without a model: the real cache manager, and rows that tell which prefix they end."""
+"""A stage without a model: the real cache manager, and rows that identify their prefix."""
 
 import random
 from collections import defaultdict

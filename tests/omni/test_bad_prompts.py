@@ -169,7 +169,7 @@ def test_integer_samples_are_scaled(omni: Omni, kind: str, largest: int) -> None
 
 
 def test_an_image_is_upright_and_on_white(omni: Omni) -> None:
-    """The model saw what lies under transparent pixels."""
+    """The model saw the colors of transparent pixels."""
     clear, white = Image.new("RGBA", (64, 32), (0, 0, 0, 0)), Image.new("RGB", (32, 64), "white")
     clear.getexif()[0x0112] = 6  # to be turned by 90 degrees
     answer(omni, SEEN | {"images": white})

@@ -1,4 +1,4 @@
-"""Rows leave a device while it goes on, and nobody sees them before they are there."""
+"""Rows are copied from a device while it computes, and are not visible before they arrive."""
 
 import weakref
 

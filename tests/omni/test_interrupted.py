@@ -156,7 +156,7 @@ def test_a_step_without_work_is_no_interruption() -> None:
 
 
 def test_an_output_as_long_as_a_prompt_by_chance_is_never_reused() -> None:
-    """`table` has 14 rows whatever is computed, and so has the first prompt."""
+    """`table` always has 14 rows, and so has the first prompt."""
     with Speech(undeclared=True) as speech:
         speech.more = {"table": torch.zeros(14, 3)}
         stages = list(speech.pipeline.stages.values())

@@ -1,4 +1,4 @@
-"""Stages whose layers differ in what they keep: some see a window of the context, some all of it.
+"""Stages whose layers differ: some see a window of the context, some all of it.
 
 Each kind is a KV group of its own in the reference, whose store serves stages of one group alone.
 """

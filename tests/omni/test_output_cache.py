@@ -138,7 +138,7 @@ def test_what_was_used_longest_ago_goes_and_a_prefix_from_its_end() -> None:
 
 
 def test_a_prefix_that_does_not_fit_keeps_its_head() -> None:
-    """It evicted its own head, and what it kept nobody could hit."""
+    """It evicted its own head, so the stored rows could not be hit."""
     keys = [b"%d" % at for at in range(9)]
     for order in (range(9), reversed(range(9))):
         cache = OutputCache(STAGE + 4 * ONE)
@@ -213,7 +213,7 @@ ASK = st.tuples(st.sampled_from(["find", "touch"]), KEYS, st.sampled_from(["one"
 
 
 def content(stage: str, keys: list[bytes], name: str, width: int) -> Tensor:
-    """Rows that tell whose they are."""
+    """Rows that identify their prompt."""
     return torch.full((4, width), float(hash((stage, tuple(keys), name)) % 65521))
 
 

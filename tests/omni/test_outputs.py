@@ -1,4 +1,4 @@
-"""Which outputs lie beside tokens: declared, or found out at two lengths."""
+"""Outputs with a row per token: declared, or detected at two lengths."""
 
 import pytest
 import torch

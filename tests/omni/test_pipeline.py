@@ -113,7 +113,7 @@ def test_another_voice_shares_the_thinker_and_no_talker_block() -> None:
 
 
 def test_prompts_of_equal_length_share_only_what_their_texts_share() -> None:
-    """All talker prompts of one length are the same ids: a mask. Their rows tell them apart."""
+    """All talker prompts of one length have the same ids, a mask. Their rows distinguish them."""
     with Speech() as speech:
         hits = []
         for at, prompt in enumerate([[7] * 13, [8] * 13, [7] * 8 + [9] * 5]):

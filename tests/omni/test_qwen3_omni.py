@@ -303,7 +303,7 @@ def test_the_same_first_codes_with_others_behind_them_are_another_prefix(omni: O
 
 
 def test_an_answer_of_one_word_is_spoken(omni: Omni) -> None:
-    """transformers cannot: its talker wants a row for the first word, which nobody computed."""
+    """transformers cannot: its talker needs a row for the first word, which is not computed."""
     short = OmniParams(text=SamplingParams(temperature=0, max_tokens=1), speech=SPEECH)
     [output] = omni.generate(PROMPTS["text"], short)
     assert len(output.token_ids) == 1 and len(output.codes) == CODES - 1

@@ -1,4 +1,4 @@
-"""The published traces, where they lie beside the repository: their known hit rates."""
+"""Hit rates of the published traces, if they are next to the repository."""
 
 from pathlib import Path
 

@@ -69,7 +69,7 @@ def test_a_prompt_hits_what_another_computed_and_recomputes_its_last_token() -> 
 
 
 def test_a_trace_may_count_from_long_before_it_begins() -> None:
-    """One with times of day was said to have no load: all the time before it counted as idle."""
+    """A trace with times of day had no load: all the time before it counted as idle."""
     early, late = (
         run(trace_of((start, list(range(125)), 9), (start + 1, [1, 2], 9)))
         for start in (0.0, 86_400.0)
@@ -161,7 +161,7 @@ def test_managers_stay_whole(seed: int, policy: str) -> None:
 
 
 def test_far_apart_requests_hit_what_one_engine_would() -> None:
-    """With one replica and nothing at the same time the simulation adds nothing of its own."""
+    """With one replica and no concurrency the simulation adds no cost."""
     requests = make_workload("chats", 80, seed=3).requests
     trace = Trace(
         "slow",

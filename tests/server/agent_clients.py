@@ -389,7 +389,7 @@ class Codex(Agent):
 
 
 class OpenCode(Agent):
-    """OpenCode: chat completions through Vercel's SDK, which writes arguments anew."""
+    """OpenCode: chat completions through Vercel's SDK, which serializes arguments again."""
 
     names: ClassVar = {"read": "read", "write": "write", "run": "bash"}
 

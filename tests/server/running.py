@@ -1,4 +1,4 @@
-"""A server of headstart-tiny or another model on a port of its own, in a thread of the tests."""
+"""A server of headstart-tiny or another model on a free port, in a thread of the tests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Running:
         self.service: Service = app.state.service
 
     def pool(self) -> tuple[int, int]:
-        """Blocks in all, and those that nobody holds; the pool has checked itself."""
+        """Return the numbers of blocks and of free blocks, after the pool's `check`."""
 
         def look() -> tuple[int, int]:
             manager = self.llm.engine.manager
@@ -85,7 +85,7 @@ def serving(
 
 @contextmanager
 def listening(app: FastAPI, *, send_buffer: int = 0) -> Iterator[str]:
-    """The address of an application, which answers there in a thread of its own."""
+    """Serve an application in a separate thread; yield its address."""
     address = listen(replace(app.state.service.options, port=0))
     if send_buffer:
         address.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

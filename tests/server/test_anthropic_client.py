@@ -47,7 +47,7 @@ def caller(tool_server: Running) -> Iterator[anthropic.Anthropic]:
 
 
 def ask(client: anthropic.Anthropic, messages: Any = QUESTION, **change: Any) -> Message:
-    """The message, told whole and as a stream, which Anthropic's client puts together."""
+    """The message, sent whole and as a stream, which Anthropic's client assembles."""
     extra = {"temperature": 0, **change.pop("extra_body", {})}
     body: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 64, **change}
     whole = client.messages.create(**body, extra_body=extra)
@@ -154,7 +154,7 @@ def test_why_a_message_stops(client: anthropic.Anthropic) -> None:
 
 
 def test_an_answer_ends_where_the_context_does(client: anthropic.Anthropic) -> None:
-    """Whatever was asked for: many clients always ask for the same large number."""
+    """The limit applies to any `max_tokens`: many clients always send the same large number."""
     used = ask(client, max_tokens=1).usage
     most = used.input_tokens + (used.cache_read_input_tokens or 0)
     most += (used.cache_creation_input_tokens or 0) + 2

@@ -1,4 +1,4 @@
-"""`/cache`: what the server tells of its pool, of misses, and what it advises."""
+"""`/cache`: reports on the pool, on misses, and advice."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_is_in_the_pool(client: httpx.Client) -> None:
 
 
 def test_messages_are_explained_as_a_chat_asks_them(client: httpx.Client) -> None:
-    """Without what begins the reply, a chat's prompt was one token longer than what was told."""
+    """Without the beginning of the reply, a chat's prompt was a token longer than reported."""
     body = {"messages": [{"role": "user", "content": PEOPLE}]}
     chat = client.post("/v1/chat/completions", json={**body, "max_tokens": 1}).json()["usage"]
     told = client.post("/cache/explain", json=body).json()
@@ -196,7 +196,7 @@ def test_advice_names_the_fork_that_costs_most(client: httpx.Client) -> None:
 
 
 def test_a_time_is_one_cause_whichever_digit_differs(client: httpx.Client) -> None:
-    """Each digit was a fork of its own: four pieces of advice, and each promised too little."""
+    """Each digit was a separate fork: four pieces of advice, and each promised too little."""
     told = []
     for second in range(0, 1400, 70):
         told.append(ask(client, f"It is 10:{second // 60:02}:{second % 60:02}. {PEOPLE}"))
@@ -306,7 +306,7 @@ def test_images_and_turns_are_forgotten_too(image_server: Running) -> None:
 
 
 def test_many_questions_cost_few_looks() -> None:
-    """All that came before a look share it; none is told what was before its question."""
+    """Requests before a query share it; none sees events before its own query."""
     with running(shallow_built_in(), num_blocks=128) as server:
         looks, look = [], server.llm.engine.manager.path_segments
 

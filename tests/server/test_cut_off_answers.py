@@ -52,7 +52,7 @@ def message(url: str) -> Any:
 def test_a_slow_reader_sees_that_its_stream_was_cut_off(
     ask: Callable[[str], Any], short_time: Running
 ) -> None:
-    """The time is over while an event waits to be sent: no event can tell it any more."""
+    """The time ends while an event waits to be sent, so no event can report it."""
     with scripted(short_time, ENDLESS):
         stream = ask(short_time.url)
         with pytest.raises(Exception, match="incomplete chunked read"):

@@ -38,7 +38,7 @@ WITH_TLS = ("--tls-cert", str(TLS / "certificate.pem"), "--tls-key", str(TLS / "
 
 
 class Process:
-    """A server, and its address once it has said it."""
+    """A server process, and the address that it prints."""
 
     def __init__(self, *options: str, folder: Path) -> None:
         command = ["serve", "--num-blocks", "512", "--served-model-name", "tiny"]

@@ -31,7 +31,7 @@ CHOICE = {"type": "function", "function": {"name": "get_weather"}}
 
 @pytest.fixture
 def litellm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """litellm tells home what it does, and warns of its own pydantic models."""
+    """litellm sends telemetry, and warns about its pydantic models."""
     litellm = import_quietly("litellm")
     monkeypatch.setattr(litellm, "telemetry", False)
     with warnings.catch_warnings():

@@ -86,7 +86,7 @@ def ask_for_more(to: socket.socket, protocol: str) -> bytes:
 def test_what_would_be_more_than_http_is_answered_quietly(
     server: Running, logged: list[logging.LogRecord], protocol: str, status: int
 ) -> None:
-    """It had two warnings in the log, one of which said to install a library."""
+    """There were two warnings in the log; one advised to install a library."""
     where = httpx.URL(server.url)
     with closing(socket.create_connection((where.host, where.port), 60)) as client:
         told = ask_for_more(client, protocol)
@@ -127,7 +127,7 @@ H2C = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: A
 def test_a_body_after_an_offer_of_http_2_is_read(
     server: Running, length: str, body: bytes, size: int
 ) -> None:
-    """Java's HttpClient offers it with each request: its body was told to be missing."""
+    """Java's HttpClient offers it with each request: its body was reported as missing."""
     asked = spell_post(server, body, *H2C, length) * 2
     asked += spell_post(server, body, "Connection: close, Upgrade", "Upgrade: h2c", length)
     told = tell(server, asked, size)

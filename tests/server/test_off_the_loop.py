@@ -192,7 +192,7 @@ def test_many_parts_of_a_message_are_read_in_a_thread(
 
 @pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
 def test_the_description_is_made_in_a_thread(server: Running, watched: Watched, path: str) -> None:
-    """Whoever asked first, without a key, stopped every stream for a third of a second."""
+    """The first request, even without a key, stopped every stream for a third of a second."""
     watched.watch(server.app, "openapi")
     assert httpx.get(server.url + "/v1/models").status_code == 200  # which shows the loop's thread
     assert httpx.get(server.url + path, timeout=60).status_code == 200

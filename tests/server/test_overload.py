@@ -1,4 +1,4 @@
-"""More than the server can take: refused at the door, ended in time, and nobody else waits."""
+"""Overload: refused on arrival, ended in time, without delays for other requests."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_a_new_chat_ends_a_reply_and_forgets_it(browser, served) -> None:  # typ
 
 
 def test_a_key_that_does_not_suffice_is_told_why(browser, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """The dialog stayed as it was, and the page said that it was not connected."""
+    """The dialog stayed unchanged, and the page showed that it was not connected."""
     keys = KeyFolder(tmp_path / "keys")
     key = keys.add("research")
     with running(num_blocks=64, api_keys=True, keys_folder=str(tmp_path / "keys")) as served:
@@ -360,7 +360,7 @@ def test_what_was_saved_is_at_most_what_cold_prompts_took(browser, served) -> No
 
 
 def test_running_requests_are_told_one_by_one(browser, served) -> None:  # type: ignore[no-untyped-def]
-    """Only how many there are was told, and not how far each is."""
+    """Only their number was shown, not the progress of each."""
     page, problems = open_page(browser, served)
     expect(page.locator("#batch")).to_have_text("none")
     body = {"model": "tiny", "prompt": PEOPLE, "max_tokens": 4000, "ignore_eos": True}

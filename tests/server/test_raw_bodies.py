@@ -128,7 +128,7 @@ def test_the_cache_explains_the_prompt_that_a_chat_has(server: Running) -> None:
 
 
 def test_a_body_that_is_broken_is_told_where(server: Running) -> None:
-    """The place of the error was told as if it were the name of a field."""
+    """The position of the error was reported as the name of a field."""
     answer = httpx.post(server.url + CHAT, content=b'{"model": "tiny",, "n": 1}', headers=JSON)
     error = answer.json()["error"]
     assert error["message"].startswith("the body is not JSON, at character 17: ")
@@ -140,7 +140,7 @@ def test_a_body_that_is_broken_is_told_where(server: Running) -> None:
 def test_a_body_that_is_not_declared_to_be_json_is_told_so(
     server: Running, path: str, kind: str | None
 ) -> None:
-    """`curl -d` was told that the body "should be a valid dictionary"."""
+    """The error for `curl -d` was that the body "should be a valid dictionary"."""
     headers = {} if kind is None else {"Content-Type": kind}
     answer = httpx.post(server.url + path, content=body(), headers=headers, timeout=60)
     assert answer.status_code == 400
@@ -220,7 +220,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
 
 def test_a_head_that_does_not_come_is_not_waited_for(impatient_server: Running) -> None:
-    """Whoever had no key could keep as many connections as the server may have, for ever."""
+    """A client without a key could hold all connections of the server for ever."""
     where = httpx.URL(impatient_server.url)
     with ExitStack() as stack:
         clients = {}

@@ -50,7 +50,7 @@ def caller(tool_server: Running) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, given: Any = QUESTION, **change: Any) -> Response:
-    """The response, told whole and as a stream, whose events say what its end says."""
+    """The response, sent whole and as a stream, whose events agree with its end."""
     body: dict[str, Any] = {
         "model": "tiny",
         "input": given,
@@ -192,7 +192,7 @@ def test_a_conversation_goes_on(client: openai.OpenAI, server: Running) -> None:
 
 
 def test_a_kept_response_is_told_whole(client: openai.OpenAI) -> None:
-    """A client that asked for its events read none, and was not told why."""
+    """A client that requested its events read none, without a reason."""
     first = client.responses.create(model="tiny", input="Hi", max_output_tokens=1)
     included: Any = ["reasoning.encrypted_content"]
     same = client.responses.retrieve(first.id, stream=False, include=included)
@@ -378,7 +378,7 @@ def test_bad_input_is_refused(
     ],
 )
 def test_what_is_told_again_is_bounded(server: Running, given: dict[str, Any], says: str) -> None:
-    """30 MB of metadata, which the response told again, stopped every stream for 0.3 s."""
+    """30 MB of metadata, repeated in the response, stopped every stream for 0.3 s."""
     body = {"model": "tiny", "input": "Hi", "max_output_tokens": 1}
     answer = httpx.post(server.url + "/v1/responses", json=body | given, timeout=60)
     assert answer.status_code == 400 and says in answer.json()["error"]["message"]
@@ -392,7 +392,7 @@ def test_what_is_told_again_is_bounded(server: Running, given: dict[str, Any], s
 def test_what_is_not_told_again_may_be_any_json(
     server: Running, given: dict[str, Any], stream: bool
 ) -> None:
-    """The whole request was copied for what its response tells of it: status 500."""
+    """The whole request was copied into its response: status 500."""
     asked = {"model": "tiny", "input": "Hi", "max_output_tokens": 1, "stream": stream}
     content = json.dumps(asked | {"client_metadata": given}).encode()
     headers = {"Content-Type": "application/json"}

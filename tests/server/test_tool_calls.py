@@ -52,7 +52,7 @@ def connect(server: Running) -> openai.OpenAI:
 
 
 def ask(client: openai.OpenAI, **change: Any) -> ChatCompletion:
-    """The answer, told whole and as a stream, which OpenAI's client puts together."""
+    """The answer, sent whole and as a stream, which OpenAI's client assembles."""
     body: dict[str, Any] = {
         "model": "tiny",
         "messages": MESSAGES,

@@ -1,4 +1,4 @@
-"""Work that ends when its client goes away: which of several endings is told."""
+"""Work that ends when its client disconnects: the ending that is reported."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_work_is_done_first() -> None:
 
 
 def test_an_error_of_what_is_received_is_raised() -> None:
-    """It was lost, and nobody watched for the client any more."""
+    """It was lost, and the client's disconnection was no longer noticed."""
 
     async def fail(client: Client, ended: list[str]) -> None:
         client.say(ValueError("broken"))

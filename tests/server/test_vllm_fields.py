@@ -27,7 +27,7 @@ FORM: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "a", "sch
 
 
 def refusal(kind: type[Body], given: Mapping[str, Any]) -> ApiError:
-    """The error of a body, as the server tells it."""
+    """Return the server's error for a body."""
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(given)
     located = [{**one, "loc": ("body", *one["loc"])} for one in caught.value.errors()]
@@ -90,7 +90,7 @@ def test_names_that_are_no_fields(part: str) -> None:
     ],
 )  # fmt: skip
 def test_a_field_that_is_not_known(given: dict[str, Any], param: str, says: str) -> None:
-    """A slip was told that extra inputs are not permitted."""
+    """The error for a misspelled field was that extra inputs are not permitted."""
     told = refusal(ChatCompletionRequest, {**CHAT, **given})
     assert told.param == param
     assert str(told).startswith(says)
@@ -159,7 +159,7 @@ def test_a_prompt_that_is_too_long_has_openai_s_code(server: Running) -> None:
 
 @pytest.mark.parametrize("most", [8, 9, 100_000])
 def test_an_answer_ends_where_the_context_does(server: Running, most: int) -> None:
-    """Whatever was asked for: many clients always ask for the same large number."""
+    """The limit applies to any `max_tokens`: many clients always send the same large number."""
     told = post(server, "completions", prompt=[5] * 4_088, max_tokens=most, ignore_eos=True).json()
     assert told["usage"]["completion_tokens"] == 8
     assert told["choices"][0]["finish_reason"] == "length"
@@ -192,7 +192,7 @@ def test_token_ids_and_log_probabilities_as_vllm_tells_them(server: Running) -> 
 
 
 def test_text_offsets_of_a_stream_count_what_is_held_back(server: Running) -> None:
-    """Text waits for a stop string, of which it may be the beginning; its tokens are told."""
+    """Text that may begin a stop string waits; its tokens are sent."""
     body = COMPLETION | {"max_tokens": 24, "logprobs": 1, "temperature": 1.5, "seed": 7}
     [whole] = post(server, "completions", **body, ignore_eos=True).json()["choices"]
     body |= {"ignore_eos": True, "stop": [f"{one}\N{SNOWMAN}" for one in set(whole["text"])][:8]}

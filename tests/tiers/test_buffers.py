@@ -1,4 +1,4 @@
-"""Buffers that are read into again and again: never while somebody has a view of them."""
+"""Buffers that are reused for reading, never while a view of them exists."""
 
 import threading
 from contextlib import closing

@@ -118,7 +118,7 @@ def test_whatever_the_index_says_new_blocks_are_kept(tmp_path: Path, statement: 
 
 
 def test_rows_that_no_index_of_the_database_finds_do_not_hang(tmp_path: Path) -> None:
-    """The order of eviction tells of a block that the table does not have."""
+    """The order of eviction has a block that the table does not have."""
     with closing(disk(tmp_path, 40 * SLOT)) as store:
         store.save(blocks(range(100, 140)))
         with closing(sqlite3.connect(tmp_path / INDEX)) as index, index:

@@ -1,4 +1,4 @@
-"""Stores that never answer: nobody waits for them for ever, and they are left alone for a while."""
+"""Stores that never answer: no call waits for ever, and they are not called for a while."""
 
 import socket
 import threading
@@ -255,7 +255,7 @@ def test_an_object_that_never_comes_is_a_miss(short: None) -> None:
 
 
 class Listener:
-    """A server that takes connections. answer: called with each, in a thread of its own."""
+    """A server that accepts connections. answer: called with each, in a separate thread."""
 
     def __init__(self, answer: Callable[[socket.socket, threading.Event], None]) -> None:
         self.closed = threading.Event()

@@ -153,7 +153,7 @@ def kept(
 def test_a_load_without_room_in_the_pool_is_passed_by_the_next(
     model: Path, kept: tuple[Path, list[list[int]]]
 ) -> None:
-    """All that may wait to be taken in was the first one's, and nobody else's load went on."""
+    """The first request filled the waiting list, and no other load continued."""
     folder, answers = kept
     long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
     with closing(make_llm(model, cache_dir=str(folder), num_blocks=20, debug=True)) as llm:

@@ -1,4 +1,4 @@
-"""`verify`: every record is read, and what is found is said; with `repair` it is forgotten."""
+"""`verify` reads every record and reports damage; `repair` removes damaged blocks."""
 
 import shutil
 import sqlite3

@@ -132,7 +132,7 @@ def test_only_allowed_tokens_are_chosen(
 @pytest.mark.parametrize("size", [1, 8, 31, 33, 600, 3001])
 @pytest.mark.parametrize("share", [0.001, 0.3, 0.5, 0.999])
 def test_logits_of_banned_tokens_are_minus_infinity(size: int, share: float) -> None:
-    """Each row by its mask, whatever its logits are; a row without a banned token is unchanged."""
+    """Each row follows its mask for any logits; a row without banned tokens is unchanged."""
     draw = np.random.default_rng(size)
     bits = draw.random((4, size)) < share
     bits[2] = True

@@ -100,7 +100,7 @@ def test_a_weight_is_the_nearest_in_8_bits(outputs: int, inputs: int) -> None:
 def test_a_weight_that_is_quantized_tile_by_tile_is_the_same(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles are made of whole panels, whatever number of outputs is asked for."""
+    """Tiles consist of whole panels for any number of outputs."""
     take_path(path, monkeypatch)
     weight = make_weight(131, 95)
     whole = quantize_int8(weight)
@@ -122,7 +122,7 @@ def test_products_are_those_of_float64(
 
 @pytest.mark.parametrize("path", BYTE_PRODUCTS)
 def test_rounding_is_the_step_of_a_row(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By it a model that transformers runs is told from one that paged K/V change."""
+    """The check separates models that run in transformers from models that paged K/V change."""
     layer = make_layer(torch.eye(64), None, path, monkeypatch)
     rows = torch.rand(20, 64, generator=torch.Generator().manual_seed(0))
     rows[:, ::32] = 1

@@ -158,7 +158,7 @@ def tied_llama(folder: Path) -> Path:
 def test_embeddings_that_share_the_heads_weight_share_its_values(
     tmp_path: Path, load: Any, dtype: str, kernels: str, use_kernels: Callable[..., None]
 ) -> None:
-    """Also beside what FBGEMM keeps, which no row is read from."""
+    """The rows are stored in addition to FBGEMM's layout, from which no row can be read."""
     use_kernels(kernels)
     model = load(tied_llama(tmp_path), dtype, weights="int8")
     table, head = model.layer("model.embed_tokens"), model.layer("lm_head")

@@ -230,7 +230,7 @@ def test_why_a_weight_is_rounded_again_is_told(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It was "8 bits in 2 groups", which is also said of what is kept."""
+    """The text was "8 bits in 2 groups", which also described stored groups."""
     lines: list[str] = []
     monkeypatch.setattr(prequantized._log, "info", lambda text, *told: lines.append(text % told))
     save(tmp_path, LlamaConfig(**BASE), GPTQ | about, quantize)

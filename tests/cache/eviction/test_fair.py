@@ -44,7 +44,7 @@ class Owners:
         return found.num_tokens
 
     def flood(self, salt: str, blocks: int) -> None:
-        """Ask once for what nobody asks for again."""
+        """Send a prompt that no later request repeats."""
         self.ask(salt, [self._random.randrange(10**6) for _ in range(blocks * BLOCK)])
 
     def kept(self, salt: str, texts: list[list[int]]) -> int:
@@ -121,7 +121,7 @@ def test_an_owner_does_not_grow_by_narrowing_its_salt() -> None:
 
 
 def test_salts_of_no_owner_are_one() -> None:
-    """Without owners a salt makes nobody: who asks with many salts has no more of the pool."""
+    """Without declared owners salts do not matter: many salts give no larger part of the pool."""
     owners = Owners(80)
     for at in range(9):
         owners.flood(f"salt {at}", 8)
@@ -154,7 +154,7 @@ def standing(manager: KVCacheManager) -> dict[str | None, list[int]]:
 
 
 def test_who_is_made_an_owner_late_has_what_is_cached_for_him() -> None:
-    """Blocks stayed nobody's: `check` failed, and an owner with none of his own was spared."""
+    """Blocks lost their owner: `check` failed, and an owner without blocks was spared."""
     lines, used = [], []
     for early in (True, False):
         manager = Owners(80, **({"a": 1.0, "b": 2.5} if early else {})).manager

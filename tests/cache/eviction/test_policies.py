@@ -97,7 +97,7 @@ def test_the_reference_order_evicts_a_cached_block_that_is_older_than_an_empty_o
 
 
 def test_what_a_copy_read_counts_as_used() -> None:
-    """Both requests' blocks are free; the older one's last is copied from, so it stays."""
+    """The blocks of both requests are free; the last block of the older is copied, so it stays."""
     manager = make_manager(num_blocks=5)
     finish(manager, "old", [1, 1, 1, 1, 2, 2, 2, 2])
     finish(manager, "new", [3] * 8)
@@ -192,7 +192,7 @@ def room(manager: KVCacheManager) -> int:
 
 
 def test_clearing_the_cache_clears_what_partial_blocks_have_earned() -> None:
-    """Each of 20 partial blocks that nobody hit earned room for four when it was cleared."""
+    """Each of 20 partial blocks without a hit earned space for four when it was cleared."""
     manager = make_manager(num_blocks=100)
     for at in range(20):
         finish(manager, "one-shot", [at * 10 + 1, at * 10 + 2])

@@ -27,7 +27,7 @@ class Pool:
         self._drawn = random.Random(1)
 
     def text(self, blocks: int) -> list[int]:
-        """Tokens that nobody has asked for."""
+        """Tokens that no request has had."""
         return [self._drawn.randrange(10**6) for _ in range(blocks * BLOCK)]
 
     def ask(self, tokens: list[int], *marks: Mark, salt: str | None = None) -> None:

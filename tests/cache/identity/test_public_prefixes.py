@@ -174,7 +174,7 @@ def test_public_blocks_count_for_nobody_and_the_rest_for_its_tenant() -> None:
 
 
 def test_one_shots_of_tenants_do_not_push_the_public_prefix_out() -> None:
-    """It serves all tenants: as the property of nobody, with the weight of one, it went first."""
+    """It serves all tenants; counted as one more owner, it was evicted first."""
     head = list(range(1, 25))
     public, manager = make_public(head), make_manager(eviction="fair-lru", num_blocks=20)
     for at in range(10):

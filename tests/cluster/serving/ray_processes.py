@@ -28,7 +28,7 @@ def process_of(replica: str) -> int:
 
 @contextmanager
 def start(function: Callable[[], None], said: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs a function of a module, once it has said a line."""
+    """Start a process that runs a function of a module, and wait for its first line."""
     call = f"import {function.__module__} as there; there.{function.__name__}()"
     with run([sys.executable, "-W", "ignore", "-c", call], said) as process:
         yield process

@@ -182,5 +182,5 @@ class Server:
         return self.handle.asked.get(timeout=LIMIT)
 
     def report(self, **progress: RequestDelta) -> None:
-        """Have the replica tell tokens of several requests in one message."""
+        """Send tokens of several requests in one message of the replica."""
         self.handle.feed.put(Report(progress={(name, 0): one for name, one in progress.items()}))

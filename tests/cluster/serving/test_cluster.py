@@ -319,7 +319,7 @@ def test_what_ray_serve_waits_for_is_told_once(
 
 
 def test_a_ray_that_asks_for_a_token_is_told(start: Callable[..., Any]) -> None:
-    """Ray said that it failed to connect, and no more. So it is where RAY_AUTH_MODE is not set."""
+    """Without RAY_AUTH_MODE Ray's only message was that it failed to connect."""
 
     def init(*given: Any, **named: Any) -> None:
         cause = RuntimeError("Traceback ... ray.exceptions.AuthenticationError: RPC error: ...")

@@ -1,4 +1,4 @@
-"""`headstart serve --replicas`: what cannot be is told in one sentence, before anything starts."""
+"""`headstart serve --replicas` refuses wrong flags in one sentence, before anything starts."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ QUIET = ["serve", "--port", "0", "--no-api-keys"]
 
 @pytest.fixture
 def uninstall(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Make imports of a package fail, and import the modules of ours that need it anew."""
+    """Make imports of a package fail, and import headstart's modules that need it again."""
 
     def uninstall(package: str, ours: str) -> None:
         for name in [name for name in sys.modules if name.startswith(ours)]:
@@ -108,7 +108,7 @@ def test_replicas_find_a_model_that_is_named_from_here(
 
 
 def test_a_late_call_starts_no_other_ray() -> None:
-    """A thread of Ray Serve asked Ray once more after its end, and Ray began anew.
+    """A thread of Ray Serve called Ray after its end, and Ray started again.
 
     So a server whose Ray had been stopped with it (SIGTERM to all of a service) was connected to
     what another program had started on the machine.

@@ -58,7 +58,7 @@ def stream_for_ever() -> None:
 
 
 def watch() -> None:
-    """Another server: it says when the first one's streams run, and sees how they end."""
+    """Another server, which reports when the first server's streams run and how they end."""
     from ray import serve
 
     with closing(join(1e6)) as cluster:  # what counts is what the first one said
@@ -108,7 +108,7 @@ def ray_of_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("ray_of_others")
 def test_what_a_killed_server_asked_for_ends_and_others_serve() -> None:
-    """Ray does not end the calls of a process that was killed: replicas computed for nobody."""
+    """Ray does not end the calls of a killed process: replicas computed answers for no reader."""
     with start(stream_for_ever, "replicas run") as server, start(watch, "streams run") as other:
         os.kill(server.pid, signal.SIGKILL)
         assert other.wait(120) == 0

@@ -96,7 +96,7 @@ def test_a_request_that_cannot_be_described_is_answered(server: Server) -> None:
 
 
 def test_a_receiver_that_raises_ends_its_own_request_alone(server: Server) -> None:
-    """Both requests have tokens in one report; the feed goes on."""
+    """Both requests have tokens in one report; the feed continues."""
     server.dispatcher.set_replicas([REPLICA])
     first, second, told = server.stream(), server.stream(), Told()
     begun = Told()
@@ -218,7 +218,7 @@ def test_a_request_ends_after_so_many_lost_replicas(server: Server) -> None:
 
 
 def test_a_replica_that_is_back_before_its_feed_has_ended_is_followed(server: Server) -> None:
-    """The feed that ended was the last to hear of it, and nobody followed the replica again."""
+    """The ended feed was notified last, so the replica was never followed again."""
     server.dispatcher.set_replicas([REPLICA])
     assert server.handle.is_asked_to_follow.wait(LIMIT)
     server.handle.is_asked_to_follow.clear()

@@ -124,7 +124,7 @@ def test_a_tower_may_give_more_rows_than_an_image_has_patches(tmp_path: Path) ->
 
 
 def test_chats_go_on_where_an_image_was_shown(replicas: Replicas, alone: AsyncLLM) -> None:
-    """The next turn hits all that was said, in replicas as in one engine."""
+    """The next turn hits all earlier turns, in replicas as in one engine."""
     turns: list[Any] = [shown("What is ", 1, "?")]
     said = 0
     for text in ("And now?", "Really?"):

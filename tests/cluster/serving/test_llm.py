@@ -1,4 +1,4 @@
-"""`AsyncLLM` over replicas: what they have not is told in one sentence."""
+"""`AsyncLLM` over replicas refuses what they lack in one sentence."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
@@ -222,7 +222,7 @@ def test_a_server_is_ready_while_a_replica_runs() -> None:
 
 
 def test_advice_on_replicas_says_nothing_of_memory(llm: ReplicatedLLM) -> None:
-    """A prompt that went to another replica was told as evicted, and more memory advised."""
+    """A prompt that went to another replica was reported as evicted, and more memory advised."""
     told = asyncio.run(_get(create_app(llm, "tiny", cache_api=router), "/cache/advice"))
     assert set(told.json()) == {"prompts", "prompt_tokens", "cached_tokens", "forks", "salts"}
 

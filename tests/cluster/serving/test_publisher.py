@@ -131,7 +131,7 @@ def test_a_reset_is_told(llm: AsyncLLM) -> None:
 
 
 def test_what_is_computed_after_a_reset_is_known(llm: AsyncLLM) -> None:
-    """A request that ran is computed anew at once: before the reset is told, if steps came between.
+    """A running request is computed again at once, even before the reset is reported.
 
     Here they come between any two calls of the engine.
     """

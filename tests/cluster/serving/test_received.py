@@ -1,4 +1,4 @@
-"""Tokens that come over two streams: whatever overlaps, overtakes or is lost, none is missing."""
+"""Tokens over two streams that overlap, overtake or fail: none is missing."""
 
 import itertools
 from collections import Counter

@@ -136,7 +136,7 @@ def test_two_adapters_of_one_name_answer_their_own_requests(
 
 
 def test_tenants_share_what_a_request_says_is_public_and_nothing_after_it() -> None:
-    """Replicas took no public prefixes. One that was started anew learns them by the requests."""
+    """Replicas had no public prefixes. A restarted replica learns them from requests."""
     prompt = list(range(3, 3 + 70))  # four blocks and a part of one
 
     async def ask(replica: EngineReplica, salt: str, num_public: int) -> int:

@@ -54,7 +54,7 @@ def router_over(replica: str, dispatcher: Dispatcher) -> Any:
 
 @pytest.mark.parametrize("asked", [ASKED, Follow("gone", "server")], ids=["answer", "follow"])
 def test_a_call_for_which_there_is_no_replica_does_not_hold_up_the_others(asked: Any) -> None:
-    """Its client has left, or the replica to follow is gone: a server then answered nobody."""
+    """The client has left or the replica has died: a server then stopped answering."""
     from ray.serve.request_router import PendingRequest
 
     dispatcher = _CountingDispatcher("expected", 1)

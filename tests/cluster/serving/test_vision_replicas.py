@@ -35,7 +35,7 @@ DOCUMENT = "Anna is 31. Ben is 45. Carl is 28. Dora is 52. " * 8
 
 
 class Servers(NamedTuple):
-    """A server before two replicas, and one with an engine of its own."""
+    """A server with two replicas, and a server with a local engine."""
 
     server: Running
     alone: Running

@@ -1,4 +1,4 @@
-"""Blocks belong to what an adapter is: whatever is loaded, named and asked, none is mixed up."""
+"""Blocks belong to an adapter's content, after any loads, renames and requests."""
 
 import shutil
 from collections.abc import Iterator
@@ -125,7 +125,7 @@ OPERATIONS = st.one_of(
 def test_no_mix_of_adapters_and_prompts_hits_anothers_block(
     watched: Watched, operations: list[tuple[Any, ...]]
 ) -> None:
-    """Loaded, loaded anew, unloaded while requests run, evicted, preempted, copied in part."""
+    """Adapters are loaded, reloaded, unloaded and evicted while requests run, stop and resume."""
     for name, number in zip(NAMES, (0, 1), strict=True):
         watched.load(name, number)
     same = {1: 1, 2: 1}  # the copy is the same adapter

@@ -1,4 +1,4 @@
-"""Schedules with images, without a model: rows are there when needed, and nobody waits for ever."""
+"""Schedules with images, without a model: rows exist when needed, and no request waits for ever."""
 
 from typing import Any
 

@@ -63,7 +63,7 @@ def test_the_oldest_without_a_user_goes_first() -> None:
 
 
 def shown(cache: EncoderCache, salt: str | None, *numbers: int) -> None:
-    """Somebody shows images one after another and lets go of each."""
+    """Requests use images one after another and release each."""
     for number in numbers:
         one = replace(image(number), salt=salt)
         assert cache.fits([one])

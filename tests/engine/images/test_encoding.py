@@ -1,4 +1,4 @@
-"""Images that are encoded while an engine runs: each once, and nobody waits for ever."""
+"""Images that are encoded while an engine runs: each once, and no request waits for ever."""
 
 from collections.abc import Callable
 from dataclasses import replace

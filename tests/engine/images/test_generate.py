@@ -1,4 +1,4 @@
-"""Prompts with images against transformers' own `generate`: whatever is cached, cut or batched."""
+"""Prompts with images, cached, cut and batched, compared with transformers' `generate`."""
 
 from collections.abc import Iterator
 from pathlib import Path

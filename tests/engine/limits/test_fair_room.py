@@ -1,4 +1,4 @@
-"""Room among owners: what one's running requests may hold, and who waits for room."""
+"""Space among owners: the limit of an owner's running requests, and the order of waiting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def finish(simulation: Simulation, request: Request) -> float:
 
 
 def flooded(blocks: int = BLOCKS) -> tuple[Simulation, Flood, list[int]]:
-    """A flood of long answers, beside an owner who has cached a third of the pool."""
+    """A flood of long answers, while another owner has cached a third of the pool."""
     simulation = Simulation(("a", "b"), blocks)
     document = words(1, blocks * BLOCK // 3)
     finish(simulation, simulation.ask("a", document))

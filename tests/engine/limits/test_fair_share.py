@@ -59,7 +59,7 @@ def flooded(simulation: Simulation, requests: int = 24) -> list[Request]:
 
 
 def test_steps_are_short_while_another_owner_is_active() -> None:
-    """A hit waited for a step of 2,048 tokens under way, then for as long a step of its own."""
+    """A hit waited for a running step of 2,048 tokens, then for its own step, as long."""
     simulation = Simulation(("a", "b"), blocks=4000, tokens=2048)
     document = list(range(960))
     first = simulation.ask("a", document)
@@ -194,7 +194,7 @@ def test_who_asked_before_he_was_made_an_owner_is_not_limited() -> None:
 def test_a_prompt_does_not_wait_for_one_that_could_only_run_in_its_place(
     blocks: int, running: int
 ) -> None:
-    """It gave way, was let in again first, and began anew: for ever, where nothing is cached."""
+    """It was preempted, admitted again first and started over, for ever if nothing is cached."""
     simulation = Simulation(("a", "b"), blocks, running, caching=False)
     requests = [simulation.ask(owner, list(range(1000))) for owner in ("a", "b")]
     for _ in range(100):

@@ -250,7 +250,7 @@ def test_a_stop_id_outside_the_vocabulary_bans_nothing() -> None:
 
 
 def any_state(kind: int) -> SamplingState:
-    """Requests of all kinds, each with a generator of its own."""
+    """Requests of all kinds, each with its own generator."""
     options: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0, "logprobs": 2},
@@ -298,7 +298,7 @@ def test_sampling_leaves_torch_s_own_random_numbers_alone() -> None:
 def test_the_first_of_equally_likely_tokens_is_taken(
     ties: set[int], row: int, options: dict[str, Any]
 ) -> None:
-    """In whatever row, and on whatever path."""
+    """Draws are equal in any row and on any path."""
     logits = make_logits(7).clamp(max=9)
     logits[row, sorted(ties)] = 50.0
     allowed = ties - EOS if "min_tokens" in options else ties

@@ -21,7 +21,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("rows", [100, 20_000])
 def test_room_is_left_for_the_encoder_cache(folder: Path, rows: int) -> None:
-    """It was taken from the memory that was promised to nobody, of which there may be none."""
+    """It was taken from unreserved memory, of which there may be none."""
     llm = LLM(folder, encoder_cache_rows=rows, kv_cache_fraction=1.0)
     assert llm.engine.manager.config.num_blocks == (FREE - rows * ROW) // BLOCK
     llm.close()

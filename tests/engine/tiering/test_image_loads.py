@@ -151,7 +151,7 @@ def test_what_was_found_before_all_is_forgotten_is_encoded_anew(
 def test_who_waits_for_an_image_that_another_has_computed_past_gets_it(
     model: Path, kept: tuple[Path, list[int]], gate: Event
 ) -> None:
-    """Each token of the other had it forgotten again, and asked for anew: until that ended."""
+    """Each token of the other request dropped it, so it was queried again and again."""
     gate.set()
     with closing(open_llm(model, kept[0])) as llm:
         long = replace(GREEDY, max_tokens=200)

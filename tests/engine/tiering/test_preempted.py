@@ -30,7 +30,7 @@ def submit(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams = LONG
 
 
 def finish(llm: LLM, groups: list[RequestGroup]) -> list[list[list[int]]]:
-    """All answers, where whatever is filled is in the store by the next step."""
+    """Return all answers when filled blocks are in the store by the next step."""
     for _ in range(4000):
         llm.engine.step()
         if llm.engine.tiers is not None:

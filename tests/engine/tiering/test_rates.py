@@ -95,7 +95,7 @@ def test_a_hit_that_is_faster_than_computing_is_taken(
 
 
 def test_a_new_process_knows_what_computing_took_the_one_before(model: Path, kept: Path) -> None:
-    """It had no rate before its first prompt, and loaded whatever was there."""
+    """It had no rate before its first prompt, and loaded every stored block."""
     with closing(make_llm(model, cache_dir=str(kept))) as llm:
         tiers = tiers_of(llm)
         assert tiers._rate.value is None and 0 < tiers._chain.block_seconds < 10

@@ -169,7 +169,7 @@ def test_requests_that_begin_alike_share_a_load(model: Path, tmp_path: Path) -> 
 def test_a_request_waits_for_the_rest_of_its_prefix(
     model: Path, tmp_path: Path, limits: Callable[..., None], disk_loads: Callable[..., None]
 ) -> None:
-    """A part of it has come and the rest has not; that a prompt is cold keeps nobody waiting."""
+    """A part of it is loaded; a cold prompt makes no other request wait."""
     limits(chunk_bytes=1)
     with opened(model, tmp_path) as llm:
         alone = [ask(llm, tokens) for tokens in PROMPTS]
@@ -209,7 +209,7 @@ def test_a_request_waits_for_the_rest_of_its_prefix(
 def test_after_the_last_request_was_aborted_all_is_saved_and_no_block_is_held(
     model: Path, tmp_path: Path, limits: Callable[..., None], disk_loads: Callable[..., None]
 ) -> None:
-    """Both waited for the next request: what was computed, and the blocks of a load for nobody."""
+    """Computed blocks, and the blocks of a cancelled load, stayed until the next request."""
     limits(chunk_bytes=1)
     with opened(model, tmp_path) as llm:
         engine = llm.engine
@@ -349,7 +349,7 @@ def test_a_load_under_way_keeps_nobody_from_forgetting_all(
     limits: Callable[..., None],
     disk_loads: Callable[..., None],
 ) -> None:
-    """The blocks that it had taken were held until the next step, by nobody's request."""
+    """Its blocks were held until the next step without a request."""
     limits(chunk_bytes=1)
     with opened(model, tmp_path) as llm:
         alone = ask(llm, PROMPTS[0])

@@ -1,4 +1,4 @@
-"""A conversation that goes on in another process hits what was generated in the first."""
+"""A conversation that continues in another process hits the tokens of the first."""
 
 import json
 from pathlib import Path

@@ -71,7 +71,7 @@ def ask(text: str) -> Messages:
 
 
 def go_on(messages: Messages, output: RequestOutput, text: str, index: int = 0) -> Messages:
-    """The conversation with the answer said and the next question asked."""
+    """Return the conversation with the answer and the next question."""
     answer = {"role": "assistant", "content": output.outputs[index].text}
     return [*messages, answer, *ask(text)]
 
@@ -95,7 +95,7 @@ def spell(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
 def test_every_turn_hits_all_of_the_last_but_one_token(
     make_llm: MakeLLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """The one is the last token sampled, whose K/V nobody computed."""
+    """The exception is the last token sampled, whose K/V were not computed."""
     llm = make_llm()
     messages = ask("hello there")
     [output] = llm.chat(messages, PARAMS)
@@ -247,7 +247,7 @@ def test_each_of_several_answers_may_be_the_one_that_is_continued(make_llm: Make
 def test_salts_remember_nothing_of_one_another(
     make_llm: MakeLLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Neither K/V nor ids: not even the number of prompt tokens tells of another tenant."""
+    """No K/V, ids or numbers of prompt tokens depend on another tenant."""
     llm = make_llm()
     messages = ask("hello there")
     [output] = llm.chat(messages, PARAMS, cache_salt="a")

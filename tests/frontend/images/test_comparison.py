@@ -77,7 +77,7 @@ def test_a_digit_of_12_pixels(text: str, ink: str, size: tuple[int, int]) -> Non
 )
 @settings(max_examples=10, deadline=None)
 def test_a_dot_anywhere_is_seen(x: int, y: int, step: int, grain: int, quality: int | None) -> None:
-    """Also at a border, at the corner of a JPEG block, in grain, and beside a saved copy."""
+    """Also at a border, at the corner of a JPEG block, in grain, and next to a saved copy."""
     random = np.random.default_rng(1)
     pixels = np.clip(random.normal(128, grain, (128, 128, 3)), 30, 225).astype(np.uint8)
     picture = Image.fromarray(pixels)

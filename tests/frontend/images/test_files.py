@@ -404,7 +404,7 @@ def test_a_file_that_does_not_say_its_size_is_read_no_further_than_the_limit() -
 
 
 def test_directories_pipes_and_devices_are_refused_at_once(tmp_path: Path) -> None:
-    """A pipe that nobody writes to was waited for, and /dev/zero was read for ever."""
+    """A pipe without a writer was waited for, and /dev/zero was read for ever."""
     pipe = tmp_path / "pipe.png"
     os.mkfifo(pipe)
     for path in (pipe, Path("/dev/zero"), Path("/dev/tty"), tmp_path, tmp_path / "none.png"):

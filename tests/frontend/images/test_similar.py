@@ -1,4 +1,4 @@
-"""Images that look alike: only where asked for, only in one tenant, only copies, and said so."""
+"""Images that look alike: only if requested, only within a tenant, only copies, and marked."""
 
 import hashlib
 import io
@@ -196,7 +196,7 @@ def test_an_image_larger_than_the_limit_is_not_kept() -> None:
 
 
 def test_the_image_that_stands_for_a_copy_has_its_own_pixels() -> None:
-    """Its embeddings may be evicted before they are used; they are then made anew."""
+    """Its embeddings may be evicted before they are used; they are then computed again."""
     similar = SimilarImages(Everything())  # type: ignore[arg-type]
     similar.settle(loaded(spots(1)), None)
     image = similar.settle(loaded(as_jpeg(spots(1))), None).image

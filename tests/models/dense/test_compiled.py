@@ -149,7 +149,7 @@ class Step:
 
 @dataclass
 class Pair:
-    """Drawn layers as modules and as one compiled call, each with a memory of its own."""
+    """Random layers as modules and as one compiled call, each with separate memory."""
 
     shape: DecoderShape
     kind: str

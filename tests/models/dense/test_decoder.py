@@ -200,7 +200,7 @@ def test_an_mlp_in_pieces(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_no_block_is_computed_in_pieces() -> None:
-    """In deterministic mode a block's rows are one product, whatever hooks there are."""
+    """In deterministic mode a block's rows are one product, with any hooks."""
     assert max(BLOCK_SIZES) <= modules._BLOCK
 
 

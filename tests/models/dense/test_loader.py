@@ -259,7 +259,7 @@ def test_no_memory_is_said_to_be_that(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_configuration_without_memory_for_it_is_not_another_family_s(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model ran in transformers' modules, and a GGUF file was said to be unreadable."""
+    """The model ran in transformers' modules, and a GGUF file was refused as unreadable."""
     monkeypatch.setattr(f"headstart.models.dense.{place}", Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
         load_model(save_tiny("llama", tmp_path))

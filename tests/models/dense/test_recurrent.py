@@ -32,7 +32,7 @@ class Part:
 
 
 class Stepper:
-    """A model over states in slots, and sequences each of which has blocks of its own."""
+    """A model over states in slots, and sequences with separate blocks."""
 
     def __init__(self, model: DecoderModel, sequences: int = 1, length: int = LENGTH) -> None:
         self.model, self.per_sequence = model, -(-length // BLOCK)

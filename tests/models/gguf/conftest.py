@@ -1,4 +1,4 @@
-"""A cache folder of its own for each test."""
+"""A separate cache folder for each test."""
 
 from pathlib import Path
 

@@ -99,7 +99,7 @@ def test_a_model_knows_the_weights_of_its_file(kind: str, dtype: str, tmp_path: 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_floats_are_kept_as_in_a_checkpoint_of_floats(architecture: str, tmp_path: Path) -> None:
-    """They were copied to float32, and multiplied by torch, whatever the kernels do."""
+    """They were copied to float32 and multiplied by torch, although kernels support them."""
     original = make_model(architecture).to(torch.bfloat16).float()
     original.tie_weights()
     kinds: dict[str, tuple[str, type]] = {"float32": ("BF16", Bf16Weight)}
@@ -117,7 +117,7 @@ def test_floats_are_kept_as_in_a_checkpoint_of_floats(architecture: str, tmp_pat
 
 
 def test_floats_beside_blocks_run_with_them_as_one_call(tmp_path: Path) -> None:
-    """An embedding in blocks becomes float32, and so did all floats in bfloat16 beside it."""
+    """An embedding in blocks becomes float32, and so did all floats in bfloat16 of the file."""
     own = gguf.GGUFWriter.add_tensor
 
     def add(self: Any, name: str, data: Any, raw_dtype: Any = None) -> None:
@@ -246,7 +246,7 @@ def test_other_architectures_and_other_files_are_refused(tmp_path: Path) -> None
 
 
 def test_one_of_several_files_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    """It was said that layers behind the file's last one have no shape."""
+    """The error was about layers after the file's last layer, which have no shape."""
     model = make_model("llama")
     file = write_gguf(tmp_path / "a-00001-of-00002.gguf", "llama", model, "F32", files=2)
     with pytest.raises(UnsupportedModelError, match=r"one of 2 files.*llama-gguf-split --merge"):

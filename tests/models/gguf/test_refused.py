@@ -62,7 +62,7 @@ NO_MEMORY = [MemoryError(), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))]
 def test_want_of_memory_is_no_damage(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file was said to be unreadable: a user would have downloaded it again."""
+    """The file was refused as unreadable: a user would have downloaded it again."""
     file = write_gguf(tmp_path / "tiny.gguf", "llama", make_model("llama"), "Q4_0")
 
     def full(*args: Any, **options: Any) -> None:
@@ -157,7 +157,7 @@ def test_two_tensors_for_one_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["Q4_0", "F32"])
 @pytest.mark.parametrize("left", [-90, 10, 13, 0.5, -1])
 def test_a_file_that_was_cut_off_is_said_to_be_that(left: float, kind: str, tmp_path: Path) -> None:
-    """numpy's words were told: an array of size 10 cannot be reshaped, a view needs a divisor.
+    """numpy's errors were shown: an array of size 10 cannot be reshaped, a view needs a divisor.
 
     90 bytes before the first tensor the list of them ends.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints that are written in 4 bits: what loads them, and what of bad input is told."""
+"""Checkpoints that are written in 4 bits: their readers, and errors for bad input."""
 
 import json
 import os

@@ -32,7 +32,7 @@ def sequence(*tokens: int, salt: str | None = None) -> TokenSequence:
 
 
 def unsaved(of: TokenSequence, first: int = 0) -> list[UnsavedBlock]:
-    """The sequence's blocks as a pool tells of them."""
+    """Return the sequence's blocks as the events of a pool name them."""
     tree, found = PrefixTree(), []
     node: PrefixNode = tree.make_root(of.namespace)
     for at, key in enumerate(of.keys):

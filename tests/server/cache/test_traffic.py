@@ -53,7 +53,7 @@ def test_the_closest_of_the_last_prompts_is_found(
 def test_what_was_looked_up_before_it_was_computed_was_not_evicted(
     waited: float, num_lost: int
 ) -> None:
-    """Two requests with one document at once: the page told of an eviction, in an empty pool."""
+    """The page showed an eviction in an empty pool for two requests with one document."""
     now = 10.0
     traffic = Traffic(clock=lambda: now)
     traffic.add("first", PLAIN, [1, 2, 3, 4, 5, 6, 7], 0, MISSED, Times(5.0, 4.0, 1.0))
@@ -65,7 +65,7 @@ def test_what_was_looked_up_before_it_was_computed_was_not_evicted(
 
 
 def test_what_the_cache_says_was_evicted_was() -> None:
-    """The closest prompt may have come in between, and a third one's blocks are what was lost."""
+    """The closest prompt may have arrived in between; the evicted blocks are a third prompt's."""
     traffic = Traffic(clock=lambda: 10.0)
     traffic.add("first", PLAIN, [1, 2, 3, 4, 5, 6, 7], 0, MISSED, Times(5.0, 4.0, 1.0))
     evicted = MissExplanation(MissReason.EVICTED, 0)
@@ -107,7 +107,7 @@ def test_memory_is_bounded(earlier: list[list[int]]) -> None:
 
 
 def test_no_tenants_prompts_are_forgotten_for_anothers() -> None:
-    """By the number of its own that were left, one counted those of the others."""
+    """The number of its remaining blocks included those of other prompts."""
     traffics = Traffics(by_tenant=True)
     own, narrowed = traffics.of("bob"), traffics.of("bob/x")
     own.add("own", Namespace(None, "bob"), [1, 2, 3], 0, MISSED)
@@ -161,7 +161,7 @@ def test_a_short_prompt_is_compared_with_no_more_of_a_long_one_than_could_be_ali
 def test_a_long_prompt_that_is_forgotten_is_not_spelled_again(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It took the event loop a millisecond, beside a short one that came. Also if it came often."""
+    """It took the event loop a millisecond while short requests arrived, also if repeated."""
     known = Traffic(max_tokens=400_000 * count)
     for at in range(count):
         known.add(f"long {at}", PLAIN, list(range(400_000)), 0, MISSED)

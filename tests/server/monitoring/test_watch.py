@@ -1,4 +1,4 @@
-"""Notes of answered requests are taken when nobody waits for them any more."""
+"""Notes of answered requests are taken after their clients have their answers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_prompt_is_known_as_soon_as_it_is_answered(monkeypatch: pytest.MonkeyP
 
 
 def test_who_asks_waits_for_notes_that_are_being_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`/metrics` found nothing left to note, and told counts without the last request."""
+    """`/metrics` had counts without the last request."""
     began, goes_on = threading.Event(), threading.Event()
     with running() as server:
         watch, noted = server.service.watch, notes_of(server, monkeypatch)
@@ -96,7 +96,7 @@ def test_who_asks_waits_for_notes_that_are_being_taken(monkeypatch: pytest.Monke
         lock, is_told, comes = watch._lock, threading.Event(), threading.Event()
 
         class Seen:
-            """The lock, which tells that somebody comes to it."""
+            """A lock that signals when a thread reaches it."""
 
             def __enter__(self) -> None:
                 comes.set()

@@ -39,7 +39,7 @@ def auc(sent: Sequence[int], others: Sequence[int]) -> float:
 
 
 def attack(ask: Asked, prober: str = "bob") -> float:
-    """The better of AUC and its opposite, since less may tell as much as more."""
+    """Return the larger of AUC and 1 - AUC, since both reveal as much."""
     ask(prober, -1)  # so that what every prompt begins with is cached for both kinds
     for number in range(0, 2 * PROMPTS, 2):
         ask("alice", number)
@@ -133,7 +133,7 @@ def test_no_salt_of_a_body_opens_another_tenants_cache(texts: tuple[Running, Hea
 
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "open"])
 def test_prompts_of_another_tenant_behind_a_public_prefix(keys: bool, tmp_path: Path) -> None:
-    """The prefix is shared, and nothing is told of what comes after it."""
+    """The prefix is shared, and nothing is revealed of the tokens after it."""
     rng = random.Random(3)
     prefix = [rng.randrange(40, 240) for _ in range(37)]
     prompts = {n: [rng.randrange(40, 240) for _ in range(50)] for n in range(-1, 2 * PROMPTS)}
@@ -162,7 +162,7 @@ def test_a_group_shares_and_its_salts_divide_it(tmp_path: Path) -> None:
 
 
 def test_that_another_tenant_has_a_prompt_is_told_to_administrators_alone(tmp_path: Path) -> None:
-    """Nobody was told: who asks why two tenants do not share read that nothing like it was seen."""
+    """The reason was "nothing like it was seen", although another salt was the cause."""
     with serving(tmp_path, shallow_built_in(), keys=True) as (server, headers):
         monitor = {"x-api-key": KeyFolder(tmp_path).add("monitor", admin=True)}
         prompt = {"prompt": "Anna is 31 years old.\n" * 20}
@@ -230,7 +230,7 @@ def test_a_response_is_its_tenants_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "open"])
 def test_images_of_another_tenant(keys: bool, demo_vision: Path, tmp_path: Path) -> None:
-    """Neither what of the prompt was cached, nor whether the image was encoded anew."""
+    """The cached tokens and the encoding of the image do not depend on another tenant."""
     with serving(tmp_path / "keys", demo_vision, keys=keys) as (server, headers):
         assert server.llm.frontend.images is not None
         encoder = server.llm.frontend.images.cache

@@ -206,7 +206,7 @@ def test_no_key_of_the_folder_is_in_the_operator_s_tenant(
 
 @pytest.mark.parametrize("key", ["", " lead", "trail ", "\n", "key\r\n"])
 def test_a_key_that_no_header_carries_is_refused(key: str) -> None:
-    """Blanks around a header's value are dropped, so nobody could show such a key."""
+    """Blanks around a header's value are dropped, so such a key could not be used."""
     with pytest.raises(ConfigError, match=r"^api_key is empty, or has a space") as told:
         ServerOptions(api_key=("good", key))
     assert "trail" not in str(told.value) and "lead" not in str(told.value)
@@ -353,7 +353,7 @@ def test_without_keys_the_bodys_salt_is_all() -> None:
 
 
 def test_an_administrator_reads_whose_blocks_are_by_the_names_of_keys(tmp_path: Path) -> None:
-    """`/cache` told a part of the salts, which no operator can tell from one another."""
+    """`/cache` showed a part of the salts, which operators cannot distinguish."""
     kept = KeyFolder(tmp_path)
     keys = {
         "alice": kept.add("alice"),

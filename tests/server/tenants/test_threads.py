@@ -1,4 +1,4 @@
-"""Tenants have the threads that prepare requests in turns, whoever came first."""
+"""Tenants alternate in the threads that prepare requests, in any order of arrival."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_what_failed_is_let_go_of_at_once() -> None:
 
 
 def test_what_is_refused_at_the_end_does_not_run() -> None:
-    """A thread that still had work ran it, though whoever submitted it was told that none would."""
+    """A thread ran work whose submission had been refused."""
     goes_on = threading.Event()
     ran: list[int] = []
     with TenantQueue("test", 1) as threads:

@@ -22,8 +22,8 @@ from headstart.engine.config import EngineConfig, make_config
 from headstart.errors import CacheError, ConfigError
 from headstart.tiers import DiskStore, ModelRecord, default_folder, make_folder
 from headstart.tiers.contents import (
-    KeptPrefix,
     ModelState,
+    StoredPrefix,
     export_blocks,
     import_blocks,
     read_model,
@@ -31,7 +31,7 @@ from headstart.tiers.contents import (
     read_prefixes,
 )
 from headstart.tiers.contents import verify as verify_folder
-from headstart.tiers.index import KeptBlock, described_models, reopen, slot_path
+from headstart.tiers.index import IndexedBlock, described_models, reopen, slot_path
 
 _SHORTEST = 4  # digits of a prefix's name
 _NAME = re.compile(rf"[0-9A-Fa-f]{{{_SHORTEST},64}}")
@@ -288,18 +288,18 @@ def _check_unique(name: str, names: Sequence[str]) -> None:
         raise CacheError(f"{name!r} is the beginning of {len(names)} names; type more of: {shown}")
 
 
-def _all_of(path: Path, state: ModelState) -> list[KeptPrefix]:
+def _all_of(path: Path, state: ModelState) -> list[StoredPrefix]:
     with closing(reopen(path, None)) as index:
         return read_prefixes(index, state.model.id)
 
 
-def _block_names(prefixes: Sequence[KeptPrefix]) -> list[BlockHash]:
+def _block_names(prefixes: Sequence[StoredPrefix]) -> list[BlockHash]:
     return [block.name for prefix in prefixes for block in prefix.all_blocks()]
 
 
 def _select(
     path: Path, states: Sequence[ModelState], names: Sequence[str]
-) -> list[tuple[ModelState, list[KeptPrefix]]]:
+) -> list[tuple[ModelState, list[StoredPrefix]]]:
     """Return each model with the first prefixes on each path whose names begin so.
 
     Without names these are all prefixes. Raises CacheError for a name of no prefix, or of several.
@@ -319,28 +319,30 @@ def _select(
         stored = f"{', '.join(names_shown)}{suffix}, of {titles}" if names_shown else "none"
         problem = f"no prefix {name!r} is kept"
         if not _NAME.fullmatch(name):
-            problem = f"{name!r} is no name; allowed: {_SHORTEST} hexadecimal digits of one or more"
+            problem = (
+                f"{name!r} is not a hash; allowed: {_SHORTEST} hexadecimal digits of one or more"
+            )
         raise CacheError(f"{problem}; kept: {stored}; headstart cache ls MODEL prints their names")
     return [(state, _first_named(roots, names) if names else roots) for state, roots in trees]
 
 
-def _first_named(prefixes: Sequence[KeptPrefix], names: Sequence[str]) -> list[KeptPrefix]:
-    named: list[KeptPrefix] = []
+def _first_named(prefixes: Sequence[StoredPrefix], names: Sequence[str]) -> list[StoredPrefix]:
+    named: list[StoredPrefix] = []
     for prefix in prefixes:
         is_named = any(_is_named(prefix, name) for name in names)
-        named += [prefix] if is_named else _first_named(prefix.then, names)
+        named += [prefix] if is_named else _first_named(prefix.children, names)
     return named
 
 
-def _is_named(prefix: KeptPrefix, name: str) -> bool:
+def _is_named(prefix: StoredPrefix, name: str) -> bool:
     return bool(_NAME.fullmatch(name)) and prefix.name.hex().startswith(name.lower())
 
 
-def _before(path: Path, state: ModelState, prefix: KeptPrefix) -> list[KeptBlock]:
+def _before(path: Path, state: ModelState, prefix: StoredPrefix) -> list[IndexedBlock]:
     """Return the blocks before a prefix, from the root on."""
     with closing(reopen(path, None)) as index:
         blocks = {block.name: block for block in index.list_blocks(state.model.id)}
-    blocks_before = [prefix.stretch[0]]
+    blocks_before = [prefix.segment[0]]
     while (block := blocks.get(blocks_before[-1].parent)) is not None:
         blocks_before.append(block)
     return blocks_before[:0:-1]
@@ -366,13 +368,13 @@ def _show_models(states: Sequence[ModelState]) -> str:
     return "\n".join(_align([heading, *rows], left=2))
 
 
-def _show_prefixes(prefixes: Sequence[KeptPrefix], model: ModelRecord, most: int) -> str:
+def _show_prefixes(prefixes: Sequence[StoredPrefix], model: ModelRecord, most: int) -> str:
     """Return a line for each segment between two forks, and the beginning of its text if kept."""
     rows = [("prefix", "tokens", "size", "last used", "loaded", "saved")]
     quotes = [""]
     ordered = list(_in_order(prefixes))
     for depth, prefix in ordered[:most]:
-        blocks, size = prefix.stretch, model.block_size
+        blocks, size = prefix.segment, model.block_size
         rows.append(
             (
                 "  " * depth + prefix.name.hex()[:_DIGITS],
@@ -394,13 +396,13 @@ def _show_prefixes(prefixes: Sequence[KeptPrefix], model: ModelRecord, most: int
     return "\n".join(line for pair in lines for line in pair if line)
 
 
-def _in_order(prefixes: Sequence[KeptPrefix]) -> Iterator[tuple[int, KeptPrefix]]:
+def _in_order(prefixes: Sequence[StoredPrefix]) -> Iterator[tuple[int, StoredPrefix]]:
     """Yield each prefix with the number of forks before it, and then its continuations."""
     pending = [(0, prefix) for prefix in reversed(prefixes)]
     while pending:
         depth, prefix = pending.pop()
         yield depth, prefix
-        pending += [(depth + 1, child) for child in reversed(prefix.then)]
+        pending += [(depth + 1, child) for child in reversed(prefix.children)]
 
 
 def _show_age(used: float) -> str:

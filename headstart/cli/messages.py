@@ -298,7 +298,8 @@ class Questions:
                 json.loads(answer.outputs[0].text, parse_int=str)
             except ValueError as error:
                 raise RequestError(
-                    f"answer {number} was cut and is no whole JSON; allowed: a higher --max-tokens "
+                    f"answer {number} was cut off and is not complete JSON; allowed: a higher "
+                    "--max-tokens "
                     f"than {len(answer.outputs[0].token_ids)}, no --stop"
                 ) from error
 

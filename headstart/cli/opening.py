@@ -183,7 +183,7 @@ def exiting_on_interrupt() -> Iterator[None]:
                 if (path := handle.readlink()).suffix == ".incomplete":
                     has_parts = True
                     path.unlink()
-        suffix = "; the files that are whole are kept" if has_parts else ""
+        suffix = "; complete files stay in the cache" if has_parts else ""
         click.echo(f"\nheadstart: interrupted{suffix}", err=True)
         os._exit(128 + number)
 

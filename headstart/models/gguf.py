@@ -243,7 +243,7 @@ def _skip_value(data: BinaryIO, size: int, kind: int) -> None:
         raise ValueError(f"a value has the type {kind}, which is unknown")
     left = size - data.tell()
     if length > left:
-        raise ValueError(f"a value of {length} bytes stands {left} bytes before its end")
+        raise ValueError(f"a value of {length} bytes is {left} bytes before its end")
     data.seek(length, os.SEEK_CUR)
 
 

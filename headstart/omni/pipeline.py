@@ -176,8 +176,8 @@ _SWITCHES = {"find_outputs", "autoregressive", "enable_prefix_caching"}
 _REFUSED = {
     "dtype": "it is of the whole model: Omni(model, dtype=...)",
     "device": "it is of the whole model: Omni(model, device=...)",
-    "weights": "an omni model keeps its weights as the checkpoint has them",
-    "encoder_cache_rows": "what was heard and seen is kept in cache_bytes",
+    "weights": "an omni model uses the checkpoint's weights unchanged",
+    "encoder_cache_rows": "encoded audio and images are cached within cache_bytes",
     "max_images": "an omni model reads images by its own processor",
     "max_image_pixels": "an omni model reads images by its own processor",
     "enable_lora": "an omni model takes no adapters",
@@ -185,7 +185,7 @@ _REFUSED = {
     "max_lora_rank": "an omni model takes no adapters",
 }
 _OF_ALL = {
-    "enable_prefix_caching": "it stands next to a stage's options, or among those of all stages",
+    "enable_prefix_caching": "it is set next to a stage's options, or for all stages",
     "num_threads": "it is of the process: among the options of all stages",
 }
 _OF_STORES = dict.fromkeys(

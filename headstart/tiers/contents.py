@@ -28,8 +28,8 @@ from headstart.tiers.files import SlotFile
 from headstart.tiers.index import (
     INDEX,
     DiskIndex,
-    KeptBlock,
-    KeptModel,
+    IndexedBlock,
+    IndexedModel,
     described_models,
     is_passing,
     make_folder,
@@ -105,7 +105,7 @@ def verify(
     if not folder.is_dir():
         raise ConfigError(f"there is no cache folder {folder}")
     if not make_folder(folder) and repair:
-        raise ConfigError(f"cache folder {folder} cannot be written, and so not be repaired")
+        raise ConfigError(f"cache folder {folder} cannot be repaired, as it is not writable")
     try:
         with ExitStack() as stack:
             index = _open_index(folder, stack)
@@ -247,7 +247,7 @@ class ModelState(NamedTuple):
     oldest block, and of the block used last, in seconds since 1970.
     """
 
-    model: KeptModel
+    model: IndexedModel
     num_blocks: int
     nbytes: int
     hits: int
@@ -257,30 +257,30 @@ class ModelState(NamedTuple):
 
 
 @dataclass
-class KeptPrefix:
-    """Blocks one after another, up to where prompts part. `then`: the prefixes that continue it."""
+class StoredPrefix:
+    """Consecutive blocks up to a fork. `children`: the prefixes that continue it."""
 
-    stretch: list[KeptBlock]
-    then: list["KeptPrefix"] = field(default_factory=list)
+    segment: list[IndexedBlock]
+    children: list["StoredPrefix"] = field(default_factory=list)
 
     @property
     def words(self) -> str:
         """The beginning of its text, on one line; empty where no text is stored."""
-        some = b"".join(block.words for block in self.stretch[:_BLOCKS_OF_WORDS])
-        text = some.decode("utf-8", "replace").replace("\ufffd", "")  # halves of characters
+        text_bytes = b"".join(block.words for block in self.segment[:_BLOCKS_OF_WORDS])
+        text = text_bytes.decode("utf-8", "replace").replace("\ufffd", "")  # halves of characters
         return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
     @property
     def name(self) -> BlockHash:
-        return self.stretch[0].name
+        return self.segment[0].name
 
-    def all_blocks(self) -> Iterator[KeptBlock]:
+    def all_blocks(self) -> Iterator[IndexedBlock]:
         """Yield its blocks, and those of all prefixes that continue it."""
         todo = [self]
         while todo:
             prefix = todo.pop()
-            yield from prefix.stretch
-            todo += prefix.then
+            yield from prefix.segment
+            todo += prefix.children
 
 
 def read_models(folder: Path) -> list[ModelState]:
@@ -307,29 +307,29 @@ def read_models(folder: Path) -> list[ModelState]:
     return sorted(states, key=lambda state: -state.nbytes)
 
 
-def read_prefixes(index: DiskIndex, model: int) -> list[KeptPrefix]:
+def read_prefixes(index: DiskIndex, model: int) -> list[StoredPrefix]:
     """Return a model's prefixes as trees, largest first.
 
     A prefix whose beginning is lost begins later.
     """
     blocks = {block.name: block for block in index.list_blocks(model)}
-    children: dict[BlockHash, list[KeptBlock]] = {}
+    children: dict[BlockHash, list[IndexedBlock]] = {}
     for block in blocks.values():
         children.setdefault(block.parent, []).append(block)
-    roots = [KeptPrefix([block]) for block in blocks.values() if block.parent not in blocks]
+    roots = [StoredPrefix([block]) for block in blocks.values() if block.parent not in blocks]
     todo = list(roots)
     while todo:
         prefix = todo.pop()
-        following = children.get(prefix.stretch[-1].name, [])
+        following = children.get(prefix.segment[-1].name, [])
         while len(following) == 1:
-            prefix.stretch.append(following[0])
+            prefix.segment.append(following[0])
             following = children.get(following[0].name, [])
-        prefix.then = [KeptPrefix([block]) for block in following]
-        todo += prefix.then
+        prefix.children = [StoredPrefix([block]) for block in following]
+        todo += prefix.children
     return sorted(roots, key=lambda prefix: -sum(1 for _ in prefix.all_blocks()))
 
 
-def export_blocks(store: DiskStore, blocks: Iterable[KeptBlock], path: Path) -> int:
+def export_blocks(store: DiskStore, blocks: Iterable[IndexedBlock], path: Path) -> int:
     """Write blocks to a new file, parents before children; return how many were whole.
 
     Raises CacheError if the file exists or cannot be written; no part of it is left then.
@@ -379,7 +379,9 @@ def import_blocks(store: DiskStore, path: Path, now: float) -> int:
         with path.open("rb") as file:
             model = _read_model(file, path)
             if model._replace(title="") != store.model._replace(title=""):
-                raise CacheError(f"{path} holds blocks of another model than {store.model.title}")
+                raise CacheError(
+                    f"{path} has blocks of another model; allowed: {store.model.title}"
+                )
             is_last = False
             while not is_last:
                 blocks: list[StoredBlock] = []
@@ -395,13 +397,13 @@ def import_blocks(store: DiskStore, path: Path, now: float) -> int:
         raise CacheError(f"{path} cannot be read: {error.strerror}") from error
     if not is_whole:
         raise CacheError(
-            f"{path} is damaged or cut after {num_read * size:,} tokens; these are kept, "
-            f"{num_new * size:,} of them are new here"
+            f"{path} is damaged or cut off after {num_read * size:,} tokens; these were imported, "
+            f"{num_new * size:,} of them new"
         )
     if num_held < num_read:
         raise CacheError(
-            f"{path} holds {num_read * size:,} tokens, and {store.folder} keeps "
-            f"{num_held * size:,} of them: there is no room for the others"
+            f"{path} has {num_read * size:,} tokens, and {store.folder} has space for "
+            f"{num_held * size:,} of them; allowed: a larger --cache-dir-bytes"
         )
     return num_new
 
@@ -410,12 +412,14 @@ def _read_model(file: BinaryIO, path: Path) -> ModelRecord:
     begins = file.read(len(_MAGIC))
     if begins != _MAGIC:
         if begins.startswith(_KIND):
-            raise CacheError(f"{path} is of another version of headstart; export its blocks again")
-        raise CacheError(f"{path} is no file that `headstart cache export` wrote")
+            raise CacheError(
+                f"{path} was exported by another version of headstart; export its blocks again"
+            )
+        raise CacheError(f"{path} is not a file of `headstart cache export`")
     try:
         model = parse_description(file.readline(_LONGEST))
     except Exception as error:  # any kind, from a damaged file
-        raise CacheError(f"{path} does not name its model") from error
+        raise CacheError(f"{path} has no description of its model") from error
     if model is None:
         raise CacheError(f"{path} has blocks of an impossible size")
     return model

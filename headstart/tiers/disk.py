@@ -24,7 +24,7 @@ from headstart.tiers.files import SlotFile, slot_bytes
 from headstart.tiers.index import (
     INDEX,
     DiskIndex,
-    KeptBlock,
+    IndexedBlock,
     describe_model,
     is_passing,
     make_folder,
@@ -129,7 +129,7 @@ class DiskStore:
                         break
                     saved += 1
                 if index.known(list(self._new)) != self._new:
-                    raise ValueError("it does not find blocks that were just listed")
+                    raise ValueError("it lacks blocks that were just listed")
             return saved
         return None
 
@@ -191,7 +191,7 @@ class DiskStore:
             with suppress(FileNotFoundError):
                 length = slot_path(self.folder, record).lstat().st_size
             if count * size > -(-length // size) * size:
-                raise ValueError(f"it lists {count:,} blocks, and {length // size:,} are there")
+                raise ValueError(f"it lists {count:,} blocks, and the file has {length // size:,}")
             if length > count * size:  # blocks were taken out, or a process was killed
                 self._surplus += length - count * size
                 self._to_cut.add(record)
@@ -202,7 +202,7 @@ class DiskStore:
         state = os.statvfs(self.folder)
         return state.f_bavail * state.f_frsize
 
-    def _take_out(self, index: DiskIndex, block: KeptBlock) -> None:
+    def _take_out(self, index: DiskIndex, block: IndexedBlock) -> None:
         """Forget a block; the last one of its file takes its slot. The file is cut later."""
         record = dict(index.models())[block.model]
         file, last = self._file(record), index.count(block.model) - 1

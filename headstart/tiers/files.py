@@ -59,13 +59,13 @@ def open_file(path: Path, flags: int, *, create: bool = False) -> int:
                         return fd
                 continue
             if create:
-                _LOG.warning("%s is a link or belongs to another user: it is removed", path)
+                _LOG.warning("%s is a link or belongs to another user, so it is removed", path)
                 path.unlink()
         if not create:
             raise FileNotFoundError(f"{path} is missing, or it is a link or another user's file")
         with suppress(FileExistsError):
             return os.open(path, flags | _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
-    raise OSError(f"{path} is replaced again and again")
+    raise OSError(f"{path} is replaced repeatedly")
 
 
 def read_file(path: Path) -> bytes:

@@ -74,14 +74,14 @@ def is_passing(error: BaseException) -> bool:
     return getattr(error, "sqlite_errorcode", -1) & 0xFF in _PASSING
 
 
-class KeptModel(NamedTuple):
+class IndexedModel(NamedTuple):
     """A model that has blocks in the store."""
 
     id: int
     record: ModelRecord
 
 
-class KeptBlock(NamedTuple):
+class IndexedBlock(NamedTuple):
     """A block in the store. made and used: seconds since 1970. words: its text, in UTF-8."""
 
     name: BlockHash
@@ -96,7 +96,7 @@ class KeptBlock(NamedTuple):
     words: bytes
 
 
-_COLUMNS = ", ".join(KeptBlock._fields[:-1]) + ", CAST(words AS BLOB)"  # text, if it is damaged
+_COLUMNS = ", ".join(IndexedBlock._fields[:-1]) + ", CAST(words AS BLOB)"  # text, if it is damaged
 
 
 class DiskIndex:
@@ -139,7 +139,7 @@ class DiskIndex:
                     "its index is of a later version of headstart; allowed: another folder"
                 )
             if mark != _MARK:
-                raise ValueError("these are not the tables of an index")
+                raise ValueError("its tables are not those of an index")
         except BaseException:
             self._connection.close()
             raise
@@ -165,11 +165,11 @@ class DiskIndex:
 
     # Models
 
-    def models(self) -> list[KeptModel]:
+    def models(self) -> list[IndexedModel]:
         rows = self._execute(
             "SELECT id, fingerprint, title, block_size, block_bytes FROM models ORDER BY id"
         )
-        return [KeptModel(row[0], ModelRecord(*row[1:])) for row in rows]
+        return [IndexedModel(row[0], ModelRecord(*row[1:])) for row in rows]
 
     def add_model(self, record: ModelRecord) -> int:
         """Return the id of a new model, made from the time: no id is used for two models."""
@@ -188,7 +188,7 @@ class DiskIndex:
         """Return how many blocks a model has; they lie in as many slots, from 0 on."""
         [last] = self._execute("SELECT max(slot) FROM blocks WHERE model = ?", (model,)).fetchone()
         if last is not None and last < 0:
-            raise ValueError(f"the last block lies in slot {last}")
+            raise ValueError(f"the last block is in slot {last}")
         return 0 if last is None else int(last) + 1
 
     def block_seconds(self, model: int) -> float:
@@ -222,10 +222,10 @@ class DiskIndex:
         rows = self._execute(f"SELECT name, slot FROM blocks WHERE name IN ({marks})", names)
         slots = {BlockHash(name): slot for name, slot in rows}
         if not slots.keys() <= set(names):
-            raise ValueError("it finds a block under another's name")
+            raise ValueError("it has a block under another block's hash")
         return slots
 
-    def block(self, name: BlockHash) -> KeptBlock | None:
+    def block(self, name: BlockHash) -> IndexedBlock | None:
         """Return a block's row; None if there is none.
 
         In a damaged index the row found by a name may differ from the row found by its slot. If
@@ -240,16 +240,16 @@ class DiskIndex:
         if row is None:
             return None
         *columns, is_in_slot = row
-        block = KeptBlock(*columns)
+        block = IndexedBlock(*columns)
         if block.name != name or not is_in_slot or block.slot < 0:
-            raise ValueError(f"it finds a block by a name that slot {block.slot} does not have")
+            raise ValueError(f"it has a block with another hash than slot {block.slot}")
         return block
 
-    def list_blocks(self, model: int) -> list[KeptBlock]:
+    def list_blocks(self, model: int) -> list[IndexedBlock]:
         rows = self._execute(
             f"SELECT {_COLUMNS} FROM blocks WHERE model = ? ORDER BY slot", (model,)
         )
-        return [KeptBlock(*row) for row in rows]
+        return [IndexedBlock(*row) for row in rows]
 
     def insert(self, model: int, slot: int, block: StoredBlock, worth: float) -> None:
         """List a block in a slot, replacing another block there."""
@@ -261,7 +261,7 @@ class DiskIndex:
             (name, model, slot, parent, depth, seconds, worth, now, used, words),
         )
         if self.count(model) <= slot:
-            raise ValueError("it counts fewer blocks than there are")
+            raise ValueError("its count of blocks is too low")
 
     def move(self, model: int, source: int, target: int) -> None:
         """List the block of one slot in another, replacing another block there."""
@@ -279,7 +279,7 @@ class DiskIndex:
     def _change_one(self, statement: str, values: tuple[int | bytes, ...]) -> None:
         """Change one row. A damaged index may find a row in one way and not in another."""
         if self._execute(statement, values).rowcount != 1:
-            raise ValueError("a block that it lists is not there")
+            raise ValueError("a block that it lists is missing")
 
     # Worth
 
@@ -290,7 +290,7 @@ class DiskIndex:
     def _clock(self) -> float:
         return float(self._execute("SELECT worth FROM clock").fetchone()[0])
 
-    def victim(self, before: float) -> tuple[KeptBlock, float] | None:
+    def victim(self, before: float) -> tuple[IndexedBlock, float] | None:
         """Return the block to evict first of those last used before a time, and its worth.
 
         A block that others continue stays, since without it they cannot be found. A block with a
@@ -312,7 +312,7 @@ class DiskIndex:
             self._place_behind(continued)
             block = self.block(name)
             if block is None:
-                raise ValueError("the order of eviction has a block that is not there")
+                raise ValueError("the order of eviction has a missing block")
             return block, worth
         return None
 
@@ -385,7 +385,7 @@ def make_folder(folder: Path) -> bool:
         if state.st_mode & 0o077 and is_writable:
             folder.chmod(state.st_mode & 0o700)
         if state.st_mode & 0o022 and names:
-            _LOG.warning("%s could be written by other users: it is emptied", folder)
+            _LOG.warning("%s was writable by other users, so it is emptied", folder)
             for path in folder.iterdir():
                 if _OURS.fullmatch(path.name) and (path.is_symlink() or not path.is_dir()):
                     path.unlink(missing_ok=True)
@@ -534,7 +534,9 @@ def _locked(folder: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > until:
-                    raise TimeoutError("another process rebuilds the index, slowly") from None
+                    raise TimeoutError(
+                        "another process takes too long to rebuild the index"
+                    ) from None
                 time.sleep(0.02)
         yield
     finally:

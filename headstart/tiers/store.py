@@ -173,7 +173,7 @@ class Pause:
         if not self.is_on:  # calls that failed together count as one failure
             self._seconds = min(2 * self._seconds, _LONGEST_PAUSE) or _FIRST_PAUSE
             self._until = time.monotonic() + self._seconds
-        self.faults.note(kind, f"{detail}; the store is left alone for {self._seconds:.0f} s")
+        self.faults.note(kind, f"{detail}; the store is paused for {self._seconds:.0f} s")
 
     def answered(self) -> None:
         """Make the next pause a short one."""

@@ -26,7 +26,7 @@ _BATCH_BLOCKS = 64  # of a save
 _BATCH_BYTES = 16 << 20
 _REST = 15  # times as long as a save took
 _DRAIN_BYTES = 32 << 20  # saved, after which an empty queue returns its memory
-_MOST_STORED = 1 << 14  # names that wait for `take_kept`
+_MOST_STORED = 1 << 14  # names that wait for `take_saved`
 
 
 @dataclass(eq=False, kw_only=True)
@@ -291,7 +291,7 @@ class Saver:
         """True while something waits to be saved, or is being saved."""
         return bool(self._blocks or self._touched or self._batch)
 
-    def take_kept(self) -> list[BlockHash]:
+    def take_saved(self) -> list[BlockHash]:
         """Return the blocks that the store was seen to have since the last call.
 
         They were saved or used. The oldest are left out after a long time.

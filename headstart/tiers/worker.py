@@ -336,7 +336,7 @@ class GuardedStore:
         return True
 
     def _note_slow_load(self) -> None:
-        self.faults.note(SLOW, "the rest does not come in time")
+        self.faults.note(SLOW, "the other blocks are not loaded in time")
 
 
 def _read_chunks(store: BlockStore, names: Sequence[BlockHash]) -> Iterator[list[LoadedBlock]]:

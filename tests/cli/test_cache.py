@@ -119,7 +119,7 @@ def test_a_name_that_nothing_has_is_an_error_before_any_work(cache: Cache) -> No
         assert all(name in said for name in (shared, one, other, "of tiny-model (float32);"))
     for name in ("zzz", "zzzz", "abc", "tiny-model", "0" * 65, ""):
         said = cache("drop", shared, name, status=2).stderr
-        assert f"{name!r} is no name; allowed: 4 hexadecimal digits of one or more; kept" in said
+        assert f"{name!r} is not a hash; allowed: 4 hexadecimal digits of one or more; kept" in said
         assert all(name in said for name in (shared, one, other, "headstart cache ls MODEL"))
     assert shared in cache("export", "zzzz", "nowhere", status=2).stderr
     assert "112 tokens in 7 blocks" in cache("stat").output
@@ -219,7 +219,7 @@ def test_blocks_without_room_are_told(
     with monkeypatch.context() as patch:
         patch.setattr("headstart.tiers.disk._LEAST_FREE", 1 << 60)
         said = cache("import", moved, status=2).stderr
-    assert "moved holds 112 tokens, and " in said and "keeps 0 of them" in said
+    assert "moved has 112 tokens, and " in said and "has space for 0 of them" in said
 
 
 @pytest.mark.parametrize("harm", ["cut in a block", "cut at a border", "flipped"])
@@ -239,7 +239,7 @@ def test_a_file_that_lacks_blocks_is_told_and_the_others_are_kept(
         del data[-11 - (length // 2 if harm == "cut in a block" else length) :]
     moved.write_bytes(data)
     said = cache("import", str(moved), status=2).stderr
-    assert "is damaged or cut after 96 tokens; these are kept, 96 of them are new here" in said
+    assert "is damaged or cut off after 96 tokens; these were imported, 96 of them new" in said
     assert "96 tokens in 6 blocks" in cache("stat").output
 
 

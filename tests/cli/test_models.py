@@ -203,7 +203,7 @@ def test_ctrl_c_ends_a_download_at_once(tmp_path: Path) -> None:
         first.send_signal(signal.SIGINT)
         _, said = first.communicate()
         assert first.returncode == 130 and "Traceback" not in said
-        assert said.endswith("headstart: interrupted; the files that are whole are kept\n")
+        assert said.endswith("headstart: interrupted; complete files stay in the cache\n")
         assert not list(blobs.glob("*.incomplete"))
         second = start(address, tmp_path / "home", "pull", NAME)
         _, said = second.communicate()

@@ -53,7 +53,9 @@ def test_answers_are_valid_by_the_schema(schema: dict[str, Any], tmp_path: Path)
 def test_an_answer_that_was_cut_is_told(tmp_path: Path) -> None:
     result = call("run", "--json", save(tmp_path, PERSON), "--max-tokens", "3", "Who?")
     assert result.exit_code == 2
-    assert result.stderr.splitlines()[-1].startswith("headstart: answer 1 was cut and is no whole")
+    assert result.stderr.splitlines()[-1].startswith(
+        "headstart: answer 1 was cut off and is not complete"
+    )
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_blocks_that_others_could_write_are_not_used(
         assert store.save(blocks(range(9))) == 9
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
     assert not (tmp_path / "fingerprints.json").exists()
-    assert warnings == ["%s could be written by other users: it is emptied"]
+    assert warnings == ["%s was writable by other users, so it is emptied"]
 
 
 def test_a_folder_that_others_can_write_and_we_cannot_is_refused(

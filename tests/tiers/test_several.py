@@ -41,7 +41,7 @@ def test_a_store_that_never_ends_a_save_keeps_no_other_from_saving(
     saver.offer(blocks(range(3, 6)))
     assert saver.flush(FOREVER)
     assert far.saved == names(range(6)), "in order"
-    assert saver.take_kept() == names(range(6)) and saver.queued_bytes == 0
+    assert saver.take_saved() == names(range(6)) and saver.queued_bytes == 0
     assert stuck.is_stuck and stuck.faults.num_unsaved == 6
     gate.opened.set()
     saver.close(FOREVER)

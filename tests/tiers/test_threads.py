@@ -327,10 +327,10 @@ def test_what_the_store_has_is_told_once_whether_it_was_new_or_not() -> None:
         with saving(store) as saver:
             saver.offer(blocks(range(6)))
             assert saver.flush(FOREVER) and not saver.is_saving
-            assert saver.take_kept() == names(had) and saver.take_kept() == []
+            assert saver.take_saved() == names(had) and saver.take_saved() == []
             saver.touch(names([9]))
             assert saver.flush(FOREVER) and saver.drop(FOREVER)
-            assert saver.take_kept() == [], "all was to be forgotten"
+            assert saver.take_saved() == [], "all was to be forgotten"
 
 
 def test_offers_from_many_threads_while_one_closes() -> None:

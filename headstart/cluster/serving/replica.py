@@ -195,7 +195,7 @@ class CachePublisher:
         tiers = self._llm.tiers
         assert tiers is not None
         self._is_saving = tiers.saver.is_saving  # first: blocks saved meanwhile are taken next time
-        names = tiers.saver.take_kept()
+        names = tiers.saver.take_saved()
         for name in names:
             self._stored.pop(name, None)
             self._stored[name] = None

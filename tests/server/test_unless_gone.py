@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import pytest
 from starlette.types import Message
 
 from headstart.server.errors import ApiError
+from headstart.server.openai.api import merge
 from headstart.server.service import Calls, ClientGone, time_limit, unless_gone
 from headstart.server.tenants import EVERYBODY
 
@@ -123,6 +124,28 @@ def test_a_call_whose_time_is_over_is_told_so_though_its_client_is_gone() -> Non
         assert raised.value is late
 
     assert run(end) == ["work"]
+
+
+def test_streams_that_are_left_are_all_closed() -> None:
+    """One waits for its item, and the item of the other was just taken."""
+    closed: list[str] = []
+
+    async def stream(name: str, *, waits: bool) -> AsyncGenerator[str]:
+        try:
+            if waits:
+                await asyncio.Event().wait()
+            yield name
+        finally:
+            closed.append(name)
+
+    async def leave() -> None:
+        streams = [stream("ready", waits=False), stream("waiting", waits=True)]
+        merged = merge(streams)
+        assert await anext(merged) == "ready"
+        await merged.aclose()
+        assert sorted(closed) == ["ready", "waiting"]
+
+    asyncio.run(leave())
 
 
 def test_the_time_of_work_that_ended_passes_without_effect() -> None:

@@ -115,6 +115,7 @@ def test_a_response_is_what_a_chat_answers(client: openai.OpenAI) -> None:
     assert usage.input_tokens == chat.usage.prompt_tokens
     assert usage.output_tokens == chat.usage.completion_tokens
     assert usage.input_tokens_details.cached_tokens == usage.input_tokens - 1
+    assert usage.input_tokens_details.to_dict()["cache_write_tokens"] == 0
     with client.responses.stream(model="tiny", input=QUESTION, temperature=0) as stream:
         assert stream.get_final_response().output_text == response.output_text
 

@@ -173,6 +173,15 @@ def test_a_body_that_is_too_large_is_not_read(server: Running) -> None:
     assert counted.json()["error"]["message"].startswith("the request's body is too large")
 
 
+def test_a_body_may_be_as_long_as_the_limit() -> None:
+    with running(max_request_bytes=1024) as server:
+        for size, status in ((1024, 200), (1025, 413)):
+            content = body().ljust(size)
+            for chunks in (content, iter([content[:500], content[500:]])):
+                answer = httpx.post(server.url + CHAT, content=chunks, headers=JSON, timeout=60)
+                assert answer.status_code == status, answer.text
+
+
 @pytest.mark.parametrize(
     ("head", "status"),
     [

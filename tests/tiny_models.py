@@ -22,6 +22,7 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
@@ -32,6 +33,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -117,6 +119,35 @@ _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "lfm2": lambda: Lfm2Config(
         **_BASE, layer_types=["conv", "full_attention", "conv"], block_multiple_of=8
     ),
+    "qwen3_5_text": lambda: Qwen3_5TextConfig(
+        **_BASE,
+        **_HEAD,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        rms_norm_eps=0.01,  # else norms of outputs near zero enlarge every rounding
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+        },
+    ),
+    "granitemoehybrid": lambda: GraniteMoeHybridConfig(
+        **_BASE,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_local_experts=0,
+        shared_intermediate_size=72,
+        mamba_n_heads=8,
+        mamba_n_groups=2,
+        mamba_d_state=10,
+        attention_multiplier=1.1,
+        logits_scaling=2.0,
+        residual_multiplier=0.5,
+        embedding_multiplier=3.0,
+    ),
     "smollm3": lambda: SmolLM3Config(**_BASE, no_rope_layers=[1, 0, 1]),
     "glm4": lambda: Glm4Config(**_BASE, **_HEAD),
     "deepseek_v3": lambda: DeepseekV3Config(
@@ -152,6 +183,8 @@ def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
                     parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
                 elif parameter_name.endswith(("bias", "sinks")):
                     parameter.normal_(0.0, 0.3)
+                elif config.model_type in HYBRIDS and "norm" in parameter_name:
+                    parameter.add_(torch.randn(parameter.shape) * 0.3)
     return model.eval()
 
 
@@ -159,7 +192,7 @@ def _builder(name: str) -> Callable[[], PreTrainedModel]:
     return lambda: tiny_model(tiny_config(name))
 
 
-HYBRIDS = ("lfm2",)
+HYBRIDS = ("lfm2", "qwen3_5_text", "granitemoehybrid")
 """Models with recurrent layers, which transformers' modules do not run here."""
 
 TINY: dict[str, Callable[[], PreTrainedModel]] = {

@@ -48,9 +48,9 @@ from headstart.models.dense.decoder import DenseModules, Description
 from headstart.models.dense.layer import DecoderLayer
 from headstart.models.dense.loader import check_tensors, describe_decoder
 from headstart.models.dense.modules import AngleTable, LayerStep
-from headstart.models.families import DecoderShape, NormKind
 from headstart.models.files import check_files, find_folder, is_gguf, read_json, weight_files
 from headstart.models.gptq_rounding import Rows, round_weight
+from headstart.models.shapes import DecoderShape, NormKind
 from headstart.models.tokenizer import load_tokenizer
 from headstart.models.transformers_tools import silence_transformers
 from headstart.validation import describe

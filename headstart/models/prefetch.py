@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from headstart.machine import multiplies_bfloat16
-from headstart.models.families import FAMILIES
+from headstart.models.families import MODEL_TYPES
 from headstart.models.files import check_files, find_folder, read_json, weight_files
 from headstart.native import is_usable, level
 from headstart.native.pages import ReadyMemory
@@ -36,7 +36,7 @@ def read_ahead(
     # Packed for products of bfloat16, or copied to stay bfloat16 under float32.
     packed = is_usable() and dtype in ("auto", stored)
     halves = dtype == "auto" and multiplies_bfloat16() is False and level() > 0
-    copied = packed or (halves and config.get("model_type") in FAMILIES)
+    copied = packed or (halves and config.get("model_type") in MODEL_TYPES)
     files = weight_files(folder)
     floats = "quantization_config" not in config and files[0].suffix != ".gguf"
     # Quantized weights have separate memory.

@@ -17,7 +17,7 @@ from transformers import (
 from transformers.utils import logging
 
 from headstart.errors import DamagedModelError, UnsupportedModelError
-from headstart.models.families import FAMILIES
+from headstart.models.families import MODEL_TYPES
 from headstart.models.files import read_json
 
 _SILENT = 50  # logging.CRITICAL
@@ -97,7 +97,7 @@ def _name_architecture(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     content = read_json(path) if path.is_file() else {}
     kind = content.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in MODEL_TYPES:
         return {}
     config: Any = PreTrainedConfig()
     config.tokenizer_class = content.get("tokenizer_class")

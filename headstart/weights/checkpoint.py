@@ -68,12 +68,21 @@ class Checkpoint(ABC):
 
 
 class RenamedCheckpoint(Checkpoint):
-    """A checkpoint some of whose tensors have other names, by their names in `checkpoint`."""
+    """A checkpoint some of whose tensors have other names.
 
-    def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
+    names: of tensors here to those in `checkpoint`. ignored: prefixes of tensors to leave out.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, names: Mapping[str, str], ignored: tuple[str, ...] = ()
+    ) -> None:
         self._checkpoint, self._names = checkpoint, names
         renamed = {theirs: name for name, theirs in names.items()}
-        self._shapes = {renamed.get(n, n): shape for n, shape in checkpoint.shapes.items()}
+        self._shapes = {
+            renamed.get(name, name): shape
+            for name, shape in checkpoint.shapes.items()
+            if not name.startswith(ignored)
+        }
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

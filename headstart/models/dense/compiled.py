@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headstart.attention.backend import AttentionBackend
 from headstart.models.dense.layer import DecoderLayer
 from headstart.models.dense.modules import Angles, RMSNorm
-from headstart.models.families import DecoderShape
+from headstart.models.shapes import DecoderShape
 from headstart.native import avx2_library, library
 from headstart.native.bindings import Layer, LayerRun, Norm, Weight
 from headstart.weights.bf16 import MANY_ROWS
@@ -28,7 +28,8 @@ def compile_layers(
         (shape.norm, shape.norms, shape.activation) == ("llama", "before", "silu")
         and shape.head_norms != "row"
         and shape.residual_scale is None
-        and not (shape.fused or shape.partial_rotary or shape.exact_angles)
+        and not (shape.fused or shape.fused_mlp or shape.gated)
+        and not (shape.partial_rotary or shape.exact_angles)
         and {(layer.angles, layer.mixer) for layer in shape.layers} == {("", None)}
     )
     linears = [

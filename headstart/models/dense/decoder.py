@@ -20,7 +20,7 @@ from headstart.models.dense.modules import (
     LayerStep,
     RMSNorm,
 )
-from headstart.models.families import DecoderShape
+from headstart.models.shapes import DecoderShape
 from headstart.weights.bf16 import PackedWeight
 from headstart.weights.format import Linear
 from headstart.weights.greedy_head import MOST_INPUTS, GreedyHead
@@ -64,10 +64,21 @@ class DenseModules(nn.Module):
 
     def __init__(self, shape: DecoderShape, read: Reader) -> None:
         super().__init__()
-        self.model = _Body(shape, read)
-        tied = self.model.embed_tokens if shape.tied else None
+        body = _Body(shape, read)
+        self._body = shape.path("model")
+        outer, *inner = self._body.split(".")
+        self.model = nn.ModuleDict({inner[0]: body}) if inner else body
+        assert outer == "model"
+        tied = body.embed_tokens if shape.tied else None
         self.lm_head = read.head(tied, "lm_head", shape.vocab_size, shape.hidden_size)
         read.release()
+
+    @property
+    def body(self) -> _Body:
+        """The embedding, layers and last norm."""
+        body = self.get_submodule(self._body)
+        assert isinstance(body, _Body)
+        return body
 
 
 class DenseDecoder(DecoderModel):
@@ -83,12 +94,12 @@ class DenseDecoder(DecoderModel):
     def __init__(self, about: Description, modules: DenseModules, dtype: torch.dtype) -> None:
         shape = self._shape = about.shape
         layout = LayerLayout(shape.kv_heads, shape.head_dim, shape.head_dim)
-        layers: list[Any] = list(modules.model.layers)
+        layers: list[Any] = list(modules.body.layers)
         recurrent = [layer.mixer for layer in layers if layer.is_recurrent]
         super().__init__((layout,) * (len(layers) - len(recurrent)), about.folder)
         self.state_layouts = tuple(mixer.state for mixer in recurrent)
         self.module, self.dtype, self.output_layer = modules, dtype, "lm_head"
-        self.device = modules.model.norm.weight.device
+        self.device = modules.body.norm.weight.device
         self.vocab_size, self.max_model_len = shape.vocab_size, about.max_model_len
         self.eos_token_ids = about.eos_token_ids
         self._backend: AttentionBackend | None = None
@@ -161,7 +172,7 @@ class DenseDecoder(DecoderModel):
         """Rows `[rows, hidden]` after the last norm, of `logit_rows`."""
         backend = self._backend
         assert backend is not None, "attach() comes first"
-        body = self.module.model
+        body = self.module.body
         x: Tensor = body.embed_tokens(token_ids)
         shape = self._shape
         if (scale := shape.embedding_scale) is not None:

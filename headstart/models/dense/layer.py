@@ -4,7 +4,7 @@ from torch import Tensor
 
 from headstart.models.dense.mixers import make_mixer
 from headstart.models.dense.modules import MLP, Attention, FamilyModule, LayerStep, RMSNorm
-from headstart.models.families import DecoderShape
+from headstart.models.shapes import DecoderShape
 from headstart.weights.reader import Reader
 
 

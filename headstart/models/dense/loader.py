@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +16,10 @@ from headstart.models.config_values import context_length
 from headstart.models.dense.decoder import DenseDecoder, DenseModules, Description
 from headstart.models.dense.modules import read_frequencies
 from headstart.models.dtypes import is_out_of_memory, own_dtype
-from headstart.models.families import (
-    FAMILIES,
-    DecoderShape,
-    Family,
-    UnknownFamilyError,
-    read_shape,
-)
+from headstart.models.families import FAMILIES, UnknownFamilyError
 from headstart.models.files import is_gguf, read_json, stamp_files, weight_files
+from headstart.models.hybrids import NESTED
+from headstart.models.shapes import DecoderShape, Family, read_shape
 from headstart.native.pages import ReadyMemory
 from headstart.weights.checkpoint import (
     FLOATS,
@@ -102,8 +99,9 @@ def _read_plain(family: Family, merged: Mapping[str, Any]) -> DenseConfig | None
     theta = merged.get("rope_theta", _THETA)
     angles = {"rope_theta": theta, **(merged.get("rope_parameters") or {})}
     kind, theta = angles.pop("rope_type", "default"), angles.pop("rope_theta")
+    part = angles.pop("partial_rotary_factor", 1.0)
     is_scaled = merged.get("rope_scaling") or angles or kind != "default"
-    if is_scaled or type(theta) not in (int, float):
+    if is_scaled or {type(theta), type(part)} - {int, float}:
         return None
     layers = merged.get("layer_types")
     if layers is not None and not (
@@ -116,7 +114,8 @@ def _read_plain(family: Family, merged: Mapping[str, Any]) -> DenseConfig | None
     dtype = getattr(torch, stored, stored) if isinstance(stored, str) else stored
     if dtype is not None and not isinstance(dtype, torch.dtype):
         return None
-    derived = {"rope_parameters": {"rope_theta": theta, "rope_type": kind}, "layer_types": layers}
+    rope = {"rope_theta": theta, "rope_type": kind, "partial_rotary_factor": part}
+    derived = {"rope_parameters": rope, "layer_types": layers}
     return DenseConfig(**{**merged, **derived, "dtype": dtype})
 
 
@@ -201,19 +200,29 @@ def _open_checkpoint(
     )
     if not shape.names:
         return checkpoint
-    return RenamedCheckpoint(checkpoint, {name: shape.path(name) for name in outline.shapes})
+    names = {name: shape.path(name) for name in outline.shapes}
+    return RenamedCheckpoint(checkpoint, names, shape.ignored)
 
 
 def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
     """Return the description of a decoder, and the dtype of its weights or None."""
     content = read_json(folder / "config.json")
     kind = content.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    nested = isinstance(kind, str) and kind in NESTED
+    family = FAMILIES.get(NESTED.get(kind, kind)) if isinstance(kind, str) else None
     if family is None:
         raise UnknownFamilyError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
+    if nested:
+        content = _read_text_config(content)
     config = read_config(family, content)
     try:
         shape = read_shape(family, config)
+        if nested:
+            shape = replace(
+                shape,
+                names={**shape.names, "model": "model.language_model"},
+                ignored=(*shape.ignored, "model.visual."),
+            )
         kinds = {layer.angles for layer in shape.layers if layer.angles is not None}
         frequencies = {kind: read_frequencies(config, kind, shape) for kind in sorted(kinds)}
         path = folder / "generation_config.json"
@@ -231,6 +240,16 @@ def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
     if stored is not None and (not isinstance(stored, torch.dtype) or stored not in FLOATS):
         raise UnsupportedLayerError(f"its weights are {stored}")
     return about, stored
+
+
+def _read_text_config(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the decoder in a model with other parts."""
+    nested = content.get("text_config")
+    if not isinstance(nested, dict):
+        raise UnsupportedLayerError(f"its text_config is {nested!r}; allowed: a JSON object")
+    shared = {name: content[name] for name in ("dtype", "torch_dtype") if name in content}
+    tied = {"tie_word_embeddings": content.get("tie_word_embeddings", False)}
+    return {**shared, **nested, **tied}
 
 
 def check_tensors(checkpoint: Checkpoint, outline: Outline, tied: bool) -> None:

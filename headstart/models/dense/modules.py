@@ -16,7 +16,7 @@ from torch.nn import functional
 from headstart.attention.backend import AttentionBackend, AttentionOptions
 from headstart.attention.memory import StateMemory
 from headstart.imports import load_module
-from headstart.models.families import Activation, DecoderShape, NormKind
+from headstart.models.shapes import Activation, DecoderShape, NormKind
 from headstart.weights.format import Linear
 from headstart.weights.reader import Reader
 from headstart.weights.scheme import UnsupportedLayerError
@@ -196,13 +196,14 @@ class Attention(FamilyModule):
         self._widths = [count * shape.head_dim for count in (shape.heads, *[shape.kv_heads] * 2)]
         self.options = AttentionOptions(shape.scaling, layer.window, shape.softcap)
         hidden, bias = shape.hidden_size, shape.qkv_bias
-        self._fused = shape.fused
+        self._fused, self._gated = shape.fused, shape.gated
         if shape.fused:
             self.qkv_proj = read.linear(f"{name}.qkv_proj", hidden, sum(self._widths), bias)
         else:
+            outputs = [self._widths[0] * (1 + shape.gated), *self._widths[1:]]
             self.q_proj, self.k_proj, self.v_proj = (
                 read.linear(f"{name}.{part}_proj", hidden, width, bias)
-                for part, width in zip("qkv", self._widths, strict=True)
+                for part, width in zip("qkv", outputs, strict=True)
             )
         self.o_proj = read.linear(f"{name}.o_proj", self._widths[0], hidden, shape.o_bias)
         self._head_norms = shape.head_norms
@@ -219,14 +220,19 @@ class Attention(FamilyModule):
             query, key, value = self.qkv_proj(x).split(self._widths, dim=-1)
         else:
             query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self._gated:
+            query, gate = query.view(len(x), -1, 2 * self.head_dim).chunk(2, dim=-1)
         if self._head_norms == "row":
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = (part.view(len(x), -1, self.head_dim) for part in (query, key, value))
+        heads = (len(x), -1, self.head_dim)
+        query, key, value = (part.reshape(heads) for part in (query, key, value))
         if self._head_norms == "head":
             query, key = self.q_norm(query), self.k_norm(key)
         if self._kind is not None:
             query, key = (rotate(part, step.angles[self._kind]) for part in (query, key))
         attended = step.backend.attend(self.layer_idx, query, key, value, self.options)
+        if self._gated:
+            attended = attended * torch.sigmoid(gate)
         if kept_rows is not None:
             attended = attended.index_select(0, kept_rows)
         out: Tensor = self.o_proj(attended.flatten(1))
@@ -239,8 +245,9 @@ class MLP(FamilyModule):
     def __init__(self, shape: DecoderShape, name: str, read: Reader) -> None:
         super().__init__(shape)
         hidden, inner, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
-        self._widest, self._fused = inner * (1 + shape.fused), shape.fused
-        if shape.fused:
+        self._fused = shape.fused or shape.fused_mlp
+        self._widest = inner * (1 + self._fused)
+        if self._fused:
             self.gate_up_proj = read.linear(f"{name}.gate_up_proj", hidden, self._widest, bias)
         else:
             self.gate_proj = read.linear(f"{name}.gate_proj", hidden, inner, bias)

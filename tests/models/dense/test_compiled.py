@@ -16,7 +16,7 @@ from headstart.attention import LayerLayout, NativeAttention, PagedKVMemory, Spa
 from headstart.models.dense.compiled import CompiledLayers, compile_layers
 from headstart.models.dense.layer import DecoderLayer
 from headstart.models.dense.modules import LayerStep, RMSNorm
-from headstart.models.families import DecoderShape, LayerShape
+from headstart.models.shapes import DecoderShape, LayerShape
 from headstart.native import avx2_library
 from headstart.weights.bf16 import MANY_ROWS, Bf16Weight
 from headstart.weights.format import Linear

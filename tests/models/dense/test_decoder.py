@@ -15,12 +15,15 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     SmolLM3Config,
 )
@@ -109,6 +112,41 @@ VARIANTS: dict[str, Callable[[], PreTrainedConfig]] = {
         **BASE, tie_word_embeddings=True, logits_scaling=3, embedding_multiplier=2, mlp_bias=True
     ),
     "olmo2, biases": lambda: Olmo2Config(**BASE, attention_bias=True),
+    "lfm2, biases, not tied": lambda: Lfm2Config(
+        **BASE, full_attn_idxs=[1, 3], conv_bias=True, conv_L_cache=4, tie_word_embeddings=False
+    ),
+    "lfm2, an MLP of the width it says": lambda: Lfm2Config(
+        **BASE, full_attn_idxs=[2], block_auto_adjust_ff_dim=False
+    ),
+    "qwen3.5, tied, biases, wide heads": lambda: Qwen3_5TextConfig(
+        **BASE,
+        head_dim=16,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        rms_norm_eps=0.01,
+        linear_conv_kernel_dim=3,
+        linear_num_key_heads=3,
+        linear_num_value_heads=3,
+        linear_key_head_dim=16,
+        linear_value_head_dim=8,
+    ),
+    "granite hybrid, rotary positions": lambda: GraniteMoeHybridConfig(
+        **BASE,
+        layer_types=["attention", "mamba", "mamba", "attention"],
+        position_embedding_type="rope",
+        num_local_experts=0,
+        shared_intermediate_size=72,
+        mamba_n_heads=8,
+        mamba_d_state=10,
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+        time_step_limit=(0.3, 1.5),
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "granite hybrid without a recurrent layer": lambda: GraniteMoeHybridConfig(
+        **BASE, layer_types=["attention"] * 4, num_local_experts=0, mamba_n_heads=8
+    ),
 }
 
 

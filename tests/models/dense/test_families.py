@@ -8,7 +8,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from headstart.models.config_values import context_length
 from headstart.models.dense.loader import DenseConfig, read_config
 from headstart.models.dense.modules import read_frequencies
-from headstart.models.families import FAMILIES, DecoderShape, read_shape
+from headstart.models.families import FAMILIES
+from headstart.models.shapes import DecoderShape, read_shape
 from headstart.weights.scheme import UnsupportedLayerError
 from tests.tiny_models import tiny_config
 
@@ -34,11 +35,20 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
             assert getattr(theirs, key) == ours or key == "sliding_window", key
 
 
+# Experts, and a model without attention, are refused.
+EMPTY: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "layer_types": ["mamba"] * 31 + ["attention"],
+    }
+}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_empty_configuration_is_the_family_s_own(name: str) -> None:
     """All that transformers derives: head dim, windows, layers without angles, scaling."""
     theirs: Any = CONFIG_MAPPING[name]()
-    content = {"num_hidden_layers": theirs.num_hidden_layers}
+    content = {"num_hidden_layers": theirs.num_hidden_layers, **EMPTY.get(name, {})}
     shape = read_shape(FAMILIES[name], read_config(FAMILIES[name], content))
     heads = theirs.num_attention_heads
     assert shape.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // heads)

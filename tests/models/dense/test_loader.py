@@ -20,8 +20,9 @@ from headstart.models import dtypes
 from headstart.models.dense.decoder import DenseDecoder
 from headstart.models.dense.loader import read_config
 from headstart.models.dense.modules import read_frequencies
-from headstart.models.families import FAMILIES, read_shape
+from headstart.models.families import FAMILIES
 from headstart.models.loader import load_model
+from headstart.models.shapes import read_shape
 from headstart.native import avx2_library
 from headstart.weights.bf16 import Bf16Weight
 from headstart.weights.checkpoint import SafetensorsCheckpoint

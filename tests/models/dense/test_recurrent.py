@@ -8,7 +8,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from headstart.attention import PagedKVMemory, Span, StepPlan, make_backend
 from headstart.attention.memory import StateMemory
@@ -103,7 +105,7 @@ def computed_by(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def test_layers_of_each_kind_are_counted(name: str, model: DecoderModel) -> None:
     kinds = tiny_config(name).layer_types
-    attention = [kind for kind in kinds if kind == "attention" or kind == "full_attention"]
+    attention = [kind for kind in kinds if kind == "full_attention"]
     assert len(model.layouts) == len(attention)
     assert len(model.state_layouts) == len(kinds) - len(attention)
 
@@ -200,7 +202,7 @@ def test_quantized_weights_stay_near(weights: str, name: str, tmp_path: Path) ->
     expected = expected_logits(name, tokens)
     found = Stepper(model).step({0: Part(tokens, 0, -1, 0)})
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert float(error.median()) < (0.08 if weights == "int8" else 0.4)
+    assert float(error.median()) < (0.12 if weights == "int8" else 0.4)
 
 
 def test_hooks_see_all_rows_of_a_mixer(name: str, model: DecoderModel) -> None:
@@ -212,6 +214,27 @@ def test_hooks_see_all_rows_of_a_mixer(name: str, model: DecoderModel) -> None:
     model.calls_each_layer = True
     Stepper(model).step({0: Part(random_tokens(LENGTH), 0, -1, 0)}, last=True)
     assert seen == [LENGTH]
+
+
+def test_the_decoder_of_a_model_with_vision(tmp_path: Path) -> None:
+    """Qwen3.5's checkpoints have a vision part and further tensors, which are not read."""
+    text = tiny_config("qwen3_5_text")
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+    config = Qwen3_5Config(text_config=text, vision_config=vision | {"out_hidden_size": 48})
+    whole = Qwen3_5ForConditionalGeneration(config)
+    part = tiny_model(text)
+    whole.model.language_model.load_state_dict(part.model.state_dict())
+    whole.lm_head.load_state_dict(part.lm_head.state_dict())
+    whole.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert any("visual" in tensor for tensor in tensors)
+    save_file(tensors | {"mtp.fc.weight": torch.ones(2, 2)}, file, {"format": "pt"})
+    model, tokens = load_model(tmp_path, "float32"), random_tokens(LENGTH)
+    assert model.fallback_reason is None and not model.takes_images
+    found = Stepper(model).step({0: Part(tokens, 0, -1, 0)})
+    check(found, expected_logits("qwen3_5_text", tokens))
+    assert "model.language_model.layers.0.linear_attn.out_proj" in model.linear_widths()
 
 
 def test_gptq_refuses_recurrent_layers(name: str, tmp_path: Path) -> None:

@@ -1,0 +1,236 @@
+"""The shape of a decoder, and how a family and a configuration give it."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from headstart.weights.scheme import UnsupportedLayerError
+
+NormKind = Literal["llama", "gemma", "olmo"]
+"""llama: rounds, then multiplies by the weight. gemma: multiplies by 1 + weight, then rounds.
+olmo: multiplies by the weight, then rounds."""
+
+NormPlaces = Literal["before", "after", "around"]
+"""Where attention and MLP have their norms: of their inputs, of their outputs, or of both."""
+
+HeadNorms = Literal["head", "row"]
+"""Norms of queries and keys: of each head, or of all heads together."""
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+class ConvShape(NamedTuple):
+    """A gated convolution of each channel over its last `width` inputs."""
+
+    width: int
+    bias: bool
+
+
+class DeltaShape(NamedTuple):
+    """The gated delta rule, behind a convolution over the last `width` inputs."""
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+
+class ScanShape(NamedTuple):
+    """Mamba-2's selective scan, behind a convolution over the last `width` inputs."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    width: int
+    conv_bias: bool
+    bias: bool
+    limits: tuple[float, float]
+
+
+MixerShape = ConvShape | DeltaShape | ScanShape
+
+
+class LayerShape(NamedTuple):
+    """The facts that may differ from layer to layer.
+
+    window: a row sees itself and the `window - 1` tokens before it; None for all. angles: the kind
+    of the layer's rotary positions; None for a layer without. mixer: the recurrent mixer of a layer
+    without attention.
+    """
+
+    window: int | None = None
+    angles: str | None = ""
+    mixer: MixerShape | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderShape:
+    """All that a dense decoder is, except its weights. Widths are numbers of elements."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: tuple[LayerShape, ...]
+    epsilon: float
+    activation: Activation
+    scaling: float
+    """Factor of the scores q·k."""
+    tied: bool
+    """The LM head is the embedding's weight."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    fused: bool = False
+    """One weight for queries, keys and values, and one for gate and up."""
+    fused_mlp: bool = False
+    """One weight for gate and up."""
+    gated: bool = False
+    """Attention is multiplied by the sigmoid of a gate, the second half of each head of q_proj."""
+    norm: NormKind = "llama"
+    norms: NormPlaces = "before"
+    head_norms: HeadNorms | None = None
+    partial_rotary: bool = False
+    """A part of a head may be rotated."""
+    exact_angles: bool = False
+    """Angles are float32 in every dtype of the weights."""
+    softcap: float | None = None
+    """Cap of the scores."""
+    embedding_scale: float | None = None
+    rounded_embedding_scale: bool = False
+    """The scale of embeddings is rounded to their dtype first."""
+    residual_scale: float | None = None
+    logit_divisor: float | None = None
+    logit_softcap: float | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The family's names of parts that Llama names otherwise, or does not have."""
+    ignored: tuple[str, ...] = ()
+    """Prefixes of a checkpoint's tensors that are no part of the decoder."""
+
+    def number(self, index: int) -> int:
+        """Return the number of earlier layers of this one's kind: with attention, or recurrent."""
+        is_recurrent = self.layers[index].mixer is not None
+        return sum((layer.mixer is not None) == is_recurrent for layer in self.layers[:index])
+
+    def path(self, name: str) -> str:
+        """Return the family's form of a dotted name in Llama's names."""
+        return ".".join(self.names.get(part, part) for part in name.split("."))
+
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The differences of a family from Llama.
+
+    defaults: of the keys of its config.json. facts: of a shape. derive: further facts, from the
+    configuration. prepare: makes new-style keys of old ones, in place. kinds: its layers' types.
+    """
+
+    defaults: Mapping[str, Any]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    derive: Callable[[Any], Mapping[str, Any]] = lambda config: {}
+    layers: Callable[[Any], list[LayerShape]] = lambda config: alike(config, None)
+    prepare: Callable[[dict[str, Any]], None] = lambda content: None
+    kinds: frozenset[str] = frozenset({"full_attention", "sliding_attention"})
+
+
+def alike(config: Any, window: int | None) -> list[LayerShape]:
+    """Return layers with attention in one window, or in none."""
+    return [LayerShape(window)] * config.num_hidden_layers
+
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+"""The defaults of Llama's config.json, which every family's are based on."""
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def read_shape(family: Family, config: Any) -> DecoderShape:
+    """Return the shape that a configuration describes, with its family's defaults.
+
+    Raises `UnsupportedLayerError` for what headstart's own modules do not do.
+    """
+    both_ways = getattr(config, "use_bidirectional_attention", None)
+    if both_ways or getattr(config, "is_causal", True) is False:
+        raise UnsupportedLayerError("its tokens see later tokens")
+    key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
+    name = getattr(config, key)
+    if name not in _ACTIVATIONS:
+        raise UnsupportedLayerError(f"its activation is {name}")
+    others = set(config.layer_types or ()) - family.kinds
+    if others:
+        raise UnsupportedLayerError(f"it has layers of type {', '.join(map(repr, sorted(others)))}")
+    layers = tuple(family.layers(config))
+    heads, count = config.num_attention_heads, config.num_hidden_layers
+    if len(layers) < count:
+        raise UnsupportedLayerError(
+            f"its configuration describes {len(layers)} of its {count} layers"
+        )
+    if all(layer.mixer is not None for layer in layers[:count]):
+        raise UnsupportedLayerError("none of its layers has attention")
+    if _ACTIVATIONS[name] != "silu" and any(layer.mixer is not None for layer in layers):
+        raise UnsupportedLayerError(f"its activation is {name}")
+    kv_heads = config.num_key_value_heads or heads
+    head_dim = config.head_dim
+    if heads % kv_heads or head_dim % 2:
+        raise UnsupportedLayerError(
+            f"it has {heads} heads, {kv_heads} for K and V, of width {head_dim}"
+        )
+    if any(layer.window is not None and not _is_count(layer.window) for layer in layers):
+        raise UnsupportedLayerError(f"its window is {config.sliding_window!r}")
+    facts: dict[str, Any] = {
+        "qkv_bias": config.attention_bias,
+        "o_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "scaling": head_dim**-0.5,
+        **family.facts,
+        **family.derive(config),
+    }
+    if not 0 < facts["scaling"] < math.inf or not 0 < config.rms_norm_eps < math.inf:
+        raise UnsupportedLayerError(
+            f"its scaling is {facts['scaling']}, its epsilon {config.rms_norm_eps}"
+        )
+    return DecoderShape(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        layers=layers[:count],
+        epsilon=float(config.rms_norm_eps),
+        activation=_ACTIVATIONS[name],
+        tied=config.tie_word_embeddings,
+        **facts,
+    )

@@ -25,7 +25,7 @@ class _ImportedWhenUsed:
 
 
 def import_quietly(name: str) -> Any:
-    """Import a module whatever it warns of."""
+    """Import a module without its warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(name)

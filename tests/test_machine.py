@@ -110,7 +110,7 @@ def test_auto_is_float32_where_bfloat16_is_slow_and_says_so_in_one_line(
 def test_auto_is_float32_over_weights_as_they_are_where_kernels_serve_that(
     folder: Path, logged: list[logging.LogRecord], free_memory: Callable[[int], None]
 ) -> None:
-    """It takes no memory, so nothing is said, and free memory does not matter."""
+    """It takes no memory, so there is no message, and free memory does not matter."""
     if avx2_library() is None:
         pytest.skip("no compiled kernels for AVX2 here")
     free_memory(0)

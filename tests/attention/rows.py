@@ -194,7 +194,7 @@ def run_step(
     options: AttentionOptions,
     contiguous_gather: bool = False,
 ) -> list[Tensor]:
-    """The next rows of each sequence in one flat batch; each one's output."""
+    """Compute the next rows of each sequence in one flat batch; return each sequence's output."""
     spans, slots, parts = [], [], []
     for sequence, count in work:
         start, end = sequence.done, sequence.done + count

@@ -116,7 +116,7 @@ def check(
 def test_a_position_that_is_not_seen_has_no_influence(
     path: str, forest: Forest, name: str, fill: float, gather: bool, data: st.DataObject
 ) -> None:
-    """Later rows of the same chunk, what lies before a window, other requests' and stale slots."""
+    """Poison in later rows of the chunk, before a window, in other requests' and in stale slots."""
     blocks = sorted({block for span in forest.spans for block in span.block_ids})
     slots = st.sampled_from([block * BLOCK + at for block in blocks for at in range(BLOCK)])
     poison = data.draw(st.dictionaries(slots, st.tuples(st.booleans(), st.booleans()), max_size=6))

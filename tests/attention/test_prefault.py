@@ -39,7 +39,7 @@ needs_call = pytest.mark.skipif(not has_call(), reason="needs MADV_POPULATE_WRIT
 
 
 def resident(tensor: torch.Tensor) -> np.ndarray:
-    """For each page that the tensor lies in, whether the system has given it."""
+    """Return, for each page of the tensor, whether the system has allocated it."""
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     count = -(-(tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE)
     states = (ctypes.c_ubyte * count)()

@@ -76,7 +76,7 @@ def check(found: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """Pieces of any length; each target is a slot of its own, and no other piece's source."""
+    """Pieces of any length; each target is a separate slot, and no other piece's source."""
     counts = draw(st.lists(st.integers(0, 5) | st.integers(0, 150), min_size=1, max_size=4))
     slots = draw(st.permutations(range(SLOTS)))
     targets, others = slots[: len(counts)], [-1, *slots[len(counts) :]]
@@ -106,7 +106,7 @@ def run(
 def test_a_step_is_that_of_the_definition(
     name: str, dtype: torch.dtype, path: str, batch: Batch, seed: int, threads: int
 ) -> None:
-    """NaN lies around all inputs and states; slots that are not targets stay as they are."""
+    """All inputs and states are surrounded by NaN; slots that are not targets do not change."""
     torch.manual_seed(seed)
     layer = LAYERS[name]()
     rows, states = layer.make_rows(batch.num_rows, dtype), make_states(layer)

@@ -79,7 +79,7 @@ def attend(
 @at_least(60)
 @given(data=st.data(), forest=forests(), name=st.sampled_from(list(OPTIONS)))
 def test_any_forest_of_sharing(path: str, data: st.DataObject, forest: Forest, name: str) -> None:
-    """Whatever else is in the memory, and in what one of the spans has for itself."""
+    """Other contents of the memory, and of a span's own blocks, do not matter."""
     layout = data.draw(st.sampled_from([LAYOUT, LayerLayout(3, 64, 64), LayerLayout(1, 34, 21)]))
     lost = data.draw(st.none() | st.sampled_from(forest.spans))
     with pytest.MonkeyPatch.context() as patch:

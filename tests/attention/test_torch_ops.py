@@ -168,7 +168,7 @@ def test_contiguous_gather_is_bitwise_blind_to_block_ids_and_neighbors(
 
 
 def test_rows_beyond_the_causal_limit_count_exactly_zero() -> None:
-    """A block run whole: its later rows, whatever they hold, change no bit of its earlier ones."""
+    """In a block that runs whole, later rows change no bit of earlier rows."""
     layout = LayerLayout(2, 8, 8)
     outs = []
     for fill in (0.0, 1e4):

@@ -109,7 +109,7 @@ def test_what_a_full_disk_keeps_from_being_dropped_is_told(
 
 
 def test_a_name_that_nothing_has_is_an_error_before_any_work(cache: Cache) -> None:
-    """`drop zzzz` said "0 blocks dropped", and exit status 0."""
+    """`drop zzzz` printed "0 blocks dropped" and had exit status 0."""
     shared, one, other = (
         line.split()[0] for line in cache("ls", "tiny-model").output.splitlines()[1:]
     )

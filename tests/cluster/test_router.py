@@ -26,7 +26,7 @@ def keys(prefix: int, count: int) -> list[PrefixKey]:
 def request(
     name: str, prefix: int, blocks: int = 64, own: int = 0, session: str | None = None
 ) -> RouteRequest:
-    """A prompt of `blocks` blocks of a prefix, and `own` ones of its own."""
+    """A prompt with `blocks` blocks of a shared prefix and `own` blocks after them."""
     of_prompt = keys(prefix, blocks) + keys(10_000 + crc32(name.encode()), own)
     return RouteRequest(name, of_prompt, BLOCK * (blocks + own) + 1, BLOCK, session)
 

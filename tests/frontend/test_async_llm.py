@@ -270,7 +270,7 @@ def test_a_reply_is_remembered_off_the_event_loop(demo_model: Path) -> None:
 
 
 class _SlowImage(Image.Image):
-    """Cannot be decoded before `go` is set, nor twice at once; `begun` says that somebody tries."""
+    """An image that decodes after `go` is set, and not twice at once; `begun` signals a try."""
 
     begun: threading.Event
     go: threading.Event

@@ -1,4 +1,4 @@
-"""Prompts and what comes beside them: whatever their types, an answer or an error that says why."""
+"""Prompts and their options of any type: an answer, or an error with the reason."""
 
 import re
 from collections.abc import Iterator

@@ -119,7 +119,7 @@ def test_a_reader_behind_a_busy_loop_gets_the_newest(llm: AsyncLLM) -> None:
 def test_what_may_wait_is_not_told_with_what_may_not(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first token of each of many requests had all others told theirs one by one."""
+    """The first token of each of many requests woke the streams of all others one by one."""
     monkeypatch.setattr(streams, "PACE", 3600.0)
 
     async def read() -> None:
@@ -156,7 +156,7 @@ def test_an_error_does_not_take_the_place_of_what_came_before(llm: AsyncLLM, cou
 
 
 def test_what_ends_a_stream_is_told_though_an_update_comes_after_it(llm: AsyncLLM) -> None:
-    """The engine may be within a step when a stream is left, and tell it of that step."""
+    """The engine may be within a step when a stream is closed, and still send its update."""
 
     async def read() -> None:
         box, output = make_box(llm, paced=True)
@@ -244,7 +244,7 @@ def test_nothing_is_kept_of_a_loop(llm: AsyncLLM) -> None:
 
 
 def test_no_paced_update_of_two_threads_is_lost(llm: AsyncLLM) -> None:
-    """The last one sent is read, whatever the loop does when it comes."""
+    """The last update is read, in any state of the event loop."""
 
     async def read() -> None:
         for _ in range(20):

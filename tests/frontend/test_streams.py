@@ -60,7 +60,7 @@ def _is_clean(llm: LLM) -> bool:
 
 @pytest.mark.parametrize("in_cycle", [True, False])
 def test_a_stream_that_nobody_holds_waits_for_nobody(llm: LLM, in_cycle: bool) -> None:
-    """Whoever collected it stood still for a step, with every lock that he held."""
+    """The garbage collector's thread stopped for a step, with every lock that it held."""
     stream: Any = llm.stream(A, LONG)
     next(stream)
     held = Held(llm)
@@ -110,7 +110,7 @@ def test_a_stream_that_another_thread_closes_ends(llm: LLM) -> None:
 def test_a_stream_that_another_thread_closes_as_it_begins_ends(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its request ran on to its end, and nobody could stop it: it was cancelled, then submitted."""
+    """Its request ran to its end without a way to stop it: it was cancelled, then submitted."""
     stream = llm.stream(A, LONG)
     submit = llm.driver.submit
 

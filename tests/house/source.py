@@ -44,8 +44,8 @@ class Module:
         return list(_imports(self.tree, in_function=False))
 
     @property
-    def room(self) -> str:
-        """`cache` for headstart.cache.pool, the module's own name for a file beside the rooms."""
+    def package(self) -> str:
+        """`cache` for headstart.cache.pool, the module's name for a file next to the packages."""
         parts = self.name.split(".")
         return parts[1] if len(parts) > 1 else ""
 

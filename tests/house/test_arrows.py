@@ -2,7 +2,7 @@
 
     cache      stdlib and numpy            tiers    + cache          replay   + cache, tiers,
                                                                                 cluster's core
-    native     torch, no other room        attention  + native       weights  + native
+    native     torch, no other package     attention  + native       weights  + native
     models     native, attention, weights  engine     models, weights, attention, tiers, cache
     frontend   engine                      omni       frontend, engine, models, cache
     server     frontend, engine, omni      cluster  anything; its core only cache
@@ -74,7 +74,7 @@ VLLM_PATHS = {
 }
 
 MODULES = read_modules(PACKAGE)
-ROOMS = [room for room in WITHOUT_TORCH if f"{PACKAGE}.{room}" in MODULES]
+PACKAGES = [package for package in WITHOUT_TORCH if f"{PACKAGE}.{package}" in MODULES]
 
 
 def resolve(imported: str, modules: dict[str, Module]) -> str | None:
@@ -90,23 +90,23 @@ def is_core(name: str) -> bool:
 
 
 def wrong_arrows(module: Module, modules: dict[str, Module]) -> list[str]:
-    allowed = MAY_IMPORT.get(module.room)
+    allowed = MAY_IMPORT.get(module.package)
     if is_core(module.name):
         allowed = {"cache"}
-    if module.name == PACKAGE or module.room in ("cli", "__main__"):
+    if module.name == PACKAGE or module.package in ("cli", "__main__"):
         return []
     if module.name in VLLM_PATHS:
-        allowed = {*MAY_IMPORT[module.room], "frontend"}
-    assert allowed is not None, f"{module.name}: give the room its arrows in MAY_IMPORT"
+        allowed = {*MAY_IMPORT[module.package], "frontend"}
+    assert allowed is not None, f"{module.name}: give the package its arrows in MAY_IMPORT"
     found = []
     for imported in module.imports:
         target = resolve(imported.module, modules)
         if target is None:
             continue
-        room = modules[target].room
-        wants_core = module.room == "replay" or is_core(module.name)
-        beyond_core = room == "cluster" and wants_core and not is_core(target)
-        if beyond_core or room not in {*allowed, module.room, *EVERYONE_MAY_IMPORT}:
+        package = modules[target].package
+        wants_core = module.package == "replay" or is_core(module.name)
+        beyond_core = package == "cluster" and wants_core and not is_core(target)
+        if beyond_core or package not in {*allowed, module.package, *EVERYONE_MAY_IMPORT}:
             found.append(f"{module.name}:{imported.line} imports {imported.module}")
     return found
 
@@ -147,20 +147,20 @@ def test_no_import_cycle() -> None:
     assert find_cycle(MODULES) == []
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if MODULES[name].room == "cache"])
+@pytest.mark.parametrize("name", [name for name in MODULES if MODULES[name].package == "cache"])
 def test_the_cache_imports_stdlib_and_numpy(name: str) -> None:
     tops = {imported.module.partition(".")[0] for imported in MODULES[name].imports}
     assert tops <= {*sys.stdlib_module_names, "numpy", PACKAGE}
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_room_imports_without_torch(room: str) -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_package_imports_without_torch(package: str) -> None:
     program = f"""
 import importlib, pkgutil, sys
 for name in ("torch", "transformers", "tokenizers", "safetensors"):
     sys.modules[name] = None  # importing it raises ModuleNotFoundError
-room = importlib.import_module("{PACKAGE}.{room}")
-for found in pkgutil.walk_packages(getattr(room, "__path__", []), room.__name__ + "."):
+package = importlib.import_module("{PACKAGE}.{package}")
+for found in pkgutil.walk_packages(getattr(package, "__path__", []), package.__name__ + "."):
     importlib.import_module(found.name)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)

@@ -24,14 +24,14 @@ OF_A_LOOKUP = {
     "blocks": {"found", "computed"},
     "writer": {"found", "computed"},
 }
-# A field that another room's own types have, too.
-OF_A_ROOM = {"block_ids": "attention"}
+# A field that another package's own types have, too.
+OF_A_PACKAGE = {"block_ids": "attention"}
 MAY_IMPORT_FROM = {"config", "identity"}  # the rest is imported from the package
 MAY_NOT_IMPORT = {"BlockPool", "FreeBlockQueue", "KVCacheBlock"}
 
 ALL = read_modules(PACKAGE)
-INSIDE = {name.rpartition(".")[2] for name, module in ALL.items() if module.room == "cache"}
-MODULES = {name: module for name, module in ALL.items() if module.room != "cache"}
+INSIDE = {name.rpartition(".")[2] for name, module in ALL.items() if module.package == "cache"}
+MODULES = {name: module for name, module in ALL.items() if module.package != "cache"}
 
 
 def reads(module: Module) -> list[str]:
@@ -43,14 +43,14 @@ def reads(module: Module) -> list[str]:
             private = node.attr in PRIVATE
             if node.attr in OF_A_LOOKUP and owner not in OF_A_LOOKUP[node.attr]:
                 private = True
-            if module.room != OF_A_ROOM.get(node.attr, module.room):
+            if module.package != OF_A_PACKAGE.get(node.attr, module.package):
                 private = True
             if private:
                 found.append(f"{module.name}:{node.lineno} reads {ast.unparse(node)}")
     for imported in module.imports:
-        package, room, file, *_ = [*imported.module.split("."), "", ""]
+        top, package, file, *_ = [*imported.module.split("."), "", ""]
         inside = file in INSIDE - MAY_IMPORT_FROM or file in MAY_NOT_IMPORT
-        if (package, room) == (PACKAGE, "cache") and inside:
+        if (top, package) == (PACKAGE, "cache") and inside:
             found.append(f"{module.name}:{imported.line} imports {imported.module}")
     return found
 

@@ -51,7 +51,7 @@ def test_own_lines(tmp_path: Path) -> None:
 
 
 def save_sessions(path: Path) -> None:
-    """Nodes 0-1-2, 3 below 0, 4 below 3, and 5 a root of its own."""
+    """Nodes 0-1-2, 3 below 0, 4 below 3, and 5 as a separate root."""
     numpy.savez(
         path,
         B=numpy.int32(64),

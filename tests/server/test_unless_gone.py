@@ -43,7 +43,7 @@ async def for_ever(ended: list[str]) -> None:
 
 
 def run(what: Callable[[Client, list[str]], Awaitable[None]]) -> list[str]:
-    """Run with a client; what ended, and what asyncio says of errors that nobody asked for."""
+    """Run with a client; return the ending, and asyncio's reports of unretrieved errors."""
     ended: list[str] = []
 
     async def watched() -> None:

@@ -54,7 +54,7 @@ def test_an_object_that_lost_a_part_is_not_there(tmp_path: Path, lost: int) -> N
 
 
 def test_what_a_farther_tier_had_is_kept_in_the_nearer_one(tmp_path: Path) -> None:
-    """Blocks were; an image was asked of the server by every process."""
+    """Only blocks were shared: every process queried the server for an image."""
     near, far = tmp_path / "near", tmp_path / "far"
     save_all(far)
     assert loaded(near) == []

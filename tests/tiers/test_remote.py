@@ -174,7 +174,7 @@ def prompt_names(llm: LLM, prompt: dict[str, Any]) -> list[BlockHash]:
 
 
 def test_engines_share_what_any_of_them_computed(server: Server, tmp_path: Path) -> None:
-    """Also where each has a disk of its own: what came from afar is kept there."""
+    """Remote blocks are stored on each machine's disk."""
     model = save_smallest(tmp_path / "model")
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     prompt = {"prompt_token_ids": list(range(3, 103))}

@@ -60,7 +60,7 @@ def test_a_block_whose_cost_is_no_time_is_damaged(
 def test_blocks_of_another_size_are_another_model_s(
     store: DiskStore, tmp_path: Path, other: dict[str, int | str]
 ) -> None:
-    """A file told the size of its blocks itself: 512 GB were asked of the system for one."""
+    """A file named the size of its blocks, so 512 GB were allocated for one block."""
     path = write(tmp_path / "moved", MODEL._replace(**other), [block(100)])
     with pytest.raises(CacheError, match="of another model; allowed: a model"):
         import_blocks(store, path, 1.0)

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, or say one thing and hold another; and how they are told apart."""
+"""Checkpoints that are damaged, or whose configuration and tensors disagree."""
 
 from collections.abc import Callable
 from functools import partial

@@ -284,7 +284,7 @@ def test_an_llm_answers_and_keeps_prefixes(tmp_path: Path) -> None:
 
 
 def test_a_pickle_is_refused_and_may_be_saved_again(tmp_path: Path) -> None:
-    """Before transformers 5 a pickle was all that could be saved; what is said of it must work."""
+    """Before transformers 5 only a pickle could be saved; the advice in the error must work."""
     folder, again = tmp_path / "model", tmp_path / "again"
     theirs = save(folder, LlamaConfig(**SIZES), TorchAoConfig(KINDS["int8"][0]))
     (folder / "model.safetensors").unlink()

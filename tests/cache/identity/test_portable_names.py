@@ -116,7 +116,7 @@ FIELD = st.none() | st.sampled_from(["", "a", "ab", "b", "\0", "é"])
 def test_roots_differ_when_anything_differs(
     left: tuple[str | None, str | None, str, int], right: tuple[str | None, str | None, str, int]
 ) -> None:
-    """Also where one field's end would run into the next one's beginning."""
+    """Hashes differ also where the end of a field could be the beginning of the next."""
     names = [root_hash(Namespace(a, s), size, model) for a, s, model, size in (left, right)]
     assert (names[0] == names[1]) == (left == right)
 
@@ -175,7 +175,7 @@ def test_names_of_another_block_size_are_refused() -> None:
 
 
 def test_events_without_names_are_refused() -> None:
-    """They would be read as another model's by whoever mirrors several engines."""
+    """A mirror of several engines would take them for another model's."""
     with pytest.raises(ConfigError, match="pass a BlockHasher"):
         KVCacheManager(CacheConfig(num_blocks=2, events=True))
     assert KVCacheManager(CacheConfig(num_blocks=2, events=True), BlockHasher(16)).hasher

@@ -36,7 +36,7 @@ def start(function: Callable[[], None], said: str) -> Iterator[subprocess.Popen[
 
 @contextmanager
 def run(command: list[str], said: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that has said this; it is ended when it is no longer needed."""
+    """A process that has printed this line; it is ended after use."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -230,7 +230,7 @@ def pixels_of(request: RequestGroup) -> Any:
 
 
 def test_tenants_do_not_see_each_others_images(replicas: Replicas) -> None:
-    """Neither blocks nor embeddings; one's own are found."""
+    """Neither blocks nor embeddings of another tenant are hit; those of the same tenant are."""
     asked = prompt("What is on @ here?", make_image(1))
     found = [
         (ask(replicas.llm, {**asked, "cache_salt": salt}).num_cached_tokens, replicas.num_encoded)

@@ -206,7 +206,7 @@ def test_least_recently_used_goes_and_comes_back_from_disk(llama: World) -> None
 def test_others_go_on_while_an_adapter_is_read_again(
     llama: World, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine itself read it, and all that ran stood still. Here reading waits for their tokens.
+    """The engine's thread read it, and all requests stopped. Here reading waits for their tokens.
     What comes of a request that was aborted meanwhile is in nobody's way."""
     llm = llama.open(max_loras=1)
     engine, read = llm.engine, llm.engine.adapters._read

@@ -85,7 +85,7 @@ def test_deterministic_logits_are_bitwise_equal(
 
 
 def test_a_chat_goes_on_with_its_own_adapter(tmp_path: Path) -> None:
-    """The second turn hits the first one's tokens; the same chat with another adapter hits none."""
+    """The second turn hits the first turn's tokens; with another adapter it hits none."""
     save_model(tmp_path / "model", TINY_TOKENIZERS["byte_level"]())
     files = Files(tmp_path / "model", tmp_path)
     llm = LLM(files.model, num_blocks=64)

@@ -22,7 +22,7 @@ from headstart.models.decoder import ProcessedImage
 
 @dataclass
 class Encoder:
-    """Encodes an image as rows of its own number."""
+    """Encode an image as rows with its number."""
 
     done: list[int] = field(default_factory=list)
 

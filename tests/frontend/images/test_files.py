@@ -421,7 +421,7 @@ def test_what_is_no_image_is_refused(source: Any) -> None:
 
 
 def test_a_url_that_is_refused_is_not_copied() -> None:
-    """Beside the text itself: its length alone is looked at."""
+    """The text is not copied: only its length is read."""
     url = "data:image/png;base64," + "A" * (200 * 2**20)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(RequestError, match="allowed: 135,266,304 at most"):

@@ -104,7 +104,7 @@ SIZE = 600
 @settings(max_examples=50)
 @given(st.sampled_from([0, 3, 40, 300, 580, 597, 600]), st.integers(0, 2**31), st.booleans())
 def test_logits_are_masked_where_a_bit_is_clear(count: int, seed: int, odd: bool) -> None:
-    """Few bits, about half, nearly all; whatever number a banned logit is."""
+    """Masks with few, half and nearly all bits; banned logits have any value."""
     draw = np.random.default_rng(seed)
     logits = torch.from_numpy(draw.standard_normal((3, SIZE), dtype=np.float32))
     if odd:

@@ -30,7 +30,7 @@ def ask(llm: LLM, form: dict[str, Any], **options: Any) -> str:
 
 
 def test_five_thousand_choices(writer: LLM) -> None:
-    """They ended in the second step: each was a rule of its own, of which 2,000 may apply."""
+    """They ended in the second step: each was a separate rule, of which 2,000 may apply."""
     choices = [f"product number {number}" for number in range(5_000)]
     assert ask(writer, {"choice": choices}) in choices
 

@@ -1,4 +1,4 @@
-"""A grammar's place and its answer stay together: interrupted, preempted, beside others."""
+"""A grammar's state and its answer agree: interrupted, preempted, and in a batch."""
 
 import re
 from collections.abc import Iterator
@@ -139,7 +139,7 @@ def test_neighbors_are_answered_as_without(folder: Path, deterministic: bool) ->
 
 
 def test_what_a_form_made_is_hit_by_others(llm: LLM) -> None:
-    """K/V belong to tokens, whatever chose them."""
+    """K/V belong to tokens, however they were chosen."""
     runs = llm.engine
     assert runs.reset_prefix_cache()
     [group, _] = _both(llm)

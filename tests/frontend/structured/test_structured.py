@@ -1,4 +1,4 @@
-"""Structured outputs: what is refused, when an answer ends, and that nobody else is changed."""
+"""Structured outputs: refusals, ends of answers, and no effect on other requests."""
 
 import json
 import sys
@@ -139,7 +139,7 @@ def test_a_schema_that_never_ends_is_refused() -> None:
 def test_a_form_that_cannot_be_followed_is_refused_before_any_work(
     writer: LLM, form: dict[str, Any], reason: str
 ) -> None:
-    """The good prompt beside it is not answered either: nothing was submitted."""
+    """The valid prompt of the same call is not answered either: nothing was submitted."""
     forms = [None, StructuredOutputsParams(**form)]
     params = [SamplingParams(structured_outputs=one) for one in forms]
     with pytest.raises(RequestError, match=f"^structured_outputs.* cannot be followed: .*{reason}"):
@@ -155,7 +155,7 @@ DEEP = [
 
 
 def test_a_deep_grammar_does_not_end_the_process(tmp_path: Path) -> None:
-    """llguidance overflowed a stack of 8 MB; in a process of its own, which that would end."""
+    """llguidance overflowed a stack of 8 MB; a separate process, which that would end."""
     program = """
 import json, sys
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""A structured answer is always valid: judged by others' code, whatever the model would write.
+"""A structured answer is always valid, by other validators, for any model.
 
 An answer that `max_tokens` cuts is not judged, so enough of them must finish.
 """
@@ -216,7 +216,7 @@ def test_an_answer_is_of_a_context_free_grammar(writer: LLM, grammar: str) -> No
 
 
 def test_with_a_bias_and_bad_words_it_is_still_valid(writer: LLM) -> None:
-    """Whatever else changes logits: no answer is invalid, some end with an error."""
+    """With other changes of logits no answer is invalid; some end with an error."""
     tokenizer = writer.get_tokenizer()
     assert tokenizer is not None
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}

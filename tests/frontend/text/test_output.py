@@ -222,7 +222,7 @@ def assert_only_grows(shown: list[str], text: str) -> None:
 def test_stop_strings_are_found_across_tokens(
     texts: list[str], stops: list[str], include: bool
 ) -> None:
-    """Whatever the tokens: no stop string in the text, none missed, nothing shown taken back."""
+    """For any tokens: no stop string in the text, none missed, no shown text removed."""
     token_ids = [token_id for text in texts for token_id in tokens(text)]
     text = "".join(texts)
     found, reason, shown = answer(token_ids, stop=stops, include_stop_str_in_output=include)

@@ -180,7 +180,7 @@ def test_weights_that_are_not_finite(name: str, dtype: str, value: float, tmp_pa
 def test_a_damaged_embedding_is_told_by_its_name_in_the_file(
     saved: torch.dtype, tmp_path: Path
 ) -> None:
-    """Where the LM head shares it, it was the head that was told, which is not in the file."""
+    """With a shared LM head the error named the head, which is not in the file."""
     config = LlamaConfig(**tiny_config("llama").to_dict() | {"tie_word_embeddings": True})
     tiny_model(config).to(saved).save_pretrained(tmp_path)
     name = "model.embed_tokens.weight"

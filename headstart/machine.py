@@ -83,7 +83,7 @@ def data_folder() -> Path:
 def return_freed_memory() -> bool:
     """Return freed memory of this process to the system; True if there was any.
 
-    GNU's C library retains freed memory that lies below memory in use: some 125 MB after
+    GNU's C library retains freed memory that is below memory in use: some 125 MB after
     Qwen2.5-0.5B's weights are read into 8 bits. Others have no such call, and need none.
     """
     try:

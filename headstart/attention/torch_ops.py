@@ -1,6 +1,6 @@
 """Attention over paged K/V in plain torch operations: runs on every device and dtype.
 
-Scores are float32 whatever the dtype of K and V, as in every fused kernel: rounded to bfloat16, a
+Scores are float32 for every dtype of K and V, as in every fused kernel: rounded to bfloat16, a
 score of 1,000 is off by up to 2, which a softmax turns into a factor of 7. On a CPU all products
 are in float32; products in narrow dtypes are faster only on CPUs where the compiled kernels run.
 

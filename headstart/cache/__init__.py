@@ -1,4 +1,4 @@
-"""The KV cache manager: which prefix is in which blocks. No torch, no model; a library of its own.
+"""The KV cache manager: which prefix is in which blocks. No torch, no model; a separate library.
 
 Glossary:
     block           `block_size` consecutive tokens and the KV memory that holds them

@@ -171,8 +171,8 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
                 num_dropped += store.remove(dropped)
             if set(dropped) & set(_block_names(_all_of(path, state))):
                 raise CacheError(
-                    f"not all was dropped: {path} cannot be changed now; if its disk is full, "
-                    "remove the folder"
+                    f"some blocks could not be dropped from {path}; if its disk is full, remove "
+                    "the folder"
                 )
     click.echo(f"{count(num_dropped, 'block')} dropped")
 

@@ -203,7 +203,7 @@ class Conversation:
             if role != expected and not (index == 0 and role == "system"):
                 raise RequestError(
                     f"message {index} has the role {describe(role)}; allowed: {expected}, "
-                    "as user and assistant take turns"
+                    "as user and assistant alternate"
                 )
             if isinstance(content, str):
                 check_utf8(f"message {index}", content)

@@ -139,8 +139,8 @@ def folder_for_text(model: str, adapter: Path | None) -> Path:
     is_checked = not (folder / "config.json").is_file() or has_vocabulary(folder)
     if not is_checked and load_tokenizer(folder) is None:
         raise RequestError(
-            f"{folder} has no tokenizer (tokenizer.json, or what stands for it), so it takes no "
-            "text; get the model's own, or give token ids in Python or to a server"
+            f"{folder} has no tokenizer (tokenizer.json, or an older format), so it takes no text; "
+            "add the model's tokenizer, or use token ids in Python or with a server"
         )
     if adapter is not None:
         check_adapter(adapter, folder)

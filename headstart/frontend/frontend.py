@@ -36,7 +36,7 @@ from headstart.engine.request import PreparedPrompt, Request, RequestGroup
 from headstart.engine.sampling import SamplingState
 from headstart.errors import RequestError
 from headstart.frontend.grammar import GrammarCompiler
-from headstart.frontend.images.prompt import NOBODY, ImagePrompts, Tenant
+from headstart.frontend.images.prompt import NO_TENANT, ImagePrompts, Tenant
 from headstart.frontend.text import (
     Detokenizer,
     OutputText,
@@ -107,7 +107,7 @@ class InputProcessor:
         self._limit = limit
         self._images = images
 
-    def process(self, prompt: Prompt, tenant: Tenant = NOBODY) -> PreparedPrompt:
+    def process(self, prompt: Prompt, tenant: Tenant = NO_TENANT) -> PreparedPrompt:
         """Return the prompt, checked, and tokenized if it is a text. Raises RequestError.
 
         tenant: the owner of its images.
@@ -173,7 +173,7 @@ class InputProcessor:
         ids: Any,
         images: Any = None,
         image_ids: Any = None,
-        tenant: Tenant = NOBODY,
+        tenant: Tenant = NO_TENANT,
     ) -> PreparedPrompt:
         if text is not None:
             self._limit.check("the prompt", text)
@@ -321,7 +321,7 @@ class ProcessorFactory:
         if not bits.any():
             first, *others = names
             raise RequestError(
-                f"{first} cannot hold together with {' and '.join(others)}: no token is left for "
+                f"{first} cannot be combined with {' and '.join(others)}, as no token is left for "
                 "the beginning of an answer"
             )
 

@@ -154,8 +154,8 @@ class Media:
             positions = [i for i, token in enumerate(expanded) if token == self._placeholders[kind]]
             if len(positions) != sum(lengths):
                 raise RequestError(
-                    f"the prompt has {len(positions)} {kind} placeholders, and what comes with it "
-                    f"needs {sum(lengths)}"
+                    f"the prompt has {len(positions)} {kind} placeholders; allowed: {sum(lengths)} "
+                    "for its contents"
                 )
             start = 0
             for length, content in zip(lengths, items, strict=True):

@@ -8,7 +8,7 @@ codec prompt, and the thinker's rows carry the content:
     token      mask ..... mask   lead[0]   lead[1]   code 0    code 1
     row        thinker's prompt  bos       reply 0   reply 1   reply 2 ... eos  pad  pad ...
 
-If a token has an embedding of its own (from T on), it is added to the row. The prompt is complete
+If a token has a separate embedding (from T on), it is added to the row. The prompt is complete
 with the thinker's first reply row; from there on, the talker runs one row behind the thinker.
 
 Source: `Qwen2_5OmniForConditionalGeneration.generate` in transformers.

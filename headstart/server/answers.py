@@ -244,7 +244,7 @@ class _MalformedError(Exception):
 def read_call(
     source: Source, index: int, names: Container[str] | None = None
 ) -> Reading[str | None]:
-    """Read a call. Return None once its name was passed on, whatever came after it.
+    """Read a call. Return None once its name was passed on, regardless of what followed.
 
     Otherwise return all that was read, which is no call: it breaks off, it is not an object with a
     name, or the name is none of `names`.

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _LONG = 1 << 15  # bytes of a body beyond which it is read in a thread
 _MAX_VALUES = 1 << 20  # of a body: no other thread runs while so many are read, at most 0.1 s
-_MAX_OBJECTS = 20_000  # and as many lists; some APIs take 0.7 µs of the event loop for each
+_MAX_OBJECTS = 20_000  # and as many lists; some APIs take time of the event loop for each
 
 
 class _Endpoint(NamedTuple):

@@ -179,7 +179,7 @@ Result = TypeVar("Result")
 
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 _MESSAGE_FIELD = re.compile(r"^(message \d+|messages\[\d+\][\w.\[\]]*)")
-_MANY = 1000  # messages; to read one takes 2 us, and to store it 3
+_MANY = 1000  # messages; more are read and stored in a thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -420,6 +420,6 @@ def _read_thought(tokenizer: PreTrainedTokenizerBase, text: str, call: ChatCall)
             add_generation_prompt=True,
             **(call.template.get("chat_template_kwargs") or {}),
         )
-    except Exception:  # whatever a template raises; rendering the conversation reports it
+    except Exception:  # a template may raise any; rendering the conversation reports it
         return "possible"
     return "begun" if str(shown).rstrip().endswith(THINK_OPEN) else "possible"

@@ -87,13 +87,13 @@ class ServerOptions:
         check_fields(self, ConfigError)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError(
-                "tls_cert (or ssl_certfile) and tls_key (or ssl_keyfile) are for each other; "
+                "only one of tls_cert (or ssl_certfile) and tls_key (or ssl_keyfile) is set; "
                 "allowed: both or none"
             )
         if not all(key and key == key.strip() for key in self.api_key):
             raise ConfigError(
-                "api_key is empty, or has a space or a line's end around it, which headers lose; "
-                "allowed: a key without"
+                "api_key is empty, or begins or ends with white space, which headers drop; "
+                "allowed: a text without white space around it"
             )
         if self.api_key and self.api_keys is False:
             raise ConfigError("api_key is set and api_keys is off; allowed: api_keys on")

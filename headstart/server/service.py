@@ -439,7 +439,7 @@ def stopped() -> ApiError:
 
 
 def front_of(request: Request) -> BaseService[Any, Any]:
-    """Return the service behind a request, whatever its model."""
+    """Return the service behind a request, of any model."""
     service: BaseService[Any, Any] = request.app.state.service
     return service
 

@@ -1,7 +1,7 @@
 """Answers: whole ones, and streams of server-sent events as OpenAI and Anthropic frame them.
 
-Long answers are read and encoded in a thread, so that no stream waits for them: to read calls and
-reasoning from a text takes 2 us a character, and 20 log-probabilities of a token 40 us.
+Long answers are read and encoded in a thread, so that no stream waits for them: reading calls and
+reasoning from a text takes time in proportion to its length, and so do log-probabilities.
 """
 
 from __future__ import annotations

@@ -182,10 +182,10 @@ def test_the_environment_goes_behind_the_command_line(served: Served) -> None:
         ("a --model b", "the model is 'a' and --model 'b'; allowed: one"),
         ("--config /no/such.yaml", "--config is '/no/such.yaml'; [Errno 2] No such file or "
          "directory: '/no/such.yaml'"),
-        ("no/model --chat-template no.jinja", "chat_template is 'no.jinja', no template, and no "
-         "file: [Errno 2] No such file or directory: 'no.jinja'"),
-        ("--ssl-keyfile k", "tls_cert (or ssl_certfile) and tls_key (or ssl_keyfile) are for each "
-         "other; allowed: both or none"),
+        ("no/model --chat-template no.jinja", "chat_template is 'no.jinja', which is neither a "
+         "template nor a file: [Errno 2] No such file or directory: 'no.jinja'"),
+        ("--ssl-keyfile k", "only one of tls_cert (or ssl_certfile) and tls_key (or "
+         "ssl_keyfile) is set; allowed: both or none"),
         ("--allowed-origins '*'", "--allowed-origins is '*'; allowed: a list in JSON, such as "
          """'["https://a.example"]'"""),
         ("--lora-modules '{}'", "--lora-modules is '{}'; allowed: NAME=PATH, or "
@@ -208,8 +208,8 @@ def test_the_environment_goes_behind_the_command_line(served: Served) -> None:
          "None"),
         ("--default-chat-template-kwargs x", "default_chat_template_kwargs is 'x'; allowed: an "
          'object in JSON, such as {"enable_thinking": false}'),
-        ("--api-key k --no-api-keys", "api_key is given and api_keys is off; allowed: keys that "
-         "are on"),
+        ("--api-key k --no-api-keys", "api_key is set and api_keys is off; allowed: api_keys "
+         "on"),
         ("--default-chat-template-kwargs.enable_thinking --port 9", "argument "
          "--default-chat-template-kwargs.enable_thinking: expected one argument. See headstart "
          "serve --help"),

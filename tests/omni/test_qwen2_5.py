@@ -281,7 +281,7 @@ def test_one_placeholder_for_each_item_is_enough(omni: Omni, oracle: Any) -> Non
     ("prompt", "complaint"),
     [
         ({"prompt_token_ids": [5, IMAGE, IMAGE], "features": image(1)}, "2 image placeholders"),
-        ({"prompt_token_ids": [5, IMAGE]}, "1 image placeholders, and what comes with it needs 0"),
+        ({"prompt_token_ids": [5, IMAGE]}, "1 image placeholders; allowed: 0"),
         ({"prompt_token_ids": [5], "features": {"video": noise(1, 2)}}, "have the key 'video'"),
         ({"prompt_token_ids": [5, *LOOK], "features": {"pixel_values": noise(1, 64, 96)}}, "grid"),
         (

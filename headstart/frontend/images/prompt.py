@@ -63,7 +63,7 @@ class Tenant(NamedTuple):
     similar: bool = False
 
 
-NOBODY = Tenant(None)
+NO_TENANT = Tenant(None)
 """The owner of images without a salt."""
 
 
@@ -93,7 +93,7 @@ class ImageReader:
         self._lock = threading.Lock()
 
     def read(
-        self, source: ImageSource, own_id: str | None = None, tenant: Tenant = NOBODY
+        self, source: ImageSource, own_id: str | None = None, tenant: Tenant = NO_TENANT
     ) -> LoadedImage:
         """Read, check and process a tenant's image. Raises RequestError."""
         image = decode_image(source, self._max_pixels)
@@ -117,10 +117,9 @@ class ImageReader:
         return LoadedImage(sent.digest, processed, salt)
 
     def _process(self, image: Image, key: EncoderKey) -> ProcessedImage:
-        """Process an image; one that its tenant showed before waits until it is encoded again.
+        """Process an image; delay this until it is encoded if the tenant showed it before.
 
-        Processing is most of the cost of an image that hits: 55 ms of 62 for a photograph of
-        1024 × 768 and Qwen2.5-VL's processor.
+        Processing is most of the cost of an image whose embeddings are cached.
         """
         with self._lock:
             shape = self._shapes.pop(key, None)
@@ -198,7 +197,9 @@ class ImagePrompts:
                 f"{images} images; allowed: one for each image"
             )
 
-    def read(self, sources: Any, own_ids: Any = None, tenant: Tenant = NOBODY) -> list[LoadedImage]:
+    def read(
+        self, sources: Any, own_ids: Any = None, tenant: Tenant = NO_TENANT
+    ) -> list[LoadedImage]:
         """Return the images, read and checked; `own_ids` are the user's, None for one without."""
         several = self._as_list(sources)
         ids = [None] * len(several) if own_ids is None else self._as_list(own_ids)

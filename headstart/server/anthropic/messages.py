@@ -171,7 +171,7 @@ async def _count_common(service: Service, call: ChatCall, token_ids: Sequence[in
     except RequestError:
         return 0
     begin = prepared.request.prompt_token_ids
-    # In C, which takes a tenth of the time: a prompt may have a hundred thousand tokens.
+    # In C, as a prompt may have a hundred thousand tokens.
     differ = compress(count(), map(ne, begin, token_ids))
     return next(differ, min(len(begin), len(token_ids)))
 

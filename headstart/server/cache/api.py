@@ -136,8 +136,8 @@ async def reset_cache(request: Request, body: CacheResetRequest | None = None) -
 async def show_advice(request: Request) -> Response:
     """Show what would have saved most tokens of the recent prompts.
 
-    An administrator's key covers the prompts of all tenants. Any other key covers those of its own
-    tenant, and `memory` is null, since evictions depend on other tenants.
+    An administrator's key covers the prompts of all tenants. Any other key covers the prompts of
+    its tenant, and `memory` is null, since evictions depend on other tenants.
     """
     return JsonResponse(await read_advice(request))
 

@@ -1,7 +1,7 @@
 """The pool as the page draws it: cells colored by prefix, and the traffic, every second.
 
-A look at the pool takes the engine's thread 0.4 us per block. The next one follows after fifty
-times as long as the last took, and all viewers share it, so looks cost at most 2 % of its time. A
+A look at the pool takes time of the engine's thread. The next look follows after fifty times as
+long as the last one took, and all viewers share it, so looks cost at most 2 % of its time. A
 pool of more than `MAX_CELLS` blocks is drawn with several blocks per cell.
 """
 

@@ -126,7 +126,7 @@ class Traffic:
     ) -> Seen:
         """Store a prompt that was answered just now; `ago` has its times, in seconds ago.
 
-        Takes time in proportion to its length alone: 0.1 ms for a thousand tokens.
+        Takes time in proportion to its length only.
         """
         now, tokens = self.now(), np.asarray(token_ids, np.int32)
         closest = self.closest(namespace, tokens)

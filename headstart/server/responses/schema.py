@@ -134,7 +134,7 @@ Include = Literal[
 class CacheOptions(Body):
     """Options of the cache. `ttl` is a time for which the prompt is worth keeping.
 
-    Every full block of a prompt is cached, whatever the mode.
+    Every full block of a prompt is cached, in every mode.
     """
 
     mode: Literal["implicit", "explicit"] | None = None

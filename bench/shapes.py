@@ -24,10 +24,24 @@ from transformers import (
     Qwen2Config,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.models.lfm2.configuration_lfm2 import Lfm2Config
 
 _WORD = re.compile(r" ?[A-Za-z]+| ?[0-9]{1,3}| ?[^\sA-Za-z0-9]+|\s+")
 
 FOLDER = Path(__file__).resolve().parents[1] / "build" / "bench"
+
+
+def _lfm2(hidden: int, intermediate: int, heads: int, kv_heads: int) -> Lfm2Config:
+    return Lfm2Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=16,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        full_attn_idxs=[2, 5, 8, 10, 12, 14],
+        tie_word_embeddings=True,
+    )
+
 
 SHAPES: dict[str, PreTrainedConfig] = {
     "demo": LlamaConfig(
@@ -59,6 +73,8 @@ SHAPES: dict[str, PreTrainedConfig] = {
         max_position_embeddings=8192,
         tie_word_embeddings=True,
     ),
+    "lfm2-350m": _lfm2(1024, 6656, 16, 8),
+    "lfm2-1.2b": _lfm2(2048, 12_288, 32, 8),
     "small-llama": LlamaConfig(
         vocab_size=32_000,
         hidden_size=256,

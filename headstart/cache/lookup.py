@@ -44,6 +44,7 @@ class ComputedBlocks(NamedTuple):
 
     For a model with recurrent layers `num_tokens` is the position of `state`, from which the
     sequence resumes; `blocks` may go further, as does `known_tokens`: the tokens with cached K/V.
+    is_fork: no request is computing K/V beyond them.
     """
 
     sequence: TokenSequence
@@ -56,6 +57,7 @@ class ComputedBlocks(NamedTuple):
     source: PrefixIndex
     known_tokens: int = 0
     state: Checkpoint | None = None
+    is_fork: bool = False
 
     def is_written(self, at: int) -> bool:
         """Return True if the rows of `blocks[at]` are written, not computed by this step."""
@@ -75,6 +77,7 @@ class ComputedBlocks(NamedTuple):
             node=node,
             known_tokens=0,
             state=None,
+            is_fork=False,
         )
 
 

@@ -171,6 +171,7 @@ class KVCacheManager:
             known_tokens=known,
             state=state,
             writer=computed.writer or writer,
+            is_fork=computed.writer is None,
             partial=partial._replace(num_rows=rows) if partial is not None and rows > 0 else None,
         )
 
@@ -185,7 +186,8 @@ class KVCacheManager:
         False unless the step computes that token. The sequence can resume there afterwards.
         """
         known, states = computed.known_tokens, self.states
-        if states is None or known - computed.num_tokens < MIN_GAIN:
+        is_far = known - computed.num_tokens >= MIN_GAIN
+        if states is None or not is_far or not computed.is_fork:
             return False
         return states.save_shared(computed.blocks, known, self._step)
 

@@ -52,10 +52,11 @@ class Checkpoint:
 class SequenceState:
     """The slots of a running sequence, and where it will leave checkpoints.
 
-    slot: its working slot. source: the checkpoint that it resumes from, until a step has written to
-    the working slot. is_written: a step has. step_start: the first token of its last step.
-    wanted: positions of checkpoints, ascending. next_regular: the next one at an interval.
-    announced: checkpoints of later steps whose K/V are cached. saves: those of the step under way.
+    slot: its working slot. start: the token that it resumed from. source: the checkpoint there,
+    until a step has written to the working slot. is_written: a step has. step_start: the first
+    token of its last step. wanted: positions of checkpoints, ascending. next_regular: the next one
+    at an interval. announced: checkpoints of later steps whose K/V are cached. saves: those of the
+    step under way.
     """
 
     __slots__ = (
@@ -66,6 +67,7 @@ class SequenceState:
         "saves",
         "slot",
         "source",
+        "start",
         "step_start",
         "wanted",
     )
@@ -75,6 +77,7 @@ class SequenceState:
     ) -> None:
         start = source.position if source is not None else 0
         self.slot = slot
+        self.start = start
         self.source = source
         self.is_written = False
         self.step_start = start
@@ -208,9 +211,11 @@ class StatePool:
         checkpoint = announced[0] if announced else self._place(sequence, position)
         if checkpoint is None:
             return False
-        checkpoint.slot = self._take()
+        gain = position - max([state.start, *(save.position for save in state.saves)])
+        checkpoint.slot = self._take(gain)
         if checkpoint.slot < 0:
             self._drop(checkpoint)
+            self._clock += gain  # so that others do not keep it out forever
             return False
         state.saves.append(checkpoint)
         return True
@@ -290,9 +295,10 @@ class StatePool:
         checkpoint = here[key] = Checkpoint(node, key, position, sequence.request_id)
         return checkpoint
 
-    def _take(self) -> int:
-        """Return a slot, that of the least valuable checkpoint if none is free; -1 if all are used.
+    def _take(self, gain: int | None = None) -> int:
+        """Return a slot, that of the least valuable checkpoint if none is free; -1 without any.
 
+        With a gain, in tokens, the checkpoint must be worth less than a new one with this gain.
         The value of a checkpoint grows when one before it is dropped, so it is computed again.
         """
         if self._free:
@@ -306,8 +312,10 @@ class StatePool:
             value = checkpoint.used + self._saved_tokens(checkpoint)
             if value > bound:
                 heappush(self._queue, (value, number, checkpoint))
-            elif checkpoint.users:
+            elif checkpoint.users or (gain is not None and value > self._clock + gain):
                 passed.append((bound, number, checkpoint))
+                if not checkpoint.users:
+                    break
             else:
                 self._clock = value
                 self.num_dropped += 1

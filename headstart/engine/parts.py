@@ -162,7 +162,6 @@ def _weights(decoder: DecoderModel, folder: Path | None) -> str:
 # By default, a million tokens in blocks of 16. More blocks than that cost seconds to make, for
 # models so small that they need no more.
 DEFAULT_MAX_BLOCKS = 65_536
-TOKENS_PER_STATE = 2048
 MIN_STATES = 16
 _LOG = logging.getLogger("headstart.tiers")
 _MOST_PREPARED = 8192  # positions; more would lengthen the start, and cost little when needed
@@ -218,16 +217,27 @@ def _block_bytes(config: EngineConfig, decoder: DecoderModel) -> int:
 def count_states(config: EngineConfig, decoder: DecoderModel, budget: int) -> int:
     """Return the slots for states of recurrent layers: `num_states`, or by the budget of K/V.
 
-    The budget, in bytes, has one slot for every `TOKENS_PER_STATE` tokens of K/V.
+    The budget, in bytes, has one slot for every `tokens_per_state` tokens of K/V.
     """
     if not decoder.state_layouts or config.num_states is not None:
         return (config.num_states or 0) if decoder.state_layouts else 0
+    tokens = tokens_per_state(config, decoder)
     if config.num_blocks is not None:
-        return max(MIN_STATES, config.num_blocks * config.block_size // TOKENS_PER_STATE)
-    blocks = TOKENS_PER_STATE // config.block_size
+        return max(MIN_STATES, config.num_blocks * config.block_size // tokens)
+    blocks = tokens // config.block_size
     slot = StateMemory.bytes_per_slot(decoder.state_layouts)
     states = budget // (slot + blocks * _block_bytes(config, decoder))
     return min(max(MIN_STATES, states), DEFAULT_MAX_BLOCKS // blocks)
+
+
+def tokens_per_state(config: EngineConfig, decoder: DecoderModel) -> int:
+    """Return the tokens of K/V for each slot: such that a quarter of the memory is for states.
+
+    From 128 tokens for small states to 2,048 for large ones.
+    """
+    slot = StateMemory.bytes_per_slot(decoder.state_layouts)
+    token = max(1, _block_bytes(config, decoder) // config.block_size)
+    return min(max(128, 1 << (3 * slot // token).bit_length()), 2048)
 
 
 def make_states(config: EngineConfig, decoder: DecoderModel) -> StateMemory | None:
@@ -355,6 +365,7 @@ def make_engine_parts(
         num_blocks=blocks,
         events=is_observed or bool(stores),
         num_states=states.scratch_slot if states is not None else 0,
+        state_interval=max(128, tokens_per_state(config, decoder) // 4),
         states_at_borders=config.deterministic,
         **config.shared() | {"partial_hits": config.partial_hits and not config.deterministic},
     )

@@ -219,8 +219,8 @@ class Scheduler:
                 if not self._has_room(budget):
                     return
                 computed = self._look_up(request)
-                is_written = computed.writer is not None or self._manager.save_fork(computed)
-                request.awaits_writer = is_written
+                is_saved = self._manager.save_fork(computed)
+                request.awaits_writer = is_saved or computed.writer is not None
                 if request.awaits_writer:
                     continue
                 start, length = computed.num_tokens, len(request.sequence.token_ids)

@@ -64,19 +64,23 @@ class ComputedBlocks(NamedTuple):
         return self.blocks[at] not in self.source.unwritten
 
     def cut(self, count: int, block_size: int) -> "ComputedBlocks":
-        """Return this result truncated to its first `count` blocks."""
-        node = self.node
+        """Return this result truncated to its first `count` blocks.
+
+        A state beyond them is dropped; `KVCacheManager.cut` also searches an earlier one.
+        """
+        node, stop = self.node, count * block_size
         if count < len(self.blocks):
             node = self.blocks[count].node
             node = node.parent if node is not None else None
+        state = self.state if self.state is not None and self.state.position <= stop else None
         return self._replace(
             blocks=self.blocks[:count],
-            num_tokens=min(count * block_size, self.num_tokens or self.known_tokens),
+            num_tokens=min(stop, self.num_tokens) if state is self.state else 0,
             partial=None,
             writer=None,
             node=node,
-            known_tokens=0,
-            state=None,
+            known_tokens=min(stop, self.known_tokens),
+            state=state,
             is_fork=False,
         )
 

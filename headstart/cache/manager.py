@@ -158,11 +158,13 @@ class KVCacheManager:
         computed = ComputedBlocks(
             sequence, blocks, num_tokens, partial, writer, node, version, index
         )
-        return computed if self.states is None else self._find_state(computed, self.states)
+        return self._find_state(computed, num_tokens)
 
-    def _find_state(self, computed: ComputedBlocks, states: StatePool) -> ComputedBlocks:
-        """Return the lookup with the deepest state that the sequence can resume from."""
-        known = computed.num_tokens
+    def _find_state(self, computed: ComputedBlocks, known: int) -> ComputedBlocks:
+        """Return a lookup of `known` tokens with the deepest state to resume from."""
+        states = self.states
+        if states is None:
+            return computed
         state, writer = states.find(computed.sequence, computed.blocks, known)
         position = state.position if state is not None else 0
         partial, rows = computed.partial, position - len(computed.blocks) * self.block_size
@@ -178,7 +180,7 @@ class KVCacheManager:
     def cut(self, computed: ComputedBlocks, count: int) -> ComputedBlocks:
         """Return a lookup truncated to its first `count` blocks."""
         computed = computed.cut(count, self.block_size)
-        return computed if self.states is None else self._find_state(computed, self.states)
+        return self._find_state(computed, computed.known_tokens)
 
     def save_fork(self, computed: ComputedBlocks) -> bool:
         """Have the step under way leave a checkpoint where the lookup's K/V end.

@@ -204,6 +204,19 @@ def test_long_prompts_have_checkpoints_at_intervals() -> None:
     assert engine.manager.get_computed_blocks(branch).num_tokens == 400
 
 
+def test_a_lookup_that_is_cut_resumes_at_a_checkpoint_within_it() -> None:
+    engine = make_engine(num_blocks=200, num_states=32, state_interval=100)
+    run(engine, "a", list(range(500)))
+    lookup = engine.manager.get_computed_blocks(TokenSequence("b", range(500)))
+    assert lookup.num_tokens == 499
+    cut = engine.manager.cut(lookup, 60)
+    assert (cut.num_tokens, cut.known_tokens, len(cut.blocks)) == (200, 240, 60)
+    again = engine.manager.cut(cut, 55)
+    assert (again.num_tokens, again.known_tokens) == (200, 220)
+    alone = lookup.cut(60, engine.size)
+    assert (alone.num_tokens, alone.state) == (0, None)
+
+
 def test_the_least_useful_checkpoint_is_evicted_first() -> None:
     engine = make_engine(num_blocks=400, num_states=4)
     long, short = list(range(1000, 1400)), list(range(2000, 2020))

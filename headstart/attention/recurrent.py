@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart import native
-from headstart.errors import EngineError
 from headstart.native.bindings import (
     ConvCall,
     DeltaCall,
@@ -40,10 +39,10 @@ _MOST_TAPS = 4  # of the kernels' convolution
 
 @dataclass(frozen=True)
 class Recurrence:
-    """The sequences of one step, for all recurrent layers; int32 tensors on the CPU.
+    """The sequences of one step, for all recurrent layers; contiguous int32 tensors on the CPU.
 
-    Targets differ from each other, and a sequence's target is no other sequence's source. A source
-    that is not a target is not written.
+    Kernels read by these numbers without checks. Targets differ from each other, and a sequence's
+    target is no other sequence's source. A source that is not a target is not written.
     """
 
     starts: Tensor
@@ -64,41 +63,10 @@ class Recurrence:
 
     @cached_property
     def sequences(self) -> Sequences:
-        """The sequences as kernels take them; raises `EngineError` if these have no such form."""
-        count = len(self.sources)
+        """The sequences in the form that kernels take."""
         tensors = (self.starts, self.sources, self.targets, self.saves)
-        is_laid_out = all(
-            t.is_cpu and t.dtype == torch.int32 and t.is_contiguous() for t in tensors
-        )
-        starts = self.starts.tolist()
-        if (
-            not is_laid_out
-            or [len(t) for t in tensors[:3]] != [count + 1, count, count]
-            or starts != sorted(starts)
-            or starts[0] != 0
-        ):
-            raise EngineError(
-                f"a step of recurrent layers has rows from {starts}, sources "
-                f"{self.sources.tolist()} and targets {self.targets.tolist()}; allowed: int32, "
-                "rows from 0 on in rising order and one more than sources and targets"
-            )
-        addresses = (t.data_ptr() for t in tensors)
-        return Sequences(*addresses, count=count, num_saves=len(self.saves))
-
-    @cached_property
-    def num_slots(self) -> int:
-        """The number of slots that `states` needs at least; -1 if no slot can be right."""
-        if not len(self.targets):
-            return 0
-        slots = torch.cat((self.targets, self.saves[:, 1]))
-        if int(slots.min()) < 0 or int(self.sources.min()) < -1:
-            return -1
-        return 1 + max(int(slots.max()), int(self.sources.max()))
-
-    @cached_property
-    def num_rows(self) -> int:
-        """The number of rows of the step."""
-        return int(self.starts[-1])
+        addresses = (tensor.data_ptr() for tensor in tensors)
+        return Sequences(*addresses, count=len(self.sources), num_saves=len(self.saves))
 
 
 class DeltaWeights(NamedTuple):
@@ -132,7 +100,7 @@ def causal_conv(
     weight: `[channels, width]`; the last column multiplies the row itself.
     states: float32 `[slots, width - 1, channels]`, the last inputs of each sequence.
     """
-    kernels = _find_kernels(states, recurrence, rows)
+    kernels = _find_kernels(recurrence, rows)
     channels, width = weight.shape
     if kernels is None or not 1 < width <= _MOST_TAPS:
         return _convolve(rows, weight, bias, states, recurrence, silu)
@@ -173,7 +141,7 @@ def gated_delta_rule(
         the share of a value that is written.
     states: float32 `[slots, heads, dk, dv]`.
     """
-    kernels = _find_kernels(states, recurrence, query, key, value, a, b)
+    kernels = _find_kernels(recurrence, query, key, value, a, b)
     if kernels is None:
         return _delta_rule((query, key, value, a, b), weights, states, recurrence)
     rows = [_lay_out(part) for part in (query, key, value, a, b)]
@@ -211,7 +179,7 @@ def mamba2_scan(
     dt: `[T, heads]`, before the bias, softplus, and the limits.
     states: float32 `[slots, heads, head_dim, state]`.
     """
-    kernels = _find_kernels(states, recurrence, x, b, c, dt)
+    kernels = _find_kernels(recurrence, x, b, c, dt)
     if kernels is None:
         return _scan((x, b, c, dt), weights, states, recurrence)
     rows = [_lay_out(part) for part in (x, b, c, dt)]
@@ -236,23 +204,11 @@ def mamba2_scan(
     return out
 
 
-def _find_kernels(states: Tensor, recurrence: Recurrence, *rows: Tensor) -> ctypes.CDLL | None:
-    """Return the kernels if they can be used for these rows.
-
-    Raises `EngineError` if rows or slots are not those of the step: kernels read by address.
-    """
+def _find_kernels(recurrence: Recurrence, *rows: Tensor) -> ctypes.CDLL | None:
+    """Return the kernels if they can be used for these rows."""
     dtype = rows[0].dtype
     if dtype not in _DTYPES or not all(part.is_cpu and part.dtype == dtype for part in rows):
         return None
-    if any(len(part) != recurrence.num_rows for part in rows):
-        raise EngineError(
-            f"a recurrent layer was given {len(rows[0])} rows; this step has {recurrence.num_rows}"
-        )
-    if not 0 <= recurrence.num_slots <= len(states):
-        raise EngineError(
-            f"recurrent states lie in slots {recurrence.sources.tolist()} and go to "
-            f"{recurrence.targets.tolist()}; allowed: 0 to {len(states) - 1}, and -1 for a source"
-        )
     return recurrence.kernels
 
 

@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import struct
+from collections.abc import Set
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,7 +29,7 @@ from headstart.weights.gguf import ROPE_FACTORS, Metadata, import_gguf, read_arc
 from headstart.weights.scheme import UnsupportedLayerError
 
 # transformers' model_type where it is another name.
-_MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+_MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen35": "qwen3_5_text"}
 # Texts of tokens that end a reply, as llama.cpp lists them (special_eog_ids).
 _ENDS = frozenset(
     {
@@ -60,7 +61,7 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
         "intermediate_size": metadata.count("feed_forward_length"),
         "num_hidden_layers": _at_most(metadata, "block_count", len(tensors)),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.count("attention.head_count_kv", heads),
+        "num_key_value_heads": metadata.kv_heads(heads),
         "head_dim": metadata.count("attention.key_length", width // max(heads, 1)),
         "max_position_embeddings": metadata.count("context_length"),
         "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon"),
@@ -73,7 +74,10 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
         "dtype": "bfloat16",  # of the rows between layers: the file's weights say nothing of it
     }
     content["rope_parameters"] = _read_angles(metadata, tensors, content)
-    return content | _read_architecture_keys(architecture, metadata, content)
+    content |= _read_architecture_keys(architecture, metadata, content)
+    if architecture in _RECURRENT:
+        content |= _read_recurrent_keys(architecture, metadata, content, tensors.keys())
+    return content
 
 
 def _at_most(metadata: Metadata, name: str, most: int) -> int:
@@ -184,6 +188,40 @@ def _read_architecture_keys(
             slides = [bool(layer % slides) for layer in range(1, content["num_hidden_layers"] + 1)]
         keys["layer_types"] = ["sliding_attention" if s else "full_attention" for s in slides]
     return keys
+
+
+_RECURRENT = {"lfm2": "conv", "qwen35": "linear_attention"}
+"""The type of the layers without attention, by architecture."""
+
+
+def _read_recurrent_keys(
+    architecture: str, metadata: Metadata, content: dict[str, Any], tensors: Set[str]
+) -> dict[str, Any]:
+    """Return the keys of architectures with recurrent layers; may change the rotary parameters."""
+    if metadata.get("nextn_predict_layers"):
+        raise UnsupportedLayerError("it has layers that predict further tokens (nextn)")
+    kinds = {True: "full_attention", False: _RECURRENT[architecture]}
+    layers = range(content["num_hidden_layers"])
+    keys: dict[str, Any] = {
+        "layer_types": [kinds[f"blk.{layer}.attn_q.weight" in tensors] for layer in layers]
+    }
+    if architecture == "lfm2":
+        return keys | {
+            "norm_eps": content["rms_norm_eps"],
+            "conv_L_cache": metadata.count("shortconv.l_cache"),
+            "conv_bias": "blk.0.shortconv.in_proj.bias" in tensors,
+            "block_auto_adjust_ff_dim": False,
+        }
+    heads = metadata.count("ssm.time_step_rank")
+    rotated = metadata.count("rope.dimension_count", content["head_dim"])
+    content["rope_parameters"]["partial_rotary_factor"] = rotated / content["head_dim"]
+    return keys | {
+        "linear_conv_kernel_dim": metadata.count("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.count("ssm.state_size"),
+        "linear_num_key_heads": metadata.count("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": metadata.count("ssm.inner_size") // heads,
+    }
 
 
 CUT_OFF = "; was it downloaded or copied only in part?"

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -72,6 +72,24 @@ _OLMO2 = _NAMES | {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_LFM2 = _NAMES | {
+    "token_embd_norm": "model.norm",
+    "shortconv.conv": "mixer.conv",
+    "shortconv.in_proj": "mixer.in_proj",
+    "shortconv.out_proj": "mixer.out_proj",
+}
+_QWEN35 = _NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "mixer.in_proj_qkv",
+    "attn_gate": "mixer.in_proj_z",
+    "ssm_alpha": "mixer.in_proj_a",
+    "ssm_beta": "mixer.in_proj_b",
+    "ssm_conv1d": "mixer.conv1d",
+    "ssm_a": "mixer.A_log",
+    "ssm_dt.bias": "mixer.dt_bias",
+    "ssm_norm": "mixer.norm",
+    "ssm_out": "mixer.out_proj",
+}
 ARCHITECTURES = {
     "llama": _NAMES,
     "mistral3": _NAMES,
@@ -83,12 +101,16 @@ ARCHITECTURES = {
     "granite": _NAMES,
     "olmo2": _OLMO2,
     "smollm3": _NAMES,
+    "lfm2": _LFM2,
+    "qwen35": _QWEN35,
 }
 """The architectures whose tensors are known, and transformers' names for them."""
 
 # Those in whose files the two halves of a head of Q and K, which are rotated together, lie side by
 # side.
 _PERMUTED = frozenset({"llama", "mistral3", "granite", "smollm3"})
+# Those whose files list the heads of K and V by layer, with 0 for a recurrent one.
+_KV_HEADS_BY_LAYER = frozenset({"lfm2"})
 _OWN_TENSORS = (ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -101,7 +123,8 @@ _NARROW = frozenset(
 )
 _FACTORS = ("rope.scaling.factor", "rope.scale_linear")
 _QUERY = "model.layers.0.self_attn.q_proj.weight"
-_PLACE = re.compile(r"(?:blk\.(\d{1,9})\.)?([a-z_]+)\.(weight|bias)")
+_PLACE = re.compile(r"(?:blk\.(\d{1,9})\.)?([a-z_0-9.]+?)(\.weight|\.bias)?")
+_CONVOLUTIONS = (".conv.weight", ".conv1d.weight")
 
 
 class Metadata:
@@ -123,6 +146,29 @@ class Metadata:
                 f"its {self._prefix}.{name} is {value!r}; allowed: a whole number"
             )
         return value
+
+    def kv_heads(self, heads: int) -> int:
+        """Return the heads of K and V in layers with attention."""
+        value = self.get("attention.head_count_kv")
+        if self._prefix not in _KV_HEADS_BY_LAYER or not isinstance(value, list):
+            return self.count("attention.head_count_kv", heads) or heads
+        counts = set(value) - {0}
+        if len(counts) != 1:
+            raise UnsupportedLayerError(f"its layers have {sorted(counts)} heads for K and V")
+        return int(counts.pop())
+
+
+class TiledHeads(NamedTuple):
+    """Heads of values in llama.cpp's order: the first of each key head, then the second ones."""
+
+    key_heads: int
+    heads: int
+    width: int
+
+    def order(self, size: int) -> NDArray[np.int64]:
+        """Return the place in the file of each number, where a head has `size` numbers."""
+        places = np.arange(self.heads * size).reshape(-1, self.key_heads, size)
+        return places.swapaxes(0, 1).reshape(-1)
 
 
 def read_architecture(reader: Any) -> str:
@@ -153,7 +199,12 @@ class GGUFCheckpoint(Checkpoint):
         metadata = Metadata(reader, self._architecture)
         self._check_keys(metadata)
         self._heads = heads = metadata.count("attention.head_count")
-        self._kv_heads = metadata.count("attention.head_count_kv", heads) or heads
+        self._kv_heads = metadata.kv_heads(heads)
+        self._tiled = None
+        if self._architecture == "qwen35":
+            values = metadata.count("ssm.time_step_rank")
+            width = metadata.count("ssm.inner_size") // values
+            self._tiled = TiledHeads(metadata.count("ssm.group_count"), values, width)
         self._tensors: dict[str, Any] = {}
         for tensor in reader.tensors:
             if tensor.name not in _OWN_TENSORS:
@@ -162,6 +213,8 @@ class GGUFCheckpoint(Checkpoint):
                     raise UnsupportedLayerError(f"it has two tensors for {name}")
                 self._tensors[name] = tensor
         rotated, query = metadata.get("rope.dimension_count"), self.shapes.get(_QUERY)
+        if self._architecture == "qwen35":
+            rotated = None  # of a head, which is partly rotated
         if rotated is not None and query is not None and rotated * heads != query[0]:
             raise UnsupportedLayerError(f"{rotated} elements of each head are rotated, and not all")
 
@@ -180,10 +233,14 @@ class GGUFCheckpoint(Checkpoint):
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor's shape."""
-        return {
+        shapes = {
             name: tuple(int(side) for side in reversed(tensor.shape))
             for name, tensor in self._tensors.items()
         }
+        for name, shape in shapes.items():
+            if name.endswith(_CONVOLUTIONS):
+                shapes[name] = (shape[0], 1, *shape[1:])
+        return shapes
 
     def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
         """Return the dtypes of floats; float32 for quantized tensors."""
@@ -198,9 +255,14 @@ class GGUFCheckpoint(Checkpoint):
             raise UnsupportedModelError(
                 f"{name} is of the format {self._type(name)}, which the package gguf does not read"
             ) from error
+        if (tiled := self._tiled) is not None and name.endswith(".mixer.out_proj.weight"):
+            data = data[:, tiled.order(tiled.width)]
         tensor = torch.from_numpy(data.astype("float32")).view(self.shapes[name])
-        # llama.cpp stores Gemma's norms with the 1 that the model adds to them.
-        return tensor - 1 if "norm" in name and self._architecture.startswith("gemma") else tensor
+        if name.endswith(".A_log"):  # llama.cpp stores -exp of it
+            return (-tensor).log()
+        # llama.cpp stores Gemma's norms with the 1 that the model adds to them, and Qwen3.5's.
+        adds_one = self._architecture.startswith("gemma") or self._architecture == "qwen35"
+        return tensor - 1 if adds_one and "norm" in name and ".mixer." not in name else tensor
 
     def kind(self, name: str) -> WeightKind | None:
         """Return the nearest kind to the tensor's bits; None for a float."""
@@ -214,7 +276,12 @@ class GGUFCheckpoint(Checkpoint):
         type_name = self._type(name)
         if type_name not in FORMATS:
             return None
-        return read_weight(self._rows(name), type_name, self._gguf)
+        groups = None
+        if (tiled := self._tiled) is not None and name.endswith(".mixer.out_proj.weight"):
+            if tiled.width % GROUP:
+                return None
+            groups = tiled.order(tiled.width // GROUP)
+        return read_weight(self._rows(name), type_name, self._gguf, groups)
 
     def log(self, tied: bool) -> None:
         """Log in one line what the file's formats become; as a warning where numbers change."""
@@ -248,14 +315,18 @@ class GGUFCheckpoint(Checkpoint):
 
     def _name(self, name: str) -> str:
         match = _PLACE.fullmatch(name)
-        part = match and ARCHITECTURES[self._architecture].get(match[2])
-        if not match or not part:
+        if match is None:
+            return name
+        names, suffix = ARCHITECTURES[self._architecture], match[3] or ""
+        whole = names.get(match[2] + suffix)
+        part = names.get(match[2]) if whole is None else whole
+        if part is None:
             return name
         layer = "" if match[1] is None else f"model.layers.{match[1]}."
-        return f"{layer}{part}.{match[3]}"
+        return f"{layer}{part}{suffix if whole is None else ''}"
 
     def _rows(self, name: str) -> Any:
-        """Return rows of bytes or numbers, of Q and K in transformers' order.
+        """Return rows of bytes or numbers, in transformers' order.
 
         Raises `DamagedModelError` for a file that was cut off since: to read beyond its end is a
         SIGBUS.
@@ -263,12 +334,25 @@ class GGUFCheckpoint(Checkpoint):
         if self._file.stat().st_size < self._mapped.nbytes:
             raise DamagedModelError(f"{self._file} changed while it was read")
         data = self._tensors[name].data
+        if self._tiled is not None and ".mixer." in name:
+            return _untile(name.partition(".mixer.")[2], data, self._tiled)
         part = name.split(".")[-2]
         if self._architecture not in _PERMUTED or part not in ("q_proj", "k_proj"):
             return data
         heads = self._heads if part == "q_proj" else self._kv_heads
         halves = data.reshape(heads, len(data) // heads // 2, 2, *data.shape[1:])
         return halves.swapaxes(1, 2).reshape(data.shape)
+
+
+def _untile(part: str, data: Any, tiled: TiledHeads) -> Any:
+    """Return the rows of a part of Qwen3.5's mixer in the order of transformers' heads."""
+    if part in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight"):
+        return data[tiled.order(1)]
+    if part not in ("in_proj_qkv.weight", "in_proj_z.weight", "conv1d.weight"):
+        return data
+    order = tiled.order(tiled.width)
+    first = len(data) - len(order)  # of queries and keys
+    return np.concatenate((data[:first], data[first:][order]))
 
 
 FORMATS: dict[str, WeightKind] = {
@@ -288,16 +372,24 @@ _Bytes = NDArray[np.uint8]
 _Floats = NDArray[np.float32]
 
 
-def read_weight(data: _Bytes, name: str, gguf: Any) -> GroupedValues:
-    """Return a weight of rows of blocks, uint8 `[outputs, bytes]`, in one of `FORMATS`."""
+def read_weight(
+    data: _Bytes, name: str, gguf: Any, groups: NDArray[np.int64] | None = None
+) -> GroupedValues:
+    """Return a weight of rows of blocks, uint8 `[outputs, bytes]`, in one of `FORMATS`.
+
+    groups: the place in a row of each group of 32 inputs, if they lie in another order.
+    """
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][1]
     packed = []
     for first in range(0, len(data), _OUTPUTS):  # a few copies of each piece are made on the way
         rows = np.ascontiguousarray(data[first : first + _OUTPUTS])
         numbers = _read_blocks(rows.reshape(-1, size), name, gguf)
-        grid = QuantizationGrid(
-            *(torch.from_numpy(part.reshape(len(rows), -1)) for part in numbers)
-        )
+        parts = [part.reshape(len(rows), -1) for part in numbers]
+        if groups is not None:
+            values, steps, starts = parts
+            values = values.reshape(len(rows), -1, GROUP)[:, groups].reshape(values.shape)
+            parts = [values, steps[:, groups], starts[:, groups]]
+        grid = QuantizationGrid(*map(torch.from_numpy, parts))
         assert grid.values.shape[1] == GROUP * grid.steps.shape[1]
         packed.append(pack_groups(grid, PackedForm(_BITS[FORMATS[name]], in_bytes=False)))
     panels, scales = (torch.cat(parts) for parts in zip(*(p[:2] for p in packed), strict=True))

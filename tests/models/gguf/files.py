@@ -12,12 +12,14 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     SmolLM3Config,
 )
@@ -66,6 +68,20 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "smollm3": SmolLM3Config(**BASE | {"num_hidden_layers": 5}, pad_token_id=0),
     "mistral3": MistralConfig(**BASE, sliding_window=None),
+    "lfm2": Lfm2Config(
+        **{name: value for name, value in BASE.items() if name != "rms_norm_eps"},
+        layer_types=["conv", "full_attention"],
+        block_auto_adjust_ff_dim=False,
+    ),
+    "qwen35": Qwen3_5TextConfig(
+        **BASE | {"rms_norm_eps": 0.01},
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=8,
+        linear_value_head_dim=32,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ),
 }
 _HALVED = ("llama", "granite", "smollm3", "mistral3")  # LlamaModel of the converter, permute()
 TOKENS = torch.arange(3, 23)
@@ -106,7 +122,10 @@ def write_gguf(
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    kv_heads = config.num_key_value_heads
+    if architecture == "lfm2":  # by layer
+        kv_heads = [kv_heads * (kind == "full_attention") for kind in config.layer_types]
+    writer.add_head_count_kv(kv_heads)
     head_dim = config.hidden_size // config.num_attention_heads
     if architecture not in ("granite", "phi3", "olmo2"):
         writer.add_key_length(config.head_dim)
@@ -121,7 +140,7 @@ def write_gguf(
         writer.add_rope_scaling_factor(8.0)
     if files is not None:
         writer.add_uint16("split.count", files)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
@@ -140,14 +159,19 @@ def write_gguf(
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        theirs, data = names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.numpy()
+        named, data = name, tensor.numpy()
+        if data.ndim == 3:  # of a convolution
+            data = data.squeeze(1)
+        if architecture == "qwen35":
+            named, data = _convert_qwen35(name, data, config)
+        theirs = names.get_name(named, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, name
         if architecture in _HALVED and ("q_proj." in name or "k_proj." in name):
             data = data.reshape(-1, 2, head_dim // 2, *data.shape[1:])
             data = data.swapaxes(1, 2).reshape(tensor.shape)
         if architecture.startswith("gemma") and "norm" in name:
             data = data + 1
-        if data.ndim == 1:
+        if data.ndim == 1 or tensor.ndim == 3:
             writer.add_tensor(theirs, data)
         else:
             writer.add_tensor(theirs, gguf.quants.quantize(data, wanted), raw_dtype=wanted)
@@ -156,6 +180,34 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _convert_qwen35(name: str, data: Any, config: Any) -> tuple[str, Any]:
+    """The name and numbers of a tensor of Qwen3.5 as the converter changes them."""
+    heads, width = config.linear_num_value_heads, config.linear_value_head_dim
+    per_key = heads // config.linear_num_key_heads
+
+    def tile(rows: Any, size: int) -> Any:
+        parts = rows.reshape(-1, per_key, size, *rows.shape[1:])
+        return parts.swapaxes(0, 1).reshape(rows.shape)
+
+    part = name.partition("linear_attn.")[2]
+    if part in ("in_proj_qkv.weight", "conv1d.weight"):
+        first = len(data) - heads * width
+        data = torch.cat(
+            (torch.tensor(data[:first]), torch.tensor(tile(data[first:], width)))
+        ).numpy()
+    elif part == "in_proj_z.weight":
+        data = tile(data, width)
+    elif part in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"):
+        data = tile(data, 1)
+    elif part == "out_proj.weight":
+        data = tile(data.T, width).T.copy()
+    elif not part and "norm" in name:
+        data = data + 1
+    if part == "A_log":
+        return name, -torch.tensor(data).exp().numpy()
+    return name.replace("dt_bias", "dt_proj.bias"), data
 
 
 def _add_own_keys(writer: Any, architecture: str, config: Any) -> None:
@@ -173,6 +225,15 @@ def _add_own_keys(writer: Any, architecture: str, config: Any) -> None:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if architecture == "lfm2":
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    if architecture == "qwen35":
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        inner = config.linear_num_value_heads * config.linear_value_head_dim
+        writer.add_ssm_inner_size(inner)
     if architecture == "phi3":
         angles = config.rope_parameters
         writer.add_sliding_window(config.sliding_window or 0)

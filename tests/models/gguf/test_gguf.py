@@ -41,7 +41,12 @@ def test_a_file_of_floats_is_the_model(architecture: str, tmp_path: Path) -> Non
     file = write_gguf(tmp_path / "tiny.gguf", architecture, original, "F32")
     model = load_model(file, "float32")
     places = torch.arange(len(TOKENS))
-    expected = forward_rows(original, TOKENS, places, places)
+    with torch.no_grad():
+        expected = (
+            original(TOKENS[None], use_cache=False).logits[0]
+            if architecture in ("lfm2", "qwen35")
+            else forward_rows(original, TOKENS, places, places)
+        )
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
     assert model.fallback_reason is None and model.eos_token_ids == {2}
     assert not quantized_matrices(model.module)
@@ -57,7 +62,7 @@ def test_a_file_of_floats_is_the_model(architecture: str, tmp_path: Path) -> Non
         ("F16", None, 0),
     ],
 )
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "lfm2", "qwen35"])
 def test_weights_are_those_of_the_file(
     architecture: str, kind: str, wanted: str | None, apart: float, tmp_path: Path
 ) -> None:
@@ -159,6 +164,18 @@ def test_blocks_of_any_bytes(kind: str) -> None:
     limit = expected.view(40, -1, 32).abs().amax(-1, keepdim=True) * 0.002
     apart = (found - expected).abs().view(40, -1, 32)
     assert (apart <= limit + 1e-6).all()
+
+
+@pytest.mark.parametrize("kind", sorted(FORMATS))
+def test_groups_of_inputs_in_another_order(kind: str) -> None:
+    """Qwen3.5's heads of values lie in another order: a block of 256 spans two of them."""
+    number = gguf.GGMLQuantizationType[kind]
+    per_block, size = gguf.GGML_QUANT_SIZES[number]
+    data = np.random.default_rng(0).integers(0, 60, (16, 512 // per_block * size), dtype=np.uint8)
+    order = np.random.default_rng(1).permutation(16)
+    plain = GroupedWeight(read_weight(data, kind, gguf)).unpack()
+    found = GroupedWeight(read_weight(data, kind, gguf, order)).unpack()
+    assert torch.equal(found.view(16, 16, 32), plain.view(16, 16, 32)[:, torch.from_numpy(order)])
 
 
 def test_a_weight_in_several_pieces_is_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:

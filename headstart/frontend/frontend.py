@@ -292,13 +292,10 @@ class ProcessorFactory:
                     CustomProcessors(params.logits_processors, prompt_token_ids)
                 )
             if params.structured_outputs is not None:
-                constraint, stops = (
-                    params.structured_outputs.constraint,
-                    params.stop_token_ids or (),
-                )
-                answer_processors.append(
-                    self._grammars.mask(constraint, stops, ignore_eos=params.ignore_eos)
-                )
+                constraint = params.structured_outputs.constraint
+                stops = params.stop_token_ids or ()
+                mask = self._grammars.mask(constraint, stops, ignore_eos=params.ignore_eos)
+                answer_processors.append(mask)
             answers.append(tuple(answer_processors))
         self._check_beginning(params, answers[0])
         return answers
@@ -350,7 +347,7 @@ def _spell_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | None
 class ModelFacts(NamedTuple):
     """The facts of a loaded model that requests depend on, and the size of its pool.
 
-    vocab_size: the width of the logits. names: the names of its blocks. shares: owners of blocks.
+    vocab_size: the width of the logits. hasher: makes its block hashes. shares: owners of blocks.
     num_states, state_bytes: slots for states of recurrent layers, and the bytes of all; 0 for a
     model without.
     """
@@ -418,8 +415,7 @@ class Frontend:
         if prompt_salt is not None and salt not in (None, prompt_salt):
             raise RequestError(
                 f"the prompt's cache_salt is {describe(prompt_salt)}, and the call's "
-                f"{describe(salt)}; "
-                "allowed: one of them"
+                f"{describe(salt)}; allowed: one of them"
             )
         salt = salt if prompt_salt is None else str(prompt_salt)
         params = params.clone()  # the caller may change the original

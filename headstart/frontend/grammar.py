@@ -47,7 +47,7 @@ _NAMES_SPECIAL = ("grammar", "structural_tag")
 """Kinds of forms in which special tokens may stand."""
 _MAX_EXPONENT = 12  # of ten
 _MAX_PASSES = 64  # over the references of a schema
-_REMEMBERED = 64  # compiled forms
+_REMEMBERED = 64  # compiled constraints
 _TRIED = 32  # tokens of an answer, before a constraint is accepted
 _SCHEMA = re.compile(r"%json\s*")  # in a Lark grammar; a schema follows
 _LARK_START = re.compile(r"^\s*[?!]?start\b[^:=\n]*:(?!:)", re.MULTILINE)  # and not GBNF's ::=

@@ -153,7 +153,7 @@ class ChatRequests:
             with self._lock:
                 text = self._memory.render(messages, template)
                 if self._frontend.facts.num_states and template.add_generation_prompt:
-                    # The next turn may go on in another way than the generation prompt.
+                    # The next turn may not continue with the generation prompt.
                     plain = replace(template, add_generation_prompt=False)
                     before = self._memory.render(messages, plain)
                 chat = ChatPrompt(text, self._memory.encode(text, namespace))

@@ -55,6 +55,6 @@ def test_an_adapter_of_the_vision_tower_is_refused(tmp_path: Path) -> None:
     base = save_tiny_vision("llava", tmp_path / "base")
     path = make_adapter(base, tmp_path / "one", kind=AutoModelForImageTextToText)
     llm = LLM(base, num_blocks=64)
-    with pytest.raises(UnsupportedAdapterError, match=r"vision_tower.* is no linear layer"):
+    with pytest.raises(UnsupportedAdapterError, match=r"vision_tower.* is not a linear layer"):
         llm.load_adapter("one", path)
     llm.close()

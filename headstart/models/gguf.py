@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Set
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,6 +30,7 @@ from headstart.weights.scheme import UnsupportedLayerError
 
 # transformers' model_type where it is another name.
 _MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen35": "qwen3_5_text"}
+_MODEL_TYPES |= {"granitehybrid": "granitemoehybrid"}
 # Texts of tokens that end a reply, as llama.cpp lists them (special_eog_ids).
 _ENDS = frozenset(
     {
@@ -76,7 +77,7 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
     content["rope_parameters"] = _read_angles(metadata, tensors, content)
     content |= _read_architecture_keys(architecture, metadata, content)
     if architecture in _RECURRENT:
-        content |= _read_recurrent_keys(architecture, metadata, content, tensors.keys())
+        content |= _read_recurrent_keys(architecture, metadata, content, tensors)
     return content
 
 
@@ -153,7 +154,7 @@ def _read_architecture_keys(
             for name in ("attn_logit_softcapping", "final_logit_softcapping"):
                 if (cap := get(name)) is not None:
                     keys[name] = float(cap)
-        case "granite":
+        case "granite" | "granitehybrid":
             scale = get("attention.scale")
             keys["attention_multiplier"] = head_dim**-0.5 if scale is None else scale
             keys["embedding_multiplier"] = get("embedding_scale", 1.0)
@@ -190,12 +191,16 @@ def _read_architecture_keys(
     return keys
 
 
-_RECURRENT = {"lfm2": "conv", "qwen35": "linear_attention"}
+_RECURRENT = {
+    "lfm2": "conv",
+    "qwen35": "linear_attention",
+    "granitehybrid": "linear_attention",
+}
 """The type of the layers without attention, by architecture."""
 
 
 def _read_recurrent_keys(
-    architecture: str, metadata: Metadata, content: dict[str, Any], tensors: Set[str]
+    architecture: str, metadata: Metadata, content: dict[str, Any], tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the keys of architectures with recurrent layers; may change the rotary parameters."""
     if metadata.get("nextn_predict_layers"):
@@ -212,7 +217,24 @@ def _read_recurrent_keys(
             "conv_bias": "blk.0.shortconv.in_proj.bias" in tensors,
             "block_auto_adjust_ff_dim": False,
         }
-    heads = metadata.count("ssm.time_step_rank")
+    heads, inner = metadata.count("ssm.time_step_rank"), metadata.count("ssm.inner_size")
+    if architecture == "granitehybrid":
+        if metadata.get("rope.scaling.finetuned"):
+            raise UnsupportedLayerError("it has rotary positions, as Bamba")
+        recurrent = keys["layer_types"].index("linear_attention")
+        return keys | {
+            "num_local_experts": metadata.count("expert_count", 0),
+            "shared_intermediate_size": int(tensors["blk.0.ffn_gate.weight"].shape[-1]),
+            "split_mlp": True,
+            "mamba_n_heads": heads,
+            "mamba_d_head": inner // heads,
+            "mamba_expand": inner // content["hidden_size"],
+            "mamba_n_groups": metadata.count("ssm.group_count"),
+            "mamba_d_state": metadata.count("ssm.state_size"),
+            "mamba_d_conv": metadata.count("ssm.conv_kernel"),
+            "mamba_conv_bias": f"blk.{recurrent}.ssm_conv1d.bias" in tensors,
+            "mamba_proj_bias": f"blk.{recurrent}.ssm_in.bias" in tensors,
+        }
     rotated = metadata.count("rope.dimension_count", content["head_dim"])
     content["rope_parameters"]["partial_rotary_factor"] = rotated / content["head_dim"]
     return keys | {
@@ -220,7 +242,7 @@ def _read_recurrent_keys(
         "linear_key_head_dim": metadata.count("ssm.state_size"),
         "linear_num_key_heads": metadata.count("ssm.group_count"),
         "linear_num_value_heads": heads,
-        "linear_value_head_dim": metadata.count("ssm.inner_size") // heads,
+        "linear_value_head_dim": inner // heads,
     }
 
 

@@ -224,6 +224,7 @@ _GRANITE_HYBRID = _GRANITE | {
     "mamba_conv_bias": True,
     "mamba_proj_bias": False,
     "time_step_limit": None,
+    "split_mlp": False,
 }
 _GRANITE_NAMES = {
     "mixer": "mamba",
@@ -231,6 +232,12 @@ _GRANITE_NAMES = {
     "gate_up_proj": "input_linear",
     "down_proj": "output_linear",
 }
+
+
+def _granite_hybrid(config: Any) -> dict[str, Any]:
+    # GGUF files have separate weights for gate and up.
+    return _granite(config) | {"fused_mlp": not config.split_mlp}
+
 
 HYBRIDS: dict[str, Family] = {
     "granite": Family(
@@ -267,8 +274,8 @@ HYBRIDS: dict[str, Family] = {
     ),
     "granitemoehybrid": Family(
         defaults=_GRANITE_HYBRID,
-        facts={"fused_mlp": True, "mlp_bias": False, "names": _GRANITE_NAMES},
-        derive=_granite,
+        facts={"mlp_bias": False, "names": _GRANITE_NAMES},
+        derive=_granite_hybrid,
         layers=_scans,
         prepare=_prepare_granite_hybrid,
         kinds=frozenset({"full_attention", "linear_attention"}),

@@ -14,6 +14,7 @@ The package `gguf`, an optional dependency, reads the files.
 """
 
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -90,6 +91,15 @@ _QWEN35 = _NAMES | {
     "ssm_norm": "mixer.norm",
     "ssm_out": "mixer.out_proj",
 }
+_GRANITE_HYBRID = _NAMES | {
+    "ssm_in": "mixer.in_proj",
+    "ssm_conv1d": "mixer.conv1d",
+    "ssm_a": "mixer.A_log",
+    "ssm_d": "mixer.D",
+    "ssm_dt.bias": "mixer.dt_bias",
+    "ssm_norm": "mixer.norm",
+    "ssm_out": "mixer.out_proj",
+}
 ARCHITECTURES = {
     "llama": _NAMES,
     "mistral3": _NAMES,
@@ -103,14 +113,15 @@ ARCHITECTURES = {
     "smollm3": _NAMES,
     "lfm2": _LFM2,
     "qwen35": _QWEN35,
+    "granitehybrid": _GRANITE_HYBRID,
 }
 """The architectures whose tensors are known, and transformers' names for them."""
 
 # Those in whose files the two halves of a head of Q and K, which are rotated together, lie side by
 # side.
-_PERMUTED = frozenset({"llama", "mistral3", "granite", "smollm3"})
+_PERMUTED = frozenset({"llama", "mistral3", "granite", "smollm3", "granitehybrid"})
 # Those whose files list the heads of K and V by layer, with 0 for a recurrent one.
-_KV_HEADS_BY_LAYER = frozenset({"lfm2"})
+_KV_HEADS_BY_LAYER = frozenset({"lfm2", "granitehybrid"})
 _OWN_TENSORS = (ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -125,6 +136,7 @@ _FACTORS = ("rope.scaling.factor", "rope.scale_linear")
 _QUERY = "model.layers.0.self_attn.q_proj.weight"
 _PLACE = re.compile(r"(?:blk\.(\d{1,9})\.)?([a-z_0-9.]+?)(\.weight|\.bias)?")
 _CONVOLUTIONS = (".conv.weight", ".conv1d.weight")
+_FLAT = (".mixer.A_log", ".mixer.D", ".mixer.norm.weight")  # have a second side in some files
 
 
 class Metadata:
@@ -240,6 +252,8 @@ class GGUFCheckpoint(Checkpoint):
         for name, shape in shapes.items():
             if name.endswith(_CONVOLUTIONS):
                 shapes[name] = (shape[0], 1, *shape[1:])
+            elif name.endswith(_FLAT):
+                shapes[name] = (math.prod(shape),)
         return shapes
 
     def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:

@@ -15,7 +15,7 @@ from tests.tiny_models import tiny_config
 
 # Keys that a family's configuration class does not have: they say that the family has no such part.
 OF_OTHERS = {"mlp_bias", "attention_bias", "head_dim", "hidden_act", "max_window_layers"}
-OF_OTHERS |= {"rms_norm_eps"}
+OF_OTHERS |= {"rms_norm_eps", "split_mlp"}
 
 
 # Of the keys that transformers writes, those that are in the config.json of models.

@@ -12,6 +12,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
@@ -73,6 +74,20 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         layer_types=["conv", "full_attention"],
         block_auto_adjust_ff_dim=False,
     ),
+    "granitehybrid": GraniteMoeHybridConfig(
+        **{name: value for name, value in BASE.items() if name != "head_dim"},
+        layer_types=["linear_attention", "full_attention"],
+        num_local_experts=0,
+        shared_intermediate_size=96,
+        mamba_n_heads=8,
+        mamba_n_groups=2,
+        mamba_d_state=8,
+        attention_multiplier=0.3,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        logits_scaling=2.0,
+        tie_word_embeddings=True,
+    ),
     "qwen35": Qwen3_5TextConfig(
         **BASE | {"rms_norm_eps": 0.01},
         layer_types=["linear_attention", "full_attention"],
@@ -83,7 +98,14 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     ),
 }
-_HALVED = ("llama", "granite", "smollm3", "mistral3")  # LlamaModel of the converter, permute()
+_HALVED = (
+    "llama",
+    "granite",
+    "granitehybrid",
+    "smollm3",
+    "mistral3",
+)  # LlamaModel of the converter, permute()
+_SMALL = ("mamba.A_log", "mamba.D", "mamba.norm.weight")
 TOKENS = torch.arange(3, 23)
 
 
@@ -123,11 +145,11 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     kv_heads = config.num_key_value_heads
-    if architecture == "lfm2":  # by layer
+    if architecture in ("lfm2", "granitehybrid"):  # by layer
         kv_heads = [kv_heads * (kind == "full_attention") for kind in config.layer_types]
     writer.add_head_count_kv(kv_heads)
     head_dim = config.hidden_size // config.num_attention_heads
-    if architecture not in ("granite", "phi3", "olmo2"):
+    if architecture not in ("granite", "granitehybrid", "phi3", "olmo2"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     angles = config.rope_parameters
@@ -156,7 +178,10 @@ def write_gguf(
     wanted = gguf.GGMLQuantizationType[kind]
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.numpy())
-    for name, tensor in model.state_dict().items():
+    tensors = model.state_dict()
+    if architecture == "granitehybrid":
+        tensors = _convert_granite(tensors, config)
+    for name, tensor in tensors.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         named, data = name, tensor.numpy()
@@ -165,13 +190,14 @@ def write_gguf(
         if architecture == "qwen35":
             named, data = _convert_qwen35(name, data, config)
         theirs = names.get_name(named, try_suffixes=(".weight", ".bias"))
+        theirs = name if name.startswith("blk.") else theirs
         assert theirs is not None, name
         if architecture in _HALVED and ("q_proj." in name or "k_proj." in name):
             data = data.reshape(-1, 2, head_dim // 2, *data.shape[1:])
             data = data.swapaxes(1, 2).reshape(tensor.shape)
         if architecture.startswith("gemma") and "norm" in name:
             data = data + 1
-        if data.ndim == 1 or tensor.ndim == 3:
+        if data.ndim == 1 or tensor.ndim == 3 or name.endswith(_SMALL):
             writer.add_tensor(theirs, data)
         else:
             writer.add_tensor(theirs, gguf.quants.quantize(data, wanted), raw_dtype=wanted)
@@ -180,6 +206,27 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _convert_granite(tensors: dict[str, Any], config: Any) -> dict[str, Any]:
+    """The tensors of Granite 4 H as the converter changes them."""
+    converted = {}
+    for name, tensor in tensors.items():
+        layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
+        if name.endswith("input_linear.weight"):
+            gate, up = tensor.chunk(2)
+            converted |= {f"{layer}.ffn_gate.weight": gate, f"{layer}.ffn_up.weight": up}
+        elif name.endswith("output_linear.weight"):
+            converted[f"{layer}.ffn_down.weight"] = tensor
+        elif name.endswith("A_log"):
+            converted[name] = -tensor.exp().unsqueeze(1)
+        elif name.endswith("mamba.D"):
+            converted[name] = tensor.unsqueeze(1)
+        elif name.endswith("mamba.norm.weight"):
+            converted[name] = tensor.view(config.mamba_n_groups, -1)
+        else:
+            converted[name.replace("dt_bias", "dt_proj.bias")] = tensor
+    return converted
 
 
 def _convert_qwen35(name: str, data: Any, config: Any) -> tuple[str, Any]:
@@ -220,7 +267,14 @@ def _add_own_keys(writer: Any, architecture: str, config: Any) -> None:
     if architecture == "gemma3":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rope_parameters["full_attention"]["factor"])
-    if architecture == "granite":
+    if architecture == "granitehybrid":
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_group_count(config.mamba_n_groups)
+        writer.add_ssm_time_step_rank(config.mamba_n_heads)
+        writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+        writer.add_rope_scaling_finetuned(False)
+    if architecture in ("granite", "granitehybrid"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)

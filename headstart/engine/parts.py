@@ -180,33 +180,38 @@ def kv_dtype(config: EngineConfig, decoder: DecoderModel) -> torch.dtype:
     return torch.int8 if config.kv_cache_dtype == "int8" else decoder.dtype
 
 
-def count_blocks(config: EngineConfig, decoder: DecoderModel, encoder_row: int) -> int:
-    """Return the blocks for the pool: `num_blocks`, or as many as the K/V budget holds.
+def plan_memory(config: EngineConfig, decoder: DecoderModel, encoder_row: int) -> tuple[int, int]:
+    """Return the blocks of the pool, and the slots for states of recurrent layers.
 
-    encoder_row: bytes of a row of the encoder cache, for which memory is reserved; 0 for a model
-    without vision. Raises OutOfMemoryError if the budget is less than one block or exceeds the free
-    memory.
+    By default as many as the K/V budget holds. encoder_row: bytes of a row of the encoder cache,
+    for which memory is reserved; 0 for a model without vision. Raises OutOfMemoryError if the
+    budget is less than one block or exceeds the free memory.
     """
-    size = _block_bytes(config, decoder)
+    block = _block_bytes(config, decoder)
     rows = config.encoder_cache_rows * encoder_row
     free = max(free_memory(decoder.device) - rows, 0)
     budget = config.kv_cache_memory or int(free * config.kv_cache_fraction)
-    budget -= count_states(config, decoder, budget) * StateMemory.bytes_per_slot(
-        decoder.state_layouts
-    )
-    blocks = budget // size if config.num_blocks is None else config.num_blocks
-    if config.num_blocks is None and config.kv_cache_memory is None:
-        blocks = min(blocks, DEFAULT_MAX_BLOCKS)
+    states = _count_states(config, decoder, budget)
+    state_bytes = states * StateMemory.bytes_per_slot(decoder.state_layouts)
+    blocks = config.num_blocks
+    if blocks is None:
+        blocks = (budget - state_bytes) // block
+        if config.kv_cache_memory is None:
+            blocks = min(blocks, DEFAULT_MAX_BLOCKS)
     if blocks < 1:
+        needed = "one block" + (f" and {states:,} states (num_states)" if states else "")
         raise OutOfMemoryError(
-            f"the memory for K/V is {budget:,} bytes; allowed: at least {size:,}, for one block"
+            f"the memory for K/V is {budget:,} bytes; allowed: at least {block + state_bytes:,}, "
+            f"for {needed}"
         )
-    if blocks * size > free:
+    free = max(free - state_bytes, 0)
+    if blocks * block > free:
         reserved = f" after {rows:,} for image embeddings (encoder_cache_rows)" if rows else ""
+        reserved += f" after {state_bytes:,} for states (num_states)" if states else ""
         raise OutOfMemoryError(
-            f"{blocks:,} KV blocks need {blocks * size:,} bytes, and {free:,} are free{reserved}"
+            f"{blocks:,} KV blocks need {blocks * block:,} bytes, and {free:,} are free{reserved}"
         )
-    return blocks
+    return blocks, states
 
 
 def _block_bytes(config: EngineConfig, decoder: DecoderModel) -> int:
@@ -214,17 +219,15 @@ def _block_bytes(config: EngineConfig, decoder: DecoderModel) -> int:
     return PagedKVMemory.bytes_per_block(decoder.layouts, config.block_size, dtype)
 
 
-def count_states(config: EngineConfig, decoder: DecoderModel, budget: int) -> int:
-    """Return the slots for states of recurrent layers: `num_states`, or by the budget of K/V.
-
-    The budget, in bytes, has one slot for every `tokens_per_state` tokens of K/V.
-    """
-    if not decoder.state_layouts or config.num_states is not None:
-        return (config.num_states or 0) if decoder.state_layouts else 0
-    tokens = tokens_per_state(config, decoder)
+def _count_states(config: EngineConfig, decoder: DecoderModel, budget: int) -> int:
+    """Return `num_states`, or one slot for every `tokens_per_state` tokens of the K/V budget."""
+    if not decoder.state_layouts:
+        return 0
+    if config.num_states is not None:
+        return config.num_states
+    blocks = tokens_per_state(config, decoder) // config.block_size
     if config.num_blocks is not None:
-        return max(MIN_STATES, config.num_blocks * config.block_size // tokens)
-    blocks = tokens // config.block_size
+        return max(MIN_STATES, config.num_blocks // blocks)
     slot = StateMemory.bytes_per_slot(decoder.state_layouts)
     states = budget // (slot + blocks * _block_bytes(config, decoder))
     return min(max(MIN_STATES, states), DEFAULT_MAX_BLOCKS // blocks)
@@ -238,16 +241,6 @@ def tokens_per_state(config: EngineConfig, decoder: DecoderModel) -> int:
     slot = StateMemory.bytes_per_slot(decoder.state_layouts)
     token = max(1, _block_bytes(config, decoder) // config.block_size)
     return min(max(128, 1 << (3 * slot // token).bit_length()), 2048)
-
-
-def make_states(config: EngineConfig, decoder: DecoderModel) -> StateMemory | None:
-    """Return the memory of the model's recurrent states, None for a model without."""
-    if not decoder.state_layouts:
-        return None
-    free = max(free_memory(decoder.device), 0)
-    budget = config.kv_cache_memory or int(free * config.kv_cache_fraction)
-    slots = count_states(config, decoder, budget)
-    return StateMemory(decoder.state_layouts, slots, decoder.device)
 
 
 def longest_sequence(config: EngineConfig, model_limit: int, num_blocks: int) -> int:
@@ -337,12 +330,15 @@ def make_engine_parts(
     if decoder.takes_images and decoder.folder is not None:
         backend = load_module("headstart.models.transformers_backend.image_encoder")
         vision = backend.TransformersVision(decoder, decoder.folder, tokenizer)
-    blocks = count_blocks(config, decoder, vision.bytes_per_row if vision is not None else 0)
+    encoder_row = vision.bytes_per_row if vision is not None else 0
+    blocks, num_states = plan_memory(config, decoder, encoder_row)
     limit = longest_sequence(config, decoder.max_model_len, blocks)
     memory = PagedKVMemory(
         decoder.layouts, blocks, config.block_size, kv_dtype(config, decoder), decoder.device
     )
-    states = make_states(config, decoder)
+    states: StateMemory | None = None
+    if decoder.state_layouts:
+        states = StateMemory(decoder.state_layouts, num_states, decoder.device)
     folder, model = config.kept_folder, None
     stores: Sequence[BlockStore] = ()
     has_tiers = config.enable_prefix_caching and (folder is not None or config.remote_cache)
@@ -364,7 +360,7 @@ def make_engine_parts(
     cache = CacheConfig(
         num_blocks=blocks,
         events=is_observed or bool(stores),
-        num_states=states.scratch_slot if states is not None else 0,
+        num_states=num_states,
         state_interval=max(128, tokens_per_state(config, decoder) // 4),
         states_at_borders=config.deterministic,
         **config.shared() | {"partial_hits": config.partial_hits and not config.deterministic},

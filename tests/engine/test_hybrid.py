@@ -22,6 +22,7 @@ from headstart.engine.params import SamplingParams
 from headstart.engine.parts import make_engine_parts
 from headstart.engine.request import Request, RequestGroup
 from headstart.engine.sampling import SamplingState
+from headstart.errors import OutOfMemoryError
 from headstart.frontend.text import Detokenizer, OutputText
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay, Widths
 
@@ -181,6 +182,21 @@ def test_preempted_requests_resume(deterministic: bool) -> None:
     assert harness.core.num_preemptions
     for group in groups:
         assert harness.answer(group) == expected_answer(group.prompt_token_ids, 12)
+
+
+def test_states_and_blocks_share_the_memory() -> None:
+    config = Harness(num_blocks=None, kv_cache_memory=1_000_000).core.manager.config
+    block, state = 4 * 2 * 8 * 4, 5 * 4  # tokens, K and V, elements, fp32
+    used = config.num_blocks * block + config.num_states * state
+    assert 1_000_000 - block < used <= 1_000_000
+    assert config.num_states == config.num_blocks * config.block_size // 128
+
+
+def test_states_that_do_not_fit_the_memory_are_refused() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"20,000,000,000,000 for states \(num_states\)"):
+        Harness(num_states=10**12)
+    with pytest.raises(OutOfMemoryError, match="at least 2,256, for one block and 100 states"):
+        Harness(num_blocks=None, num_states=100, kv_cache_memory=2_000)
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -24,6 +24,7 @@ FORMATS: dict[WeightKind, Callable[[Tensor], StoredValues]] = {
 _KEYS = frozenset({"k_proj", "v_proj"})
 _FUSED = frozenset({"qkv_proj", "gate_up_proj"})  # which hold one of the others
 _MORE_BITS = _KEYS | {"o_proj", "up_proj"} | _FUSED
+_STEPS = frozenset({"in_proj_a", "in_proj_b"})  # a number for each head, to which states decay
 
 
 def kind_of_layer(name: str, kind: WeightKind, inputs: int, outputs: int) -> WeightKind:
@@ -32,6 +33,8 @@ def kind_of_layer(name: str, kind: WeightKind, inputs: int, outputs: int) -> Wei
     name: the module's, with or without those of its parents.
     """
     layer_name = name.rpartition(".")[2]
+    if layer_name in _STEPS:
+        return "int8"
     if kind != "int4" or layer_name not in _MORE_BITS:
         return kind
     return "int8" if layer_name in _KEYS and outputs < inputs else "int5"

@@ -18,7 +18,10 @@ from headstart.errors import UnsupportedModelError
 from headstart.models.decoder import DecoderModel
 from headstart.models.gptq import plan_quantization
 from headstart.models.loader import load_model
-from tests.models.paged import make_recurrence
+from headstart.models.lora_files import read_weights
+from headstart.models.lora_layers import AdapterRun, LoraLayers, ResidentAdapter
+from tests.models.paged import Paged, make_recurrence
+from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import HYBRIDS, VOCABULARY, save_tiny, tiny_config, tiny_model
 
 BLOCK = 16
@@ -214,6 +217,21 @@ def test_hooks_see_all_rows_of_a_mixer(name: str, model: DecoderModel) -> None:
     model.calls_each_layer = True
     Stepper(model).step({0: Part(random_tokens(LENGTH), 0, -1, 0)}, last=True)
     assert seen == [LENGTH]
+
+
+def test_an_adapter_on_all_linear_layers(name: str, tmp_path: Path) -> None:
+    base = save_tiny(name, tmp_path / "base")
+    path = make_adapter(base, tmp_path / "adapter", target_modules="all-linear")
+    paged = Paged(load_model(base, "float32"))
+    weights = read_weights(path, paged.decoder, 64)
+    assert any("in_proj" in layer for layer in weights.pairs)
+    tokens = random_tokens(LENGTH).tolist()
+    sequence, layers = paged.add(tokens), LoraLayers(paged.decoder)
+    for count in (LENGTH - 5, 5):
+        layers.begin_step([AdapterRun(ResidentAdapter(weights), count, count)])
+        paged.step([(sequence, count)])
+        layers.end_step()
+    check(torch.stack(sequence.logits), Oracle(base, path).logits(tokens))
 
 
 def test_the_decoder_of_a_model_with_vision(tmp_path: Path) -> None:

@@ -203,12 +203,12 @@ def _read_recurrent_keys(
     architecture: str, metadata: Metadata, content: dict[str, Any], tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the keys of architectures with recurrent layers; may change the rotary parameters."""
-    if metadata.get("nextn_predict_layers"):
-        raise UnsupportedLayerError("it has layers that predict further tokens (nextn)")
     kinds = {True: "full_attention", False: _RECURRENT[architecture]}
-    layers = range(content["num_hidden_layers"])
+    count = content["num_hidden_layers"] - metadata.count("nextn_predict_layers", 0)
+    layers = range(count)
     keys: dict[str, Any] = {
-        "layer_types": [kinds[f"blk.{layer}.attn_q.weight" in tensors] for layer in layers]
+        "num_hidden_layers": count,
+        "layer_types": [kinds[f"blk.{layer}.attn_q.weight" in tensors] for layer in layers],
     }
     if architecture == "lfm2":
         return keys | {

@@ -218,7 +218,13 @@ class GGUFCheckpoint(Checkpoint):
             width = metadata.count("ssm.inner_size") // values
             self._tiled = TiledHeads(metadata.count("ssm.group_count"), values, width)
         self._tensors: dict[str, Any] = {}
+        # Layers that predict further tokens come after the others, and are not run.
+        further = metadata.count("nextn_predict_layers", 0)
+        last = metadata.count("block_count") - further if further else None
         for tensor in reader.tensors:
+            match = _PLACE.fullmatch(tensor.name)
+            if last is not None and match and match[1] and int(match[1]) >= last:
+                continue
             if tensor.name not in _OWN_TENSORS:
                 name = self._name(tensor.name)
                 if name in self._tensors:

@@ -166,6 +166,23 @@ def test_blocks_of_any_bytes(kind: str) -> None:
     assert (apart <= limit + 1e-6).all()
 
 
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """Converters write such a layer of Qwen3.5 as a block after the others."""
+
+    def add(self: Any, count: int) -> None:
+        gguf.GGUFWriter.add_block_count(self, count + 1)
+        self.add_uint32("qwen35.nextn_predict_layers", 1)
+        self.add_tensor("blk.2.nextn.eh_proj.weight", np.ones((4, 4), dtype=np.float32))
+
+    original = make_model("qwen35")
+    methods = {"add_block_count": add}
+    file = write_gguf(tmp_path / "a.gguf", "qwen35", original, "F32", methods=methods)
+    with torch.no_grad():
+        expected = original(TOKENS[None], use_cache=False).logits[0]
+    found = logits(load_model(file, "float32"))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", sorted(FORMATS))
 def test_groups_of_inputs_in_another_order(kind: str) -> None:
     """Qwen3.5's heads of values lie in another order: a block of 256 spans two of them."""

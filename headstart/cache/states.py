@@ -14,7 +14,7 @@ hits age (GreedyDual: Young, "On-line file caching", 1998).
 """
 
 from collections.abc import Iterable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from headstart.cache.block import KVCacheBlock, PrefixNode
 from headstart.cache.identity import BlockKey
@@ -147,6 +147,8 @@ class StatePool:
         """
         writer: str | None = None
         until = 0
+        if self.num_slots == 1:  # a request that resumes needs a working slot too
+            return None, None
         for depth in range(min(known // self.block_size, len(blocks)), 0, -1):
             node = blocks[depth - 1].node
             here = self._at.get(node) if node is not None else None
@@ -187,8 +189,10 @@ class StatePool:
         interval = self.interval * -(-length // (self.interval * most))
         state = SequenceState(slot, source, ahead, interval)
         self._states[sequence] = state
-        if known in ahead and (checkpoint := self._place(sequence, known)) is not None:
-            state.announced.append(checkpoint)
+        if known in ahead and sequence.is_stored:
+            checkpoint = self._place(sequence, known)
+            if checkpoint is not None:
+                state.announced.append(checkpoint)
 
     def extend(self, sequence: TokenSequence, start: int, end: int) -> None:
         """Note that this step computes tokens `start` to `end - 1`; leave checkpoints there."""
@@ -340,7 +344,10 @@ class StatePool:
         return checkpoint.position
 
     def _enter(self, checkpoint: Checkpoint) -> None:
-        """Put a checkpoint in the queue, as used now."""
+        """Put a checkpoint in the queue, as used now; remove entries of dropped ones in time."""
+        if len(self._queue) >= 2 * self.num_slots:
+            self._queue = [entry for entry in self._queue if entry[2].node is not None]
+            heapify(self._queue)
         checkpoint.used = self._clock
         self._count += 1
         bound = self._clock + self._saved_tokens(checkpoint)
@@ -374,6 +381,7 @@ class StatePool:
         slots = [state.slot for state in self._states.values()]
         slots += [c.slot for c in (*self.checkpoints, *saves, *dropped)] + self._free
         assert sorted(slots) == list(range(self.num_slots)), "a slot is lost, or used twice"
+        assert len(self._queue) <= 2 * self.num_slots, "dropped checkpoints are held"
         queued = {checkpoint for _, _, checkpoint in self._queue}
         sources = [state.source for state in self._states.values()]
         for node, here in self._at.items():

@@ -242,6 +242,20 @@ def test_a_sequence_without_a_slot_is_not_admitted() -> None:
     engine.verify([first, second])
 
 
+def test_a_single_slot_is_for_working_states_alone() -> None:
+    engine = make_engine(num_states=1)
+    prompt = list(range(30))
+    run(engine, "a", prompt)
+    assert run(engine, "b", [*prompt, 7, 8, 9]) == 0
+
+
+def test_dropped_checkpoints_are_not_held() -> None:
+    engine = make_engine(num_blocks=16, num_states=64)
+    for i in range(200):
+        run(engine, f"r{i}", list(range(100 * i, 100 * i + 20)))
+    engine.manager.check()
+
+
 CONFIGS = st.fixed_dictionaries(
     {
         "num_blocks": st.sampled_from([4, 9, 16, 24]),

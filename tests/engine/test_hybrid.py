@@ -175,6 +175,26 @@ def test_prompts_that_arrive_together_compute_their_prefix_once() -> None:
     assert harness.model.num_rows <= 202 + 7 * 4 + 8 * 5
 
 
+def test_no_request_waits_for_one_that_is_not_stored() -> None:
+    harness = Harness(num_blocks=400, num_states=40, max_num_batched_tokens=64)
+    shared = [i * 3 % 50 for i in range(200)]
+    harness.run([*shared, 1, 2, 3])
+    private = harness.submit([*shared, 4, 5, 6], count=100)
+    private.requests[0].sequence.is_stored = False
+    other = harness.submit([*shared, 7, 8, 9])
+    while not other.finished:
+        harness.core.step()
+    assert not private.finished
+
+
+def test_a_single_state_serves_one_request_after_another() -> None:
+    harness = Harness(num_states=1)
+    prompt = [i * 7 % 50 for i in range(30)]
+    for _ in range(3):
+        assert harness.run(prompt) == 0
+        prompt += [*expected_answer(prompt, 5), 1, 2]
+
+
 def test_preempted_requests_resume(deterministic: bool) -> None:
     harness = Harness(num_blocks=14, num_states=5, deterministic=deterministic)
     groups = [harness.submit([i, *range(10)], count=12) for i in range(5)]

@@ -158,12 +158,10 @@ class FamilyModule(nn.Module):
         self._names = shape.names
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(
-            self._names.get(name, name) if isinstance(value, nn.Module) else name, value
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return super().__getattr__(self._names.get(name, name))
+        if isinstance(value, nn.Module) and name in self._names:
+            self.__dict__[name] = value  # found without a lookup of modules
+            name = self._names[name]
+        super().__setattr__(name, value)
 
 
 class RMSNorm(nn.Module):

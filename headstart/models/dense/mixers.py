@@ -145,7 +145,7 @@ class GatedNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         exact = x.float() * functional.silu(gate.float())
-        parts = exact.view(len(x), self._groups, -1)
+        parts = exact.view(len(x), self._groups, x.shape[1] // self._groups)
         parts = parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         out: Tensor = (self.weight * parts.flatten(1)).to(x.dtype)
         return out

@@ -219,7 +219,7 @@ class Attention(FamilyModule):
         else:
             query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self._gated:
-            query, gate = query.view(len(x), -1, 2 * self.head_dim).chunk(2, dim=-1)
+            query, gate = query.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         if self._head_norms == "row":
             query, key = self.q_norm(query), self.k_norm(key)
         heads = (len(x), -1, self.head_dim)

@@ -1,0 +1,58 @@
+"""Tiny models with recurrent layers answer as transformers does, wherever they resume.
+
+The oracle is transformers' pass over prompt and answer at once, without a cache of its own.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from headstart import LLM, SamplingParams
+from tests.tiny_models import HYBRIDS, save_tiny, tiny_config, tiny_model
+
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+TEXT = torch.randint(3, 131, (150,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_answers_after_hits(name: str, deterministic: bool, tmp_path: Path) -> None:
+    reference = tiny_model(tiny_config(name))
+    reference.set_attn_implementation("eager")
+    llm = LLM(
+        str(save_tiny(name, tmp_path)),
+        dtype="float32",
+        num_blocks=200,
+        debug=True,
+        max_num_batched_tokens=64,  # a long prompt takes several steps
+        deterministic=deterministic,
+    )
+
+    def ask(prompts: list[list[int]]) -> list[int]:
+        """Check answers and log-probabilities; return the hit tokens of each prompt."""
+        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            answer = list(output.outputs[0].token_ids)
+            with torch.no_grad():
+                logits = reference(torch.tensor([prompt + answer])).logits[0]
+            expected = logits[len(prompt) - 1 : -1].log_softmax(-1)
+            assert answer == expected.argmax(-1).tolist()
+            rows = zip(output.outputs[0].logprobs, answer, strict=True)
+            own = [row[token].logprob for row, token in rows]
+            torch.testing.assert_close(torch.tensor(own), expected.amax(-1), rtol=0.0, atol=1e-4)
+        return [output.num_cached_tokens for output in outputs]
+
+    prompts = [[*TEXT[:n], 5, 6, n % 50] for n in (30, 77, 101)]
+    assert ask(prompts[:1]) == [0]
+    ask(prompts[1:2])
+    ask(prompts[2:])
+    [hit] = ask([TEXT])
+    assert hit == (96 if deterministic else 77)
+    assert ask([TEXT]) == [144 if deterministic else 149]
+    branches = [[*TEXT[:n], 9, n % 100] for n in (30, 60, 77, 101, 150)]
+    for branch in branches:
+        ask([branch])
+    if not deterministic:
+        assert ask([[*branch[:-2], 8, 8] for branch in branches]) == [30, 60, 77, 101, 149]
+    llm.close()

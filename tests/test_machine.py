@@ -101,7 +101,7 @@ def test_auto_is_float32_where_bfloat16_is_slow_and_says_so_in_one_line(
     assert record.levelno == logging.WARNING
     assert record.getMessage().count("\n") == 0
     assert (
-        "slow in bfloat16 (no AVX512-BF16, no AMX-BF16): computing in float32"
+        "slow in bfloat16 (no AVX512-BF16, no AMX-BF16), so dtype=auto computes in float32"
         in record.getMessage()
     )
 

@@ -104,7 +104,7 @@ def test_what_a_full_disk_keeps_from_being_dropped_is_told(
     with monkeypatch.context() as patch:
         for method in ("remove", "move"):
             patch.setattr(DiskIndex, method, fail)
-        assert "not all was dropped" in cache("drop", "--all", status=2).stderr
+        assert "some blocks could not be dropped" in cache("drop", "--all", status=2).stderr
     assert "0 blocks" not in cache("drop", "--all").output
 
 

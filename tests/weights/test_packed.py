@@ -108,7 +108,7 @@ def test_wrong_inputs_are_refused() -> None:
     with pytest.raises(ValueError, match="on meta"):
         packed.multiply(torch.empty(1, 24, dtype=BF16, device="meta"))
     for number in (-1, 40):
-        with pytest.raises(IndexError, match="40"):
+        with pytest.raises(IndexError, match="0 to 39"):
             packed.rows(torch.tensor([0, number]))
 
 

@@ -313,5 +313,5 @@ def test_voices_that_are_none(
         path.write_bytes(voices)
     else:
         torch.save(voices, path)
-    with pytest.raises(DamagedModelError, match=r"spk_dict\.pt holds no voices"):
+    with pytest.raises(DamagedModelError, match=r"spk_dict\.pt has no voices"):
         Qwen25Omni(folder)

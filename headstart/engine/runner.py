@@ -199,11 +199,18 @@ class Runner:
             first += rows.stop - rows.start
 
     def _check_states(self, parts: list[_Rows], memory: StateMemory, pool: StatePool) -> None:
-        """Record the sequences that leave a checkpoint of this pass that is not finite."""
+        """Record the sequences whose states after this pass are not finite.
+
+        These are checkpoints, and the last state of a pass without logits, which would show it: it
+        becomes a checkpoint if the request ends now.
+        """
         for rows in parts:
-            for save in pool.of(rows.sequence).saves:
-                if rows.start < save.position <= rows.known and not memory.is_finite(save.slot):
-                    self._nonfinite.setdefault(rows.sequence, rows.start)
+            state = pool.of(rows.sequence)
+            slots = [s.slot for s in state.saves if rows.start < s.position <= rows.known]
+            if not rows.wanted and rows.stop == rows.known:
+                slots.append(state.slot)
+            if not all(map(memory.is_finite, slots)):
+                self._nonfinite.setdefault(rows.sequence, rows.start)
 
     def _nonfinite_parts(self, parts: list[_Rows]) -> list[int]:
         """Return the parts whose block tables have a row that is not finite, whoever wrote it.

@@ -57,6 +57,7 @@ class HashDecoder(DecoderModel):
         self.eos_token_ids = frozenset()
         self.dtype, self.device, self.output_layer = torch.float32, torch.device("cpu"), None
         self.num_rows = 0
+        self.overflows = False
         self._backend: AttentionBackend | None = None
         self._states: StateMemory | None = None
 
@@ -96,7 +97,8 @@ class HashDecoder(DecoderModel):
                 logits[at, state % VOCABULARY] = 1.0
                 if at in saves:
                     hashes[saves[at]], lengths[saves[at]] = state, length
-            hashes[target], lengths[target] = state, length
+            hashes[target] = float("inf") if self.overflows else state
+            lengths[target] = length
         return logits[logit_rows]
 
 
@@ -193,6 +195,17 @@ def test_a_single_state_serves_one_request_after_another() -> None:
     for _ in range(3):
         assert harness.run(prompt) == 0
         prompt += [*expected_answer(prompt, 5), 1, 2]
+
+
+def test_a_state_that_is_not_finite_is_not_cached() -> None:
+    harness = Harness(max_num_batched_tokens=16)
+    prompt = [i * 7 % 50 for i in range(40)]
+    harness.model.overflows = True
+    group = harness.submit(prompt)
+    harness.core.step()
+    harness.core.abort(group.request_id)
+    harness.model.overflows = False
+    assert harness.run(prompt) == 0
 
 
 def test_preempted_requests_resume(deterministic: bool) -> None:

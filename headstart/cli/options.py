@@ -138,7 +138,7 @@ class GroupedCommand(click.Command):
         for name in sorted(os.environ.keys() - names):
             matches = get_close_matches(name, names, n=1, cutoff=0.87)
             if matches and name.startswith(_PREFIX):
-                note(f"{name} in the environment is not an option; did you mean {matches[0]}")
+                note(f"{name} in the environment is not an option; did you mean {matches[0]}?")
         return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -144,4 +144,4 @@ def test_extras_that_are_missing_are_told_with_the_command(monkeypatch: pytest.M
 def test_slips_of_every_command_are_told(variable: str, meant: str) -> None:
     """`doctor` did not mention settings in the environment that no command reads."""
     said = CliRunner().invoke(main, ["doctor"], env={variable: "0"}).stderr
-    assert said == f"{variable} in the environment is not an option; did you mean {meant}\n"
+    assert said == f"{variable} in the environment is not an option; did you mean {meant}?\n"

@@ -408,7 +408,8 @@ class CountTokensRequest(ChatFields):
         if choice is None:
             return ToolUse(tools)
         if (choice.type == "tool") != (choice.name is not None):
-            raise ApiError(400, 'tool_choice has only one of type "tool" and a name; allowed: both')
+            text = 'tool_choice has only one of type "tool" and a name; allowed: both or neither'
+            raise ApiError(400, text)
         parallel = not choice.disable_parallel_tool_use
         if choice.type in ("any", "tool"):
             return ToolUse(tools, "required", choice.name, parallel)

@@ -4,6 +4,7 @@ A field that is not here is an error: nothing is dropped in silence. Fields with
 server of one model (`user`, `metadata`, `store`, ...) are taken and have no effect.
 """
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -227,7 +228,7 @@ class SamplingFields(CacheFields):
 
     def read_sampling(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams`. Raises RequestError for unsupported ones."""
-        names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
+        names = {f.name for f in fields(SamplingParams)} & type(self).model_fields.keys()
         params = {name: getattr(self, name) for name in names}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         params["stop"] = [text for text in stop if text] or None  # an empty text stops nothing

@@ -357,7 +357,7 @@ def test_what_ray_raises_is_read() -> None:
             "the prompt is empty",
         )
     broken = read_error(RayTaskError("answer", "", KeyError("x")))
-    assert str(broken) == "a replica failed: KeyError: 'x'"
+    assert str(broken) == "a replica failed with KeyError: 'x'"
 
 
 def test_a_reset_of_all_replicas_leaves_out_those_that_die_meanwhile() -> None:

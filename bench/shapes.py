@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.lfm2.configuration_lfm2 import Lfm2Config
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 _WORD = re.compile(r" ?[A-Za-z]+| ?[0-9]{1,3}| ?[^\sA-Za-z0-9]+|\s+")
 
@@ -75,6 +76,19 @@ SHAPES: dict[str, PreTrainedConfig] = {
     ),
     "lfm2-350m": _lfm2(1024, 6656, 16, 8),
     "lfm2-1.2b": _lfm2(2048, 12_288, 32, 8),
+    "qwen3.5-0.8b": Qwen3_5TextConfig(
+        vocab_size=248_320,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=True,
+    ),
     "small-llama": LlamaConfig(
         vocab_size=32_000,
         hidden_size=256,

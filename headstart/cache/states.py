@@ -20,6 +20,9 @@ from headstart.cache.block import KVCacheBlock, PrefixNode
 from headstart.cache.identity import BlockKey
 from headstart.cache.sequence import TokenSequence
 
+LAST = 4
+"""Factor of the value of the last checkpoint on its path: most prompts continue a whole one."""
+
 MIN_GAIN = 64
 """Tokens that a checkpoint of another request must save for a request to wait for it."""
 
@@ -31,10 +34,11 @@ class Checkpoint:
 
     writer: the request whose step leaves it, until that is committed. users: the number of
     sequences whose next step reads it. node: None once it is dropped. used: the pool's clock when
-    it was last used.
+    it was last used. is_passed: a later checkpoint of its path was left. entry: its number in the
+    queue.
     """
 
-    __slots__ = ("key", "node", "position", "slot", "used", "users", "writer")
+    __slots__ = ("entry", "is_passed", "key", "node", "position", "slot", "used", "users", "writer")
 
     def __init__(self, node: PrefixNode, key: BlockKey, position: int, writer: str) -> None:
         self.node: PrefixNode | None = node
@@ -44,6 +48,8 @@ class Checkpoint:
         self.writer: str | None = writer
         self.users = 0
         self.used = 0
+        self.is_passed = False
+        self.entry = 0
 
     def __repr__(self) -> str:
         return f"Checkpoint(position={self.position}, slot={self.slot}, writer={self.writer!r})"
@@ -198,11 +204,14 @@ class StatePool:
         """Note that this step computes tokens `start` to `end - 1`; leave checkpoints there."""
         state = self._states[sequence]
         state.step_start = start
-        while state.wanted and state.wanted[0] <= end:
-            self.save(sequence, state.wanted.pop(0))
+        due = {position for position in state.wanted if position <= end}
+        if due:
+            state.wanted = [position for position in state.wanted if position > end]
         while state.next_regular <= end:
-            self.save(sequence, state.next_regular)
+            due.add(state.next_regular)
             state.next_regular += state.interval
+        for position in sorted(due):
+            self.save(sequence, position)
 
     def save(self, sequence: TokenSequence, position: int) -> bool:
         """Leave a checkpoint in the step under way; False if there is one, or no slot."""
@@ -215,11 +224,12 @@ class StatePool:
         checkpoint = announced[0] if announced else self._place(sequence, position)
         if checkpoint is None:
             return False
-        gain = position - max([state.start, *(save.position for save in state.saves)])
+        before = [save.position for save in state.saves if save.position < position]
+        gain = position - max(before, default=state.start)
         checkpoint.slot = self._take(gain)
         if checkpoint.slot < 0:
             self._drop(checkpoint)
-            self._clock += gain  # so that others do not keep it out forever
+            self._clock += LAST * gain  # so that others do not keep it out forever
             return False
         state.saves.append(checkpoint)
         return True
@@ -311,12 +321,12 @@ class StatePool:
         slot = -1
         while self._queue:
             bound, number, checkpoint = heappop(self._queue)
-            if checkpoint.node is None:
+            if checkpoint.node is None or number != checkpoint.entry:
                 continue
-            value = checkpoint.used + self._saved_tokens(checkpoint)
+            value = self._value(checkpoint)
             if value > bound:
                 heappush(self._queue, (value, number, checkpoint))
-            elif checkpoint.users or (gain is not None and value > self._clock + gain):
+            elif checkpoint.users or (gain is not None and value > self._clock + LAST * gain):
                 passed.append((bound, number, checkpoint))
                 if not checkpoint.users:
                     break
@@ -330,28 +340,43 @@ class StatePool:
             heappush(self._queue, entry)
         return slot
 
-    def _saved_tokens(self, checkpoint: Checkpoint) -> int:
-        """Return the tokens from the checkpoint before it on its path up to it."""
+    def _previous(self, checkpoint: Checkpoint) -> Checkpoint | None:
+        """Return the checkpoint before it on its path."""
         node, key = checkpoint.node, checkpoint.key
         while node is not None:
-            before = 0
+            found: Checkpoint | None = None
             for other in self._at[node].values() if node in self._at else ():
-                if other.writer is None and before < other.position < checkpoint.position:
-                    before = other.position if key.startswith(other.key) else before
-            if before:
-                return checkpoint.position - before
+                is_before = other.writer is None and other.position < checkpoint.position
+                if is_before and key.startswith(other.key):
+                    found = other if found is None or found.position < other.position else found
+            if found is not None:
+                return found
             key, node = node.key, node.parent
-        return checkpoint.position
+        return None
+
+    def _value(self, checkpoint: Checkpoint) -> int:
+        """Return the clock when it was last used, plus the tokens since the one before it."""
+        previous = self._previous(checkpoint)
+        tokens = checkpoint.position - (previous.position if previous is not None else 0)
+        return checkpoint.used + tokens * (1 if checkpoint.is_passed else LAST)
 
     def _enter(self, checkpoint: Checkpoint) -> None:
-        """Put a checkpoint in the queue, as used now; remove entries of dropped ones in time."""
-        if len(self._queue) >= 2 * self.num_slots:
-            self._queue = [entry for entry in self._queue if entry[2].node is not None]
-            heapify(self._queue)
+        """Put a checkpoint in the queue, as used now; it follows the one before it."""
         checkpoint.used = self._clock
+        self._push(checkpoint)
+        previous = self._previous(checkpoint)
+        if previous is not None and not previous.is_passed:
+            previous.is_passed = True
+            self._push(previous)
+
+    def _push(self, checkpoint: Checkpoint) -> None:
+        """Add an entry to the queue; the checkpoint's earlier one is out of date."""
+        if len(self._queue) >= 2 * self.num_slots:  # entries that are out of date go in time
+            self._queue = [e for e in self._queue if e[1] == e[2].entry and e[2].node is not None]
+            heapify(self._queue)
         self._count += 1
-        bound = self._clock + self._saved_tokens(checkpoint)
-        heappush(self._queue, (bound, self._count, checkpoint))
+        checkpoint.entry = self._count
+        heappush(self._queue, (self._value(checkpoint), self._count, checkpoint))
 
     def _release(self, checkpoint: Checkpoint) -> None:
         """Note that a sequence has read a checkpoint: it counts as used now."""

@@ -24,6 +24,7 @@ def test_answers_after_hits(name: str, deterministic: bool, tmp_path: Path) -> N
         str(save_tiny(name, tmp_path)),
         dtype="float32",
         num_blocks=200,
+        num_states=100,
         debug=True,
         max_num_batched_tokens=64,  # a long prompt takes several steps
         deterministic=deterministic,

@@ -155,7 +155,8 @@ class ChatRequests:
                 if self._frontend.facts.num_states and template.add_generation_prompt:
                     # The next turn may not continue with the generation prompt.
                     plain = replace(template, add_generation_prompt=False)
-                    before = self._memory.render(messages, plain)
+                    with suppress(RequestError):  # a template may demand it; this is only a hint
+                        before = self._memory.render(messages, plain)
                 chat = ChatPrompt(text, self._memory.encode(text, namespace))
             prompt = PreparedPrompt(chat.token_ids, text)
         else:

@@ -98,10 +98,10 @@ class KVCacheManager:
             )
         self._caching = config.enable_prefix_caching
         self._sequences: dict[str, TokenSequence] = {}
-        self._mark = object()  # of these sequences
+        self._mark = object()  # the `holder` of sequences that hold blocks here
         # The next full block, by (parent, key), of each running sequence whose tokens are known.
-        # One entry a sequence: a second prompt that begins alike hits the blocks that the first
-        # has computed and then comes to just this block.
+        # One entry per sequence suffices: a second prompt with the same beginning hits the blocks
+        # that the first has computed, so the block that it looks up next is this one.
         self._in_progress: dict[tuple[PrefixNode | Namespace, BlockKey], TokenSequence] = {}
         self._step = 0
 
@@ -113,7 +113,7 @@ class KVCacheManager:
     def count_kept(self, taker: str | None, to_come: Mapping[str, int]) -> int:
         """Return the free blocks that owners other than the taker cached within their shares.
 
-        to_come: by owner, as if no others shared the pool, the number of blocks it is yet to get.
+        to_come: the owners that share the pool, each with the number of blocks it is yet to get.
         """
         return self.pool.free.count_kept(taker, to_come)
 
@@ -227,7 +227,7 @@ class KVCacheManager:
         return block_ids([block for block in self.pool.blocks if block.ref_cnt])
 
     def path_segments(self) -> list[PathSegment]:
-        """Return the tree of cached prefixes from fork to fork; takes time by number of blocks."""
+        """Return the tree of cached prefixes from fork to fork; takes time per block."""
         return self.pool.index.path_segments()
 
     # Allocation
@@ -336,7 +336,7 @@ class KVCacheManager:
         """Give a running sequence slots for its next tokens; False, and no change, if short.
 
         Costs next to nothing while the last block has free slots. Raises CacheError when the
-        sequence holds no blocks or has not so many tokens.
+        sequence holds no blocks or has fewer tokens left.
         """
         end = sequence.num_computed_tokens + num_new_tokens
         if num_new_tokens < 1 or end > len(sequence.token_ids):
@@ -504,7 +504,7 @@ class KVCacheManager:
         for sequence in sequences:
             computed.update(dict.fromkeys(b for b in sequence.blocks if b in unwritten))
             computed.update(dict.fromkeys(sequence.blocks[sequence.num_reused :]))
-        # First of all, since a block that is freed would leave its identity to a copy of these.
+        # Before any block is freed: it would leave its identity to a copy, perhaps one of these.
         self.pool.forget([b for b in computed if b.node is not None and b.ref_cnt == held[b]])
         for sequence in sequences:
             self._give_back(sequence)
@@ -550,7 +550,7 @@ class KVCacheManager:
 
 
 def check_count(sequence: TokenSequence, num_new_tokens: int, start: int) -> None:
-    """Raise CacheError unless from token `start` on the sequence has so many tokens."""
+    """Raise CacheError unless the sequence has `num_new_tokens` tokens from `start` on."""
     left = len(sequence.token_ids) - start
     if not 1 <= num_new_tokens <= left:
         raise CacheError(

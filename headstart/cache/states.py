@@ -8,9 +8,10 @@ A request resumes at a position only if there is a checkpoint. So checkpoints ar
 prompts may branch: before the last token of a prompt, at the end of a reply, at marks, at
 intervals, and at each fork as soon as a lookup finds more K/V than the state covers.
 
-When slots are short, the checkpoint is dropped that saves the least recomputation: the tokens since
-the checkpoint before it, plus the value of the last that was dropped, so that checkpoints without
-hits age (GreedyDual: Young, "On-line file caching", 1998).
+When no slot is free, the checkpoint with the least value is dropped. Its value is the tokens since
+the checkpoint before it, whose recomputation it saves, plus the clock at its last use. For the last
+checkpoint of a path these tokens count `LAST` times. The clock is the value of the checkpoint
+dropped last, so checkpoints without hits age (GreedyDual: Young, "On-line file caching", 1998).
 """
 
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ from headstart.cache.identity import BlockKey
 from headstart.cache.sequence import TokenSequence
 
 LAST = 4
-"""Factor of the value of the last checkpoint on its path: most prompts continue a whole one."""
+"""Factor of the tokens that a path's last checkpoint saves: most prompts continue a whole path."""
 
 MIN_GAIN = 64
 """Tokens that a checkpoint of another request must save for a request to wait for it."""
@@ -30,12 +31,12 @@ _BORDER = BlockKey(b"")
 
 
 class Checkpoint:
-    """The state after `position` tokens: those up to `node`, then `key`, the head of a block.
+    """The state after `position` tokens: the path to `node`, then `key`, the start of a block.
 
-    writer: the request whose step leaves it, until that is committed. users: the number of
+    writer: the request whose step writes it; None once that step is committed. users: the number of
     sequences whose next step reads it. node: None once it is dropped. used: the pool's clock when
-    it was last used. is_passed: a later checkpoint of its path was left. entry: its number in the
-    queue.
+    it was last used. is_passed: a later checkpoint on its path has been written. entry: the number
+    of its entry in the queue.
     """
 
     __slots__ = ("entry", "is_passed", "key", "node", "position", "slot", "used", "users", "writer")
@@ -59,10 +60,10 @@ class SequenceState:
     """The slots of a running sequence, and where it will leave checkpoints.
 
     slot: its working slot. start: the token that it resumed from. source: the checkpoint there,
-    until a step has written to the working slot. is_written: a step has. step_start: the first
-    token of its last step. wanted: positions of checkpoints, ascending. next_regular: the next one
-    at an interval. announced: checkpoints of later steps whose K/V are cached. saves: those of the
-    step under way.
+    until a step has written to the working slot. is_written: True after that step. step_start: the
+    first token of its last step. wanted: positions of checkpoints, ascending. next_regular: the
+    next position at an interval. announced: checkpoints that later steps will write, after tokens
+    whose K/V are cached already. saves: checkpoints that the step under way writes.
     """
 
     __slots__ = (
@@ -105,7 +106,7 @@ class StatePool:
     """All slots, and the checkpoints by prefix.
 
     interval: tokens between two regular checkpoints, a multiple of `block_size`. only_borders:
-    working states and checkpoints are those at block borders.
+    working states and checkpoints are stored at block borders alone.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class StatePool:
         if self.only_borders:
             wanted = {position - position % self.block_size for position in wanted}
         ahead = sorted(p for p in wanted if max(start, self.block_size - 1) < p < length)
-        most = self.num_slots // 8 + 1  # regular ones of one prompt
+        most = self.num_slots // 8 + 1  # regular checkpoints per prompt
         interval = self.interval * -(-length // (self.interval * most))
         state = SequenceState(slot, source, ahead, interval)
         self._states[sequence] = state
@@ -214,7 +215,7 @@ class StatePool:
             self.save(sequence, position)
 
     def save(self, sequence: TokenSequence, position: int) -> bool:
-        """Leave a checkpoint in the step under way; False if there is one, or no slot."""
+        """Leave a checkpoint in the step under way; False if one exists, or no slot is free."""
         if not sequence.is_stored:
             return False
         state = self._states[sequence]
@@ -297,7 +298,7 @@ class StatePool:
         return position - position % self.block_size if self.only_borders else position
 
     def _place(self, sequence: TokenSequence, position: int) -> Checkpoint | None:
-        """Return a new checkpoint without a slot; None where one is, or no full block is cached."""
+        """Return a new checkpoint without a slot; None if one exists or no full block is cached."""
         depth, rows = divmod(position, self.block_size)
         node = sequence.blocks[depth - 1].node if 0 < depth <= len(sequence.blocks) else None
         if node is None:
@@ -355,13 +356,13 @@ class StatePool:
         return None
 
     def _value(self, checkpoint: Checkpoint) -> int:
-        """Return the clock when it was last used, plus the tokens since the one before it."""
+        """Return the clock at its last use, plus the tokens since the one before it, by `LAST`."""
         previous = self._previous(checkpoint)
         tokens = checkpoint.position - (previous.position if previous is not None else 0)
         return checkpoint.used + tokens * (1 if checkpoint.is_passed else LAST)
 
     def _enter(self, checkpoint: Checkpoint) -> None:
-        """Put a checkpoint in the queue, as used now; it follows the one before it."""
+        """Queue a checkpoint, as used now; the one before it is then not the last on its path."""
         checkpoint.used = self._clock
         self._push(checkpoint)
         previous = self._previous(checkpoint)
@@ -371,7 +372,7 @@ class StatePool:
 
     def _push(self, checkpoint: Checkpoint) -> None:
         """Add an entry to the queue; the checkpoint's earlier one is out of date."""
-        if len(self._queue) >= 2 * self.num_slots:  # entries that are out of date go in time
+        if len(self._queue) >= 2 * self.num_slots:  # drop entries out of date
             self._queue = [e for e in self._queue if e[1] == e[2].entry and e[2].node is not None]
             heapify(self._queue)
         self._count += 1
@@ -426,7 +427,7 @@ def _position(checkpoint: Checkpoint) -> int:
 
 
 def _next_key(sequence: TokenSequence, depth: int, block_size: int) -> BlockKey:
-    """Return the key of the sequence's block of this index, or of the part that it has of it."""
+    """Return the key of the sequence's block with this index, which may be partial."""
     if depth < len(sequence.keys):
         return sequence.keys[depth]
     length = len(sequence.token_ids)

@@ -2,9 +2,9 @@
 
 By default a step is one forward pass over all its tokens. With `deterministic` a pass is always
 one whole block of one sequence, at its absolute position, padded behind the known tokens. Every
-matrix product then has the same shape whatever else runs or was cached, and for generated tokens as
-for a prompt's, so its result is equal bit for bit. A block that decoding fills is thereby last
-computed exactly as a prefill computes it.
+matrix product then has the same shape, whatever else runs or was cached, and whether its tokens are
+a prompt's or generated. So its result is equal bit for bit. When decoding fills a block, its last
+pass over the block is exactly that of a prefill.
 """
 
 import functools
@@ -56,9 +56,9 @@ class _Rows(NamedTuple):
 class StepLogits(NamedTuple):
     """The logits float32 `[rows, vocab]` of a step, and the number of rows of each part.
 
-    values: None where only each row's greedy token is needed: `greedy` then has these, -1 for
-    logits that are not finite, and `failed` the errors of rows without a token, by row. nonfinite:
-    the parts with K or V that are not finite.
+    values: None if only each row's greedy token is needed. Then `greedy` has these tokens, -1 for a
+    row whose logits are not finite, and `failed` has the errors of rows without a token, by row.
+    nonfinite: the parts with K or V that are not finite.
     """
 
     values: Tensor | None
@@ -201,8 +201,8 @@ class Runner:
     def _check_states(self, parts: list[_Rows], memory: StateMemory, pool: StatePool) -> None:
         """Record the sequences whose states after this pass are not finite.
 
-        These are checkpoints, and the last state of a pass without logits, which would show it: it
-        becomes a checkpoint if the request ends now.
+        Checks the checkpoints, and the last state if the pass has no logits, which would show such
+        a state. The last state becomes a checkpoint if the request ends now.
         """
         for rows in parts:
             state = pool.of(rows.sequence)
@@ -213,10 +213,10 @@ class Runner:
                 self._nonfinite.setdefault(rows.sequence, rows.start)
 
     def _nonfinite_parts(self, parts: list[_Rows]) -> list[int]:
-        """Return the parts whose block tables have a row that is not finite, whoever wrote it.
+        """Return the parts whose blocks have a row that is not finite, whichever request wrote it.
 
-        Such a row may show in no logits: not before the last layer's K and V are attended to, and a
-        key of minus infinity only hides its position.
+        The logits may not show such a row. It shows only when a row with logits attends to it, and
+        a key of minus infinity only hides its position.
         """
         size = self._memory.block_size
         bad = {

@@ -4,8 +4,8 @@
        ▲                  │
        └────preempt───────┘   its blocks are freed; it resumes by hitting them
 
-Running requests come first, in the order of their admission, each with all its tokens that are not
-computed, under the step's token budget: a decoding request has one, a long prompt is cut into
+Running requests come first, in the order of their admission, each with all tokens that it has yet
+to compute, within the step's token budget: a decoding request has one, a long prompt is cut into
 chunks. When blocks run out, the request admitted last gives up its blocks.
 
 Waiting requests are admitted first come first served, but among the first 16 a better cache hit
@@ -19,8 +19,8 @@ engine, requests of one priority are in the order of their turns (`fair_share.py
 
 A limit (`step.py`) may allow fewer tokens of a request now, or none. A running request then waits
 in its place; if nothing can run because of limits, the request admitted last is preempted. A
-waiting request is bypassed, as above. If only limits stop the running requests, so is a request
-that lacks blocks: they may wait for a request behind it.
+waiting request is bypassed, as above. If limits stop all running requests, a waiting request that
+lacks blocks is bypassed too, since they may wait for a request behind it.
 
 While several owners are active, a step has fewer tokens of prompts, so that the next request of any
 of them finds a short step running. Decoding requests have their token in each step regardless.
@@ -229,8 +229,8 @@ class Scheduler:
                     continue
                 allocation = self._allocate(request, computed, stop - start)
                 if allocation is None and stop == start:
-                    # A limit excludes it. If it was bypassed forever, running requests could
-                    # exclude it forever.
+                    # A limit excludes it. If requests could bypass it without end, they could
+                    # keep it excluded for ever.
                     if request.times_bypassed >= self._max_bypassed:
                         return
                     continue
@@ -279,7 +279,7 @@ class Scheduler:
         return budget > 0 and len(self.running) < self._max_running
 
     def _admission_order(self) -> list[Request]:
-        """Return the first waiting requests, best hit first, none before one that is due."""
+        """Return the first waiting requests, best hit first; none passes one at `max_bypassed`."""
         ranked = []
         era = 0
         for index, request in enumerate(islice(self.waiting, LOOKAHEAD)):

@@ -1,7 +1,7 @@
 """Attention by the compiled kernels, see `headstart/native/attention`.
 
-K and V in bf16 need a CPU with AVX-512 bf16, in float32 or 8 bits one with AVX2. Layers that the
-kernel does not support use torch operations over the same memory.
+K and V in bf16 need a CPU with AVX-512 bf16. K and V in float32 or 8 bits need AVX2. Layers that
+the kernel does not support use torch operations over the same memory.
 
 A step's rows are cut into segments: rows, a block table, a range of keys. The kernel reads the keys
 of a segment in one pass and treats the query heads of a KV head as rows. A span is one segment. A
@@ -36,7 +36,7 @@ _MAX_DIM = 256  # of the kernel
 _MOST_POSITIONS = (1 << 31) - 1  # its positions have 32 bits
 
 # The break-even points of `bench/kernels/attention.py`, in tokens. Float32 needs more than bf16, as
-# its products limit it more than memory does. K/V in 8 bits are computed in float32.
+# arithmetic limits it more than memory does. K/V in 8 bits are computed in float32.
 SHARING = {
     torch.bfloat16: SharingCost(group=0, member=40),
     torch.float32: SharingCost(group=0, member=100),
@@ -73,7 +73,7 @@ class NativeAttention:
         self._partials = {True: torch.empty(0), False: torch.empty(0)}
         self._fell_back = False
         self._longest = 0
-        self._nonfinite = np.zeros(0, dtype=np.uint8)  # 1 for rows of the step whose K or V are not
+        self._nonfinite = np.zeros(0, dtype=np.uint8)  # by row: 1 if K or V are not finite
         self._nonfinite_address = 0
         self._plan: StepPlan | None = None
         self._plain: NativeStep | None = None

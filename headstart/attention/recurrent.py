@@ -1,8 +1,8 @@
 """Layers whose state has a fixed size: gated delta rule, Mamba-2, causal convolution.
 
 A step's rows are one flat batch, without padding. Each sequence reads its state from a source slot
-and writes the state after its last row into a target slot. The same slot means decoding in place; a
-different one resumes from a checkpoint without a copy, or leaves one.
+and writes the state after its last row into a target slot. With one slot for both, the state is
+updated in place. With two, a sequence resumes from a checkpoint without a copy, or leaves one.
 
 Arithmetic is in float32, and the result has the dtype of the rows. The compiled kernels
 (`headstart/native/recurrent_kernels.h`) compute one token after another, so a sequence's result has
@@ -41,7 +41,7 @@ _MOST_TAPS = 4  # of the kernels' convolution
 class Recurrence:
     """The sequences of one step, for all recurrent layers; contiguous int32 tensors on the CPU.
 
-    Kernels read by these numbers without checks. Targets differ from each other, and a sequence's
+    Kernels do not check these numbers. Targets differ from each other, and a sequence's
     target is no other sequence's source. A source that is not a target is not written.
     """
 
@@ -290,8 +290,8 @@ def _delta_rule(
         q, k, v = (
             part.transpose(1, 2) for part in (q * q.shape[-1] ** -0.5, k, _take(value, numbers))
         )
-        # Value t is written less what the state before it already returns for key t. That state
-        # holds the values of the chunk that come before: a triangular system.
+        # From value t, what the state already returns for key t is subtracted before the write.
+        # That state has the chunk's earlier values, so the written ones solve a triangular system.
         system = beta * (k @ k.mT) * _pairwise(decay)
         missing = beta * (v - decay.exp().unsqueeze(-1) * (k @ state))
         written = torch.linalg.solve_triangular(system, missing, upper=False, unitriangular=True)

@@ -1,4 +1,4 @@
-"""The families with recurrent layers, as data; and Granite, whose multipliers one of them has."""
+"""Families with recurrent layers, as data; and Granite, whose multipliers Granite 4 H shares."""
 
 import math
 from typing import Any
@@ -117,7 +117,7 @@ def _prepare_granite_hybrid(content: dict[str, Any]) -> None:
 
 
 def _read_float(value: Any) -> float:
-    """Return a number of a config.json, which has infinities as transformers writes them."""
+    """Return a number of a config.json, where transformers writes infinity as an object."""
     return float(value["__float__"] if isinstance(value, dict) else value)
 
 

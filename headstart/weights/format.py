@@ -39,22 +39,22 @@ def find_kind(name: str) -> WeightKind | None:
 class WeightFormat(ABC):
     """A matrix `[outputs, inputs]` as it is stored, and its bias `[outputs]` or None.
 
-    `kind` is None for floats. `name` and `table_name` are part of cache identities, which they
-    must not change: the names of a `Linear` and an `Embedding` over such a matrix.
+    `kind` is None for floats. `name` and `table_name` are the names, in cache identities, of a
+    `Linear` and an `Embedding` over such a matrix. They must not change.
     """
 
     kind: WeightKind | None = None
     name: str
     table_name = "QuantizedEmbedding"
     rounding = 0.0
-    """The unit in the last place of a row as it is multiplied, relative to its largest element."""
+    """The step to which a product rounds a row, relative to the row's largest element."""
 
     is_prequantized = False
     """True if the checkpoint has the matrix in these bits: nothing was rounded."""
     product: CompiledProduct | None = None
     """The compiled product; None if torch multiplies."""
     most_rows: float = math.inf
-    """The compiled product multiplies fewer rows than these, torch the others."""
+    """The compiled product multiplies fewer rows than this; torch multiplies this many or more."""
 
     def __init__(self, outputs: int, inputs: int, bias: Tensor | None = None) -> None:
         self.outputs, self.inputs, self.bias = outputs, inputs, bias
@@ -168,7 +168,7 @@ def check_numbers(numbers: Tensor, rows: int) -> Tensor:
 
 
 _TILE = 1 << 21  # elements: 8 MiB, which stay in a core's caches between writing and multiplying
-_WHOLE = 32  # outputs: MKL's product takes a quarter longer with a number that is no multiple
+_WHOLE = 32  # outputs: MKL's product takes a quarter longer if their number is not a multiple
 
 
 def tile_outputs(inputs: int) -> int:

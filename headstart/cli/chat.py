@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from headstart.frontend.llm import LLM
     from headstart.frontend.streams import RequestStream
 
-_ROOM = 256  # tokens of a reply that a prompt must leave room for; a longer one ends at the limit
+_ROOM = 256  # tokens that a prompt must leave for the reply; a longer reply ends at the limit
 _PROMPT = "> "
 _QUOTES = '"""'
 # ECMA-48: a control sequence such as a color, a text for the terminal such as its title, or a
@@ -98,7 +98,7 @@ class Chat:
         self.resume(self.conversation)
 
     def resume(self, conversation: Conversation) -> None:
-        """Continue this conversation; replies stay the tokens that they were generated as."""
+        """Continue this conversation; each reply retains the tokens that were generated."""
         self.conversation, self.last = conversation, None
         if replies := conversation.reply_token_ids():
             with suppress(RequestError):  # the next turn reports what is wrong
@@ -187,8 +187,8 @@ class Chat:
     def _fit(self, question: Content) -> RequestStream:
         """Return the request for a question; where the context is full, drop the oldest turns.
 
-        The rest is read again, so it may take half of the context only. Raises RequestError for a
-        question that does not fit alone; nothing is dropped then.
+        The other turns are computed again, so they may take at most half of the context. Raises
+        RequestError for a question that does not fit alone; nothing is dropped then.
         """
         conversation, limit = self.conversation, self.llm.max_model_len
         room = min(self.params.max_tokens or limit, _ROOM, limit // 4)
@@ -228,8 +228,8 @@ class Chat:
 class Command(NamedTuple):
     """A command, which changes a chat by the text behind its name.
 
-    argument: the name of that text, in brackets if it is optional; empty for a command without.
-    help: empty for another name of a command.
+    argument: the name of that text, in brackets if it is optional; empty if the command takes none.
+    help: empty for an alias.
     """
 
     run: Callable[[Chat, str], None]
@@ -515,7 +515,7 @@ class _Bindings(KeyBindings):
         self.add("c-d", filter=is_empty)(self._leave)
         self.add(Keys.BracketedPaste)(self._paste)
         for key in (Keys.Vt100MouseEvent, Keys.CPRResponse):
-            self.add(key)(lambda event: None)  # colors of a paste that the terminal did not mark
+            self.add(key)(lambda event: None)  # from a paste of escape sequences without brackets
         self.add("escape", "enter")(self._new_line)
         self.add("enter", filter=is_open)(self._new_line)
 

@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 
 Prompt = PromptType | Mapping[str, Any] | PreparedPrompt
 """A text, token ids, vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`, optionally with
-`"multi_modal_data": {"image": ...}` and a `"cache_salt"`, or a prompt that only lacks the checks.
+`"multi_modal_data": {"image": ...}` and a `"cache_salt"`, or a `PreparedPrompt`, which is
+only checked.
 
 Token ids are a sequence of integers, or a numpy array or torch tensor of one dimension."""
 
@@ -324,7 +325,7 @@ class ProcessorFactory:
 
 
 def _spell_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[Word]:
-    """Return the token ids of each word, and of it after a space if that begins with another token.
+    """Return the token ids of each word, and of the word after a space if its first token differs.
 
     Raises RequestError.
     """
@@ -348,8 +349,8 @@ class ModelFacts(NamedTuple):
     """The facts of a loaded model that requests depend on, and the size of its pool.
 
     vocab_size: the width of the logits. hasher: makes its block hashes. shares: owners of blocks.
-    num_states, state_bytes: slots for states of recurrent layers, and the bytes of all; 0 for a
-    model without.
+    num_states, state_bytes: slots for states of recurrent layers, and their bytes in all; 0 for a
+    model without such layers.
     """
 
     vocab_size: int
@@ -367,8 +368,8 @@ class Frontend:
     """Makes requests for one model. May be used from several threads.
 
     `tokenizer` may be None, then prompts are token ids; `images` is None for a model without
-    vision. `config.seed` is the seed of the first answer drawn without a seed; each further such
-    answer has the next.
+    vision. `config.seed` is the seed of the first answer sampled without a seed. Each later one of
+    these answers has the next integer as its seed.
     """
 
     def __init__(
@@ -389,7 +390,7 @@ class Frontend:
         self._processors = ProcessorFactory(
             Vocabulary(tokenizer, facts.vocab_size, facts.eos_token_ids)
         )
-        # Ids for requests without one, which no user can guess.
+        # Ids that no user can guess, for requests without an id.
         self._names = map(f"request-{secrets.token_hex(8)}-{{}}".format, itertools.count())
         self._seeds = itertools.count(config.seed)
         self._token_text = TokenTexts(tokenizer) if tokenizer is not None else None

@@ -45,7 +45,7 @@ class Chunks(AnswerEvents):
         self.usage = Usage()
 
     def chunk(self, choices: list[Any], **fields: Any) -> bytes:
-        """Return the event of new choices, or of none for more fields alone."""
+        """Return an event with these choices and fields; no choices if it has fields alone."""
         if self._wants_usage and choices:
             fields["usage"] = self.usage.for_completions() if self._wants_usage_so_far else None
         return b"data: %s,%s\n\n" % (self._begin, encode({"choices": choices, **fields})[1:])
@@ -63,7 +63,7 @@ def chat_logprobs(
 ) -> dict[str, Any] | None:
     """Return the log-probabilities of an answer's tokens, each with the `most` likeliest.
 
-    as_ids: tokens are shown as `token_id:5`, which works for all.
+    as_ids: tokens are shown as `token_id:5`, which also works for tokens without a valid text.
     """
     if answer.logprobs is None:
         return None
@@ -103,8 +103,8 @@ def completion_logprobs(
 ) -> tuple[dict[str, Any], int]:
     """Return log-probabilities as completions have them, and where the last token's text ends.
 
-    offset: where the first token's text begins, below 0 for tokens that the text does not show
-    at its beginning. first: id and text of a prompt's first token, whose entry is None.
+    offset: where the first token's text begins; negative if the beginning of the tokens is not in
+    the text. first: id and text of a prompt's first token, whose entry is None.
     """
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     columns: dict[str, list[Any]] = {name: [] for name in names}
@@ -125,7 +125,7 @@ def completion_logprobs(
 def prompt_logprobs(output: RequestOutput, most: int) -> list[dict[str, Any] | None] | None:
     """Return the log-probabilities of a prompt's tokens as vLLM has them; None for the first.
 
-    Each with the `most` likeliest.
+    Each entry also has the `most` likeliest tokens.
     """
     if output.prompt_logprobs is None:
         return None
@@ -237,7 +237,7 @@ class _ChatAnswers(Chunks):
     async def with_progress(
         self, outputs: AsyncGenerator[RequestOutput]
     ) -> AsyncGenerator[RequestOutput | bytes]:
-        """Yield the outputs; before the first, where it is wanted, how far the prompt is read.
+        """Yield the outputs, and before the first one the progress of the prompt if requested.
 
         Progress has llama.cpp's form, without its times.
         """
@@ -261,7 +261,7 @@ class _ChatAnswers(Chunks):
             yield output
 
     def read(self, output: RequestOutput) -> list[bytes]:
-        """Return a chunk for each new part: clients join no two pieces of a call within one."""
+        """Return a chunk per new part: clients do not join two pieces of a tool call in one."""
         self.usage.add(output)
         chunks = []
         for answer in output.outputs:
@@ -328,7 +328,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         requests = []
         for place, prompt in enumerate(_prompts(body.prompt)):
             if place:
-                await asyncio.sleep(0)  # few token ids are read in the loop, where others wait
+                await asyncio.sleep(0)  # short lists of ids are read in the loop: let others run
             prepared = await service.prepare(
                 prompt,
                 params,
@@ -343,7 +343,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     ids = [prepared.request_id for prepared in requests]
     answers = _TextAnswers(body, name, ids, service.llm.tokenizer)
     streams = [service.run(prepared) for prepared in requests]
-    # A task for each item is as much work as the rest of a small answer.
+    # `merge` makes a task per item, which costs as much as the rest of a small answer.
     outputs = merge(streams) if len(streams) > 1 else streams[0]
     if body.stream:
         return EventStream(answers.stream(outputs))
@@ -407,7 +407,7 @@ class _TextAnswers(Chunks):
             entries = [*(output.prompt_logprobs or ()), *entries]
         logprobs = None
         start = self._offsets.get(index, 0)
-        # Texts of tokens come at once, and some of the answer's text later, for a stop string.
+        # The texts of tokens come at once; answer text that may begin a stop string comes later.
         end = start + len(text)
         if body.logprobs is not None:
             first = (0, "")
@@ -448,8 +448,8 @@ class _TextAnswers(Chunks):
     def _prompt_start(self, output: RequestOutput, first: str) -> int:
         """Return where the texts of a prompt's tokens begin, counted in the prompt's own text.
 
-        That may show less at its beginning: no token that begins every text, no space before the
-        first word.
+        The prompt's text may lack their beginning: the token that begins every text, or the space
+        before the first word.
         """
         if not first:
             return 0

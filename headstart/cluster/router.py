@@ -6,8 +6,9 @@
     finish        the reply is complete, or the request is given up
     index.apply   events of the replicas' caches
 
-A request does not wait until its own blocks are recorded: every other method does this first. All
-calls are made by one thread. The caller passes the time, so a simulator can use its own clock.
+`route` returns before the request's own blocks are recorded, so that the request is sent sooner.
+The next call of any method records them first. All calls are made by one thread. The caller passes
+the time, so a simulator can use its own clock.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,7 +24,7 @@ FIRST_RATE = 15_000.0
 _HALF_LIFE = 20.0
 """Busy seconds after which the weight of a measurement is halved."""
 _TRUST = 2.0
-"""Busy seconds by which the rate of all replicas counts in the rate of one."""
+"""Weight of the rate of all replicas in the rate of one, in busy seconds."""
 
 COMPUTE_WEIGHT = 4.0
 DECODE_TOKENS = 512
@@ -49,7 +50,7 @@ class RouteRequest:
     session: str | None = None
 
     def tokens(self, num_blocks: int) -> int:
-        """Return how many tokens of the first blocks are not computed: at most all but one."""
+        """Return how many tokens a hit of `num_blocks` blocks saves: at most all but one."""
         return min(num_blocks * self.block_size, self.num_tokens - 1)
 
 
@@ -77,8 +78,8 @@ class ReplicaLoad:
 
     queued_tokens: prompt tokens still to be computed. waiting: requests without a first token.
     running: requests with a first token. routed_tokens: tokens to compute, of all requests so far.
-    rate: prompt tokens per second while prompts waited, decoding included; `all_rate`, that of all
-    replicas together, replaces it while little is measured.
+    rate: prompt tokens per second while prompts waited, including the time of decoding. `all_rate`,
+    that of all replicas together, replaces it while little is measured.
     """
 
     replica: int
@@ -90,7 +91,7 @@ class ReplicaLoad:
     is_alive: bool = True
     _own_rate: MeasuredRate = field(default_factory=MeasuredRate, repr=False)
     _since: float = field(default=0.0, repr=False)
-    _largest: int = field(default=0, repr=False)  # prompt since nothing waited
+    _largest: int = field(default=0, repr=False)  # prompt since the queue was empty
 
     @property
     def active(self) -> int:
@@ -182,9 +183,10 @@ class Expected(RoutingPolicy):
                    / its measured rate
                  + tokens to load from a slower tier / load rate
 
-    Blocks count as held where a request was sent that computes them, so a burst of one new prefix
-    follows its first request. A hot prefix spreads: once the queue of the replica that holds it
-    costs more than computing it elsewhere, the next request computes it there.
+    A replica counts as holding a block as soon as a request that computes it is sent there, so a
+    burst of requests with one new prefix follows the first. A hot prefix spreads: once the queue of
+    the replica that holds it costs more than computing it elsewhere, the next request computes it
+    there.
 
     w > 1, because a computed token also delays later requests and takes memory from cached blocks.
     d spreads prompts that cost little to compute again, before one replica decodes for all. Among
@@ -328,8 +330,8 @@ class Router:
     def set_alive(self, replica: int, is_alive: bool) -> None:
         """Start or stop sending requests to a replica. A dead replica's blocks are forgotten.
 
-        Its number may then be used for a new replica. Requests that the old replica still ends
-        count in the old load.
+        Its number may then be used for a new replica. Requests of the old replica that end later
+        count in its old load.
         """
         self.catch_up()
         if is_alive and not self.loads[replica].is_alive:

@@ -98,7 +98,7 @@ class Graph:
         try:
             for node in self.nodes:
                 spec = node.spec
-                if spec.autoregressive:  # stores need not have rows with K/V that no stage takes
+                if spec.autoregressive:  # store only rows that a stage takes
                     gives = tuple(
                         output
                         for output in spec.gives

@@ -76,7 +76,7 @@ class Worker:
 
     pick: returns the next job of the queue, None to wait; by default the first. ended: called when
     a job was worked on. Both are called with `changed` held, which several workers may share. An
-    exception of a job is counted in `faults` as this problem.
+    exception of a job is counted in `faults` under `problem`.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Worker:
         return wait_for([self], condition, timeout)
 
     def close(self, timeout: float) -> None:
-        """End all jobs, and wait so many seconds for the thread. Idempotent."""
+        """End all jobs, and wait up to `timeout` seconds for the thread. Idempotent."""
         with self.changed:
             self.is_closed = True
             for job in self.jobs:
@@ -284,7 +284,7 @@ class GuardedStore:
         return self.call(job, lambda store: store.clear(), False, CHANGING)
 
     def close(self, timeout: float) -> None:
-        """Close the store once all calls in it have returned; wait so many seconds for that."""
+        """Close the store once all its calls have returned; wait up to `timeout` seconds for it."""
 
         def close() -> None:
             with self._changed:

@@ -1,7 +1,7 @@
 """JSON, and the parts of request bodies that all APIs have in common.
 
-msgspec reads and writes JSON. What it refuses is left to the standard library, which reads other
-encodings than UTF-8 and half characters, and whose errors name the position.
+msgspec reads and writes JSON. A body that it refuses is passed to the standard library, which also
+reads lone surrogates and encodings other than UTF-8, and whose errors name the position.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def encode(value: Any) -> bytes:
     """Return a value as JSON without white space."""
     try:
         return msgspec.json.encode(value)
-    except (TypeError, UnicodeEncodeError):  # half characters, subclasses of float
+    except (TypeError, UnicodeEncodeError):  # lone surrogates, subclasses of float
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -44,15 +44,15 @@ Label = Annotated[str, Field(max_length=4096)]
 """A name that the client chose. The event loop stores, hashes or repeats it."""
 Entry = TypeVar("Entry")
 Many = Annotated[list[Entry], Field(fail_fast=True)]
-"""A list in a body. An error reports its first wrong entry alone: to note each of 300,000 takes C
-seconds, in which no other thread runs."""
+"""A list in a body. An error reports its first wrong entry alone: compiled code would take seconds
+to report 300,000 entries, in which no other thread runs."""
 _DAY = 86_400.0
 _FEW = 10  # names that an error lists
 _LONGEST = 100  # of names that are compared with others: the time grows with both
 
 
 def refuse(text: str, field: str | None = None, kind: str = "refused_field") -> PydanticCustomError:
-    """Return an error of a validator that has this text as it is.
+    """Return a validator's error with exactly this text.
 
     field: the wrong field, where it is one of the value's; `headstart.server.errors` reads it.
     """

@@ -27,10 +27,10 @@ _TORCHAO = (
 class Scheme(NamedTuple):
     """The storage of quantized weights; each fact may differ from weight to weight.
 
-    bits: of a value. groups: inputs that share a step, -1 for all of an output's. torchao's headers
-    state both. has_zeros: zero
-    points, None where the method says. is_ordered: inputs of a group lie side by side. zeros_less:
-    what each zero point in the file lacks.
+    bits: of a value. groups: numbers of inputs that share a step, -1 for all inputs of an output.
+    Both are in the headers of torchao's files. has_zeros: True if there are zero points; None if
+    the method determines it. is_ordered: the inputs of a group are adjacent. zeros_less: the number
+    to add to each zero point in the file.
     """
 
     method: Method

@@ -7,8 +7,8 @@
     index.apply   events of the replicas' caches
 
 `route` returns before the request's own blocks are recorded, so that the request is sent sooner.
-The next call of any method records them first. All calls are made by one thread. The caller passes
-the time, so a simulator can use its own clock.
+The next call that changes the router records them first. All calls are made by one thread. The
+caller passes the time, so a simulator can use its own clock.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -25,7 +25,7 @@ LAST = 4
 """Factor of the tokens that a path's last checkpoint saves: most prompts continue a whole path."""
 
 MIN_GAIN = 64
-"""Tokens that a checkpoint of another request must save for a request to wait for it."""
+"""A request with a checkpoint waits for another's only if that one is so many tokens deeper."""
 
 _BORDER = BlockKey(b"")
 

@@ -345,13 +345,15 @@ class StatePool:
         """Return the checkpoint before it on its path."""
         node, key = checkpoint.node, checkpoint.key
         while node is not None:
-            found: Checkpoint | None = None
+            deepest: Checkpoint | None = None
             for other in self._at[node].values() if node in self._at else ():
                 is_before = other.writer is None and other.position < checkpoint.position
                 if is_before and key.startswith(other.key):
-                    found = other if found is None or found.position < other.position else found
-            if found is not None:
-                return found
+                    deepest = (
+                        other if deepest is None or deepest.position < other.position else deepest
+                    )
+            if deepest is not None:
+                return deepest
             key, node = node.key, node.parent
         return None
 

@@ -385,10 +385,15 @@ class LLMEngine(SyncFacade):
         if not self._pending:
             self.driver.call(self._advance)
         outputs: list[RequestOutput] = []
-        for output in self._pending.popleft().values():
+        error: EngineError | None = None
+        for output in self._pending[0].values():
             if isinstance(output, EngineError):
-                raise output
-            outputs.append(output)
+                error = output
+            else:
+                outputs.append(output)
+        del self._pending[0]  # last and not by a call, after which a signal could lose the outputs
+        if error is not None:
+            raise error
         return outputs
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:

@@ -195,18 +195,20 @@ def interrupt_steps():
         if expected is not None:
             armed.append(True)
             signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 0.02))
-        answers = {}
+        outputs, answers = [], {}
         unfinished = True
         while unfinished:
             try:
                 unfinished = engine.has_unfinished_requests()
-                for output in engine.step() if unfinished else ():
-                    assert output.request_id not in answers or not answers[output.request_id][1]
-                    answers[output.request_id] = output.outputs[0].token_ids, output.finished
+                if unfinished:
+                    outputs.extend(engine.step())  # no signal can come between the two calls
             except KeyboardInterrupt:
                 hits += 1
         armed.clear()
         signal.setitimer(signal.ITIMER_REAL, 0)
+        for output in outputs:
+            assert output.request_id not in answers or not answers[output.request_id][1]
+            answers[output.request_id] = output.outputs[0].token_ids, output.finished
         assert expected in (None, answers), (expected, answers)
         expected = answers
         engine.engine.manager.check()

@@ -12,7 +12,7 @@ sequence in it; the sequence's block table locates its K/V of earlier steps:
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,12 +23,15 @@ from torch import Tensor
 class LayerLayout:
     """The K and V of one token in one layer: `[kv_heads, key_dim]` and `[kv_heads, value_dim]`.
 
-    The two widths differ if a model compresses keys and values differently (DeepSeek-V3).
+    The two widths differ if a model compresses keys and values differently (DeepSeek-V3). `window`
+    is the layer's sliding window, None if its rows see all tokens before them. It is not part of
+    the representation, which is part of the identity of K/V in tiers.
     """
 
     kv_heads: int
     key_dim: int
     value_dim: int
+    window: int | None = field(default=None, repr=False)
 
     @property
     def elements(self) -> int:

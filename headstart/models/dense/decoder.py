@@ -93,10 +93,14 @@ class DenseDecoder(DecoderModel):
 
     def __init__(self, about: Description, modules: DenseModules, dtype: torch.dtype) -> None:
         shape = self._shape = about.shape
-        layout = LayerLayout(shape.kv_heads, shape.head_dim, shape.head_dim)
         layers: list[Any] = list(modules.body.layers)
         recurrent = [layer.mixer for layer in layers if layer.is_recurrent]
-        super().__init__((layout,) * (len(layers) - len(recurrent)), about.folder)
+        layouts = (
+            LayerLayout(shape.kv_heads, shape.head_dim, shape.head_dim, layer.window)
+            for layer in shape.layers
+            if layer.mixer is None
+        )
+        super().__init__(tuple(layouts), about.folder)
         self.state_layouts = tuple(mixer.state for mixer in recurrent)
         self.module, self.dtype, self.output_layer = modules, dtype, "lm_head"
         self.device = modules.body.norm.weight.device

@@ -234,7 +234,7 @@ def _record(model: PreTrainedModel) -> list[_Call]:
         (_, kv_heads, tokens, key_dim), value_dim = call.key.shape, call.value.shape[3]
         window, layer = read_options(call).sliding_window, call.layer
         causal = getattr(layer, "is_causal", True) and call.keywords.get("is_causal") is not False
-        layout = LayerLayout(kv_heads, key_dim, value_dim)
+        layout = LayerLayout(kv_heads, key_dim, value_dim, window)
         calls.append(_Call(layer.layer_idx, layout, window, causal, call.mask))
         return call.query.new_zeros((1, tokens, call.query.shape[1], value_dim))
 

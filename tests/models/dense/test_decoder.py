@@ -36,6 +36,7 @@ from headstart.models.dense import modules
 from headstart.models.dense.loader import load_dense
 from headstart.models.families import FAMILIES
 from headstart.models.loader import load_model
+from headstart.models.transformers_backend.probe import probe_model
 from tests.models.paged import make_recurrence
 from tests.tiny_models import VOCABULARY, save_tiny, tiny_config, tiny_model
 from tests.tiny_tokenizers import TINY_TOKENIZERS
@@ -203,6 +204,14 @@ def test_every_family(name: str, tmp_path: Path) -> None:
     expected = expected_logits(tiny_config(name), tokens())
     size = float(expected.abs().max())
     torch.testing.assert_close(run(model, tokens()), expected, rtol=0.0, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3"])
+def test_layouts_and_their_windows_are_those_that_transformers_uses(
+    name: str, tmp_path: Path
+) -> None:
+    layouts = load_model(save_tiny(name, tmp_path), "float32").layouts
+    assert layouts == probe_model(tiny_model(tiny_config(name)))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

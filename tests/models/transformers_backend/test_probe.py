@@ -97,7 +97,12 @@ def test_good_models_pass_in_every_dtype(name: str, dtype: torch.dtype) -> None:
     else:
         heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
         dim = getattr(config, "head_dim", None) or 48 // 6
-        assert set(layouts) == {LayerLayout(heads, dim, dim)}
+        window = getattr(config, "sliding_window", None)
+        windows = [
+            window if kind == "sliding_attention" else None
+            for kind in getattr(config, "layer_types", None) or ["sliding_attention"] * 3
+        ]
+        assert layouts == tuple(LayerLayout(heads, dim, dim, window) for window in windows)
 
 
 def test_the_model_is_left_with_transformers_own_attention() -> None:

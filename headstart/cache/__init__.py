@@ -6,13 +6,15 @@ Glossary:
     slot            block_id * block_size + position % block_size
     prefix identity adapter, salt, and every token and item from position 0
     hit             the longest run of cached blocks from position 0, and the matching head of
-                    the next one
+                    the next block
     computed tokens tokens whose K/V need no computing
 """
 
 from headstart.cache.block import KVCacheBlock, PrefixNode
 from headstart.cache.config import CacheConfig
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
+from headstart.cache.eviction import EvictionPolicy
+from headstart.cache.free_queue import FreeBlockQueue
 from headstart.cache.hasher import BlockHasher
 from headstart.cache.identity import (
     BlockHash,
@@ -27,7 +29,6 @@ from headstart.cache.identity import (
 from headstart.cache.index import PathSegment, PrefixTree
 from headstart.cache.lookup import ComputedBlocks, PartialHit
 from headstart.cache.manager import Allocation, KVCacheManager, RowCopy
-from headstart.cache.policies import EvictionPolicy, FreeBlockQueue
 from headstart.cache.pool import BlockPicture, BlockPool, BlockState
 from headstart.cache.sequence import Mark, TokenSequence
 from headstart.cache.shares import Shares

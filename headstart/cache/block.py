@@ -37,10 +37,10 @@ class KVCacheBlock:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PrefixNode:
-    """One prefix identity: its parent's prefix and one more block. `block` holds its K/V, or None.
+    """One prefix identity: its parent's prefix and one more block.
 
-    `parent` and `key` never change. `child` is the only child, or the `Branches` that replace
-    several. Most nodes have one child, which needs no dictionary.
+    `block` holds the K/V of that block; None once it is evicted. `parent` and `key` never change.
+    `child` is the only child, or a `Branches` with several; most nodes have one child.
     """
 
     __slots__ = ("block", "block_hash", "child", "key", "parent")
@@ -58,7 +58,7 @@ class PrefixNode:
         self.block = self.child = self.block_hash = None
 
     def salt(self) -> str | None:
-        """Return the owner's salt: the one that entered the chain last, or the root's."""
+        """Return the owner's salt: the last salt in the keys of its path, or the root's."""
         node = self
         while node.parent is not None:
             salt = cut_salt(node.key)[0]
@@ -78,7 +78,7 @@ class PrefixNode:
         return node.namespace, keys[::-1]
 
     def children(self) -> list["PrefixNode"]:
-        """Return all children, with a block or without."""
+        """Return all children, cached or evicted."""
         child = self.child
         if isinstance(child, Branches):
             return list(child.nodes.values())
@@ -88,9 +88,9 @@ class PrefixNode:
 class Branches(PrefixNode):
     """The children of a node that has several; its own key is empty.
 
-    `nodes` has all children by key. `order` has the keys of those whose K/V are written, in
-    byte order: the child with the longest common head is next to the position where a key would
-    be inserted. An insertion costs one `memmove` of 8 bytes a child.
+    `nodes` has all children by key. `order` has the sorted keys of the children whose K/V are
+    written. In this order, the child that shares the longest head with a key is next to the
+    position where the key would be inserted. An insertion costs one `memmove` of 8 bytes a child.
     """
 
     __slots__ = ("nodes", "order")
@@ -114,7 +114,7 @@ def count_free(blocks: Iterable[KVCacheBlock]) -> int:
 def make_node(
     parent: PrefixNode | None, key: BlockKey, kind: type[PrefixNode] = PrefixNode
 ) -> PrefixNode:
-    """Return a new node of this kind, without a block or a child."""
+    """Return a new node of this class, without a block or a child."""
     node = kind()
     node.place(parent, key)
     return node

@@ -35,17 +35,17 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig(CacheOptions):
-    """The size of the pool, and its options.
+    """The size and the options of the pool.
 
     num_blocks: blocks in the pool, at least 1.
     ghost_entries: the number of evicted identities that are remembered, to distinguish "evicted"
-        from "never seen"; by default one for every ten blocks. See `headstart.cache.index`.
+        from "never seen"; by default, a tenth of the blocks. See `headstart.cache.index`.
     events: collect `BlockStored`, `BlockEvicted` and `AllBlocksCleared`.
     num_states: slots for states of recurrent layers, of running sequences and checkpoints; 0 for a
         model without such layers. See `headstart.cache.states`.
     state_interval: tokens between two regular checkpoints of a long prompt.
-    states_at_borders: working states and checkpoints are those at block borders, for an engine that
-        computes whole blocks.
+    states_at_borders: states are stored at block borders only, for an engine that computes whole
+        blocks.
 
     Raises ConfigError.
     """

@@ -1,7 +1,7 @@
 """Events of cached blocks, for routers and tiers that mirror the index.
 
-A prefix is stored once, when a first block holds it, and evicted once, when no block holds it any
-more. Further copies of a block in the same pool raise no events. Hashes are computed when read.
+There is a `BlockStored` when the first block of a prefix is cached, and a `BlockEvicted` when its
+last block is evicted; copies in between raise no events. Hashes are computed when they are read.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from headstart.cache.identity import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class PrefixEvent:
-    """A change of the full block that ends a prefix."""
+    """A change of a full block, which stands for the prefix that ends with it."""
 
     block_id: int
     node: PrefixNode = field(repr=False)
@@ -21,7 +21,7 @@ class PrefixEvent:
 
     @property
     def block_hash(self) -> BlockHash:
-        """Portable hash of the prefix that the block ends."""
+        """Portable hash of the prefix that ends with the block."""
         return self.hasher.of_node(self.node)
 
     @property
@@ -32,7 +32,7 @@ class PrefixEvent:
 
 
 class BlockStored(PrefixEvent):
-    """The first block of this prefix is in the cache; it is written by the end of the step."""
+    """The first block of this prefix is cached; the step under way writes it."""
 
     __slots__ = ()
 

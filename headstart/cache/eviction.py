@@ -1,53 +1,247 @@
-"""Eviction by name, and between owners that share the pool.
+"""Eviction policies by name: which free block is reused next.
 
-With "fair-lru" the owner that has most of the pool for its weight gives the next block.
+A policy holds the free blocks. `release` is called with blocks that no request holds any more,
+`claim` with free blocks that a request hit, and `withdraw` with free blocks that leave the queue
+without a hit. `retain` marks held blocks to retain for a time. `take` chooses the blocks to reuse,
+which lose their content. A policy never reads the index and never changes a block's identity.
 """
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import chain, islice, takewhile
 from types import MappingProxyType
+from typing import ClassVar, Protocol
 
-from headstart.cache.block import KVCacheBlock
+from headstart.cache.block import KVCacheBlock, PrefixNode
+from headstart.cache.free_queue import FreeBlockQueue, Marks, RetainedBlocks
 from headstart.cache.identity import PUBLIC, cut_salt
-from headstart.cache.policies import (
-    AdaptiveLru,
-    EmptyFirstLru,
-    EvictionPolicy,
-    FreeBlockQueue,
-    Lru,
-    Marks,
-)
 from headstart.cache.shares import Shares, owner_among
 from headstart.errors import CacheError, ConfigError
+from headstart.mypyc_hints import mypyc_attr
 
 Owner = str | None
+
+
+class EvictionPolicy(Protocol):
+    """The free blocks, iterated in the order of their reuse."""
+
+    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Add blocks that became free, the last block of a request first."""
+
+    def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Remove free blocks that a request hit: they are held again and keep their content."""
+
+    def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Remove free blocks that no request hit."""
+
+    def retain(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
+        """Retain held blocks of one namespace for this many seconds from now."""
+
+    def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
+        """Remove and return the `count` blocks to reuse, for a request of this salt.
+
+        Raises CacheError if short.
+        """
+
+    def count_protected(self, taker: str | None, pending: Mapping[str, int]) -> int:
+        """Return the free cached blocks of other owners that lie within those owners' shares.
+
+        0 if the policy has no owners. See `KVCacheManager.count_protected`.
+        """
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant of the policy is broken."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[KVCacheBlock]: ...
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Lru:
+    """Least recently used first; of one request, the last block first. O(1) a block.
+
+    This is vLLM's order: empty and cached blocks share one queue, and no block is retained.
+    Source: "Automatic Prefix Caching" (vLLM v1 design), free and eviction.
+    """
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._queue = FreeBlockQueue(blocks)
+
+    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._queue.extend(blocks)
+
+    def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._queue.remove_all(blocks)
+
+    def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._queue.remove_all(blocks)
+
+    def retain(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
+        pass
+
+    def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
+        return self._queue.popleft(count)
+
+    def count_protected(self, taker: str | None, pending: Mapping[str, int]) -> int:
+        return 0
+
+    def check(self) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return self._queue.length
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        return iter(self._queue)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class EmptyFirstLru(Lru):
+    """`Lru` that takes every empty block before any cached block.
+
+    The queue has empty blocks, then cached blocks by recency; O(1) a block. A request's empty
+    blocks are put at the head in prefix order, so that the next request's blocks are contiguous
+    in memory if possible.
+    """
+
+    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        cached = [block for block in blocks if block.node is not None]
+        self._queue.extend(cached)
+        if len(cached) < len(blocks):
+            for block in blocks:
+                if block.node is None:
+                    self._queue.appendleft(block)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class AdaptiveLru(EmptyFirstLru):
+    """`EmptyFirstLru` with a limit on partial blocks, which their hits raise.
+
+    A partial block holds fewer rows than a full block. After a one-shot request it is never hit;
+    after a turn of a chat the next turn hits it. So the policy learns: a partial block that is
+    claimed raises the limit by `EARNED`, a partial block that is taken lowers it by 1, and a
+    partial block that is withdrawn does not change it. Up to the limit, partial blocks are reused
+    by recency, like full blocks. Beyond it, the oldest are taken before any full block. O(1) a
+    block.
+
+    Retained blocks are taken after all others. When their mark has ended, or when there are more
+    than `most_retained`, they join the queue like blocks that were just released.
+    """
+
+    EARNED: ClassVar[int] = 4
+
+    def __init__(
+        self, blocks: Sequence[KVCacheBlock], marks: Marks, most: int | None = None
+    ) -> None:
+        """Put `blocks` on the queue, which will have at most `most`; by default, their number."""
+        super().__init__(blocks)
+        self._num_blocks = len(blocks) if most is None else most
+        # Oldest first. Not a dict: finding its first entry would pass over all deleted entries.
+        self._partial: OrderedDict[KVCacheBlock, None] = OrderedDict()
+        self._limit = 0
+        self._marks = marks
+        self._retained = RetainedBlocks(marks)
+        self.most_retained = self._num_blocks // 2
+
+    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        if self._marks:
+            blocks = self._retained.add(blocks)
+            self._queue.extend(self._retained.expire(self.most_retained))
+        super().release(blocks)
+        for block in blocks:
+            if block.node.__class__ is PrefixNode:  # partial blocks come before full blocks
+                break
+            if block.node is not None:
+                self._partial[block] = None
+
+    def retain(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
+        self._marks.add(blocks, seconds)
+
+    def claim(self, blocks: Sequence[KVCacheBlock]) -> None:
+        super().claim(self._retained.remove(blocks) if self._retained.count else blocks)
+        if self._partial and not self._partial.keys().isdisjoint(blocks):
+            self._limit = min(
+                self._num_blocks, self._limit + self.EARNED * self._remove_partial(blocks)
+            )
+
+    def withdraw(self, blocks: Sequence[KVCacheBlock]) -> None:
+        super().withdraw(self._retained.remove(blocks) if self._retained.count else blocks)
+        self._remove_partial(blocks)
+
+    def take(self, count: int, salt: str | None = None) -> list[KVCacheBlock]:
+        missing = count - self._queue.length
+        if missing <= 0 and not self._partial:
+            return self._queue.popleft(count)
+        if 0 < missing <= self._retained.count:
+            return [*self._take(count - missing), *self._retained.popleft(missing)]
+        return self._take(count)
+
+    def _take(self, count: int) -> list[KVCacheBlock]:
+        excess = len(self._partial) - self._limit
+        if excess <= 0 or count > self._queue.length:
+            blocks = self._queue.popleft(count)
+        else:
+            blocks = list(islice(takewhile(lambda b: b.node is None, self._queue), count))
+            blocks += islice(self._partial, min(excess, count - len(blocks)))
+            self._queue.remove_all(blocks)
+            blocks += self._queue.popleft(count - len(blocks))
+        if self._partial and not self._partial.keys().isdisjoint(blocks):
+            self._limit = max(0, self._limit - self._remove_partial(blocks))
+        return blocks
+
+    def check(self) -> None:
+        self._retained.check()
+        assert not any(block in self._marks for block in self._queue), "a queued block is marked"
+
+    def __len__(self) -> int:
+        return self._queue.length + self._retained.count
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        excess = dict.fromkeys(islice(self._partial, max(0, len(self._partial) - self._limit)))
+        blocks = iter(self._queue)
+        for block in blocks:
+            if block.node is not None:
+                blocks = chain([block], blocks)
+                break
+            yield block
+        yield from excess
+        yield from (block for block in blocks if block not in excess)
+        yield from self._retained
+
+    def _remove_partial(self, blocks: Sequence[KVCacheBlock]) -> int:
+        """Remove the partial blocks among these; return their number."""
+        partial = [block for block in blocks if block in self._partial]
+        for block in partial:
+            del self._partial[block]
+        return len(partial)
 
 
 class FairLru:
     """`AdaptiveLru` among the free blocks of each owner, and max-min fair between owners.
 
-    Empty blocks are taken first. Then each block is taken from the owner that has most for its
-    weight, held and cached blocks together, and the taken blocks count as the taker's. So an owner
-    with less than its share loses nothing to an owner with more, and an owner may use all blocks
-    that no other uses. A block costs O(log owners), and O(1) while a single owner has free cached
-    blocks. An owner retains at most half of its share of the pool, and only against its own blocks.
+    Empty blocks are taken first. Each further block is taken from the owner with the most held and
+    cached blocks per weight, and then counts as the taker's. So an owner below its share loses no
+    block to an owner above its share, and an owner may use all blocks that no other owner uses. A
+    block costs O(log owners), and O(1) while a single owner has free cached blocks. An owner
+    retains at most half of its share of the pool, and only against its own blocks.
 
-    Blocks with an identity that are released together are of one prefix. Public blocks at its head
-    have a separate owner. When a salt becomes an owner, its existing blocks move to it at the next
-    change, in queue order.
+    Cached blocks that are released together belong to one prefix. Public blocks at its head have a
+    separate owner. When a salt becomes an owner, its existing blocks move to it at the next change,
+    in queue order.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock], shares: Shares, marks: Marks) -> None:
         self._shares = shares
-        self._owners = shares.names()  # to which the fields below refer
+        self._owners = shares.names()  # the owners that the fields below know
         self._marks = marks
         self._num_blocks = len(blocks)
         self._num_cached = 0
         self._empty = FreeBlockQueue(blocks)
         self._cached: dict[Owner, AdaptiveLru] = {}
-        self._salts: dict[KVCacheBlock, str | None] = {}  # of each held or cached block
+        self._salts: dict[KVCacheBlock, str | None] = {}  # by held or cached block
         self._used: Counter[Owner] = Counter()  # number of held and cached blocks
 
     def _owner(self, salt: str | None) -> Owner:
@@ -85,7 +279,7 @@ class FairLru:
     def _queue(self, owner: Owner) -> AdaptiveLru:
         if owner not in self._cached:
             self._cached[owner] = AdaptiveLru([], self._marks, self._num_blocks)
-        if self._marks:  # half of the owner's share while all other owners use theirs
+        if self._marks:  # at most half of the owner's share
             share = self._shares.weight(owner) / sum(map(self._shares.weight, self._cached))
             self._cached[owner].most_retained = int(self._num_blocks * share / 2)
         return self._cached[owner]
@@ -97,7 +291,7 @@ class FairLru:
         """Return blocks of one prefix, last block first, by salt."""
         if not cached:
             return []
-        salt = _salt_of(cached[-1])  # the nearest to the root
+        salt = _salt_of(cached[-1])  # the block nearest to the root
         if salt != PUBLIC:
             return [(salt, cached)]
         for i in range(len(cached) - 1, -1, -1):
@@ -128,7 +322,7 @@ class FairLru:
         self._forget(blocks)
 
     def _split(self, blocks: Sequence[KVCacheBlock]) -> dict[Owner, list[KVCacheBlock]]:
-        """Return the cached ones of free blocks by owner; remove the empty ones from the queue."""
+        """Return those of the free blocks that are cached, by owner; dequeue the empty ones."""
         by_salt: dict[str | None, list[KVCacheBlock]] = defaultdict(list)
         for block in blocks:
             if block in self._salts:
@@ -157,7 +351,7 @@ class FairLru:
         return blocks
 
     def _pick(self, count: int, taker: Owner, num_taken: int) -> list[Owner]:
-        """Return the owners of the next `count` cached blocks to take, one by one."""
+        """Return the owner of each of the next `count` cached blocks to take."""
         left = {owner: len(cached) for owner, cached in self._cached.items() if len(cached)}
         if len(left) == 1:
             return [*left] * count
@@ -175,10 +369,10 @@ class FairLru:
                 heappush(most, (-used[owner] / weights[owner], i, owner))
         return picks
 
-    def count_kept(self, taker: Owner, to_come: Mapping[str, int]) -> int:
-        total = sum(map(self._shares.weight, to_come))
+    def count_protected(self, taker: Owner, pending: Mapping[str, int]) -> int:
+        total = sum(map(self._shares.weight, pending))
         count = 0
-        for owner, blocks in to_come.items():
+        for owner, blocks in pending.items():
             cached = len(self._cached.get(owner, ())) if owner != taker else 0
             if cached:
                 share = int(self._num_blocks * self._shares.weight(owner) / total)
@@ -190,14 +384,14 @@ class FairLru:
         return len(self._empty) + self._num_cached
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
-        """Yield the blocks in order for a taker that is no owner."""
+        """Yield the blocks in the order in which a request without an owner would take them."""
         yield from self._empty
         cached = {owner: iter(blocks) for owner, blocks in self._cached.items()}
         for owner in self._pick(self._num_cached, None, 0):
             yield next(cached[owner])
 
     def check(self) -> None:
-        """Raise AssertionError if a block counts for another owner than its identity's."""
+        """Raise AssertionError if a block counts for an owner other than its identity's."""
         assert self._num_cached == sum(map(len, self._cached.values())), (
             "cached blocks are miscounted"
         )
@@ -234,9 +428,9 @@ def make_policy(
     shares: Shares | None = None,
     marks: Marks | None = None,
 ) -> EvictionPolicy:
-    """Return the policy of this name over these blocks, all free. Raises ConfigError.
+    """Return the policy of this name, with these blocks free. Raises ConfigError.
 
-    marks: the blocks to retain; by default none.
+    marks: the blocks to retain; none by default.
     """
     if name not in POLICIES:
         raise ConfigError(f"eviction is {name!r}; allowed: {', '.join(POLICIES)}")

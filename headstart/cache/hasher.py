@@ -16,7 +16,7 @@ from headstart.cache.identity import (
 from headstart.mypyc_hints import mypyc_attr
 
 _RUN = 64  # blocks of a prompt whose hashes are cached together
-_MOST_RUNS = 2048  # in each generation; 2.3 KB each
+_MOST_RUNS = 2048  # in `_young`, and as many in `_old`; 2.3 KB each
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -27,11 +27,10 @@ class BlockHasher:
     on it and on `block_size`. A node's hash is stored in the node. `public` has the blocks that
     tenants share. Only tests replace `digest`, to show that no hit depends on it.
 
-    Hashes of recent prompts are cached, a run of 64 blocks at a time, since prompts begin alike
-    and chats grow. A run is looked up by SHA-256 over its parent's hash and its keys, which is one
-    hash instead of 64. A run is evicted if no prompt has it while 2,048 other runs are used.
-    Threads need no lock: at worst a run is hashed twice. A run is two bytes objects, which the
-    garbage collector need not traverse.
+    Hashes of recent prompts are cached in runs of 64 blocks. A run is looked up by one SHA-256 over
+    its parent's hash and its keys. New runs enter `_young`. When that is full, it replaces `_old`,
+    whose runs are evicted unless they were used meanwhile. Threads need no lock: at worst a run is
+    hashed twice. A run is two bytes objects, which the garbage collector need not traverse.
     """
 
     def __init__(self, block_size: int, model: str = "", digest: Digest = sha256) -> None:
@@ -72,7 +71,7 @@ class BlockHasher:
         return [BlockHash(packed[i * size : (i + 1) * size]) for i in range(len(keys))]
 
     def packed(self, namespace: Namespace, keys: Sequence[BlockKey]) -> Iterator[bytes]:
-        """Yield the hashes of `of_keys`, up to 64 joined at a time, computed when they are read."""
+        """Yield the hashes of `of_keys`, up to 64 of them joined, computed as they are read."""
         parent = self._root(namespace)
         for start in range(0, len(keys), _RUN):
             run = keys[start : start + _RUN]
@@ -81,7 +80,7 @@ class BlockHasher:
             parent = BlockHash(hashes[-len(parent) :])
 
     def _of_run(self, parent: BlockHash, keys: Sequence[BlockKey]) -> bytes:
-        name = sha256(parent + b"".join(keys))  # a key contains its length
+        name = sha256(parent + b"".join(keys))
         young = self._young
         hashes = young.get(name)
         if hashes is None:

@@ -1,22 +1,21 @@
 """Prefix identity, and its encoding as bytes.
 
-A block's part of its prefix's identity is its `BlockKey`: its tokens in reading order, four bytes
-each, with a frame in front of the first placeholder of every image or audio item that begins in
-the block (or continues from the block before). Keys are content, not digests, so equal keys are
-equal content. A frame starts with a word that no token id can have, and contains its length, so no
-two different contents share a key:
+The identity of a prefix is the path of its blocks' keys. A `BlockKey` has the block's tokens in
+order, four bytes each. For each image or audio item in the block there is a frame in front of the
+item's first placeholder in the block. Keys are content, not digests. A frame starts with a word
+that is no token id, and contains its length, so different contents have different keys:
 
     tokens 1 3 <p> <p>, an item of 41 placeholders at position 2:
     01000000 03000000 | ffffffff offset=0 length=41 len(digest) digest | <p> <p>
 
-Adapter and salt shape every block of a prompt; they identify the root of a prompt's blocks
-(`Namespace`), so they need not be repeated in each key.
+Adapter and salt apply to every block of a prompt. They are not part of the keys: they identify the
+root (`Namespace`).
 
 Blocks that are wholly within a public prefix are below the root of the salt `PUBLIC`, which no
-request has. The key of the first block after them begins with a frame of the request's salt, whose
-head no item's frame has:
+request has. The key of the first block after them begins with a frame that has the request's salt:
+its offset and length are 0, which no item has.
 
-    the salt "tenant 7" enters the chain, then the tokens 1 3:
+    the salt "tenant 7", then the tokens 1 3:
     ffffffff 0 0 len(salt) salt | 01000000 03000000
 
 A `BlockHash` is the portable identity of a whole prefix: SHA-256 over (parent's hash, key), the
@@ -47,20 +46,20 @@ TOKEN_BYTES = 4
 _BIG_ENDIAN = sys.byteorder == "big"
 _FRAME_MARK = b"\xff\xff\xff\xff"
 _FRAME_HEAD = struct.Struct("<4sIII")
-# `Any`, or compiled code would end the process if memory is too short for such a long integer.
+# `Any`: compiled code would abort the process when memory for the long integer runs out.
 _to_integer: Any = int.from_bytes
-# `Any`, or compiled code would raise TypeError for a digest of another type.
+# `Any`: compiled code would raise TypeError, not CacheError, for a digest of another type.
 _get_digest: Any = attrgetter("digest")
 _SALT_HEAD = _FRAME_HEAD.pack(_FRAME_MARK, 0, 0, 0)[:12]  # an item has a length of at least 1
 
 
-@mypyc_attr(native_class=False)  # or it could be neither copied nor pickled
+@mypyc_attr(native_class=False)  # a native class could be neither copied nor pickled
 @dataclass(frozen=True, slots=True)
 class MultiModalItem:
     """An image or audio item of a prompt, and the position of its placeholders.
 
-    `digest` identifies the content and everything that shapes its embedding; `offset` is the
-    position of its first placeholder in the prompt, `length` their number, both in tokens.
+    `digest` identifies the content and everything that affects its embedding. `offset` is the
+    position of its first placeholder in the prompt, `length` the number of placeholders.
     """
 
     digest: bytes
@@ -96,7 +95,7 @@ class PublicBlocks(dict[BlockKey, "PublicBlocks"]):
     """
 
     def publish(self, token_ids: Sequence[int], block_size: int) -> int:
-        """Add the full blocks of a public prefix; return their number.
+        """Add the full blocks of a public prefix; return the number of blocks.
 
         Requests created later share them. Raises CacheError for an invalid token.
         """
@@ -109,14 +108,14 @@ class PublicBlocks(dict[BlockKey, "PublicBlocks"]):
 
 
 class ExtraKey(NamedTuple):
-    """An item that a block overlaps, and the offset in it at which the block's part begins."""
+    """An item that overlaps a block, and the offset in the item at which the block begins."""
 
     digest: bytes
     offset: int
 
 
 def sha256(data: bytes) -> bytes:
-    """Return the digest behind portable hashes, 32 bytes."""
+    """Return the SHA-256 digest, 32 bytes."""
     return hashlib.sha256(data).digest()
 
 
@@ -126,7 +125,7 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
     Costs one pass over the tokens, in C.
     """
     values = array("I")
-    try:  # faster than `array("I", token_ids)`, which reads a list as any sequence
+    try:  # faster than `array("I", token_ids)`
         values.fromlist(token_ids if isinstance(token_ids, list) else list(token_ids))
     except (TypeError, OverflowError):
         values.fromlist(list(map(check_token, token_ids)))
@@ -152,10 +151,10 @@ def check_token(token_id: SupportsIndex) -> int:
 def cut_keys(
     data: bytes, span: range, block_size: int, items: Sequence[MultiModalItem]
 ) -> list[BlockKey]:
-    """Return the keys of the blocks of `span` (token positions, from a block border).
+    """Return the keys of the blocks of `span`, token positions that start at a block border.
 
-    `data` is the span's tokens, encoded. The last block may be partial. `items` are in order and
-    do not overlap.
+    `data` has the encoded tokens of the span. The last block may be partial. `items` are in order
+    and do not overlap.
     """
     keys = slice_keys(data, block_size)
     for item in items:
@@ -166,7 +165,7 @@ def cut_keys(
 def slice_keys(data: bytes, block_size: int) -> list[BlockKey]:
     """Return the keys of encoded tokens without items; the last block may be partial.
 
-    `struct` cuts them faster than slicing.
+    Uses `struct`, which is faster than slicing.
     """
     step = block_size * TOKEN_BYTES
     if len(data) <= step:
@@ -177,10 +176,10 @@ def slice_keys(data: bytes, block_size: int) -> list[BlockKey]:
 
 
 def _frame_item(keys: list[BlockKey], item: MultiModalItem, span: range, block_size: int) -> None:
-    """Put the item's frame into each key it overlaps.
+    """Put the item's frame into each key that it overlaps.
 
-    The items of one block are framed front to back, so a later frame's position is counted from
-    the key's end, which has no frame yet.
+    Call for the items in order: the position in a key is counted from its end, since only the
+    tokens before it may have frames.
     """
     first = max(item.offset, span.start)
     last = min(item.offset + item.length, span.stop)
@@ -196,13 +195,13 @@ def _frame_item(keys: list[BlockKey], item: MultiModalItem, span: range, block_s
 
 
 def add_salt(key: BlockKey, salt: str) -> BlockKey:
-    """Return the key of a block with which a salt enters the chain."""
+    """Return the key with a frame of the salt in front, for the first block after public blocks."""
     data = salt.encode()
     return BlockKey(_SALT_HEAD + struct.pack("<I", len(data)) + data + key)
 
 
 def cut_salt(key: BlockKey) -> tuple[str | None, BlockKey]:
-    """Return the salt that enters the chain with a key, if any, and the key without it."""
+    """Return the salt at the beginning of a key, if any, and the key without it."""
     if not key.startswith(_SALT_HEAD):
         return None, key
     end = _FRAME_HEAD.size + _FRAME_HEAD.unpack_from(key)[3]
@@ -210,7 +209,7 @@ def cut_salt(key: BlockKey) -> tuple[str | None, BlockKey]:
 
 
 def count_tokens(key: bytes) -> int:
-    """Return the number of whole tokens of a key, or of the beginning of one."""
+    """Return the number of whole tokens in a key, which may be cut off."""
     tokens = start = 0
     while True:
         mark = key.find(_FRAME_MARK, start)
@@ -240,12 +239,12 @@ def read_tokens(key: BlockKey) -> list[int]:
 
 
 def common_tokens(first: BlockKey, second: BlockKey) -> int:
-    """Return the number of tokens at the head of two keys whose K/V are the same."""
+    """Return the number of tokens at the head of two keys that have the same K/V."""
     return count_tokens(first[: _common_bytes(first, second)])
 
 
 def _common_bytes(first: bytes, second: bytes) -> int:
-    """Return the number of equal bytes at the head, by the lowest bit that differs."""
+    """Return the number of equal bytes at the head; finds the lowest bit that differs."""
     shorter = min(len(first), len(second))
     difference = _to_integer(first[:shorter], "little") ^ _to_integer(second[:shorter], "little")
     if not difference:
@@ -261,7 +260,7 @@ def differs_in_item(first: BlockKey, second: BlockKey) -> bool:
 
 
 def _frame_at(key: BlockKey, token: int) -> bytes:
-    """Return the frames in front of the key's token of this index."""
+    """Return the frames in front of the key's token with this index."""
     start = index = 0
     frames = b""
     while start < len(key) and index <= token:
@@ -279,7 +278,7 @@ def _frame_at(key: BlockKey, token: int) -> bytes:
 def extra_keys(
     block_index: int, block_size: int, items: Sequence[MultiModalItem]
 ) -> tuple[ExtraKey, ...]:
-    """Return the items a block overlaps, each with the offset of the block's first token in it.
+    """Return the items that overlap a block, with the offset of the block's first token in each.
 
     A negative offset means that the item begins inside the block.
     """
@@ -305,9 +304,9 @@ def root_hash(
 def chain_hashes(
     parent: BlockHash, keys: Sequence[BlockKey], digest: Digest = sha256
 ) -> list[BlockHash]:
-    """Return the portable hashes of prefixes, each of which extends the previous by a block.
+    """Return the portable hash of each prefix that begins at `parent`, a block longer each time.
 
-    All digests have the same length, so its frame is built once.
+    All digests have the same length, so the frame is packed once.
     """
     frame = struct.pack("<I", len(parent))
     name: bytes = parent

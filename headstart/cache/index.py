@@ -1,12 +1,12 @@
 """The prefix index: the tree of identities that are cached, or were until recently.
 
-A node whose block was evicted stays as a ghost entry for a while, to distinguish an eviction from a
-miss: the last `max_ghosts` of them. Then it is removed, unless it is the first evicted block of its
-prefix, where a later lookup of the prefix ends: of these, `TOPS` times as many stay. A node with a
-descendant that is cached or a ghost stays too, and is removed with the last of them.
+A node whose block was evicted stays as a ghost, so that a miss can be explained as an eviction. The
+latest `max_ghosts` ghosts stay. An older ghost stays only if it is the first evicted block of its
+prefix, where a lookup of the prefix ends; up to `TOPS * max_ghosts` of these stay. An evicted node
+also stays while it has a descendant that is cached or a ghost.
 
 A node may also represent a partial block: the rows that a finished request left in its last
-block. It has no children and no hash; its rows can only be copied.
+block. Such a node has no children and no hash, and its rows can only be copied.
 """
 
 from bisect import bisect_left
@@ -32,10 +32,10 @@ from headstart.mypyc_hints import mypyc_attr
 class PathSegment(NamedTuple):
     """A path of the prefix tree without a fork: its cached blocks, in prefix order.
 
-    It also ends where a salt enters the chain: `namespace` is that of the blocks' owner.
+    A segment also ends where public blocks end, so all its blocks have one owner: `namespace`.
 
     parent: index of the segment before it, -1 for none. start: number of blocks before it.
-    keys, ids: of its cached blocks. num_held: the number of these that requests hold.
+    keys, ids: those of its cached blocks. num_held: the number of its blocks that requests hold.
     """
 
     parent: int
@@ -48,7 +48,7 @@ class PathSegment(NamedTuple):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PrefixTree:
-    """Nodes under the root of their namespace. The caller that creates a node also removes it."""
+    """Nodes below the root of their namespace. A caller that creates a node also removes it."""
 
     def __init__(self) -> None:
         self._roots: dict[str | None, dict[str | None, RootNode]] = {}  # by salt, by adapter
@@ -68,7 +68,7 @@ class PrefixTree:
                 self._roots[namespace.salt] = {namespace.adapter: root}
             elif isinstance(roots, OrderedDict):
                 roots[namespace.adapter] = root
-            else:  # for `recent_roots`: a dict iterates over all entries deleted after its last
+            else:  # not a dict: its reversed iteration would pass over deleted entries
                 both = [*roots.items(), (namespace.adapter, root)]
                 self._roots[namespace.salt] = OrderedDict(both)
         return root
@@ -78,7 +78,7 @@ class PrefixTree:
         return [root for roots in self._roots.values() for root in roots.values()]
 
     def recent_roots(self, salt: str | None, count: int) -> list[RootNode]:
-        """Return at most `count` roots of a salt: without an adapter, then the latest adapters."""
+        """Return at most `count` roots of a salt: the one without an adapter, then the latest."""
         roots = self._roots.get(salt, {})
         plain = roots.get(None)
         recent = [] if plain is None else [plain]
@@ -88,7 +88,7 @@ class PrefixTree:
     def path_segments(self) -> list[PathSegment]:
         """Return the tree from fork to fork, parents first.
 
-        A segment whose blocks were all evicted is empty, and may have children that are not.
+        A segment whose blocks were all evicted is empty; its children may still have blocks.
         """
         segments: list[PathSegment] = []
         pending = [
@@ -130,7 +130,7 @@ class PrefixTree:
     def child(
         self, parent: PrefixNode, key: BlockKey, kind: type[PrefixNode] = PrefixNode
     ) -> PrefixNode:
-        """Return the child of this key, which is not empty; create it if there is none."""
+        """Return the child of this key; create it if there is none. The key must not be empty."""
         only = parent.child
         if only is None:
             parent.child = node = make_node(parent, key, kind)
@@ -144,16 +144,16 @@ class PrefixTree:
         return child
 
     def branch(self, parent: PrefixNode, only: PrefixNode) -> Branches:
-        """Replace an only child by `Branches` that hold it."""
+        """Replace an only child by `Branches` that contain it."""
         branches = Branches(parent)
         branches.nodes[only.key] = only
         parent.child = branches
         return branches
 
     def cut_off(self, node: PrefixNode) -> PrefixNode | None:
-        """Remove a node without children; return its parent if that has no child any more.
+        """Remove a node without children; return its parent if the parent has no other child.
 
-        None, and no change, for a node that is cut off already.
+        Return None, and change nothing, for a node that was removed before.
         """
         parent = node.parent
         if parent is None:
@@ -175,14 +175,14 @@ class PrefixTree:
 
 
 TOPS = 5
-"""First evicted blocks of prefixes that are remembered, for each ghost entry."""
+"""Limit of the older ghosts that are the first evicted block of their prefix, per ghost."""
 
 
 class PrefixIndex(PrefixTree):
     """All prefix identities that are cached, or were until recently.
 
-    `unwritten` has the blocks that the step under way fills: they have an identity and can be hit,
-    but nothing may be copied from them, and they lose the identity if the step fails.
+    `unwritten` has the blocks that the step under way fills. They have an identity and can be hit,
+    but their rows cannot be copied yet. If the step fails, they lose their identity.
     """
 
     def __init__(self, max_ghosts: int) -> None:
@@ -192,7 +192,7 @@ class PrefixIndex(PrefixTree):
         self._unlisted: list[PrefixNode] = []  # unwritten siblings, in no `order` yet
         self._ghosts: deque[PrefixNode] = deque()
         self._tops: deque[PrefixNode] = deque()  # older ghosts whose parent was cached, or a root
-        self._ancestors: set[PrefixNode] = set()  # no ghosts any more; a descendant needs them
+        self._ancestors: set[PrefixNode] = set()  # former ghosts that have a descendant
 
     def clear(self) -> None:
         """Remove all nodes."""
@@ -204,17 +204,17 @@ class PrefixIndex(PrefixTree):
         self._ancestors.clear()
 
     def check(self, nodes: set[PrefixNode]) -> None:
-        """Raise AssertionError if one of these, the nodes of the tree, is of no use."""
+        """Raise AssertionError if one of the tree's `nodes` should have been removed."""
         ghosts = {node for node in (*self._ghosts, *self._tops) if node.block is None}
         assert len(self._ghosts) <= self.max_ghosts, "there are too many ghosts"
         assert len(self._tops) <= TOPS * self.max_ghosts, "there are too many ghosts"
         assert PartialNode not in map(type, self._ghosts), "a partial block is a ghost"
         for node in nodes - ghosts:
-            assert node.block is not None or node.child is not None, "a node is kept for nothing"
+            assert node.block is not None or node.child is not None, "an unused node is left"
             if node.parent is not None:
                 is_ancestor = (node.block is None) == (node in self._ancestors)
                 assert is_ancestor, "an evicted node is neither a ghost nor an ancestor"
-        assert self._ancestors <= nodes, "a node that was cut off is kept"
+        assert self._ancestors <= nodes, "a removed node is still an ancestor"
 
     def walk(self, root: PrefixNode, keys: list[BlockKey]) -> tuple[PrefixNode, list[KVCacheBlock]]:
         """Return the deepest cached node along the keys, and the blocks on the path to it."""
@@ -246,7 +246,7 @@ class PrefixIndex(PrefixTree):
         return branches
 
     def covered_partial(self, node: PrefixNode) -> PrefixNode | None:
-        """Return a sibling that is a partial block whose rows this node's block has too."""
+        """Return a sibling whose rows are all at the head of this node's block, if any."""
         assert node.parent is not None
         branches = node.parent.child
         if not isinstance(branches, Branches):
@@ -278,7 +278,7 @@ class PrefixIndex(PrefixTree):
             self._unlisted.append(node)
 
     def commit(self) -> None:
-        """Mark the rows of all blocks as written: they may be copied from."""
+        """Mark all blocks as written: their rows may be copied."""
         for node in self._unlisted:
             if node.block is not None and node.parent is not None:
                 branches = node.parent.child
@@ -288,7 +288,7 @@ class PrefixIndex(PrefixTree):
         self.unwritten.clear()
 
     def detach(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Remove the identity of blocks; nodes of full blocks stay as ghosts."""
+        """Remove the identity of blocks. Nodes of full blocks stay as ghosts."""
         ghosts = self._ghosts
         for block in blocks:
             node = block.node
@@ -320,7 +320,7 @@ class PrefixIndex(PrefixTree):
                 self._prune(node)
             else:  # the common case: an only child whose parent is a ghost
                 parent.child = None
-        # Ancestors count as well: a single old entry may need a whole path.
+        # Ancestors count as well, since a single old ghost may need a whole path.
         while tops and len(tops) + len(ancestors) > TOPS * self.max_ghosts:
             node = tops.popleft()
             if node.block is None:
@@ -330,7 +330,7 @@ class PrefixIndex(PrefixTree):
                     self._prune(node)
 
     def _prune(self, node: PrefixNode) -> None:
-        """Cut off a node without block or child, and the ancestors that only it needed."""
+        """Remove a node without block or child, and the ancestors that only this node needed."""
         while (parent := self.cut_off(node)) is not None:
             if parent.parent is not None:  # a root stays for its children alone
                 if parent not in self._ancestors:

@@ -44,7 +44,7 @@ def _check_blocks(pool: BlockPool, sequences: Sequences) -> None:
 
 
 def _check_index(config: CacheConfig, pool: BlockPool, nodes: set[PrefixNode]) -> None:
-    """Check that blocks and identities refer to one another, and none is misplaced."""
+    """Check that blocks and identities refer to each other, and that the tree is in order."""
     for block in pool.index.unwritten:
         assert block.node is not None, f"{block} is unwritten and has no identity"
         assert block.ref_cnt, f"{block} is unwritten and no sequence holds it"
@@ -56,13 +56,13 @@ def _check_index(config: CacheConfig, pool: BlockPool, nodes: set[PrefixNode]) -
             assert holders.count(block) == 1, f"{block} is not a block of its identity"
     assert not (pool.copies and config.deduplicate), "a block was cached twice"
     for node, copies in pool.copies.items():
-        assert copies, "an identity without copies is listed as having some"
+        assert copies, "`copies` has an entry without a block"
         for block in copies:
-            assert block.node is node and block.ref_cnt, f"{block} is no copy, or is not held"
+            assert block.node is node and block.ref_cnt, f"{block} is not a copy, or not held"
     pool.index.check(nodes)
     for node in nodes:
         if node.block is not None:
-            assert node.block.node is node, f"an identity holds the foreign {node.block}"
+            assert node.block.node is node, f"{node.block} has another identity than its node"
         if node.parent is not None:
             _check_place(config, pool, node)
 
@@ -88,7 +88,7 @@ def _check_place(config: CacheConfig, pool: BlockPool, node: PrefixNode) -> None
 def _check_sequence(config: CacheConfig, sequence: TokenSequence) -> None:
     """Check that the block table covers the computed tokens, with the right full blocks."""
     name, size = sequence.request_id, config.block_size
-    # With states, cached blocks may go further than the sequence was computed.
+    # With recurrent layers, a sequence may hold cached blocks beyond its computed tokens.
     ahead = sequence.num_reused if config.num_states else 0
     used = max(-(-sequence.num_computed_tokens // size), ahead)
     assert len(sequence.blocks) == used, f"{name} holds {len(sequence.blocks)} blocks, uses {used}"
@@ -106,7 +106,7 @@ def _check_sequence(config: CacheConfig, sequence: TokenSequence) -> None:
     assert node is None or node.parent is None, f"{name}: the path ends before the root"
     for block in sequence.blocks[full:]:
         assert block.node is None, f"{name}: a block that is not full is indexed"
-        assert block.ref_cnt == 1, f"{name}: its last block is held by another sequence"
+        assert block.ref_cnt == 1, f"{name}: another sequence holds a block that is not full"
     assert sequence.num_reused <= sequence.num_indexed, f"{name} reuses blocks that are not indexed"
     assert all(i < sequence.num_indexed for i in sequence.switched), f"{name} switched too far"
     table = [block.block_id for block in sequence.blocks]

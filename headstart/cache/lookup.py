@@ -1,7 +1,7 @@
 """The cached prefix of a sequence, and the reason why it is not longer. Nothing here changes state.
 
-A lookup walks the sequence's keys from its namespace's root as far as blocks are cached, then
-searches the children of the last node for the longest common head.
+A lookup walks the tree along the sequence's keys as far as blocks are cached. It then searches the
+children of the last node for the block that shares the longest head with the next key.
 """
 
 from bisect import bisect_left
@@ -23,8 +23,8 @@ from headstart.cache.sequence import TokenSequence
 from headstart.cache.states import Checkpoint
 from headstart.cache.stats import MissExplanation, MissReason
 
-MAX_ADAPTERS = 4  # that a miss is compared with: the model without any, and the latest
-MAX_DEPTH = 16  # blocks of a hit after which no other adapter is searched
+MAX_ADAPTERS = 4  # adapters that are searched to explain a miss
+MAX_DEPTH = 16  # after a hit of more blocks, other adapters are not searched
 
 
 class PartialHit(NamedTuple):
@@ -38,13 +38,13 @@ class ComputedBlocks(NamedTuple):
     """The result of a lookup for one sequence.
 
     blocks: the cached blocks of its prefix, in order. num_tokens: tokens that need no computing,
-    rows of `partial` included; always less than the sequence has. writer: the request that is
-    computing the sequence's next block, if any: wait for it, or the block is computed twice.
-    node, version and source: for the manager.
+    rows of `partial` included; always fewer than the sequence has. writer: the request that is
+    computing the sequence's next block, if any. A caller that does not wait for it computes the
+    block twice. node, version and source: for the manager.
 
-    For a model with recurrent layers `num_tokens` is the position of `state`, from which the
-    sequence resumes; `blocks` may go further, as does `known_tokens`: the tokens with cached K/V.
-    is_fork: no request is computing K/V beyond them.
+    For a model with recurrent layers, `num_tokens` is the position of `state`, from which the
+    sequence resumes. `blocks` and `known_tokens`, the number of tokens with cached K/V, may be
+    larger. is_fork: no request is computing K/V beyond `known_tokens`.
     """
 
     sequence: TokenSequence
@@ -60,13 +60,13 @@ class ComputedBlocks(NamedTuple):
     is_fork: bool = False
 
     def is_written(self, at: int) -> bool:
-        """Return True if the rows of `blocks[at]` are written, not computed by this step."""
+        """Return True if the rows of `blocks[at]` are written; False if this step computes them."""
         return self.blocks[at] not in self.source.unwritten
 
     def cut(self, count: int, block_size: int) -> "ComputedBlocks":
         """Return this result truncated to its first `count` blocks.
 
-        A state beyond them is dropped; `KVCacheManager.cut` also searches an earlier one.
+        A state beyond them is dropped; `KVCacheManager.cut` also searches for an earlier state.
         """
         node, stop = self.node, count * block_size
         if count < len(self.blocks):
@@ -97,9 +97,9 @@ def _nearest_children(index: PrefixIndex, parent: PrefixNode, key: BlockKey) -> 
 
 
 def longest_head(index: PrefixIndex, parent: PrefixNode, key: BlockKey) -> PartialHit | None:
-    """Return the written child block that shares most rows with the key.
+    """Return the written child block that shares the longest head with the key.
 
-    Common heads only get shorter with distance, so on either side the nearest child is the best.
+    It is one of the two neighbors of the key in the sorted order of the children.
     """
     best: PartialHit | None = None
     for node in _nearest_children(index, parent, key):
@@ -112,7 +112,7 @@ def longest_head(index: PrefixIndex, parent: PrefixNode, key: BlockKey) -> Parti
 def find_partial(
     index: PrefixIndex, sequence: TokenSequence, node: PrefixNode, depth: int, block_size: int
 ) -> PartialHit | None:
-    """Return the partial hit in a child of the last hit; it leaves the last token to compute."""
+    """Return the partial hit in a child of the last hit; the last token is never part of it."""
     start = depth * block_size
     limit = len(sequence.token_ids) - 1 - start
     if limit <= 0 or node.child is None:
@@ -130,9 +130,9 @@ def find_partial(
 def explain_end(
     index: PrefixIndex, computed: ComputedBlocks | None, block_size: int, *, is_caching: bool = True
 ) -> MissExplanation:
-    """Return the reason why a lookup ended, or why there was none.
+    """Return the reason why a lookup ended, or why there was no lookup.
 
-    It reveals nothing of other salts than the sequence's own.
+    The reason reveals nothing about other salts.
     """
     if not is_caching:
         return MissExplanation(MissReason.DISABLED, 0)
@@ -162,7 +162,7 @@ def _find_other_adapter(index: PrefixIndex, computed: ComputedBlocks) -> RootNod
     `MAX_ADAPTERS` and `MAX_DEPTH` bound the cost of an admission.
     """
     depth, (adapter, salt) = len(computed.blocks), computed.sequence.root
-    if depth > MAX_DEPTH or salt == PUBLIC:  # other tenants' adapters have roots there
+    if depth > MAX_DEPTH or salt == PUBLIC:  # public roots would reveal other tenants' adapters
         return None
     for root in index.recent_roots(salt, MAX_ADAPTERS):
         keys = computed.sequence.keys
@@ -192,7 +192,7 @@ def _has_more(index: PrefixIndex, root: RootNode, keys: list[BlockKey], depth: i
 def _keys_of_others(
     index: PrefixIndex, root: RootNode, computed: ComputedBlocks
 ) -> Iterator[list[BlockKey]]:
-    """Yield the keys up to the next block as they would be under this root, for other salts."""
+    """Yield the keys of the hit and the next block as other salts below this root have them."""
     sequence, public = computed.sequence, computed.sequence.num_public
     own = sequence.namespace.salt
     keys = [cut_salt(key)[1] for key in sequence.keys[: len(computed.blocks) + 1]]
@@ -209,12 +209,12 @@ def _keys_of_others(
 def _explain_child(
     index: PrefixIndex, computed: ComputedBlocks, block_size: int
 ) -> MissExplanation:
-    """Return the explanation by the cached siblings of the sequence's next block."""
+    """Explain a miss by the cached siblings of the sequence's next block."""
     parent, depth, position = computed.node, len(computed.blocks), computed.num_tokens
     if parent is None or parent.child is None:
         return MissExplanation(MissReason.UNSEEN, position)
     key = computed.sequence.keys[depth]
-    own = cut_salt(key)[0]  # blocks of others behind a public prefix are not revealed
+    own = cut_salt(key)[0]  # behind a public prefix, blocks of other salts are not revealed
     closest = max(
         (n.key for n in _nearest_children(index, parent, key) if cut_salt(n.key)[0] == own),
         key=lambda other: common_tokens(key, other),
@@ -224,7 +224,7 @@ def _explain_child(
         return MissExplanation(MissReason.UNSEEN, position)
     common = common_tokens(key, closest)
     position = depth * block_size + common
-    if common == count_tokens(closest):  # a partial block that the sequence goes on from
+    if common == count_tokens(closest):  # a partial block that the sequence continues
         return MissExplanation(MissReason.UNSEEN, position)
     if differs_in_item(key, closest):
         return MissExplanation(MissReason.ITEM, position)

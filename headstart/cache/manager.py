@@ -4,12 +4,13 @@ A step of the engine, as the manager sees it:
 
     get_computed_blocks   look up the cached prefix of a new sequence; changes nothing
     allocate_slots        hold the hits, take new blocks, index those that the step fills
-    append_slots          the same for a sequence that runs already
-    commit_step           the step's K/V are written; or fail_step, and nothing of it is cached
-    free                  give the blocks back; their content stays until it is evicted
+    append_slots          the same for a running sequence
+    commit_step           the step's K/V are written
+    fail_step             instead of commit_step: cache nothing of the step, end its sequences
+    free                  release the blocks; their content stays until it is evicted
 
-A full block is indexed before the step that fills it has run, so that other sequences of that
-step can hit it already; a partial block when its request ends.
+A full block is indexed before the step that fills it runs, so other sequences of that step can hit
+it. A partial block is indexed when its request ends.
 
 Source: "Automatic Prefix Caching" (vLLM v1 design), operations.
 """
@@ -22,6 +23,7 @@ from typing import NamedTuple
 from headstart.cache.block import KVCacheBlock, PartialNode, PrefixNode, block_ids, count_free
 from headstart.cache.config import CacheConfig
 from headstart.cache.events import CacheEvent
+from headstart.cache.free_queue import Clock
 from headstart.cache.hasher import BlockHasher
 from headstart.cache.identity import BlockHash, BlockKey, Namespace
 from headstart.cache.index import PathSegment, PrefixIndex
@@ -33,7 +35,6 @@ from headstart.cache.lookup import (
     is_in_other_salt,
     longest_head,
 )
-from headstart.cache.policies import Clock
 from headstart.cache.pool import BlockPicture, BlockPool
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.states import MIN_GAIN, StatePool
@@ -43,7 +44,7 @@ from headstart.mypyc_hints import mypyc_attr
 
 
 class RowCopy(NamedTuple):
-    """Copy the K/V of the first `num_rows` slots of one block to another, before the step."""
+    """The first `num_rows` slots of a block, to copy to another block before the step."""
 
     source_block: int
     target_block: int
@@ -51,7 +52,7 @@ class RowCopy(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """A sequence was admitted: rows to copy before the step runs, and why it hit no more."""
+    """The result of an admission: rows to copy before the step, and why it did not hit more."""
 
     copies: tuple[RowCopy, ...]
     missed: MissExplanation
@@ -59,10 +60,10 @@ class Allocation(NamedTuple):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class KVCacheManager:
-    """Allocates KV blocks to sequences, and finds cached ones again by prefix identity.
+    """KV blocks, allocated to sequences and found again by prefix identity.
 
-    Not thread-safe: one engine calls it. Every method completes, or raises CacheError and changes
-    nothing. After any other exception, such as Ctrl-C in the middle of a method, call `reset`.
+    Not thread-safe. A method that raises CacheError has changed nothing. After any other exception,
+    such as Ctrl-C in the middle of a method, call `reset`.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class KVCacheManager:
     ) -> None:
         """Make a manager of empty blocks. `hasher` is needed for events and `block_hashes`.
 
-        Raises ConfigError if it is missing, or for another block size.
+        Raises ConfigError if events need a hasher, or if it has another block size.
         """
         if config.events and hasher is None:
             raise ConfigError("events is True, and events have hashes; pass a BlockHasher")
@@ -99,9 +100,8 @@ class KVCacheManager:
         self._caching = config.enable_prefix_caching
         self._sequences: dict[str, TokenSequence] = {}
         self._mark = object()  # the `holder` of sequences that hold blocks here
-        # The next full block, by (parent, key), of each running sequence whose tokens are known.
-        # One entry per sequence suffices: a second prompt with the same beginning hits the blocks
-        # that the first has computed, so the block that it looks up next is this one.
+        # The sequences that will compute a full block next, by the block's (parent, key). One entry
+        # per sequence suffices: another prompt with the same head hits the blocks before it.
         self._in_progress: dict[tuple[PrefixNode | Namespace, BlockKey], TokenSequence] = {}
         self._step = 0
 
@@ -110,12 +110,13 @@ class KVCacheManager:
         """Blocks that no sequence holds, cached ones included."""
         return len(self.pool.free)
 
-    def count_kept(self, taker: str | None, to_come: Mapping[str, int]) -> int:
-        """Return the free blocks that owners other than the taker cached within their shares.
+    def count_protected(self, taker: str | None, pending: Mapping[str, int]) -> int:
+        """Return the free cached blocks that fairness protects from the taker.
 
-        to_come: the owners that share the pool, each with the number of blocks it is yet to get.
+        These are blocks of other owners that lie within those owners' shares. pending: the owners
+        that share the pool, each with the number of blocks that its running requests still need.
         """
-        return self.pool.free.count_kept(taker, to_come)
+        return self.pool.free.count_protected(taker, pending)
 
     @property
     def num_evictions(self) -> int:
@@ -128,11 +129,11 @@ class KVCacheManager:
         return tuple(self._sequences.values())
 
     def is_known(self, sequence: TokenSequence) -> bool:
-        """Return True if this very sequence holds blocks."""
+        """Return True if this sequence, not another with its id, holds blocks."""
         return sequence.holder is self._mark
 
     def get_computed_blocks(self, sequence: TokenSequence) -> ComputedBlocks:
-        """Look up the sequence's cached prefix. Changes nothing: no count, no order.
+        """Look up the sequence's cached prefix. Changes neither statistics nor the eviction order.
 
         At least one token is left to compute. Costs about 0.1 us a cached block.
         """
@@ -161,7 +162,7 @@ class KVCacheManager:
         return self._find_state(computed, num_tokens)
 
     def _find_state(self, computed: ComputedBlocks, known: int) -> ComputedBlocks:
-        """Return a lookup of `known` tokens with the deepest state to resume from."""
+        """Return a lookup with the deepest state within `known` tokens, from which to resume."""
         states = self.states
         if states is None:
             return computed
@@ -183,9 +184,9 @@ class KVCacheManager:
         return self._find_state(computed, computed.known_tokens)
 
     def save_fork(self, computed: ComputedBlocks) -> bool:
-        """Have the step under way leave a checkpoint where the lookup's K/V end.
+        """Have the step under way save a checkpoint where the lookup's K/V end.
 
-        False unless the step computes that token. The sequence can resume there afterwards.
+        False unless the step computes that position. The sequence can resume there afterwards.
         """
         known, states = computed.known_tokens, self.states
         is_far = known - computed.num_tokens >= MIN_GAIN
@@ -194,9 +195,9 @@ class KVCacheManager:
         return states.save_shared(computed.blocks, known, self._step)
 
     def explain(self, sequence: TokenSequence, *, across_salts: bool = False) -> MissExplanation:
-        """Return the reason why the sequence would not hit more if it were looked up now.
+        """Return the reason why a lookup of the sequence would not hit more.
 
-        across_salts: also search what other tenants have cached; for the operator's eyes alone.
+        across_salts: also search blocks of other tenants; only the operator may see the result.
         """
         computed = self.get_computed_blocks(sequence)
         explanation = self._explain(computed)
@@ -211,7 +212,7 @@ class KVCacheManager:
     def block_hashes(self, sequence: TokenSequence) -> list[BlockHash]:
         """Return the portable hashes of the sequence's full blocks, cached or not.
 
-        Raises CacheError for a manager without a `BlockHasher`, which does not know the model.
+        Raises CacheError for a manager without a `BlockHasher`.
         """
         if not self._has_hasher:
             raise CacheError("block_hashes needs a BlockHasher; pass one to the manager")
@@ -219,7 +220,7 @@ class KVCacheManager:
         return self.hasher.of_keys(sequence.root, keys)
 
     def picture(self) -> list[BlockPicture]:
-        """Return every block of the pool as it is now, by block id, for drawing."""
+        """Return the state of every block, by block id, for drawing."""
         return self.pool.picture()
 
     def held_blocks(self) -> list[int]:
@@ -227,7 +228,7 @@ class KVCacheManager:
         return block_ids([block for block in self.pool.blocks if block.ref_cnt])
 
     def path_segments(self) -> list[PathSegment]:
-        """Return the tree of cached prefixes from fork to fork; takes time per block."""
+        """Return the tree of cached prefixes from fork to fork; costs time per block."""
         return self.pool.index.path_segments()
 
     # Allocation
@@ -237,7 +238,7 @@ class KVCacheManager:
         return len(sequence.token_ids) <= self.config.num_blocks * self.block_size
 
     def can_admit(self, computed: ComputedBlocks) -> bool:
-        """Return True if the free blocks suffice for all tokens of the sequence of a lookup.
+        """Return True if the free blocks suffice for all tokens of the looked-up sequence.
 
         Raises CacheError for a lookup of another manager.
         """
@@ -249,12 +250,12 @@ class KVCacheManager:
     def allocate_slots(
         self, sequence: TokenSequence, num_new_tokens: int, computed: ComputedBlocks | None = None
     ) -> Allocation | None:
-        """Admit a sequence: hold what it hits and give it slots for `num_new_tokens` more.
+        """Admit a sequence: hold the blocks it hits, and give it slots for `num_new_tokens` more.
 
-        Without `computed` the sequence reuses nothing. Returns None, and changes nothing, when
-        there are not enough free blocks; see `fits`. Raises CacheError when the sequence holds
-        blocks already, `computed` is of another sequence or manager or older than an eviction, or
-        there are not `num_new_tokens` tokens left.
+        Without `computed` the sequence reuses nothing. Returns None, and changes nothing, if too
+        few blocks are free; see `fits`. Raises CacheError if the sequence already holds blocks, if
+        `computed` is stale or not of this sequence and manager, or if the sequence has fewer than
+        `num_new_tokens` tokens left.
         """
         self._check_admission(sequence, num_new_tokens, computed)
         hits, hit_tokens = (computed.blocks, computed.num_tokens) if computed else ([], 0)
@@ -314,11 +315,10 @@ class KVCacheManager:
     def _take(
         self, sequence: TokenSequence, count: int, computed: ComputedBlocks | None
     ) -> tuple[list[KVCacheBlock], tuple[RowCopy, ...]]:
-        """Take new blocks, and the copy that fills the head of the first from a partial hit.
+        """Return new blocks, and the copy that fills the head of the first from a partial hit.
 
-        The source is held while blocks are taken, so that it counts as used now and is not
-        taken itself. If it is the last free block it is taken: copies read before any write, so
-        its rows are still good.
+        The source is held meanwhile, so it is not taken itself, and counts as used now. But if all
+        free blocks are needed, it is taken too: a copy reads its rows before they are overwritten.
         """
         if computed is None or computed.partial is None:
             return self.pool.take(count, sequence.namespace.salt), ()
@@ -333,10 +333,10 @@ class KVCacheManager:
         return new, (RowCopy(source.block_id, new[0].block_id, num_rows),)
 
     def append_slots(self, sequence: TokenSequence, num_new_tokens: int = 1) -> bool:
-        """Give a running sequence slots for its next tokens; False, and no change, if short.
+        """Give a running sequence slots for its next tokens.
 
-        Costs next to nothing while the last block has free slots. Raises CacheError when the
-        sequence holds no blocks or has fewer tokens left.
+        Returns False, and changes nothing, if too few blocks are free. Fast while the last block
+        has free slots. Raises CacheError if the sequence holds no blocks or has fewer tokens left.
         """
         end = sequence.num_computed_tokens + num_new_tokens
         if num_new_tokens < 1 or end > len(sequence.token_ids):
@@ -390,7 +390,7 @@ class KVCacheManager:
         sequence.node, sequence.num_indexed = node, full
 
     def _index_block(self, sequence: TokenSequence, i: int, node: PrefixNode) -> None:
-        """Store the sequence's full block in its node, or switch to the block that is there."""
+        """Store the sequence's full block in its node, or switch to the block cached there."""
         block, cached = sequence.blocks[i], node.block
         if cached is None or not self.config.deduplicate:
             self.pool.store(node, block)
@@ -417,15 +417,15 @@ class KVCacheManager:
             self._drop_covered(partial)
 
     def _drop_covered(self, node: PrefixNode) -> None:
-        """Empty a partial block whose rows this node's block has too."""
+        """Empty a partial block whose rows are all at the head of this node's block."""
         covered = self.pool.index.covered_partial(node)
         if isinstance(covered, PartialNode) and covered.block and not covered.block.ref_cnt:
             self.pool.drop([covered.block])
 
     def _announce(self, sequence: TokenSequence) -> None:
-        """Announce the block after the sequence's last indexed one, if its tokens are known.
+        """Announce the sequence's next full block, if its tokens are known and it will be stored.
 
-        No sequence waits for one that is not stored.
+        Sequences that need the block can then wait for it.
         """
         self._withdraw(sequence)
         if sequence.num_indexed < len(sequence.keys) and sequence.is_stored:
@@ -450,9 +450,9 @@ class KVCacheManager:
         self._step += 1
 
     def fail_step(self) -> list[TokenSequence]:
-        """End the sequences of a step whose K/V were not written, and cache nothing of it.
+        """End the sequences of a step that failed, and cache nothing of it.
 
-        Returns the sequences that had slots in the step and hold no blocks any more.
+        Returns these sequences, which hold no blocks any more.
         """
         failed = [s for s in self._sequences.values() if s.step == self._step]
         index = self.pool.index
@@ -466,7 +466,7 @@ class KVCacheManager:
         return failed
 
     def reset(self) -> None:
-        """End all sequences and forget everything cached, whatever state an exception left."""
+        """End all sequences and empty the cache, whatever state an exception left."""
         for sequence in self._sequences.values():
             sequence.give_up()
         self._sequences = {}
@@ -476,10 +476,10 @@ class KVCacheManager:
         self._step += 1
 
     def free(self, sequence: TokenSequence) -> None:
-        """Give a sequence's blocks back; full ones stay cached, the last is evicted first.
+        """Release a sequence's blocks. They stay cached; the last block is evicted first.
 
-        The rows in its last block stay too, to be copied by a prompt that continues from there.
-        Raises CacheError for a sequence that holds no blocks, or one whose step is under way.
+        A prompt that continues the sequence can copy the rows of its last, partial block. Raises
+        CacheError for a sequence that holds no blocks, or that the step under way computes.
         """
         self._check_known(sequence)
         if sequence.step == self._step:
@@ -487,14 +487,14 @@ class KVCacheManager:
             raise CacheError(f"{name!r} is in a step: commit_step or fail_step comes first")
         if self._caching and self.config.partial_hits and sequence.is_stored:
             self._index_partial(sequence)
-        self._give_back(sequence, is_kept=self._caching)
+        self._give_back(sequence, is_cached=self._caching)
 
     def discard(self, sequences: Sequence[TokenSequence]) -> None:
-        """Give the sequences' blocks back, and cache nothing that they computed.
+        """Release the sequences' blocks, and cache nothing that they computed.
 
-        What they hit when they were admitted stays cached, and so does a block that another
-        sequence holds. May be called within a step, which continues for the others. Raises
-        CacheError for a sequence that holds no blocks.
+        Blocks that they hit at admission stay cached, and blocks that other sequences hold. May be
+        called within a step, which continues for the other sequences. Raises CacheError for a
+        sequence that holds no blocks.
         """
         for sequence in sequences:
             self._check_known(sequence)
@@ -504,7 +504,7 @@ class KVCacheManager:
         for sequence in sequences:
             computed.update(dict.fromkeys(b for b in sequence.blocks if b in unwritten))
             computed.update(dict.fromkeys(sequence.blocks[sequence.num_reused :]))
-        # Before any block is freed: it would leave its identity to a copy, perhaps one of these.
+        # Before any block is freed: its identity would pass to a copy, perhaps one of these.
         self.pool.forget([b for b in computed if b.node is not None and b.ref_cnt == held[b]])
         for sequence in sequences:
             self._give_back(sequence)
@@ -514,18 +514,18 @@ class KVCacheManager:
         if not self.is_known(sequence):
             raise CacheError(f"sequence {sequence.request_id!r} holds no blocks; freed twice?")
 
-    def _give_back(self, sequence: TokenSequence, *, is_kept: bool = False) -> None:
-        """Release the sequence's blocks; with `is_kept` its last state becomes a checkpoint."""
+    def _give_back(self, sequence: TokenSequence, *, is_cached: bool = False) -> None:
+        """Release the sequence's blocks; with `is_cached` its last state becomes a checkpoint."""
         self._withdraw(sequence)
         if self.states is not None:
-            self.states.end(sequence, is_kept=is_kept)
+            self.states.end(sequence, is_cached=is_cached)
         for mark in sequence.marks:
             self.pool.free.retain(sequence.marked(mark, self.block_size), mark.seconds)
         self.pool.release(sequence.give_up()[::-1])
         del self._sequences[sequence.request_id]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget everything cached; False, and no change, while a sequence holds blocks."""
+        """Empty the cache; return False, and change nothing, while a sequence holds blocks."""
         if self._sequences:
             return False
         self.pool.clear()
@@ -554,6 +554,6 @@ def check_count(sequence: TokenSequence, num_new_tokens: int, start: int) -> Non
     left = len(sequence.token_ids) - start
     if not 1 <= num_new_tokens <= left:
         raise CacheError(
-            f"{num_new_tokens} slots asked for {sequence.request_id!r}; "
+            f"{num_new_tokens} slots requested for {sequence.request_id!r}; "
             f"from 1 to {left} tokens are left"
         )

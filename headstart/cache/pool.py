@@ -11,21 +11,21 @@ from typing import NamedTuple
 from headstart.cache.block import KVCacheBlock, PartialNode, PrefixNode
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
 from headstart.cache.eviction import make_policy
+from headstart.cache.free_queue import Clock, Marks
 from headstart.cache.hasher import BlockHasher
 from headstart.cache.identity import BlockKey
 from headstart.cache.index import PrefixIndex
-from headstart.cache.policies import Clock, Marks
 from headstart.cache.shares import Shares
 from headstart.cache.states import StatePool
 from headstart.cache.stats import EvictionAges
 from headstart.mypyc_hints import mypyc_attr
 
 AGE_SAMPLE = 64
-"""One block in this many has its times recorded, as times of all would take too much memory."""
+"""The age at eviction is measured for one block in this many, to save memory."""
 
 
 class BlockState(Enum):
-    """State of a block: held by a request, free with content, or free and empty."""
+    """The state of a block: held by a request, free with content, or free and empty."""
 
     HELD = "held"
     CACHED = "cached"
@@ -47,8 +47,8 @@ class BlockPool:
     """All blocks, the free ones in the order of the eviction policy, and the prefix index.
 
     `version` changes whenever a block loses its identity, so that a stale lookup is recognized.
-    `copies` holds further blocks of an identity, oldest first, which exist where block tables are
-    append-only.
+    `copies` has further blocks with the same identity, oldest first. They exist only without
+    deduplication.
     """
 
     def __init__(self, num_blocks: int, eviction: str, index: PrefixIndex, clock: Clock) -> None:
@@ -64,7 +64,7 @@ class BlockPool:
         self.num_evicted = 0
         self.ages = EvictionAges()
         self._sample = frozenset(self.blocks[::AGE_SAMPLE])
-        self._freed = dict.fromkeys(self._sample, 0.0)  # times at which they were freed
+        self._freed = dict.fromkeys(self._sample, 0.0)  # the times at which blocks were freed
         self.hasher: BlockHasher | None = None
         self.states: StatePool | None = None
         self.events: list[CacheEvent] = []
@@ -80,7 +80,7 @@ class BlockPool:
     def take(self, count: int, salt: str | None) -> list[KVCacheBlock]:
         """Return `count` blocks for a request of this salt to write to, each held once.
 
-        Their content is evicted. As many blocks must be free.
+        Their content is evicted. At least `count` blocks must be free.
         """
         blocks = self.free.take(count, salt)
         evicted = [block for block in blocks if block.node is not None]
@@ -97,15 +97,15 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Hold these blocks, which a request hit, once more; free ones leave the free queue."""
+        """Add a holder to these blocks, which a request hit; remove them from the free queue."""
         self.free.claim([block for block in blocks if not block.ref_cnt])
         for block in blocks:
             block.ref_cnt += 1
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Hold these blocks once less, the last block of a request first.
+        """Remove a holder from these blocks, which are in reverse prefix order.
 
-        A copy of a block that is cached elsewhere becomes empty once it is free.
+        A block that is only a copy of another cached block becomes empty once it is free.
         """
         for block in blocks:
             block.ref_cnt -= 1
@@ -114,15 +114,16 @@ class BlockPool:
         if sample:
             self._freed.update(dict.fromkeys(sample, self.clock()))
         if self.copies:
-            freed = self._lend_recency(freed)
+            freed = self._drop_copies(freed)
         self.free.release(freed)
 
-    def _lend_recency(self, freed: list[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Empty freed copies; put the free block with the same identity in line before each copy.
+    def _drop_copies(self, freed: list[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Empty the copies among freed blocks; return the blocks to release, in order.
 
-        The request that held the copy used the identity, so the other block counts as used now.
+        A request that held a copy used its identity, so the original block, if it is free, is
+        released again: it counts as used now.
         """
-        in_line = []
+        to_release = []
         for block in freed:
             node = block.node
             if node is not None and node in self.copies:
@@ -130,9 +131,9 @@ class BlockPool:
                 original = node.block
                 if original is not None and not original.ref_cnt:
                     self.free.withdraw([original])
-                    in_line.append(original)
-            in_line.append(block)
-        return in_line
+                    to_release.append(original)
+            to_release.append(block)
+        return to_release
 
     def drop(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Empty free cached blocks."""
@@ -141,7 +142,7 @@ class BlockPool:
         self.free.release(blocks)
 
     def store(self, node: PrefixNode, block: KVCacheBlock) -> None:
-        """Store the node's content, which this step writes, in a block, or in a further copy."""
+        """Give a block the node's identity; this step writes its content. It may be a copy."""
         self.index.unwritten.add(block)
         if node.block is not None:
             block.node = node
@@ -200,7 +201,7 @@ class BlockPool:
         self.index.detach(blocks)
 
     def _forget_copy(self, block: KVCacheBlock) -> bool:
-        """Forget a block whose identity another block holds too; False if none does."""
+        """Remove the identity of a block that has copies or is one; False for any other block."""
         node = block.node
         copies = self.copies.get(node) if node is not None else None
         if node is None or copies is None:

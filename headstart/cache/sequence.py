@@ -26,7 +26,7 @@ from headstart.validation import Name, check_name
 
 
 class Mark(NamedTuple):
-    """Retain the full blocks of the first `num_tokens` for so many seconds after their use."""
+    """Retain the full blocks of the first `num_tokens` tokens for `seconds` after their use."""
 
     num_tokens: int
     seconds: float
@@ -36,15 +36,14 @@ class Mark(NamedTuple):
 class TokenSequence:
     """The tokens of one request, prompt and output, and its block table.
 
-    `token_ids` grows by `append` alone. `num_computed_tokens` counts the tokens whose K/V are
-    in the blocks, or will be when the step that is under way ends. Before it is admitted, a caller
-    may set `marks` (blocks to retain), `forks` (positions where later prompts may branch off),
-    `is_stored` (False: nothing that it computes is cached), and `is_counted` (False: statistics
-    leave it out). The other fields belong to the manager. Each key
-    is cut once, when a block's last token is known.
+    `token_ids` grows only by `append`. `num_computed_tokens` counts the tokens whose K/V are in the
+    blocks at the end of the step under way. Before its admission, a caller may set `marks` (blocks
+    to retain), `forks` (positions where later prompts may branch off), `is_stored` (False: nothing
+    that it computes is cached), and `is_counted` (False: statistics leave it out). The other fields
+    belong to the manager. A block's key is made once, when its last token is known.
 
-    `namespace` is its owner's, `root` the namespace of its first block: the same, unless that is
-    public. `public` has the public blocks; None for a sequence without a salt.
+    `namespace` has its adapter and salt. `root` is the namespace of its first block, which is
+    another one if that block is public. `public` has the public blocks; None without a salt.
 
     Raises CacheError for no tokens, a token id out of range, an adapter or salt that is empty or
     not in UTF-8, or items that overlap or extend beyond the tokens.
@@ -95,15 +94,15 @@ class TokenSequence:
         check_name("salt", salt, CacheError)
         self.namespace = self.root = Namespace(adapter, salt)
         self.public = public if salt is not None else None
-        self._following = self.public  # public blocks that may follow its last block
-        self.num_public = 0  # blocks at its head that lie wholly in a public prefix
+        self._following = self.public  # public blocks that may follow; None after a private block
+        self.num_public = 0  # number of public blocks at its head
         self.items = sorted(items, key=_offset)
         for left, right in pairwise(self.items):
             if _end(left) > right.offset:
                 raise CacheError(f"items overlap: {left} and {right}")
         if self.items and _end(self.items[-1]) > len(self.token_ids):
             last, count = self.items[-1], len(self.token_ids)
-            raise CacheError(f"{last} stands outside the {count} tokens")
+            raise CacheError(f"{last} extends beyond the {count} tokens")
         if not self.token_ids:
             raise CacheError(f"sequence {request_id!r} has no tokens")
         self._prompt = encode_tokens(self.token_ids)
@@ -112,15 +111,15 @@ class TokenSequence:
         self.is_stored = self.is_counted = True
         self.num_computed_tokens = 0
         self.blocks: list[KVCacheBlock] = []
-        self.holder: object = None  # the mark of the manager that gave it blocks
-        self.block_ids: list[int] = []  # of `blocks`; it changes with them
+        self.holder: object = None  # identifies the manager that gave it blocks
+        self.block_ids: list[int] = []  # the ids of `blocks`
         self.capacity = 0  # slots in `blocks`, in tokens
-        self.block_size = 0  # that of the keys; 0 until the first cut
-        self.keys: list[BlockKey] = []  # of the full blocks, as far as they were needed
+        self.block_size = 0  # of the keys; 0 before the first `cut`
+        self.keys: list[BlockKey] = []  # of the full blocks, made when they are needed
         self.num_indexed = 0  # blocks at the head of `blocks` whose identity is in the index
-        self.node: PrefixNode | None = None  # the identity of the last of them
+        self.node: PrefixNode | None = None  # the identity of the last indexed block
         self.num_reused = 0  # blocks at the head of `blocks` that it hit when it was admitted
-        self.switched: set[int] = set()  # indices of blocks that it gave up for cached ones
+        self.switched: set[int] = set()  # indices where a cached block replaced its own
         self.in_progress: tuple[PrefixNode | Namespace, BlockKey] | None = None
         self.step = -1  # the last step that gave it slots
 
@@ -131,17 +130,17 @@ class TokenSequence:
         self.token_ids.append(token_id)
 
     def add_item(self, item: MultiModalItem, block_size: int) -> None:
-        """Add an item at tokens that are known or yet to come.
+        """Add an item at tokens that may be appended later.
 
-        Raises CacheError where another item is, or in a block whose key is cut.
+        Raises CacheError if it overlaps another item or a block that has a key.
         """
         end = _end(self.items[-1]) if self.items else 0
         if item.offset < max(end, len(self.keys) * block_size):
-            raise CacheError(f"{item} comes too late: tokens up to there have their identity")
+            raise CacheError(f"{item} overlaps another item, or a block that has an identity")
         self.items.append(item)
 
     def cut(self, block_size: int) -> list[BlockKey]:
-        """Return the keys of all full blocks of the tokens known by now.
+        """Return the keys of all full blocks so far.
 
         Raises CacheError if the sequence was cut before into blocks of another size.
         """
@@ -160,7 +159,7 @@ class TokenSequence:
         return keys
 
     def _name_owner(self, keys: list[BlockKey], public: PublicBlocks) -> list[BlockKey]:
-        """Return keys, all before which are public, with the salt in the first that is not."""
+        """Return keys that follow public ones, with the salt in the first private key."""
         for i, key in enumerate(keys):
             following = public.get(key)
             if following is None:
@@ -172,20 +171,20 @@ class TokenSequence:
         return keys
 
     def _own(self, key: BlockKey, index: int) -> BlockKey:
-        """Return the key of a private block; its salt is in it if it follows a public block."""
+        """Return the key of a private block, with its salt if it follows a public block."""
         salt = self.namespace.salt
         return add_salt(key, salt) if salt and 0 < index <= self.num_public else key
 
     def cut_partial(self, stop: int, block_size: int) -> BlockKey:
-        """Return the key of the tokens from the last block border before `stop` up to it.
+        """Return the key of the tokens from the last block border before `stop` to `stop`.
 
-        It is never public: the first block's parent is the root of `namespace`, not of `root`.
+        A partial block is never public: below a root, use that of `namespace`, not `root`.
         """
         index = (stop - 1) // block_size
         return self._own(self._cut(index * block_size, stop, block_size)[0], index)
 
     def _cut(self, start: int, stop: int, block_size: int) -> list[BlockKey]:
-        if stop * TOKEN_BYTES > len(self._prompt):  # generated tokens are among them
+        if stop * TOKEN_BYTES > len(self._prompt):  # it includes generated tokens
             data = encode_tokens(self.token_ids[start:stop])
         else:
             data = self._prompt[start * TOKEN_BYTES : stop * TOKEN_BYTES]
@@ -196,7 +195,7 @@ class TokenSequence:
         return cut_keys(data, range(start, stop), block_size, items)
 
     def give_up(self) -> list[KVCacheBlock]:
-        """Return the blocks that it held, and hold none."""
+        """Return the sequence's blocks, and reset it to hold none."""
         blocks, self.blocks, self.block_ids = self.blocks, [], []
         self.capacity = self.num_computed_tokens = self.num_indexed = self.num_reused = 0
         self.node = self.in_progress = self.holder = None
@@ -208,14 +207,14 @@ class TokenSequence:
         return self.blocks[: min(self.num_indexed, mark.num_tokens // block_size)]
 
     def block_table(self) -> Sequence[int]:
-        """Return its block ids in prefix order, as a list that changes with the sequence."""
+        """Return its block ids in prefix order: not a copy, it changes with the sequence."""
         return self.block_ids
 
     def slots(self, start: int, stop: int, block_size: int, scratch: int) -> list[int]:
         """Return the slots of tokens `start` to `stop`, in a step that computes them.
 
-        Rows in a shared block are computed for their outputs alone: the block has them already, or
-        gets them from another sequence in this step. Their slot is `scratch`.
+        The slot of rows in a shared block is `scratch`. Such rows are computed only for their
+        outputs: the block has them already, or another sequence writes them in this step.
         """
         if stop - start == 1:  # a sequence that decodes
             index, offset = divmod(start, block_size)

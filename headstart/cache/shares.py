@@ -12,9 +12,9 @@ class Shares:
     """The weights of owners.
 
     A salt is its owner's name, or the name, a slash, and a suffix. Other salts have no owner, so a
-    request cannot become an owner by its salt. Public blocks, which serve all owners, have a
-    separate owner with the weight of all together. May be changed from any thread, and while
-    blocks are cached; owners are never removed.
+    request cannot create an owner by its salt. Public blocks, which serve all owners, have a
+    separate owner, whose weight is the sum of all weights. Weights may be changed from any thread,
+    and while blocks are cached; owners are never removed.
 
     >>> shares = Shares()
     >>> shares.set("a", 2.0)

@@ -1,17 +1,18 @@
 """States of recurrent layers: which slot holds the state after which prefix.
 
-A recurrent layer has one state of fixed size per sequence instead of K/V per token. The states that
-all recurrent layers have after one prefix lie in one slot. A running sequence has a working slot,
-which each step overwrites. A checkpoint is a slot that a step left behind at one position.
+A recurrent layer has one state of fixed size per sequence instead of K/V per token. One slot holds
+the states of all recurrent layers after one prefix. A running sequence has a working slot, which
+each step overwrites. A checkpoint is a slot that a step wrote for one position and left unchanged.
 
-A request resumes at a position only if there is a checkpoint. So checkpoints are left where later
-prompts may branch: before the last token of a prompt, at the end of a reply, at marks, at
-intervals, and at each fork as soon as a lookup finds more K/V than the state covers.
+A request can resume only at a checkpoint. So checkpoints are left where later prompts may branch:
+before the last token of a prompt, at the end of a reply, at marks, at intervals, and at a fork,
+which is a position where a lookup found K/V but no state.
 
-When no slot is free, the checkpoint with the least value is dropped. Its value is the tokens since
-the checkpoint before it, whose recomputation it saves, plus the clock at its last use. For the last
-checkpoint of a path these tokens count `LAST` times. The clock is the value of the checkpoint
-dropped last, so checkpoints without hits age (GreedyDual: Young, "On-line file caching", 1998).
+When no slot is free, the checkpoint with the least value is dropped. The value is the clock at its
+last use plus the tokens since the checkpoint before it, which it saves from being computed again.
+For the last checkpoint of a path these tokens count `LAST` times. The clock is the value of the
+checkpoint dropped last, so unused checkpoints lose value relative to new ones (GreedyDual: Young,
+"On-line file caching", 1998).
 """
 
 from collections.abc import Iterable
@@ -22,21 +23,21 @@ from headstart.cache.identity import BlockKey
 from headstart.cache.sequence import TokenSequence
 
 LAST = 4
-"""Factor of the tokens that a path's last checkpoint saves: most prompts continue a whole path."""
+"""Factor in the value of a path's last checkpoint, since most prompts continue a whole path."""
 
 MIN_GAIN = 64
-"""A request with a checkpoint waits for another's only if that one is so many tokens deeper."""
+"""The least number of tokens that waiting for a deeper checkpoint must save."""
 
 _BORDER = BlockKey(b"")
 
 
 class Checkpoint:
-    """The state after `position` tokens: the path to `node`, then `key`, the start of a block.
+    """The state after `position` tokens: the prefix of `node`, then the tokens of `key`.
 
-    writer: the request whose step writes it; None once that step is committed. users: the number of
-    sequences whose next step reads it. node: None once it is dropped. used: the pool's clock when
-    it was last used. is_passed: a later checkpoint on its path has been written. entry: the number
-    of its entry in the queue.
+    node: None once it is dropped. key: the head of the next block, empty at a block border. writer:
+    the request whose step writes it; None once that step is committed. users: the number of
+    sequences whose next step reads it. used: the pool's clock at its last use. is_passed: a later
+    checkpoint on its path has been written. entry: the number of its entry in the queue.
     """
 
     __slots__ = ("entry", "is_passed", "key", "node", "position", "slot", "used", "users", "writer")
@@ -59,11 +60,11 @@ class Checkpoint:
 class SequenceState:
     """The slots of a running sequence, and where it will leave checkpoints.
 
-    slot: its working slot. start: the token that it resumed from. source: the checkpoint there,
-    until a step has written to the working slot. is_written: True after that step. step_start: the
-    first token of its last step. wanted: positions of checkpoints, ascending. next_regular: the
-    next position at an interval. announced: checkpoints that later steps will write, after tokens
-    whose K/V are cached already. saves: checkpoints that the step under way writes.
+    slot: its working slot. start: the position from which it resumed. source: the checkpoint from
+    which it resumed, until a step has written the working slot. is_written: True after that step.
+    step_start: the first token of its last step. wanted: positions of checkpoints, ascending.
+    next_regular: the next position at an interval. announced: checkpoints that later steps will
+    write, at positions whose K/V are cached. saves: checkpoints that the step under way writes.
     """
 
     __slots__ = (
@@ -96,7 +97,7 @@ class SequenceState:
 
     @property
     def read_slot(self) -> int:
-        """The slot with the state before the next step; -1 at the start of a prompt."""
+        """The slot that the next step reads; -1 at the start of a prompt."""
         if self.source is not None:
             return self.source.slot
         return self.slot if self.is_written else -1
@@ -106,7 +107,7 @@ class StatePool:
     """All slots, and the checkpoints by prefix.
 
     interval: tokens between two regular checkpoints, a multiple of `block_size`. only_borders:
-    working states and checkpoints are stored at block borders alone.
+    states are stored at block borders only.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class StatePool:
         self._free: list[int] = []
         self._at: dict[PrefixNode, dict[BlockKey, Checkpoint]] = {}
         self._states: dict[TokenSequence, SequenceState] = {}
-        # Checkpoints by the value that they had when they entered; the number breaks ties.
+        # A heap of (value, number of the entry, checkpoint); the values may be old.
         self._queue: list[tuple[int, int, Checkpoint]] = []
         self._count = 0
         self._clock = 0
@@ -136,7 +137,7 @@ class StatePool:
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """All checkpoints that can be read."""
+        """All checkpoints that are written."""
         return [c for here in self._at.values() for c in here.values() if c.writer is None]
 
     def of(self, sequence: TokenSequence) -> SequenceState:
@@ -150,11 +151,12 @@ class StatePool:
     ) -> tuple[Checkpoint | None, str | None]:
         """Return the deepest checkpoint within the first `known` tokens, whose K/V are cached.
 
-        Also returns the request that will leave a deeper one, None if there is none.
+        Also return the request that will write a deeper checkpoint, if any. It is left out if the
+        deeper checkpoint would save fewer than `MIN_GAIN` tokens.
         """
         writer: str | None = None
         until = 0
-        if self.num_slots == 1:  # a request that resumes needs a working slot too
+        if self.num_slots == 1:  # resuming takes two: the checkpoint's and a working slot
             return None, None
         for depth in range(min(known // self.block_size, len(blocks)), 0, -1):
             node = blocks[depth - 1].node
@@ -202,7 +204,7 @@ class StatePool:
                 state.announced.append(checkpoint)
 
     def extend(self, sequence: TokenSequence, start: int, end: int) -> None:
-        """Note that this step computes tokens `start` to `end - 1`; leave checkpoints there."""
+        """Note that this step computes tokens `start` to `end - 1`; save due checkpoints."""
         state = self._states[sequence]
         state.step_start = start
         due = {position for position in state.wanted if position <= end}
@@ -215,7 +217,7 @@ class StatePool:
             self.save(sequence, position)
 
     def save(self, sequence: TokenSequence, position: int) -> bool:
-        """Leave a checkpoint in the step under way; False if one exists, or no slot is free."""
+        """Write a checkpoint in the step under way; False if one exists, or no slot is free."""
         if not sequence.is_stored:
             return False
         state = self._states[sequence]
@@ -230,13 +232,13 @@ class StatePool:
         checkpoint.slot = self._take(gain)
         if checkpoint.slot < 0:
             self._drop(checkpoint)
-            self._clock += LAST * gain  # so that others do not keep it out forever
+            self._clock += LAST * gain  # or no new checkpoint might ever be worth more
             return False
         state.saves.append(checkpoint)
         return True
 
     def save_shared(self, blocks: list[KVCacheBlock], known: int, step: int) -> bool:
-        """Leave a checkpoint at `known` if this step computes that token of these blocks."""
+        """Save a checkpoint at `known` if this step computes these blocks up to there."""
         depth = known // self.block_size
         if known % self.block_size or not depth:
             return False
@@ -250,7 +252,7 @@ class StatePool:
         return False
 
     def commit(self) -> None:
-        """Make the checkpoints of the step readable: its states are written."""
+        """Note that the step has written its states: its checkpoints can be read."""
         for sequence, state in self._states.items():
             source = state.source
             if self._position(sequence) > (source.position if source is not None else 0):
@@ -266,7 +268,7 @@ class StatePool:
                     self._enter(checkpoint)
             state.saves.clear()
 
-    def end(self, sequence: TokenSequence, *, is_kept: bool) -> None:
+    def end(self, sequence: TokenSequence, *, is_cached: bool) -> None:
         """End a sequence that still has its blocks; its last state may become a checkpoint."""
         state = self._states.pop(sequence)
         for checkpoint in (*state.saves, *state.announced):
@@ -274,7 +276,7 @@ class StatePool:
         self._free += [checkpoint.slot for checkpoint in state.saves]
         if state.source is not None:
             self._release(state.source)
-        if is_kept and state.is_written and sequence.is_stored:
+        if is_cached and state.is_written and sequence.is_stored:
             last = self._place(sequence, self._position(sequence))
             if last is not None:
                 last.slot, last.writer = state.slot, None
@@ -293,12 +295,12 @@ class StatePool:
     # Slots
 
     def _position(self, sequence: TokenSequence) -> int:
-        """Return the position of its state once the step under way is committed."""
+        """Return the position of a sequence's state after the step under way."""
         position = sequence.num_computed_tokens
         return position - position % self.block_size if self.only_borders else position
 
     def _place(self, sequence: TokenSequence, position: int) -> Checkpoint | None:
-        """Return a new checkpoint without a slot; None if one exists or no full block is cached."""
+        """Return a new checkpoint without a slot; None if it exists, or no full block is cached."""
         depth, rows = divmod(position, self.block_size)
         node = sequence.blocks[depth - 1].node if 0 < depth <= len(sequence.blocks) else None
         if node is None:
@@ -311,10 +313,10 @@ class StatePool:
         return checkpoint
 
     def _take(self, gain: int | None = None) -> int:
-        """Return a slot, that of the least valuable checkpoint if none is free; -1 without any.
+        """Return a free slot, or that of the checkpoint with the least value; -1 if there is none.
 
-        With a gain, in tokens, the checkpoint must be worth less than a new one with this gain.
-        The value of a checkpoint grows when one before it is dropped, so it is computed again.
+        gain: tokens that a new checkpoint would save; no checkpoint of more value is dropped. The
+        queue may have old values, which are too low, so values are computed again.
         """
         if self._free:
             return self._free.pop()
@@ -358,13 +360,13 @@ class StatePool:
         return None
 
     def _value(self, checkpoint: Checkpoint) -> int:
-        """Return the clock at its last use, plus the tokens since the one before it, by `LAST`."""
+        """Return the value of a checkpoint; see above."""
         previous = self._previous(checkpoint)
         tokens = checkpoint.position - (previous.position if previous is not None else 0)
         return checkpoint.used + tokens * (1 if checkpoint.is_passed else LAST)
 
     def _enter(self, checkpoint: Checkpoint) -> None:
-        """Queue a checkpoint, as used now; the one before it is then not the last on its path."""
+        """Queue a checkpoint as used now; the one before it is no longer the last on its path."""
         checkpoint.used = self._clock
         self._push(checkpoint)
         previous = self._previous(checkpoint)
@@ -373,8 +375,8 @@ class StatePool:
             self._push(previous)
 
     def _push(self, checkpoint: Checkpoint) -> None:
-        """Add an entry to the queue; the checkpoint's earlier one is out of date."""
-        if len(self._queue) >= 2 * self.num_slots:  # drop entries out of date
+        """Add an entry to the queue, which makes the checkpoint's earlier entry stale."""
+        if len(self._queue) >= 2 * self.num_slots:  # remove stale entries
             self._queue = [e for e in self._queue if e[1] == e[2].entry and e[2].node is not None]
             heapify(self._queue)
         self._count += 1
@@ -385,12 +387,12 @@ class StatePool:
         """Note that a sequence has read a checkpoint: it counts as used now."""
         checkpoint.users -= 1
         if checkpoint.node is not None:
-            checkpoint.used = self._clock  # `_take` computes its value again
+            checkpoint.used = self._clock  # its entry is too low now; `_take` corrects it
         elif not checkpoint.users:
             self._free.append(checkpoint.slot)
 
     def _drop(self, checkpoint: Checkpoint) -> None:
-        """Remove a checkpoint; its slot is free once no step reads or writes it."""
+        """Remove a checkpoint. Its slot becomes free once no step reads or writes it."""
         node = checkpoint.node
         if node is None:
             return
@@ -409,11 +411,11 @@ class StatePool:
         slots = [state.slot for state in self._states.values()]
         slots += [c.slot for c in (*self.checkpoints, *saves, *dropped)] + self._free
         assert sorted(slots) == list(range(self.num_slots)), "a slot is lost, or used twice"
-        assert len(self._queue) <= 2 * self.num_slots, "dropped checkpoints are held"
+        assert len(self._queue) <= 2 * self.num_slots, "the queue is too long"
         queued = {checkpoint for _, _, checkpoint in self._queue}
         sources = [state.source for state in self._states.values()]
         for node, here in self._at.items():
-            assert here, "a prefix is listed without a checkpoint"
+            assert here, "a prefix has an entry but no checkpoint"
             assert node.block is not None, "a checkpoint's block is not cached"
             for key, checkpoint in here.items():
                 assert checkpoint.node is node and checkpoint.key == key, (
@@ -421,7 +423,7 @@ class StatePool:
                 )
                 assert checkpoint.position >= self.block_size, f"{checkpoint} has no full block"
                 assert checkpoint.writer or checkpoint in queued, f"{checkpoint} is never evicted"
-                assert checkpoint.users == sources.count(checkpoint), f"{checkpoint} is misused"
+                assert checkpoint.users == sources.count(checkpoint), f"{checkpoint} is miscounted"
 
 
 def _position(checkpoint: Checkpoint) -> int:
@@ -429,7 +431,7 @@ def _position(checkpoint: Checkpoint) -> int:
 
 
 def _next_key(sequence: TokenSequence, depth: int, block_size: int) -> BlockKey:
-    """Return the key of the sequence's block with this index, which may be partial."""
+    """Return the key of the sequence's block `depth`, which may be partial."""
     if depth < len(sequence.keys):
         return sequence.keys[depth]
     length = len(sequence.token_ids)

@@ -36,8 +36,8 @@ class MissReason(Enum):
 class MissExplanation:
     """The reason why a request did not hit more, and the first token that it applies to.
 
-    `adapter` has more of the prefix, for the reason ADAPTER; None for the model without any.
-    `known_tokens` of the prefix have cached K/V, for the reason STATE.
+    adapter: for ADAPTER, the adapter that has more of the prefix; None for the model without
+    adapters. known_tokens: for STATE, the number of tokens with cached K/V.
     """
 
     reason: MissReason
@@ -84,8 +84,8 @@ class Admission(NamedTuple):
 class PrefixCacheStats:
     """Counts since the start; each request once, at admission, resumed requests separately.
 
-    `queried_tokens` are tokens looked up, `hit_tokens` those hit; `missed` counts requests by the
-    reason that ended their hit. An admission counts when its step is committed.
+    queried_tokens: tokens that were looked up. hit_tokens: tokens that were hit. missed: requests
+    by the reason that ended their hit. An admission counts when its step is committed.
     """
 
     requests: int = 0
@@ -104,7 +104,7 @@ class PrefixCacheStats:
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
     def admit(self, sequence: TokenSequence, hit_tokens: int, missed: MissReason) -> None:
-        """Note that the step under way admits a sequence, which has no slots in it yet."""
+        """Note that the step under way admits a sequence. Call before it gets slots."""
         resumed = sequence.step >= 0
         self._admitted.append(
             Admission(sequence, len(sequence.token_ids), hit_tokens, missed, resumed)

@@ -17,10 +17,11 @@ from headstart.cache.identity import BlockHash, BlockKey, Namespace, cut_salt, r
 
 
 class UnsavedBlock(NamedTuple):
-    """A written block that no tier has: its block id, and its identity.
+    """A written block that no tier has.
 
-    depth: blocks before it in its prompt. requested_at: as passed to `note`. token_ids: its
-    tokens, empty if they are a tenant's. node: its identity.
+    name, parent: the hashes of its prefix and of the prefix before it. depth: number of blocks
+    before it in its prompt. requested_at: as passed to `note`. token_ids: its tokens; empty if they
+    belong to a tenant. node: its identity.
     """
 
     block_id: int
@@ -46,19 +47,20 @@ class UnsavedBlocks:
         self._hasher = hasher
         self._with_tokens = with_tokens
         self._filling: dict[PrefixNode, float] = {}
-        # Oldest first. A dict iterates over all deleted entries before it finds its first.
+        # Oldest first. Not a dict: finding its first entry would pass over all deleted entries.
         self._pending: OrderedDict[PrefixNode, float] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return the number of pending blocks; a few of them may be evicted."""
+        """Return the number of pending blocks; a few may have been evicted since."""
         return len(self._pending)
 
     def note(
         self, events: Iterable[CacheEvent], requested_at: float, *, is_saved: bool = False
     ) -> list[UnsavedBlock]:
-        """Read events; return the pending blocks evicted, whose rows exist until the step writes.
+        """Read events; return the pending blocks that they evict.
 
-        requested_at: the time at which the stored blocks were requested. is_saved: a tier has them.
+        The rows of these blocks exist until the step under way overwrites them. requested_at: the
+        time at which the stored blocks were requested. is_saved: a tier has the stored blocks.
         """
         leaving: dict[PrefixNode, tuple[int, float]] = {}
         for event in events:
@@ -88,7 +90,7 @@ class UnsavedBlocks:
         self._pending = OrderedDict((node, time) for node, time in pending if node.block)
 
     def pending(self, most: int) -> list[UnsavedBlock]:
-        """Return the first pending blocks; they stay pending until `handed_on`."""
+        """Return up to `most` of the oldest pending blocks; `handed_on` removes them."""
         evicted: list[PrefixNode] = []
         blocks: list[tuple[PrefixNode, int, float]] = []
         for node, time in self._pending.items():
@@ -103,15 +105,15 @@ class UnsavedBlocks:
         return self._describe(blocks)
 
     def handed_on(self, count: int) -> None:
-        """Remove the first `count` blocks that `pending` returned: they are saved, or will be."""
+        """Remove the first `count` pending blocks: a tier has them, or will."""
         for node in list(islice(self._pending, count)):
             del self._pending[node]
 
     def _describe(self, blocks: Iterable[tuple[PrefixNode, int, float]]) -> list[UnsavedBlock]:
         """Describe blocks by their node, block id, and the time at which they were requested.
 
-        The depth of a node mostly follows from that of the previous node, its parent: walking to
-        the root for each block of a prompt would take quadratic time.
+        If the previous node is a node's parent, its depth gives the node's depth. Walking to the
+        root for each block of a prompt would take quadratic time.
         """
         described: list[UnsavedBlock] = []
         previous: PrefixNode | None = None
@@ -126,7 +128,7 @@ class UnsavedBlocks:
                 depth = len(node.path()[1]) - 1
                 salt = node.salt() if self._with_tokens else None
             previous = node
-            is_shown = self._with_tokens and not salt  # "": shared by tenants
+            is_shown = self._with_tokens and not salt  # None, or "": the tenants share it
             described.append(
                 UnsavedBlock(
                     block_id,

@@ -250,7 +250,9 @@ class FairShare:
             for name, other in self._owners.items()
             if other is owner or other.last_served >= start
         }
-        reserved = max(self._reserved_blocks, self._manager.count_kept(self._name(request), recent))
+        reserved = max(
+            self._reserved_blocks, self._manager.count_protected(self._name(request), recent)
+        )
         return blocks + reserved <= self._manager.num_free_blocks
 
     def _expected_length(self, request: Request) -> int:

@@ -176,9 +176,12 @@ def test_misuse_is_a_cache_error_and_changes_nothing() -> None:
     before = snapshot(manager, stranger, impostor)
     for misuse, complaint in (
         (lambda: manager.append_slots(running, 1), "from 1 to 0 tokens are left"),
-        (lambda: manager.append_slots(stepping, 4), "4 slots asked for 'stepping'; from 1 to 3"),
-        (lambda: manager.append_slots(stepping, 0), "0 slots asked for 'stepping'"),
-        (lambda: manager.append_slots(stepping, -3), "-3 slots asked for 'stepping'"),
+        (
+            lambda: manager.append_slots(stepping, 4),
+            "4 slots requested for 'stepping'; from 1 to 3",
+        ),
+        (lambda: manager.append_slots(stepping, 0), "0 slots requested for 'stepping'"),
+        (lambda: manager.append_slots(stepping, -3), "-3 slots requested for 'stepping'"),
         (lambda: manager.append_slots(stranger, 1), "'stranger' holds no blocks"),
         (lambda: manager.append_slots(impostor, 1), "'running' holds no blocks"),
         (lambda: manager.free(stranger), "'stranger' holds no blocks; freed twice?"),
@@ -187,9 +190,9 @@ def test_misuse_is_a_cache_error_and_changes_nothing() -> None:
         (lambda: manager.allocate_slots(running, 1), "'running' holds blocks already"),
         (lambda: manager.allocate_slots(impostor, 1), "'running' holds blocks already"),
         (lambda: manager.allocate_slots(impostor, 1, found), "'running' holds blocks already"),
-        (lambda: manager.allocate_slots(stranger, 0, found), "0 slots asked for 'stranger'"),
-        (lambda: manager.allocate_slots(stranger, 7, found), "7 slots asked for 'stranger'"),
-        (lambda: manager.allocate_slots(stranger, -1), "-1 slots asked for 'stranger'"),
+        (lambda: manager.allocate_slots(stranger, 0, found), "0 slots requested for 'stranger'"),
+        (lambda: manager.allocate_slots(stranger, 7, found), "7 slots requested for 'stranger'"),
+        (lambda: manager.allocate_slots(stranger, -1), "-1 slots requested for 'stranger'"),
     ):
         with pytest.raises(CacheError, match=complaint):
             misuse()
@@ -202,7 +205,7 @@ def test_what_was_hit_is_not_left_to_compute() -> None:
     finish(manager, "first", PROMPT[:8])
     sequence = TokenSequence("second", PROMPT)
     found = manager.get_computed_blocks(sequence)
-    with pytest.raises(CacheError, match="3 slots asked for 'second'; from 1 to 2 tokens"):
+    with pytest.raises(CacheError, match="3 slots requested for 'second'; from 1 to 2 tokens"):
         manager.allocate_slots(sequence, 3, found)
     assert manager.allocate_slots(sequence, 2, found) is not None
 

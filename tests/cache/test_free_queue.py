@@ -70,7 +70,7 @@ def test_it_does_what_a_list_does(operations: list[tuple[str, list[int]]]) -> No
 def test_a_double_free_is_loud(verb: str, at: int) -> None:
     blocks = [KVCacheBlock(at) for at in range(3)]
     queue = FreeBlockQueue(blocks)
-    with pytest.raises(CacheError, match=f"block {at} is on the free queue already"):
+    with pytest.raises(CacheError, match=f"block {at} is already on the free queue"):
         getattr(queue, verb)(blocks[at])
     assert ids(queue) == [0, 1, 2]
 
@@ -78,7 +78,7 @@ def test_a_double_free_is_loud(verb: str, at: int) -> None:
 def test_a_double_free_among_others_leaves_a_whole_queue() -> None:
     blocks = [KVCacheBlock(at) for at in range(4)]
     queue = FreeBlockQueue(blocks[:2])
-    with pytest.raises(CacheError, match="block 1 is on the free queue already"):
+    with pytest.raises(CacheError, match="block 1 is already on the free queue"):
         queue.extend([blocks[2], blocks[1], blocks[3]])
     assert ids(queue) == [0, 1, 2]
 
@@ -103,6 +103,6 @@ def test_a_block_id_never_changes() -> None:
 def test_a_block_that_comes_twice_is_told_and_the_queue_is_whole() -> None:
     a, b, c = (KVCacheBlock(at) for at in range(3))
     queue = FreeBlockQueue([c])
-    with pytest.raises(CacheError, match="block 0 is on the free queue already"):
+    with pytest.raises(CacheError, match="block 0 is already on the free queue"):
         queue.extend([a, b, a])
     assert [*queue] == [c, a, b] and len(queue) == 3

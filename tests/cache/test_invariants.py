@@ -6,8 +6,8 @@ import pytest
 
 from headstart.cache import KVCacheManager, TokenSequence
 from headstart.cache.block import Branches, PartialNode, PrefixNode, make_node
+from headstart.cache.free_queue import FreeBlockQueue
 from headstart.cache.identity import BlockKey
-from headstart.cache.policies import FreeBlockQueue
 from tests.cache.steps import admit, finish, make_manager, start
 
 LONG = list(range(100, 112))
@@ -221,8 +221,8 @@ BROKEN: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (name_a_block_beside_the_index, "has an identity that no lookup finds"),
     (name_a_block_twice, "is not a block of its identity"),
     (know_a_copy, "a block was cached twice"),
-    (know_no_copy, "an identity without copies"),
-    (know_a_wrong_copy, "is no copy, or is not held"),
+    (know_no_copy, "an entry without a block"),
+    (know_a_wrong_copy, "is not a copy, or not held"),
     (hold_another_s_block, "is not a block of its identity"),
     (cut_a_key_short, "a block of 3 tokens has an identity"),
     (name_a_partial_block, "a partial block of 4 tokens"),
@@ -230,11 +230,11 @@ BROKEN: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (mix_up_children, "an identity is misplaced|differs from written children"),
     (lose_the_order, "`order` is not sorted"),
     (lose_one_in_the_order, "`order` differs from written children"),
-    (keep_a_node_for_nothing, "a node is kept for nothing"),
+    (keep_a_node_for_nothing, "an unused node is left"),
     (keep_too_many_ghosts, "there are too many ghosts"),
     (make_a_partial_block_a_ghost, "a partial block is a ghost"),
     (be_an_ancestor_while_cached, "neither a ghost nor an ancestor"),
-    (outlive_beyond_the_index, "a node that was cut off is kept"),
+    (outlive_beyond_the_index, "a removed node is still an ancestor"),
     (use_no_block, "is in 1 block tables|uses 3"),
     (miscount_slots, "running counts its slots wrong"),
     (compute_what_is_unknown, "running computed too much"),
@@ -243,7 +243,7 @@ BROKEN: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (go_astray, "running: wrong identity"),
     (hold_another_identity, "another identity"),
     (list_another_block, "running: the block table differs from the blocks"),
-    (share_a_block_that_is_not_full, "neither free nor held|held by another"),
+    (share_a_block_that_is_not_full, "neither free nor held|another sequence holds"),
     (reuse_too_much, "running reuses blocks that are not indexed"),
     (switch_too_far, "running switched too far"),
     (announce_something_else, "half announces another block"),

@@ -17,7 +17,7 @@ from headstart.cache import (
     PrefixTree,
     TokenSequence,
 )
-from headstart.cache.policies import AdaptiveLru
+from headstart.cache.eviction import AdaptiveLru
 from tests.cache.steps import finish
 from tests.cache.watched_policy import watch_policy
 

@@ -58,24 +58,24 @@ def texts(count: int, blocks: int) -> list[list[int]]:
     return [[drawn.randrange(10**6) for _ in range(blocks * BLOCK)] for _ in range(count)]
 
 
-def test_free_blocks_within_a_share_are_counted_as_kept() -> None:
+def test_free_blocks_within_a_share_are_counted_as_protected() -> None:
     """Less what the owner holds, and what is yet to come to it; and none for other policies."""
     owners = Owners(80, a=1.0, b=3.0)
     [held, free] = texts(2, 10)
     owners.ask("b", free)
     owners.ask("a", free)
-    keep = owners.manager.count_kept
-    assert keep("b", {"a": 0, "b": 0}) == keep("a", {"a": 0, "b": 0}) == 10
-    assert keep("b", {"a": 15, "b": 0}) == 5
-    assert keep("b", {"a": 30, "b": 0}) == 0
-    assert keep("b", {"b": 0}) == 0
+    count = owners.manager.count_protected
+    assert count("b", {"a": 0, "b": 0}) == count("a", {"a": 0, "b": 0}) == 10
+    assert count("b", {"a": 15, "b": 0}) == 5
+    assert count("b", {"a": 30, "b": 0}) == 0
+    assert count("b", {"b": 0}) == 0
     running = TokenSequence("held", held, salt="a")
     assert owners.manager.allocate_slots(running, len(held))
-    assert keep("b", {"a": 6, "b": 0}) == 4
-    assert keep("b", {"a": 0, "b": 0}) == 10
+    assert count("b", {"a": 6, "b": 0}) == 4
+    assert count("b", {"a": 0, "b": 0}) == 10
     others = Owners(80, "lru", a=1.0, b=1.0)
     others.ask("a", free)
-    assert others.manager.count_kept("b", {"a": 0, "b": 0}) == 0
+    assert others.manager.count_protected("b", {"a": 0, "b": 0}) == 0
 
 
 def hit_rate(eviction: str, flooded: int) -> float:

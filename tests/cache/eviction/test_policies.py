@@ -6,9 +6,9 @@ import pytest
 
 from headstart.cache import CacheConfig, KVCacheBlock, KVCacheManager, TokenSequence
 from headstart.cache.block import PartialNode, make_node
-from headstart.cache.eviction import POLICIES, make_policy
+from headstart.cache.eviction import POLICIES, AdaptiveLru, make_policy
+from headstart.cache.free_queue import Marks
 from headstart.cache.identity import BlockKey
-from headstart.cache.policies import AdaptiveLru, Marks
 from headstart.errors import CacheError, ConfigError
 from tests.cache import workloads
 from tests.cache.steps import (

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from headstart.cache import CacheConfig, KVCacheBlock, KVCacheManager, Mark, TokenSequence
 from headstart.cache.block import RootNode, make_node
 from headstart.cache.eviction import make_policy
+from headstart.cache.free_queue import Marks
 from headstart.cache.identity import BlockKey, Namespace
-from headstart.cache.policies import Marks
 from headstart.cache.stats import AGE_BOUNDS
 
 BLOCK = 4

@@ -199,7 +199,7 @@ def test_items_may_touch_but_not_overlap_and_come_in_any_order() -> None:
     with pytest.raises(CacheError, match="overlap"):
         TokenSequence("one", [1, 1, 2, 2], items=[MultiModalItem(b"l", 0, 3), right])
     long = MultiModalItem(b"long", 2, 3)
-    with pytest.raises(CacheError, match=r"digest=b'long'.* stands outside the 4 tokens"):
+    with pytest.raises(CacheError, match=r"digest=b'long'.* extends beyond the 4 tokens"):
         TokenSequence("one", [1, 1, 2, 2], items=[left, long])
     assert TokenSequence("one", [1, 1, 2, 2, 2], items=[left, long]).items == [left, long]
 
@@ -216,9 +216,9 @@ def test_an_item_may_come_while_a_sequence_grows_but_not_for_what_is_named() -> 
     for sequence in (plain, given):
         sequence.append(4)
     assert plain.cut(4) != given.cut(4)
-    with pytest.raises(CacheError, match="comes too late"):
+    with pytest.raises(CacheError, match="overlaps another item, or a block"):
         plain.add_item(MultiModalItem(b"x", 3, 2), 4)
-    with pytest.raises(CacheError, match="comes too late"):
+    with pytest.raises(CacheError, match="overlaps another item, or a block"):
         given.add_item(MultiModalItem(b"x", 3, 4), 4)
 
 

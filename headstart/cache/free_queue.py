@@ -1,0 +1,248 @@
+"""The free queue, and the marks of blocks to retain.
+
+A retained block is a free block that is reused after all others, until its minute is over or too
+many blocks are retained:
+
+    unmarked ──mark──▶ marked, held ──release──▶ retained ──claim──▶ marked, held
+                             │                      │
+                             └──its minute is over──┴─or too many──▶ unmarked, released again
+
+A mark has an end, rounded up to a whole minute. It stays on a block, held or free, until that
+minute is over, the block is reused, or too many blocks are retained. It only orders free blocks: a
+request that needs all free blocks gets the retained ones too.
+"""
+
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import ceil
+
+from headstart.cache.block import KVCacheBlock
+from headstart.errors import CacheError
+
+
+class FreeBlockQueue:
+    """Free blocks in the order they will be reused; append, popleft and remove are O(1).
+
+    A doubly linked list of the blocks themselves, so removing a block from the middle needs no
+    search. A block that is not on the queue links to itself, so a double free is an error:
+
+    >>> a, b, c = blocks = [KVCacheBlock(i) for i in range(3)]
+    >>> queue = FreeBlockQueue(blocks)
+    >>> queue.remove(b)
+    >>> [block.block_id for block in queue]
+    [0, 2]
+
+    Hot paths read `length`, which is faster than `len`.
+    """
+
+    __slots__ = ("_ends", "length")
+
+    def __init__(self, blocks: Sequence[KVCacheBlock] = ()) -> None:
+        self._ends = KVCacheBlock(-1)
+        self.length = 0
+        self.extend(blocks)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        block = self._ends.next_free_block
+        while block is not self._ends:
+            yield block
+            block = block.next_free_block
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Put a block at the tail: it will be reused last."""
+        self.extend((block,))
+
+    def appendleft(self, block: KVCacheBlock) -> None:
+        """Put a block at the head: it will be reused first."""
+        if block.next_free_block is not block:
+            raise CacheError(f"block {block.block_id} is already on the free queue")
+        ends = self._ends
+        first = ends.next_free_block
+        block.prev_free_block, block.next_free_block = ends, first
+        ends.next_free_block = first.prev_free_block = block
+        self.length += 1
+
+    def extend(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Append blocks in one loop without a call per block, since `free` is hot."""
+        ends = self._ends
+        last = ends.prev_free_block
+        duplicate = None
+        for block in blocks:
+            if block.next_free_block is not block:
+                duplicate = block
+                break
+            block.prev_free_block = last
+            last.next_free_block = block
+            last = block
+        last.next_free_block = ends
+        ends.prev_free_block = last
+        if duplicate is not None:
+            self.length = sum(1 for _ in self)
+            raise CacheError(f"block {duplicate.block_id} is already on the free queue")
+        self.length += len(blocks)
+
+    def popleft(self, count: int) -> list[KVCacheBlock]:
+        """Take `count` blocks from the head. Raises CacheError when there are fewer."""
+        if count > self.length:
+            raise CacheError(f"{count} free blocks are needed; the free queue has {self.length}")
+        ends = self._ends
+        block = ends.next_free_block
+        blocks = []
+        for _ in range(count):
+            blocks.append(block)
+            following = block.next_free_block
+            block.prev_free_block = block.next_free_block = block
+            block = following
+        ends.next_free_block = block
+        block.prev_free_block = ends
+        self.length -= count
+        return blocks
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Take a block out of the middle. Raises CacheError when it is not on the queue."""
+        self.remove_all((block,))
+
+    def remove_all(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Take blocks out of the middle. Raises CacheError when a block is not on the queue."""
+        count = 0
+        for block in blocks:
+            previous, following = block.prev_free_block, block.next_free_block
+            if following is block:
+                self.length -= count
+                raise CacheError(f"block {block.block_id} is not on the free queue")
+            previous.next_free_block = following
+            following.prev_free_block = previous
+            block.prev_free_block = block.next_free_block = block
+            count += 1
+        self.length -= count
+
+
+Clock = Callable[[], float]
+"""Monotonic seconds."""
+
+MINUTE = 60.0
+
+
+class Marks:
+    """The last minute for which each marked block is retained."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._minutes: dict[KVCacheBlock, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._minutes)
+
+    def __contains__(self, block: KVCacheBlock) -> bool:
+        return block in self._minutes
+
+    def add(self, blocks: Sequence[KVCacheBlock], seconds: float) -> None:
+        """Retain held blocks for this many seconds from now; an earlier mark that ends later stays.
+
+        Ends are rounded up to whole minutes, so `RetainedBlocks` has few queues.
+        """
+        minute = ceil((self._clock() + seconds) / MINUTE)
+        minutes = self._minutes
+        for block in blocks:
+            minutes[block] = max(minute, minutes.get(block, minute))
+
+    def minute(self, block: KVCacheBlock) -> int | None:
+        """Return the minute at which a block's mark ends, if any."""
+        return self._minutes.get(block)
+
+    def is_over(self, minute: int) -> bool:
+        """Return True if this minute has ended."""
+        return minute * MINUTE <= self._clock()
+
+    def drop(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Remove the marks of blocks."""
+        for block in blocks:
+            self._minutes.pop(block, None)
+
+
+class RetainedBlocks:
+    """Free marked blocks, ordered by the end of their mark, then by their release.
+
+    O(1) a block, and O(minutes) for a new minute. `count` is the number of blocks.
+    """
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
+        self._by_minute: dict[int, FreeBlockQueue] = {}
+        self._minutes: list[int] = []  # of `_by_minute`, in order
+        self.count = 0
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        for minute in self._minutes:
+            yield from self._by_minute[minute]
+
+    def add(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Add the free blocks whose mark has not ended; return the others."""
+        unmarked = []
+        for block in blocks:
+            minute = self._marks.minute(block)
+            if minute is None:
+                unmarked.append(block)
+            elif block.node is None or self._marks.is_over(minute):
+                self._marks.drop((block,))
+                unmarked.append(block)
+            else:
+                if minute not in self._by_minute:
+                    self._by_minute[minute] = FreeBlockQueue()
+                    insort(self._minutes, minute)
+                self._by_minute[minute].append(block)
+                self.count += 1
+        return unmarked
+
+    def remove(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Remove those of the free blocks that are retained; return the others. Marks stay."""
+        unmarked = []
+        for block in blocks:
+            minute = self._marks.minute(block)
+            if minute is None:
+                unmarked.append(block)
+            else:
+                self._by_minute[minute].remove(block)
+                self.count -= 1
+        return unmarked
+
+    def popleft(self, count: int) -> list[KVCacheBlock]:
+        """Remove and return the first `count` blocks, and remove their marks."""
+        blocks: list[KVCacheBlock] = []
+        while len(blocks) < count:
+            blocks += self._pop_minute(count - len(blocks))
+        return blocks
+
+    def _pop_minute(self, most: int) -> list[KVCacheBlock]:
+        minute = self._minutes[0]
+        queue = self._by_minute[minute]
+        blocks = queue.popleft(min(most, len(queue)))
+        self.count -= len(blocks)
+        self._marks.drop(blocks)
+        if not queue:
+            del self._by_minute[minute], self._minutes[0]
+        return blocks
+
+    def expire(self, most: int) -> list[KVCacheBlock]:
+        """Remove and return blocks whose mark has ended, then the first until `most` are left.
+
+        Their marks are removed too.
+        """
+        due: list[KVCacheBlock] = []
+        while self._minutes and self._marks.is_over(self._minutes[0]):
+            due += self._pop_minute(self.count)
+        if self.count > most:
+            due += self.popleft(self.count - most)
+        return due
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        assert self._minutes == sorted(self._by_minute), "minutes are not in order"
+        assert self.count == sum(map(len, self._by_minute.values())), "blocks are miscounted"
+        for minute, queue in self._by_minute.items():
+            for block in queue:
+                assert self._marks.minute(block) == minute, f"{block} is queued for another minute"
+                assert block.node is not None, f"{block} is retained and has no content"

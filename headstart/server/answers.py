@@ -6,12 +6,12 @@
                    [TOOL_CALLS]name[ARGS]{...}, some with [CALL_ID]... after the name
     reasoning      <think>...</think> before an answer: Qwen 3, DeepSeek R1 and others
 
-A reader is a generator that waits for the next character. It is written as if the whole text were
-there, and the same characters give the same parts however they arrive.
+A reader is a generator that waits for the next character. The parts do not depend on how the text
+was cut on arrival.
 
-A call's name is passed on when it is complete, and the arguments as they come, spelled as the model
-wrote them: the next turn's prompt will have the same. Arguments before the name wait for it. Some
-models write the arguments as a text of JSON; that text is passed on.
+A call's name is passed on when it is complete. Its arguments are passed on as they arrive, exactly
+as the model wrote them, so that the next turn's prompt hits them. Arguments before the name wait
+for it. If a model writes the arguments as a JSON string, the content of the string is passed on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple, TypeVar
 
 END = ""
-"""The character that a reader gets when the text has ended."""
+"""The character that marks the end of the text."""
 
 Result = TypeVar("Result")
 Reading = Generator[None, str, Result]
@@ -36,8 +36,8 @@ Reading = Generator[None, str, Result]
 class Part(NamedTuple):
     """A piece of content, of reasoning or of a tool call.
 
-    text: of a call, a piece of its arguments, which together are JSON if the model wrote it well.
-    number: of the call in its answer, from 0. name: of a call, in its first piece alone.
+    text: for a call, a piece of its arguments. number: the call's number in its answer, from 0.
+    name: the name of the called tool, only in the first piece of the call.
     """
 
     kind: Literal["content", "reasoning", "call"]
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 
 def join(parts: Iterable[Part], *, whole_calls: bool = False) -> list[Part]:
-    """Return the parts with neighbors of a kind joined.
+    """Return the parts, with adjacent parts of the same kind joined.
 
     whole_calls: join a call's name with its arguments, too.
 
@@ -66,13 +66,13 @@ def join(parts: Iterable[Part], *, whole_calls: bool = False) -> list[Part]:
 
 
 class Source:
-    """Characters that can be put back, and the parts that were read from them."""
+    """Characters that a reader takes and may put back, and the parts that it read."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self._returned: list[str] = []  # characters that were put back, the next one last
         self.record: list[str] | None = None
-        """Characters that are read, where they are recorded."""
+        """The characters that were read while a recording is active."""
         self.left_out = ""
         """White space that `until` left out before the last marker."""
 
@@ -85,7 +85,7 @@ class Source:
         self.parts.append(Part("reasoning", text))
 
     def next(self) -> Reading[str]:
-        """Return the next character, or END, again and again."""
+        """Return the next character; END at the end, also when called again."""
         character = self._returned.pop() if self._returned else (yield)
         if character == END:
             self._returned.append(END)
@@ -94,7 +94,7 @@ class Source:
         return character
 
     def back(self, text: str) -> None:
-        """Put back the characters that were read last; END needs no putting back."""
+        """Put back the characters that were read last, without END."""
         self._returned += reversed(text)
         if self.record is not None and text:
             del self.record[-len(text) :]
@@ -108,7 +108,7 @@ class Source:
         return space
 
     def solid(self) -> Reading[str]:
-        """Read the next character that is no white space, or END."""
+        """Skip white space, and read the next character or END."""
         yield from self.space()
         return (yield from self.next())
 
@@ -126,10 +126,11 @@ class Source:
     def until(
         self, markers: Sequence[str], emit: Callable[[str], None], *, keeps_space: bool = True
     ) -> Reading[str]:
-        """Pass on the text up to the first marker, and return that, or END at the end.
+        """Pass on the text up to the first marker, and return the marker, or END without one.
 
-        No marker begins another. White space before a marker is left out, and before the end too
-        unless it is kept. Text that may be the beginning of a marker waits until that is known.
+        No marker is a prefix of another. White space before a marker is left out; `keeps_space`
+        retains it before END. Text that may be the beginning of a marker is held back until that
+        is decided.
         """
         beginnings = beginnings_of(tuple(markers))
         held = space = ""
@@ -153,18 +154,18 @@ class Source:
 
 @lru_cache(64)
 def beginnings_of(markers: tuple[str, ...]) -> frozenset[str]:
-    """Return every text that begins a marker, itself included."""
+    """Return every prefix of every marker, the markers included."""
     return frozenset(marker[: n + 1] for marker in markers for n in range(len(marker)))
 
 
 class AnswerParser:
-    """Parses one answer: `feed` takes its text as it comes.
+    """Parser of one answer: `feed` takes its text piece by piece.
 
-    However the text is cut, the joined parts are the same. read: the format's reader. hidden:
-    special tokens that are in the text only because the format needs others; they are left out.
-    max_calls: calls beyond this many are left out, None for no bound. only_calls: the answer can be
-    nothing but calls, so other text is the beginning of one that was cut off; it is left out.
-    has_call: True once the parts had a call.
+    The joined parts do not depend on how the text was cut. read: the format's reader. hidden:
+    special tokens to remove; they are in the text only because the format needs other ones.
+    max_calls: calls beyond this many are left out; None for no bound. only_calls: the answer must
+    consist of calls. Other text is then the beginning of a call that was cut off, and is left out.
+    has_call: True after the first part of a call.
     """
 
     def __init__(
@@ -180,17 +181,17 @@ class AnswerParser:
         self._only_calls = only_calls
         self._hidden = frozenset(hidden)
         self._beginnings = beginnings_of(tuple(hidden))
-        self._held = ""  # the beginning of a hidden text, maybe
+        self._held = ""  # text that may be the beginning of a hidden token
         self._source = Source()
         self._reading = read(self._source)
         next(self._reading, None)
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Part]:
-        """Return the parts that are certain with this text; with the last one, all that remain."""
+        """Return the parts that are decided with this text; all that remain with the last one."""
         characters: Iterable[str] = self._without_hidden(text) if self._hidden else text
         if is_last:
             characters = [*characters, *self._held, END]
-        with suppress(StopIteration):  # of a reader that needs no more
+        with suppress(StopIteration):  # raised when the reader has finished
             for character in characters:
                 self._reading.send(character)
         parts = join(part for part in self._source.parts if self._is_shown(part))
@@ -219,9 +220,9 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
 def read_reasoning(source: Source, *, is_open: bool) -> Reading[None]:
-    """Read reasoning if there is any; `is_open`: the prompt ends within it.
+    """Read reasoning if there is any. is_open: the prompt ends inside the reasoning.
 
-    White space around it is left out. An answer without it stays as it is.
+    White space around reasoning is left out. An answer without reasoning is unchanged.
     """
     space = yield from source.space()
     if not (yield from source.match(THINK_OPEN)) and not is_open:
@@ -244,10 +245,10 @@ class _MalformedError(Exception):
 def read_call(
     source: Source, index: int, names: Container[str] | None = None
 ) -> Reading[str | None]:
-    """Read a call. Return None once its name was passed on, regardless of what followed.
+    """Read a call. Return None if its name was passed on, even if the rest is malformed.
 
-    Otherwise return all that was read, which is no call: it breaks off, it is not an object with a
-    name, or the name is none of `names`.
+    Otherwise the text is not a call: it breaks off, is not an object with a name, or has a name
+    that is not in `names`. Return the text that was read.
     """
     name = ""
     has_arguments = False
@@ -305,7 +306,7 @@ def _read_string(source: Source, opening: str) -> Reading[str]:
 
 
 def _read_quoted(source: Source, emit: Callable[[str], None]) -> Reading[None]:
-    """Pass on a string with its quotes; line breaks in it, which are no JSON, as escapes."""
+    """Pass on a JSON string with its quotes. Raw line breaks, which JSON forbids, are escaped."""
     emit('"')
     is_escaped = False
     while (character := (yield from source.next())) != END:
@@ -316,7 +317,7 @@ def _read_quoted(source: Source, emit: Callable[[str], None]) -> Reading[None]:
 
 
 def read_value(source: Source, emit: Callable[[str], None]) -> Reading[None]:
-    """Read a value of JSON and pass it on; an object or a list bit by bit, as it was written."""
+    """Read a JSON value and pass it on as it was written; an object or a list in pieces."""
     opening = yield from source.solid()
     if opening in _PAIRS:
         depth = 1
@@ -353,7 +354,7 @@ HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 
 
 def read_hermes(source: Source, names: Container[str]) -> Reading[None]:
-    """Read texts and calls; a call of an unknown tool is passed on, so that its caller refuses."""
+    """Read texts and calls. A call of an unknown tool is passed on: the client refuses it."""
     index = 0
     while (yield from source.until((HERMES_OPEN,), source.content, keeps_space=not index)):
         space = source.left_out
@@ -448,11 +449,11 @@ def _read_named(source: Source, index: int, space: str) -> Reading[int]:
 class CallFormat:
     """The format in which a model writes tool calls.
 
-    read: reads them out of an answer, given the names of the tools. markers: texts that the answer
-    must show though a tokenizer may call them special. Forced calls are written as `head`, then
-    each call, separated by `between`, then `tail`; a call is `opening`, with the name in JSON for
-    {name}, then the arguments, then `closing`. between: None if a model makes one call at a time.
-    id_length: of a call's id, where templates prescribe it.
+    read: reads the calls of an answer; takes the names of the tools. markers: texts that must be
+    detokenized even if they are special tokens. Forced calls are written as `head`, the calls
+    separated by `between`, and `tail`. A call is `opening` with the JSON name in place of {name},
+    then the arguments, then `closing`. between: None if an answer has at most one call. id_length:
+    length of a call's id, if the chat template prescribes it.
     """
 
     read: Callable[[Source, Container[str]], Reading[None]]
@@ -465,7 +466,7 @@ class CallFormat:
     id_length: int | None = None
 
     def new_id(self, prefix: str) -> str:
-        """Return a new id of a call, with the API's prefix unless the format fixes the length."""
+        """Return a new id of a call. It has the API's prefix unless the format fixes its length."""
         if self.id_length is None:
             return f"{prefix}{secrets.token_hex(12)}"
         letters = string.ascii_letters + string.digits
@@ -498,10 +499,10 @@ MISTRAL = CallFormat(
 
 
 def choose_format(template: str) -> CallFormat | None:
-    """Return the format of the calls in a chat template; None if it shows no supported one.
+    """Return the format of tool calls in a chat template; None if it has no supported format.
 
-    A template that takes tools without any mark of calls is taken for one of Llama's kind, whose
-    calls are plain JSON.
+    A template that has tools and none of the known markers is assumed to use Llama's format, plain
+    JSON.
     """
     for marker, form in (("<function=", None), (TOOL_CALLS, MISTRAL), (HERMES_OPEN, HERMES)):
         if marker in template:

@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from headstart.omni.omni import AsyncOmni
     from headstart.server.monitoring.logs import Tracer
 
-_LONG = 1 << 15  # bytes of a body beyond which it is read in a thread
-_MAX_VALUES = 1 << 20  # of a body: no other thread runs while so many are read, at most 0.1 s
-_MAX_OBJECTS = 20_000  # and as many lists; some APIs take time of the event loop for each
+_LONG = 1 << 15  # bytes; longer bodies are read in a thread
+_MAX_VALUES = 1 << 20  # in a body; reading this many blocks all threads for up to 0.1 s
+_MAX_OBJECTS = 20_000  # in a body, and as many lists; some APIs handle each in the event loop
 
 
 class _Endpoint(NamedTuple):
-    """The kind of the bodies of a path, and the function that answers them.
+    """The body class of a path, and the function that answers.
 
-    is_optional: a request may come without a body; then it is None.
+    is_optional: a request may have no body; the function then gets None.
     """
 
     body: type[Body]
@@ -89,7 +89,7 @@ def _read(kind: type[Body], data: bytes) -> Body:
 
 
 def _count(value: Any, kind: type) -> int:
-    """Return the number of objects or lists; the texts of a body may have brackets, too."""
+    """Count the objects or lists of a value. Brackets within texts do not count."""
     count, rest = 0, [value]
     while rest:
         item = rest.pop()
@@ -104,7 +104,7 @@ router = APIRouter()
 
 @router.get("/health")
 async def check_health(request: Request) -> Response:
-    """Status 200 while the engine answers, 503 when it broke."""
+    """Return status 200 while the engine runs, 503 after it failed."""
     if not front_of(request).is_running:
         raise ApiError(503, "the engine is closed")
     return JsonResponse({"status": "ok"})
@@ -112,7 +112,7 @@ async def check_health(request: Request) -> Response:
 
 @router.get("/ready")
 async def check_ready(request: Request) -> Response:
-    """Status 200 while new requests are taken; 503 while the server stops, or no replica runs."""
+    """Return 200 while new requests are accepted; 503 if the server stops or no replica runs."""
     front = front_of(request)
     front.check_ready()
     if not front.has_engine:
@@ -165,7 +165,7 @@ async def show_model(name: str, request: Request) -> Response:
     return JsonResponse(next(card for card in _cards(front) if card["id"] == name))
 
 
-_ROUTERS = (  # the first that has a path counts
+_ROUTERS = (  # the first router with a matching path is used
     openai.router,
     messages.router,
     responses.router,
@@ -213,11 +213,11 @@ def create_speech_app(
 
 
 class _Application(FastAPI):
-    """FastAPI's routes, behind the middleware of all requests, and without FastAPI's own.
+    """FastAPI's routes behind our own middleware, which replaces FastAPI's.
 
-    The middleware turns all exceptions into answers, so nothing else has to handle them. A `POST`
-    with a body is read and answered here: FastAPI describes these routes, but its path to a
-    function costs as much of the event loop as some tokens of a small model.
+    The middleware turns all exceptions into answers. A `POST` with a body is dispatched here:
+    FastAPI only describes these routes, because its own dispatch takes as much time of the event
+    loop as several tokens of a small model.
     """
 
     def __init__(self, service: BaseService[Any, Any], routers: Sequence[APIRouter]) -> None:

@@ -1,7 +1,7 @@
 """JSON, and the parts of request bodies that all APIs have in common.
 
-msgspec reads and writes JSON. A body that it refuses is passed to the standard library, which also
-reads lone surrogates and encodings other than UTF-8, and whose errors name the position.
+msgspec reads and writes JSON. A body that msgspec refuses is read by the standard library, which
+also accepts lone surrogates and other encodings than UTF-8, and names the position of an error.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ Label = Annotated[str, Field(max_length=4096)]
 """A name that the client chose. The event loop stores, hashes or repeats it."""
 Entry = TypeVar("Entry")
 Many = Annotated[list[Entry], Field(fail_fast=True)]
-"""A list in a body. An error reports its first wrong entry alone: compiled code would take seconds
-to report 300,000 entries, in which no other thread runs."""
+"""A list in a body. An error reports only the first wrong one: to report 300,000 of them, pydantic
+would block all threads for seconds."""
 _DAY = 86_400.0
 _FEW = 10  # names that an error lists
-_LONGEST = 100  # of names that are compared with others: the time grows with both
+_LONGEST = 100  # characters of a name that is compared with the fields, to bound the time
 
 
 def refuse(text: str, field: str | None = None, kind: str = "refused_field") -> PydanticCustomError:
     """Return a validator's error with exactly this text.
 
-    field: the wrong field, where it is one of the value's; `headstart.server.errors` reads it.
+    field: the wrong field within the value, if any; `headstart.server.errors` reads it.
     """
     about = {"text": shorten(text)} | ({"field": shorten(field)} if field is not None else {})
     return PydanticCustomError(kind, "{text}", about)
@@ -71,41 +71,41 @@ def at_most(name: str, most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class Refusal(NamedTuple):
-    """Advice for a name that is no field; `allowed` values have no effect and are accepted."""
+class RefusedField(NamedTuple):
+    """Advice for a field that is not supported. Its `allowed` values are accepted and ignored."""
 
     note: str
     allowed: tuple[Any, ...] = ()
 
 
-def refusals(notes: Mapping[str, str]) -> dict[str, Refusal]:
-    """Return refusals by name; each note has its names, with an allowed value in JSON.
+def refusals(notes: Mapping[str, str]) -> dict[str, RefusedField]:
+    """Return refused fields by name. notes: the names by their note, with allowed values in JSON.
 
     >>> refusals({"give n": "best_of=1 draws"})["best_of"]
-    Refusal(note='give n', allowed=(1,))
+    RefusedField(note='give n', allowed=(1,))
     """
     refused = {}
     for note, names in notes.items():
         for name, _, value in (item.partition("=") for item in names.split()):
-            refused[name] = Refusal(note, (json.loads(value),) if value else ())
+            refused[name] = RefusedField(note, (json.loads(value),) if value else ())
     return refused
 
 
 class Body(BaseModel):
-    """A body of JSON that has known fields alone. A null is absent, unless the field takes it.
+    """A JSON body without unknown fields. A null is absent, unless the field's type allows null.
 
-    accepted: names that are no fields and have no effect. refused: names that are no fields and
-    take only null and values without effect.
+    accepted: further names, which are ignored. refused: further names that accept only null and
+    values without effect.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
     accepted: ClassVar[frozenset[str]] = frozenset()
-    refused: ClassVar[Mapping[str, Refusal]] = {}
+    refused: ClassVar[Mapping[str, RefusedField]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _read_names(cls, value: Any) -> Any:
-        """Return the fields. An error names a refused field, or the nearest of an unknown one."""
+        """Return the fields. Raises an error that suggests a name for an unknown field."""
         if not isinstance(value, dict):
             return value
         fields = {field.alias or name for name, field in cls.model_fields.items()}
@@ -124,8 +124,8 @@ class Body(BaseModel):
         return {name: v for name, v in value.items() if name in fields}
 
 
-def hint(name: str, names: Iterable[str], refused: Mapping[str, Refusal] = {}) -> str:
-    """Return the name that was probably meant, or all if they are few; empty otherwise."""
+def hint(name: str, names: Iterable[str], refused: Mapping[str, RefusedField] = {}) -> str:
+    """Return a hint at the name that was probably meant, or at all names if they are few."""
     names = sorted(names)
     if len(name) > _LONGEST:
         return ""
@@ -137,14 +137,14 @@ def hint(name: str, names: Iterable[str], refused: Mapping[str, Refusal] = {}) -
 
 
 def _show(value: object) -> str:
-    """Show a number or a flag; other values may be a prompt's text, which belongs into no log."""
+    """Show a number or a flag. Any other value may contain a prompt, which must not be logged."""
     if isinstance(value, int | float):
         return json.dumps(value) if isinstance(value, bool) else describe(value)
     return "a text" if isinstance(value, str) else "a list or an object"
 
 
 def _is_in(value: object, allowed: tuple[Any, ...]) -> bool:
-    """Return True if a value is among these, by its type too: False is not 0."""
+    """Return True if `allowed` has the value, with the same type: False is not 0."""
     return any(
         value == each and (type(value) is type(each) or (type(value), type(each)) == (float, int))
         for each in allowed
@@ -153,7 +153,7 @@ def _is_in(value: object, allowed: tuple[Any, ...]) -> bool:
 
 @cache
 def _taking_null(kind: type[Body]) -> frozenset[str]:
-    """Return the fields whose null counts: required ones, and those that may be null."""
+    """Return the fields whose null is passed on: required fields, and fields that allow null."""
     return frozenset(
         field.alias or name
         for name, field in kind.model_fields.items()
@@ -162,7 +162,7 @@ def _taking_null(kind: type[Body]) -> frozenset[str]:
 
 
 class ClientTool(Body):
-    """A tool that the client runs. The error for another type names the type, not its fields.
+    """A tool that the client runs. The error for an unknown type is about the type alone.
 
     types: the accepted ones.
     """
@@ -180,17 +180,17 @@ class ClientTool(Body):
 
 
 class Caller(Body):
-    """The model itself called the tool."""
+    """The caller of a tool, which is always the model itself."""
 
     type: Literal["direct"]
 
 
 class CacheFields(Body):
-    """The fields of a request for the cache.
+    """The fields of a request that control the cache.
 
-    cache_salt: only requests of the same salt share K/V. no_read: compute the whole prompt.
-    no_store: leave nothing for later requests. prompt_cache_retention: how long the prompt is
-    worth keeping. prompt_cache_key is a hint to a cluster, of which one engine has no need.
+    cache_salt: only requests with the same salt share K/V. no_read: compute the whole prompt.
+    no_store: cache nothing of this request. prompt_cache_retention: how long to retain the prompt.
+    prompt_cache_key has no effect: it is a hint for a cluster of servers.
     """
 
     cache_salt: Label | None = None
@@ -201,7 +201,7 @@ class CacheFields(Body):
 
     @property
     def salt(self) -> str | None:
-        """Return the requested salt; an empty one is none."""
+        """Return the requested salt; None if it is empty."""
         return self.cache_salt or None
 
     @property
@@ -214,5 +214,5 @@ class CacheFields(Body):
 
     @property
     def retention(self) -> float:
-        """Return the seconds for which the whole prompt is worth keeping, or 0."""
+        """Return the seconds for which the whole prompt is retained, or 0."""
         return _DAY if self.prompt_cache_retention == "24h" else 0.0

@@ -1,7 +1,7 @@
-"""Conversations of every API: the engine's requests for them, and the parsers of their answers.
+"""Conversations of all APIs: their requests to the engine, and the parsers of their answers.
 
-Messages are checked as strictly as a body: a null is absent, and a field that nothing reads is
-refused, unless the chat template names it.
+Messages are checked as strictly as bodies: a null is absent, and an unknown field is refused
+unless the chat template names it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
-# Claude Code begins its system prompt with a line that has a digest of each request. It means
-# nothing to a model, and no prefix would ever be found behind it.
+# Claude Code begins its system prompt with a line that contains a digest of the request. It means
+# nothing to a model, and no prefix with it could ever hit.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
-# Fields that clients add to an answer that they send back, and hints to a cache that needs none.
+# Fields that clients add to the answers that they send back, and cache hints, which have no effect.
 _ECHOED = frozenset({"provider_specific_fields", "cache_control", "prompt_cache_breakpoint"})
 _MESSAGE_FIELDS = _ECHOED | {
     *("role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio"),
@@ -65,7 +65,7 @@ _VALUES = {
     "audio_url": frozenset({"url"}),
     "input_audio": frozenset({"data", "format"}),
 }
-"""Fields of objects within messages, calls and parts, by the field that has them."""
+"""Fields of the objects within messages, calls and parts, by the name of the object's field."""
 
 
 def read_roles(
@@ -75,12 +75,11 @@ def read_roles(
     *,
     with_tools: bool = False,
 ) -> list[Any]:
-    """Return the messages with roles that templates know: OpenAI's `developer` is the system.
+    """Return the messages with roles that templates know: OpenAI's `developer` becomes `system`.
 
-    Claude Code's billing line is removed from system messages. chat_template: in place of the
-    tokenizer's. Raises ApiError for a role that neither OpenAI nor the template knows: most
-    templates write any role into the prompt, and models do not know what it means. Raises it also
-    for a field that nothing reads.
+    Claude Code's billing line is removed from system messages. chat_template: replaces the
+    tokenizer's. Raises ApiError for an unknown field, and for a role that neither OpenAI nor the
+    template has: most templates would write it into the prompt, where models cannot interpret it.
     """
     template = "" if tokenizer is None else template_text(tokenizer, chat_template, with_tools)
     read = (_read_role(place, message, template) for place, message in enumerate(messages))
@@ -88,7 +87,7 @@ def read_roles(
 
 
 def _read_role(place: int, message: Any, template: str) -> Any:
-    """Return the message for the template; None if nothing of it is left."""
+    """Return the message for the template; None if it consisted of the billing line alone."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str):
         return message  # the engine refuses it
@@ -124,7 +123,7 @@ def _without_billing(message: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def check_fields(message: Mapping[str, Any], place: int, template: str) -> dict[str, Any]:
-    """Return a message without nulls, but for its content. Raises ApiError for other fields."""
+    """Return a message without nulls, except its content. Raises ApiError for unknown fields."""
     path = f"messages[{place}]"
     read = _check(message, _MESSAGE_FIELDS, path, template)
     if "content" in message:
@@ -133,7 +132,7 @@ def check_fields(message: Mapping[str, Any], place: int, template: str) -> dict[
             read["content"] = parts = list(content)
             for i, part in enumerate(content):
                 kind = part.get("type") if isinstance(part, Mapping) else None
-                if isinstance(kind, str):  # a part of type "a" has its value in the field "a"
+                if isinstance(kind, str):  # a part's type is also the name of its field
                     names = _PART | ({kind, "uuid"} if kind in _IMAGES else {kind})
                     parts[i] = _check(part, names, f"{path}.content[{i}]", template)
     calls = read.get("tool_calls")
@@ -162,7 +161,7 @@ def _check(fields: Mapping[str, Any], names: Set[str], path: str, template: str)
 def template_text(
     tokenizer: PreTrainedTokenizerBase, chat_template: str | None, with_tools: bool
 ) -> str:
-    """Return the text of the chat template; empty if there is none, which the engine reports."""
+    """Return the text of the chat template; empty without one, which the engine reports later."""
     try:
         text: str = tokenizer.get_chat_template(chat_template, [{}] if with_tools else None)
     except ValueError:
@@ -171,7 +170,7 @@ def template_text(
 
 
 def chat_content(parts: Sequence[dict[str, Any]]) -> Any:
-    """Return parts, or a single text: so a text and a list of one text are the same prompt."""
+    """Return the parts; a single text as a string, so both ways to write it give one prompt."""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
@@ -186,9 +185,9 @@ _MANY = 1000  # messages; more are read and stored in a thread
 class ChatCall:
     """A conversation to answer.
 
-    messages: in OpenAI's form. places: their fields in the body; empty for `messages`. sampling:
-    fields of `SamplingParams`; None was not set. names: the API's names of these fields, where they
-    differ. retention: seconds for which the whole prompt is worth keeping. template: fields of
+    messages: in OpenAI's form. places: the body's field for each message; empty for `messages`.
+    sampling: fields of `SamplingParams`; None if not set. names: the API's names of these fields,
+    if they differ. retention: seconds for which the whole prompt is retained. template: fields of
     `TemplateOptions`, without the tools.
     """
 
@@ -205,28 +204,25 @@ class ChatCall:
 
 
 class ChatFields(CacheFields):
-    """Fields that all requests for an answer to a conversation have in common.
-
-    Each API reads its other fields.
-    """
+    """Fields that the chat requests of all APIs have in common; subclasses add the others."""
 
     model: str | None = None
     priority: Whole = 0
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Return the names of fields of `SamplingParams` in this API, where they differ."""
+        """Return this API's names of fields of `SamplingParams`, if they differ."""
         return {}
 
     def read_sampling(self) -> dict[str, Any]:
-        """Return the fields of `SamplingParams`; a prompt that is only counted needs none.
+        """Return the fields of `SamplingParams`; none for a prompt that is only counted.
 
         Raises RequestError.
         """
         return {"max_tokens": None}
 
     def read_tools(self) -> ToolUse:
-        """Return the tools, but for hosted ones. Raises RequestError or ApiError."""
+        """Return the client's tools, without hosted tools. Raises RequestError or ApiError."""
         raise NotImplementedError
 
     def read_template(self) -> dict[str, Any]:
@@ -256,8 +252,8 @@ class ChatFields(CacheFields):
 class Dialect:
     """The format of the answers to one conversation.
 
-    special: ids of the tokenizer's special tokens. hidden: those of them that answers leave out
-    though the detokenizer shows them all; None if it does not.
+    special: ids of the tokenizer's special tokens. hidden: the special tokens to remove if the
+    detokenizer must show all special tokens; None if it shows none.
     """
 
     tools: ToolUse
@@ -282,7 +278,7 @@ class Dialect:
 
 
 class PreparedChat(NamedTuple):
-    """A request of the engine, and the format of its answers."""
+    """An engine request, and the format of its answers."""
 
     request: RequestGroup
     dialect: Dialect
@@ -291,7 +287,7 @@ class PreparedChat(NamedTuple):
 async def prepare_chat(
     service: Service, call: ChatCall, request_id: str, *, stream: bool, is_kept: bool = True
 ) -> PreparedChat:
-    """Make a checked and tokenized request of a conversation. Raises ApiError, RequestError.
+    """Check and tokenize a conversation. Raises ApiError, RequestError.
 
     is_kept: see `Service.prepare`.
     """
@@ -304,11 +300,11 @@ async def prepare_chat(
         if call.tools.is_forced:
             if form is not None:
                 raise RequestError(
-                    "tool_choice and a form of the answer are both set; allowed: one"
+                    "tool_choice and a form of the answer are both set; allowed: one of them"
                 )
             form = force_calls(call.tools, dialect.calls, dialect.special, dialect.thought)
         elif form is not None and dialect.thought == "begun":
-            # A form of JSON follows reasoning that the prompt began; others are all of an answer.
+            # JSON follows the reasoning that the prompt began. Other forms are the whole answer.
             later = after_reasoning(form, dialect.special)
             dialect = replace(dialect, thought="possible") if later is None else dialect
             form = later or form
@@ -342,9 +338,10 @@ async def prepare_chat(
 
 @asynccontextmanager
 async def _naming_fields(service: Service, call: ChatCall) -> AsyncIterator[None]:
-    """Have errors name the fields of the body that they are about.
+    """Make errors name the body's fields.
 
-    All tools are one grammar, whose error names no tool, so each schema is tried alone.
+    All tools are compiled as one grammar, whose error names no tool. So after an error each schema
+    is compiled alone.
     """
     try:
         yield
@@ -368,17 +365,17 @@ async def _naming_fields(service: Service, call: ChatCall) -> AsyncIterator[None
 
 
 def are_many(count: int) -> bool:
-    """Return True if reading this many messages takes too long for the event loop."""
+    """Return True if reading `count` messages takes too long for the event loop."""
     return count > _MANY
 
 
 async def read_many(count: int, read: Callable[[], Result]) -> Result:
-    """Return the result of `read`; it runs in a thread if it reads many messages or parts."""
+    """Return the result of `read`, which runs in a thread if `count` messages or parts are many."""
     return await asyncio.to_thread(read) if are_many(count) else read()
 
 
 def _read_dialect(service: Service, call: ChatCall) -> Dialect:
-    """Return the format of answers. Raises RequestError for tools if the model can call none."""
+    """Return the format of answers. Raises RequestError for tools that the model cannot call."""
     tokenizer = service.llm.tokenizer
     if tokenizer is None:  # the engine reports that
         return Dialect(call.tools)
@@ -407,7 +404,7 @@ def _read_dialect(service: Service, call: ChatCall) -> Dialect:
 
 
 def _read_thought(tokenizer: PreTrainedTokenizerBase, text: str, call: ChatCall) -> Thought:
-    """Return where reasoning begins, by the template and what it writes before an answer."""
+    """Return where reasoning begins, from the template and the end of the rendered prompt."""
     if THINK_OPEN not in text and THINK_CLOSE not in text:
         return "none"
     if not call.template.get("add_generation_prompt", True):
@@ -420,6 +417,6 @@ def _read_thought(tokenizer: PreTrainedTokenizerBase, text: str, call: ChatCall)
             add_generation_prompt=True,
             **(call.template.get("chat_template_kwargs") or {}),
         )
-    except Exception:  # a template may raise any; rendering the conversation reports it
+    except Exception:  # a template may raise anything; rendering the conversation reports it
         return "possible"
     return "begun" if str(shown).rstrip().endswith(THINK_OPEN) else "possible"

@@ -1,4 +1,4 @@
-"""Errors, in the form and with the status of the API that was called.
+"""Errors in the form and with the status codes of the called API.
 
 status  OpenAI's type          Anthropic's type
 400     invalid_request_error  invalid_request_error
@@ -51,12 +51,12 @@ _TYPES = {
 }
 _INSTEAD = refusals(
     {
-        "models here generate; for embeddings or scores use transformers or "
+        "only generation is supported; for embeddings or scores use transformers or "
         "sentence-transformers": (
             "/v1/embeddings /v2/embed /pooling /score /v1/score /rerank /v1/rerank /v2/rerank "
             "/classify /generative_scoring"
         ),
-        "a model that speaks hears and answers in `/v1/chat/completions`": (
+        "for speech call `/v1/chat/completions` of a model that speaks": (
             "/v1/audio/transcriptions /v1/audio/translations /v1/audio/speech"
         ),
         "adapters are given at the start, by `--lora-modules NAME=PATH`": (
@@ -83,9 +83,9 @@ _INSTEAD = refusals(
 
 
 class ApiError(HeadstartError):
-    """A refused request: its status, and what OpenAI's errors have in addition to the text.
+    """A refused request: its status and text, and the other fields of OpenAI's errors.
 
-    param: the field that is wrong. retry_after: seconds, for the header of that name.
+    param: the wrong field. retry_after: seconds, for the header `Retry-After`.
     """
 
     def __init__(
@@ -116,16 +116,16 @@ class JsonResponse(Response):
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Return the refusal for an exception of the engine or of the framework.
+    """Return the API error for an exception of the engine or of the framework.
 
-    Faults of the server are only logged: their texts may be of another tenant, whose request was in
-    the same step, or of files of this machine.
+    The texts of internal errors are only logged: they may contain data of another tenant whose
+    request was in the same step, or names of local files.
     """
     text = str(error)
     match error:
         case ApiError():
             return error
-        case PromptTooLongError():  # the words by which clients recognize it
+        case PromptTooLongError():  # clients recognize this wording
             text += f"; this model's maximum context length is {error.max_model_len} tokens"
             return ApiError(400, text, code="context_length_exceeded")
         case NoTokenError():
@@ -147,11 +147,11 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def as_route_error(error: HTTPException, scope: Scope) -> ApiError:
-    """Return the refusal of a request without a route."""
+    """Return the error for a request without a route."""
     path = scope["path"]
     if error.status_code == 404:
         advice = _INSTEAD.get(path.rstrip("/"))
-        instead = advice.note if advice is not None else "GET /docs shows what there is"
+        instead = advice.note if advice is not None else "GET /docs lists the paths"
         return ApiError(404, f"there is no {in_one_line(path)}: {instead}")
     if error.status_code != 405:
         return as_api_error(error)
@@ -161,7 +161,7 @@ def as_route_error(error: HTTPException, scope: Scope) -> ApiError:
         for method in ("DELETE", "GET", "POST")
         for route in routes
         if route.matches({**scope, "method": method})[0] is Match.FULL
-    ] or ["GET"]  # of the page's files
+    ] or ["GET"]  # the only method for the page's files
     allowed = ", ".join([*methods, "HEAD"] if "GET" in methods else methods)
     refusal = ApiError(405, f"the method is {scope['method']}; allowed at this path: {allowed}")
     refusal.headers["Allow"] = allowed
@@ -169,14 +169,14 @@ def as_route_error(error: HTTPException, scope: Scope) -> ApiError:
 
 
 def _read_validation(error: RequestValidationError) -> ApiError:
-    """Return the refusal for the first mistake in a body, with its place.
+    """Return the error for the first mistake in a body, with its position.
 
-    A value that may be of several types is wrong for each of them: the error of the one that was
-    read farthest counts.
+    For a value of several allowed types, pydantic reports an error for each type. The error of the
+    type that was read farthest is used.
     """
     path = max(map(_path, error.errors()), key=len)
     first, *others = (each for each in error.errors() if _path(each) == path)
-    if first["type"] == "json_invalid":  # its path ends in a place of the text, which is no field
+    if first["type"] == "json_invalid":  # its path ends in a text position instead of a field
         return ApiError(
             400, f"the body is not JSON, at character {first['loc'][-1]}: {first['ctx']['error']}"
         )
@@ -194,7 +194,7 @@ def _read_validation(error: RequestValidationError) -> ApiError:
 
 
 def _word(error: Mapping[str, Any]) -> str:
-    """Return pydantic's text, except for a `type` that names none of the allowed objects."""
+    """Return pydantic's text, or our own for a missing or unknown `type`."""
     if error["type"] == "union_tag_invalid":
         context = error["ctx"]
         return f"the type is {context['tag']!r}; allowed: {context['expected_tags']}"
@@ -204,15 +204,15 @@ def _word(error: Mapping[str, Any]) -> str:
 
 
 def _spell(path: Iterable[str]) -> str:
-    """Return the fields down to one as OpenAI writes them."""
+    """Return the path of a field as OpenAI writes it."""
     return shorten(_INDEX.sub(r"[\1]", ".".join(path)))
 
 
 def _path(error: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the fields down to the wrong one; an error of `refuse` has its name.
+    """Return the path of the wrong field; an error of `refuse` has the field's name.
 
-    pydantic's location also has names of types, such as `list[str]`, and in lists of several
-    kinds of objects the kind of each: these are left out.
+    pydantic's location also contains names of types, such as `list[str]`, and the tags of unions.
+    These are left out.
     """
     path: list[Any] = []
     for before, part in zip((None, *error["loc"]), error["loc"], strict=False):
@@ -234,11 +234,11 @@ _FIELDS = (
     *("best_of", "cache_salt", "chat_template_kwargs", "continue_final_message", "messages"),
     *("priority", "prompt", "response_format", "suffix", "tool_choice", "tools"),
 )
-"""Fields besides those of `SamplingParams` that errors name."""
+"""Fields outside of `SamplingParams` that errors name."""
 
 
 def _param_of(text: str) -> str | None:
-    """Return the field of a request that an error's text begins with."""
+    """Return the field of a request with which an error's text begins."""
     if message := _MESSAGE.match(text):
         return f"messages[{message[1]}]"
     match = _FIELD.match(text)
@@ -248,10 +248,10 @@ def _param_of(text: str) -> str | None:
 
 @contextmanager
 def naming(names: Mapping[str, str]) -> Iterator[None]:
-    """Have errors name the fields of a request as its API does.
+    """Make errors use the API's names of fields.
 
-    names: by the fields of `SamplingParams`. The texts of its errors begin with the field;
-    `structured_outputs` has fields, too, which no API has.
+    names: the API's names by fields of `SamplingParams`, with which its errors begin. Fields of
+    `structured_outputs` are replaced too: no API has them.
     """
     try:
         yield

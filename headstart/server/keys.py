@@ -1,10 +1,10 @@
 """API keys, in a file that only this user may read.
 
-The file holds SHA-256 of each key. A key is 32 random bytes, so it cannot be guessed, and a slow
-hash, as for passwords, would only cost time in every request. The server's secret is in the same
-folder: the cache salts of tenants are derived from it, so they stay the same over restarts.
+The file has the SHA-256 of each key. A key is 32 random bytes, which cannot be guessed, so a slow
+hash as for passwords is not needed. The same folder holds the server's secret, from which the
+tenants' cache salts are derived, so that salts survive a restart.
 
-Both files are replaced as a whole, so that a reader sees the old content or the new one.
+Both files are replaced atomically.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ApiKey:
     """The entry of a key: its owner and its hash. Raises ConfigError.
 
     Keys of one group are one tenant: they share cached blocks, and their weights add up. A key
-    without a group is a separate tenant. admin: it may also manage the server.
+    without a group is a separate tenant. admin: the key may also manage the server.
     """
 
     name: str
@@ -63,7 +63,7 @@ class ApiKey:
 
 
 class _OperatorKey(ApiKey):
-    """A key of the command line. No key of a folder has a tenant of its kind."""
+    """A key given on the command line. Its tenant's kind differs from that of keys in a folder."""
 
     @property
     def tenant(self) -> tuple[str, str]:
@@ -74,7 +74,7 @@ class KeyFolder:
     """The keys on disk. Every method raises ConfigError if the folder cannot be used."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        """`folder` defaults to a data folder of this user."""
+        """Open a folder of keys; the default is in this user's data folder."""
         try:
             self.folder = Path(folder).expanduser() if folder else data_folder() / "server"
         except RuntimeError as error:
@@ -91,7 +91,7 @@ class KeyFolder:
     def add(
         self, name: str, *, group: str | None = None, weight: float = 1.0, admin: bool = False
     ) -> str:
-        """Add a key and return it; it is stored nowhere. Raises ConfigError for a bad name."""
+        """Add a key and return it; only its hash is stored. Raises ConfigError for a bad name."""
         key = f"hs-{secrets.token_urlsafe(_SECRET_BYTES)}"
         entry = ApiKey(
             name=name,
@@ -110,7 +110,7 @@ class KeyFolder:
         return key
 
     def remove(self, name: str) -> None:
-        """Remove a key. Raises ConfigError if there is none of this name."""
+        """Remove a key. Raises ConfigError if no key has this name."""
         with self._locked():
             keys = self.read()
             rest = [key for key in keys if key.name != name]
@@ -120,19 +120,19 @@ class KeyFolder:
             self._write_keys(rest)
 
     def secret(self) -> bytes:
-        """Return the secret behind the cache salts, which the first call makes."""
+        """Return the secret behind the cache salts; the first call creates it."""
         file = self.folder / "salt-secret"
         with self._locked(), _as_config_error(file):
             if not file.exists():
                 self._write(file, secrets.token_hex(_SECRET_BYTES))
             secret = bytes.fromhex(file.read_text(encoding="ascii"))
             if len(secret) != _SECRET_BYTES:
-                raise ValueError(f"it has {len(secret)} bytes and not {_SECRET_BYTES}")
+                raise ValueError(f"it has {len(secret)} bytes instead of {_SECRET_BYTES}")
             return secret
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock that keeps two commands from overwriting each other's change."""
+        """Hold the lock that prevents two commands from overwriting each other's change."""
         with _as_config_error(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = os.fdopen(os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600))
@@ -159,7 +159,7 @@ class KeyFolder:
 
 
 class KeyRing:
-    """The keys of a running server: those in the folder now, and some more."""
+    """The keys of a running server: the folder's current keys, and further fixed keys."""
 
     def __init__(
         self,
@@ -167,9 +167,9 @@ class KeyRing:
         report: Callable[[ConfigError], object],
         more: Sequence[ApiKey] = (),
     ) -> None:
-        """`report` is called if a changed file cannot be read: then only `more` are valid.
+        """Read the keys of `folder`; `more` are further keys. Raises ConfigError.
 
-        Raises ConfigError if it cannot be read now.
+        report: called when a changed file cannot be read. Then only the keys of `more` are valid.
         """
         self._folder = folder
         self._report = report
@@ -179,7 +179,7 @@ class KeyRing:
 
     @property
     def keys(self) -> Sequence[ApiKey]:
-        """The keys of this moment. Reads the file again if it has changed."""
+        """The current keys. Reads the file again if it has changed."""
         version = self._read_version()
         if version != self._version:
             self._version = version
@@ -191,7 +191,7 @@ class KeyRing:
         return [*self._keys, *self._more]
 
     def find(self, key: bytes) -> ApiKey | None:
-        """Return the entry of a key, in a time that does not depend on how much of it is right."""
+        """Return the entry of a key, in constant time: it shows no attacker a partial match."""
         digest = _digest(key)
         matches = [entry for entry in self.keys if hmac.compare_digest(entry.digest, digest)]
         return matches[0] if matches else None
@@ -205,7 +205,7 @@ class KeyRing:
 
 
 def operator_key(key: str) -> ApiKey:
-    """Return the entry of a key of the command line; all such keys are one administrator."""
+    """Return the entry of a key of the command line. All such keys are one admin tenant."""
     digest = _digest(key.encode("utf-8", "surrogateescape"))
     return _OperatorKey(name="api-key", digest=digest, admin=True)
 
@@ -216,7 +216,7 @@ def _digest(key: bytes) -> str:
 
 @contextlib.contextmanager
 def _as_config_error(file: Path) -> Iterator[None]:
-    """Raise ConfigError for what goes wrong with a file, or with its content."""
+    """Raise ConfigError for errors of a file or of its content."""
     try:
         yield
     except OSError as error:

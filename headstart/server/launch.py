@@ -1,7 +1,7 @@
-"""A listening server: from an application to a socket, and an orderly end.
+"""The HTTP server: it listens for an application, and shuts down gracefully.
 
-Granian serves HTTP in the event loop of the application: its threads, in Rust, read requests and
-send answers without the interpreter's lock.
+Granian calls the application in its event loop. Granian's Rust threads read requests and send
+answers without the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ Prefix = str | list[int]
 _LOG = logging.getLogger("headstart.server")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _HEAD_SECONDS = 75
-"""Time for the head of a request to arrive, from the end of the previous answer on.
+"""Time from the end of an answer until the head of the next request must have arrived.
 
-Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s): a request sent while the
-server closes the connection fails with "connection reset".
+It is longer than the time for which clients keep an idle connection (httpx 5 s, aiohttp 15 s). A
+request that is sent while the server closes the connection fails with "connection reset".
 """
 _BUFFER = 64 << 10  # bytes of a request's head, and of an answer that waits to be sent
 _MAX_CONNECTIONS = 1 << 16
 _BACKLOG = 2048  # connections that wait to be accepted
 _TICK = 0.05  # seconds
-_LAST_WORDS = 0.5  # seconds in which clients read that their answers end here
-_LAST_BYTES = 5.0  # seconds for requests that are no calls, such as a scrape of metrics
+_LAST_WORDS = 0.5  # seconds for clients to read the error that ends their answers
+_LAST_BYTES = 5.0  # seconds for requests that do not count as calls, such as a metrics scrape
 
 
 def listen(options: ServerOptions) -> socket.socket:
@@ -69,10 +69,10 @@ def listen(options: ServerOptions) -> socket.socket:
         for path in (certificate, key):
             if not os.path.isfile(path):
                 raise ConfigError(
-                    f"there is no file {path!r}; allowed for tls_cert and tls_key: a file each"
+                    f"there is no file {path!r}; allowed for tls_cert and tls_key: existing files"
                 )
         try:
-            # With an empty password, OpenSSL prompts for none if the key is encrypted.
+            # The empty password prevents OpenSSL's prompt if the key is encrypted.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(certificate, key, password="")
         except (OSError, ValueError) as error:
@@ -81,12 +81,12 @@ def listen(options: ServerOptions) -> socket.socket:
             ) from error
     try:
         info = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
-        if options.port:  # otherwise two servers of one user could share the port
+        if options.port:  # check it, because SO_REUSEPORT lets two servers of a user share a port
             socket.create_server(info[4][:2], family=info[0]).close()
         listener = socket.socket(info[0], socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # also after a kill
-        # Binds while connections of the last server are in TIME_WAIT. Off again until connections
-        # are accepted, or another server could bind the port while the model is loaded.
+        # SO_REUSEADDR allows to bind while connections of the last server are in TIME_WAIT. It is
+        # off while the model is loaded, or another server could bind the port in this time.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # ends connections that leave an answer unread
@@ -105,7 +105,7 @@ def listen(options: ServerOptions) -> socket.socket:
 
 
 class _Granian(Server):
-    """Granian with a listening socket from outside: it inherits the socket's options."""
+    """Granian with our own listening socket and its options."""
 
     listener: socket.socket
 
@@ -119,7 +119,7 @@ class HttpServer:
     """Granian for one application, in the running event loop."""
 
     def __init__(self, app: FastAPI, listener: socket.socket) -> None:
-        """`app` comes from `create_app`, `listener` from `listen`."""
+        """Configure Granian. app: from `create_app`. listener: from `listen`."""
         options: ServerOptions = app.state.service.options
         host, port = listener.getsockname()[:2]
         self._server = _Granian(
@@ -139,16 +139,16 @@ class HttpServer:
         self._server.listener = listener
 
     async def start(self) -> None:
-        """Accept connections from now on."""
+        """Begin to accept connections."""
         self._server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._server.listener.listen(_BACKLOG)
         self._task = asyncio.create_task(self._server.serve())
-        await asyncio.sleep(0)  # Granian starts in one turn of the loop
+        await asyncio.sleep(0)  # Granian starts in one iteration of the loop
         if self._task.done():
             self._task.result()  # raises the reason
 
     async def stop(self, seconds: float) -> None:
-        """Stop listening; requests that run have this long to end."""
+        """Stop listening. Running requests have `seconds` to end."""
         self._server.listener.close()
         self._server.stop()  # type: ignore[no-untyped-call]
         await asyncio.wait([self._task], timeout=seconds)
@@ -156,9 +156,9 @@ class HttpServer:
 
 
 def read_prefixes(files: Sequence[str]) -> dict[str, Prefix]:
-    """Return the prefix in each file: token ids of a `.json`, or else a text.
+    """Return the prefix in each file: token ids from a `.json` file, a text from any other.
 
-    A line end that closes the text belongs to the editor and is left out. Raises ConfigError.
+    A newline at the end of a text is left out: editors add it. Raises ConfigError.
     """
     prefixes: dict[str, Prefix] = {}
     for name in files:
@@ -181,7 +181,7 @@ def read_prefixes(files: Sequence[str]) -> dict[str, Prefix]:
 
 
 def publish(llm: AsyncLLM, prefixes: Mapping[str, Prefix]) -> None:
-    """Let tenants share the prefixes. Raises ConfigError for one that has nothing to share."""
+    """Let tenants share the prefixes. Raises ConfigError for a prefix shorter than a block."""
     for name, prefix in prefixes.items():
         try:
             count = llm.publish(prefix)
@@ -195,9 +195,9 @@ def publish(llm: AsyncLLM, prefixes: Mapping[str, Prefix]) -> None:
 
 
 def serve(app: FastAPI, listener: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
-    """Answer requests until SIGINT or SIGTERM; `ready` is called when the first can arrive.
+    """Answer requests until SIGINT or SIGTERM; `ready` is called once connections are accepted.
 
-    app: of `create_app`. After a signal no request is accepted any more, and those under way have
+    app: from `create_app`. After a signal no request is accepted, and running requests have
     `drain_seconds` to end. A second signal ends them, a third kills the process. The caller closes
     the engine.
     """
@@ -223,10 +223,10 @@ def serve(app: FastAPI, listener: socket.socket, ready: Callable[[], None] = lam
 
 
 class _Ending:
-    """The end of a server, which continues to listen while its calls end.
+    """The shutdown of a server, which continues to listen while its calls end.
 
     serves ──signal──▶ drains: new calls are refused, /ready is 503 ──▶ closed
-                         └──no call is left, its time is over, or a second signal──┘
+                         └──no call is left, drain time is over, or second signal──┘
     """
 
     def __init__(self, service: BaseService[Any, Any]) -> None:
@@ -235,13 +235,13 @@ class _Ending:
         self.loop: asyncio.AbstractEventLoop | None = None  # once it listens
 
     def handle_signal(self, sig: int, frame: FrameType | None) -> None:
-        """Drain; while it drains, end now and let the next signal kill the process."""
+        """Drain at the first signal, end at the second; the next signal kills the process."""
         self.is_forced = self._service.is_draining
         self._service.is_draining = True
         if self.is_forced:
             for kind in _SIGNALS:
                 signal.signal(kind, signal.SIG_DFL)
-        elif self.loop is not None:  # the handler itself may interrupt another line of the log
+        elif self.loop is not None:  # log in the loop: the handler may have interrupted a log call
             self.loop.call_soon_threadsafe(self._log_wait)
 
     def _log_wait(self) -> None:

@@ -1,4 +1,4 @@
-"""The middleware of all requests: id, tenant, limits, errors, and a line in the log."""
+"""The middleware of all requests: id, tenant, limits, errors, and log line."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from headstart.server.options import ServerOptions
 from headstart.server.service import BaseService, new_name, stopped, time_limit
 from headstart.validation import shorten
 
-# Without a key: probes, the API's description, and the page, which prompts for a key itself.
+# Paths without a key: probes, the API's description, and the page, which prompts for a key itself.
 OPEN_PATHS = re.compile(r"/|/health|/ready|/docs|/openapi\.json|/page/.*", re.DOTALL)
 # Paths that show or change data of other tenants. Routes ignore a line feed at the end of a path.
 _FOR_ADMINS = re.compile(r"/(metrics|cache)(?!/(advice|explain|prewarm)\Z).*", re.DOTALL)
 _JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 _NAME = re.compile(rb"[\w.-]{1,128}", re.ASCII)
 _TRACE = (b"traceparent", b"tracestate")  # W3C's trace context
-_PART = 64 << 10  # bytes of a body that are sent at once
-_GRACE = 5.0  # seconds in which a late answer can report that it is late
+_PART = 64 << 10  # bytes of a body per send
+_GRACE = 5.0  # seconds after the deadline in which an answer can report the timeout
 
 
 class RequestMiddleware:
-    """Names each request, checks its key and its size, and answers all exceptions.
+    """Middleware that names each request, checks its key and size, and handles all exceptions.
 
     A client may name its request in the header `X-Request-Id`; the answer has the name in OpenAI's
-    and in Anthropic's header. A `POST` takes a place (see `calls`), unless only administrators may
+    and in Anthropic's header. A `POST` takes a place (see `Calls`), unless only administrators may
     send it.
     """
 
@@ -81,7 +81,7 @@ class RequestMiddleware:
     ) -> None:
         path, service, state = scope["path"], self._service, scope["state"]
         num_hosts = len([name for name, value in scope["headers"] if name == b"host" and value])
-        # `check_origin` reads the last of several (RFC 9112, section 3.2).
+        # `check_origin` would read the last of several (RFC 9112, section 3.2).
         if num_hosts > 1 or (not num_hosts and scope["http_version"] not in ("1", "1.0")):
             raise ApiError(400, f"the request has {num_hosts} Host headers; allowed: one")
         if not service.tenants.ask_for_keys:
@@ -120,7 +120,7 @@ class RequestMiddleware:
             raise stopped() from error
 
     def _bounded(self, receive: Receive) -> Receive:
-        """Limit the size of bodies that come without a length in the head."""
+        """Limit the size of bodies without a Content-Length."""
         count = 0
 
         async def receive_bounded() -> Message:
@@ -140,10 +140,10 @@ class RequestMiddleware:
 
 
 async def _send_in_parts(send: Send, message: Message) -> None:
-    """Send no more of a body than the client's connection takes; the rest waits here.
+    """Send a body in parts, each when the client's connection accepts it.
 
-    A whole answer that is sent at once would stay in the connection's buffer after the end of its
-    call, until the client reads it.
+    Sent at once, it would stay in the connection's buffer after the end of its call until the
+    client reads it, and no limit would count its memory.
     """
     body = message.get("body", b"")
     if len(body) > _PART:
@@ -168,21 +168,21 @@ def _check_kind(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
     if is_plain and (not has_body or _JSON.match(kind)):
         return
     if all(route.matches(scope)[0] is Match.NONE for route in scope["app"].routes):
-        return  # an unknown path is the more helpful error
+        return  # the error for an unknown path is more helpful
     if not is_plain:
         text = f"the header Content-Encoding is {shorten(encoding)}; allowed: none, or identity"
-        raise ApiError(415, f"{text}, which is an uncompressed body")
+        raise ApiError(415, f"{text} (an uncompressed body)")
     fault = f"is {shorten(kind)}" if kind else "is missing"
     raise ApiError(400, f"the header Content-Type {fault}; send Content-Type: application/json")
 
 
 def check_origin(headers: Mapping[bytes, bytes], options: ServerOptions) -> None:
-    """Raise ApiError (403) for a request by a foreign name, or from a foreign page.
+    """Raise ApiError (403) for a foreign host name or a page of another site.
 
-    A page of another site can send requests to this machine, and by a host name of its own that
-    resolves to 127.0.0.1 even read the answers (DNS rebinding). So without keys the header `Host`
-    must name this machine, and `Origin`, which browsers send, must be the server's own, or one that
-    `--cors-origin` allows. Source: the Fetch standard, section 3.1.
+    A page of another site can send requests to this machine. If its host name resolves to
+    127.0.0.1, it can even read the answers (DNS rebinding). So without keys the header `Host` must
+    name this machine. `Origin`, which browsers send, must be the server itself or allowed by
+    `--cors-origin`. Source: the Fetch standard, section 3.1.
     """
     host = headers.get(b"host", b"").decode("latin-1")
     name = ""

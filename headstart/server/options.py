@@ -18,21 +18,21 @@ class ServerOptions:
     """The address, limits, keys and logs of a server. Raises ConfigError."""
 
     host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port to listen on; 0 takes a free one", Number(int, 0, 65_535))
+    port: int = option(8000, "port to listen on; 0: any free port", Number(int, 0, 65_535))
     served_model_name: str | None = option(
-        None, "the model's name in the API; default: the name that it was loaded by"
+        None, "the model's name in the API; default: the name given to load it"
     )
     model_alias: tuple[str, ...] = option(
         (), "a further name of the model in the API; may be given several times"
     )
     any_model: bool = option(
-        False, "answer requests for a model of any other name too; agents ask for several"
+        False, "answer requests for any model name; agents may request several models"
     )
     max_waiting: int = option(
         256, "most requests that wait; further requests are refused with status 429", _COUNTS
     )
     max_requests_per_tenant: int | None = option(
-        None, "most requests of a tenant under way; default: half of all", _COUNTS
+        None, "most running and waiting requests of a tenant; default: half of all", _COUNTS
     )
     request_timeout: float = option(
         600.0, "seconds that a request may take, waiting included", Number(float, 0, above_low=True)
@@ -40,8 +40,8 @@ class ServerOptions:
     max_request_bytes: int = option(32 * 2**20, "most bytes of a request's body", Number(int, 1024))
     public_prefix: tuple[str, ...] = option(
         (),
-        "file whose text, or token ids (.json), prompts of all tenants may begin with, as a system "
-        "message too: they share its K/V; may be given several times",
+        "file with a text, or token ids (.json), whose K/V all tenants share when their prompts or "
+        "system messages begin with it; may be given several times",
     )
     drain_seconds: float = option(
         30.0, "seconds that running requests have when the server is stopped", Number(float, 0)
@@ -49,11 +49,10 @@ class ServerOptions:
 
     default_chat_template_kwargs: str | None = option(
         None,
-        'what chat templates read unless a request says otherwise, in JSON: {"enable_thinking": '
-        "false}",
+        'default chat template options in JSON, such as {"enable_thinking": false}',
     )
     trust_request_chat_template: bool = option(
-        False, "let requests bring a chat template, which is a program and may run for long"
+        False, "accept chat templates in requests; a template is a program and may run for long"
     )
     otlp_traces_endpoint: str | None = option(
         None, "URL that traces of requests are sent to, such as http://localhost:4318/v1/traces"
@@ -63,24 +62,24 @@ class ServerOptions:
     )
     log_texts: bool = option(
         False,
-        f"put prompts and answers into these lines, up to {MOST_LOGGED:,} characters of each",
+        f"log prompts and answers too, up to {MOST_LOGGED:,} characters of each",
     )
 
     api_keys: bool | None = option(
         None,
-        "ask for a key; default: if there are keys, and always on addresses that others can reach",
+        "require a key; default: if keys exist, and always on addresses that others can reach",
     )
     api_key: tuple[str, ...] = option(
         (),
-        "a key, which may do everything; other users of this machine see it, unless it stands "
-        "in the environment; may be given several times",
+        "an administrator's key; other users of this machine can see it, unless it is set in the "
+        "environment; may be given several times",
     )
-    keys_folder: str | None = option(None, "folder of the keys; default: below your data folder")
+    keys_folder: str | None = option(None, "folder of the keys; default: in your data folder")
 
     tls_cert: str | None = option(None, "file with the certificate chain, for https; PEM")
     tls_key: str | None = option(None, "file with the certificate's private key; PEM")
     cors_origin: str | None = option(
-        None, "origins whose pages may ask, such as https://a.example; several with commas, or *"
+        None, "origins whose pages may send requests: https://a.example, a list with commas, or *"
     )
 
     def __post_init__(self) -> None:
@@ -92,7 +91,7 @@ class ServerOptions:
             )
         if not all(key and key == key.strip() for key in self.api_key):
             raise ConfigError(
-                "api_key is empty, or begins or ends with white space, which headers drop; "
+                "api_key is empty or has white space around it, which HTTP headers drop; "
                 "allowed: a text without white space around it"
             )
         if self.api_key and self.api_keys is False:

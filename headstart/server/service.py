@@ -1,9 +1,10 @@
 """The service behind every API of the server: it admits a request, runs it, and releases it.
 
-    arrives ──place──▶ body read, prompts prepared, queued, computed, sent ──▶ place given back
+    arrives ──place──▶ body read, prompts prepared, queued, computed, sent ──▶ place released
 
-A call has its place from before its body is read until its answer is sent or its client is gone,
-so all that holds memory for it is counted. A call of several prompts has a place for each.
+The number of places limits the requests in progress. A call takes a place before its body is read
+and releases it when its answer is sent or its client is gone, so that all memory of calls is
+limited. A call of several prompts has a place for each.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from headstart.server.monitoring.logs import Tracer
 
 
-_RETRY_AFTER = 1  # seconds; places come free one by one
+_RETRY_AFTER = 1  # seconds
 _CALL: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
@@ -51,8 +52,7 @@ _CALL: ContextVar[Call | None] = ContextVar("call", default=None)
 class Call:
     """One call: its tenant, its places, and its deadline in the event loop's time.
 
-    trace: the headers with the trace that it is part of. read: the outputs that are read for its
-    answer.
+    trace: the headers of W3C's trace context. read: the open output streams of the call.
     """
 
     tenant: Tenant
@@ -67,13 +67,13 @@ class Call:
 async def time_limit(
     call: Call, grace: float, error: Callable[[], ApiError]
 ) -> AsyncIterator[None]:
-    """End the work inside when a call's time is over.
+    """End the work inside the `with` block when a call's time is over.
 
         body read, prompts prepared ──deadline──▶ cancelled
         outputs read                ──deadline──▶ they fail ──grace──▶ cancelled
 
-    grace: seconds in which a late answer can report the error. error: makes the error that readers
-    of outputs get, and that is raised by the work that was cancelled.
+    grace: seconds for an answer to report the error. error: makes the error that readers of outputs
+    get, and that this function raises if it cancelled the work.
     """
 
     def end() -> None:
@@ -95,10 +95,10 @@ async def time_limit(
 
 
 class Calls:
-    """All calls in progress, of one event loop.
+    """The calls in progress, in one event loop.
 
-    most: places in all. most_of_tenant: places of one tenant; None for no such limit. seconds:
-    the time of a call.
+    most: number of places. most_of_tenant: most places of one tenant; None for no limit. seconds:
+    time limit of a call.
     """
 
     def __init__(self, most: int, most_of_tenant: int | None, seconds: float) -> None:
@@ -109,12 +109,12 @@ class Calls:
 
     @property
     def num_places(self) -> int:
-        """Return the places that are taken."""
+        """Return the number of places in use."""
         return self._places.total()
 
     @contextmanager
     def call(self, tenant: Tenant) -> Iterator[Call]:
-        """Hold a place for the work inside. Raises ApiError (429) if there is none."""
+        """Hold a place during the `with` block. Raises ApiError (429) if none is free."""
         self._take(tenant)
         call = Call(tenant, asyncio.get_running_loop().time() + self._seconds)
         token, before = _CALL.set(call), TENANT.set(tenant.key)
@@ -124,12 +124,12 @@ class Calls:
             _CALL.reset(token)
             TENANT.reset(before)
             self._places[tenant.key] -= call.num_places
-            self._places += Counter()  # drops tenants without any
+            self._places += Counter()  # drops tenants without a place
 
     def count_prompt(self) -> None:
-        """Count a prompt of the current call; all but the first need one more place.
+        """Take a further place for each prompt of the current call after the first.
 
-        Raises ApiError (429) if there is none. Does nothing outside calls.
+        Raises ApiError (429) if none is free. Does nothing outside of calls.
         """
         call = _CALL.get()
         if call is None:
@@ -142,26 +142,26 @@ class Calls:
     def _take(self, tenant: Tenant) -> None:
         num_taken = self.num_places
         if num_taken >= self._most:
-            raise _full(f"{num_taken} requests are under way; allowed: {self._most}")
+            raise _full(f"{num_taken} requests are in progress; allowed: {self._most}")
         num_own, most = self._places[tenant.key], self._most_of_tenant
         if most is not None and tenant is not EVERYBODY and num_own >= most:
-            raise _full(f"{num_own} requests of {tenant.name!r} are under way; allowed: {most}")
+            raise _full(f"{num_own} requests of {tenant.name!r} are in progress; allowed: {most}")
         self._places[tenant.key] += 1
 
 
 def current_call() -> Call | None:
-    """Return the current call; None outside calls."""
+    """Return the current call; None outside of calls."""
     return _CALL.get()
 
 
 def new_name() -> str:
     """Return a name that cannot be guessed: 32 hexadecimal digits.
 
-    Each system call releases the interpreter's lock, so one draws random bytes for many names.
+    A system call releases the interpreter's lock, so each call draws random bytes for many names.
     """
     try:
         return _NAMES.pop()
-    except IndexError:  # also where another thread took the last one
+    except IndexError:  # none left; another thread may have taken the last one
         fresh = os.urandom(16 * 64).hex()
         _NAMES.extend(fresh[start : start + 32] for start in range(32, len(fresh), 32))
         return fresh[:32]
@@ -177,11 +177,11 @@ def _full(text: str) -> ApiError:
 Answer = TypeVar("Answer")
 Work = TypeVar("Work")
 Output = TypeVar("Output", bound="RequestOutput | OmniOutput")
-_GONE = 499  # nginx's status for a client that closed the connection, which cannot read it
+_GONE = 499  # nginx's status for a client that closed the connection; only the log shows it
 
 
 class BaseService(ABC, Generic[Work, Output]):
-    """One model behind a server, and the calls under way."""
+    """The model behind a server, and the calls in progress."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class BaseService(ABC, Generic[Work, Output]):
         max_running: int,
         max_model_len: int,
     ) -> None:
-        """`max_running` requests run at a time, and `options.max_waiting` more may wait.
+        """Allow `max_running` running requests, and `options.max_waiting` more that wait.
 
         max_model_len: most tokens of a prompt and its answer.
         """
@@ -208,7 +208,7 @@ class BaseService(ABC, Generic[Work, Output]):
         of_tenant = options.max_requests_per_tenant or max(1, most // 2)
         self.calls = Calls(most, of_tenant, options.request_timeout)
         self.started = int(time.time())
-        self._read: set[AsyncOutputStream[Output]] = set()  # by calls under way
+        self._read: set[AsyncOutputStream[Output]] = set()  # streams of calls in progress
 
     @property
     def is_running(self) -> bool:
@@ -233,26 +233,26 @@ class BaseService(ABC, Generic[Work, Output]):
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names of adapters that a request may name in place of the model."""
+        """The names of adapters that a request may use as its model."""
         return ()
 
     @property
     def has_engine(self) -> bool:
-        """True if requests are computed now; False if they wait for a replica."""
+        """True if requests can be computed now; False if they wait for a replica."""
         return True
 
     def check_ready(self) -> None:
-        """Raise ApiError (503) if no request is accepted any more."""
+        """Raise ApiError (503) if the server is stopping."""
         if self.is_draining or not self.is_running:
             raise ApiError(503, "the server is stopping", retry_after=5)
 
     def cut_off(self) -> None:
-        """End the answers that clients read with an error that says so."""
+        """End all answers in progress with an error that says that the server stopped."""
         for outputs in list(self._read):
             outputs.fail(stopped())
 
     def adapter(self, model: str | None) -> str | None:
-        """Return the adapter that a request's model names, None for the model itself.
+        """Return the adapter that a request names as its model; None for the model itself.
 
         Raises ApiError (404) for any other name, unless `any_model` is set.
         """
@@ -275,7 +275,7 @@ class BaseService(ABC, Generic[Work, Output]):
         return f"{kind}-{new_name()}"
 
     def salt(self, request: Request, requested: str | None) -> str | None:
-        """Return the cache salt of a request: its tenant's, narrowed by the one in its body."""
+        """Return the cache salt of a request: its tenant's, narrowed by the salt of its body."""
         return self.tenants.salt(tenant_of(request), requested)
 
     async def run(self, work: Work) -> AsyncGenerator[Output]:
@@ -296,7 +296,7 @@ class BaseService(ABC, Generic[Work, Output]):
                     for reader in readers:
                         reader.discard(outputs)
         except (ApiError, EngineError) as error:
-            current_line().error = in_one_line(str(error))  # a stream has status 200
+            current_line().error = in_one_line(str(error))  # the log shows 200 for a stream
             reason = "error" if isinstance(error, EngineError) else reason
             raise
         finally:
@@ -343,7 +343,7 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
         return await self.llm.call(self.watch.metrics.read)
 
     def salt(self, request: Request, requested: str | None) -> str | None:
-        """Return the salt of a tenant, and set the tenant's share of the pool."""
+        """Return the salt of a request, and set the weight of its tenant's share of the pool."""
         tenant = tenant_of(request)
         if tenant.salt is not None:
             self.llm.set_share(tenant.salt, tenant.weight)
@@ -353,7 +353,7 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
         return self.llm.outputs(work, paced=True)
 
     async def _finish(self, work: RequestGroup, output: RequestOutput) -> None:
-        output = work.output()  # the last output of a stream is a difference
+        output = work.output()  # the last output of a stream has only its last part
         line = current_line()
         line.add_answer(
             prompt=len(output.prompt_token_ids),
@@ -381,8 +381,8 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
     def template_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return a request's template options, with the server's defaults.
 
-        Raises ApiError for a template, which is a program, unless the server runs those of
-        requests.
+        Raises ApiError for a chat template in a request, unless the server trusts these: a
+        template is a program.
         """
         if "chat_template" in options and not self.options.trust_request_chat_template:
             raise ApiError(
@@ -397,7 +397,7 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
     def params(self, values: Mapping[str, Any], *, stream: bool) -> SamplingParams:
         """Return the model's default sampling with a request's fields. Raises RequestError.
 
-        None is the absence of a field, except for `max_tokens`.
+        A field that is None is not set, except for `max_tokens`.
         """
         kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
         fields = {name: v for name, v in values.items() if v is not None or name == "max_tokens"}
@@ -414,7 +414,7 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
     ) -> RequestGroup:
         """Return a request for a prompt or a conversation; see `AsyncLLM.prepare`.
 
-        is_kept: False for a request that is dropped at once, which takes no place.
+        is_kept: False for a request that is not run, which takes no place.
         """
         if is_kept:
             self._admit(options)
@@ -434,18 +434,18 @@ class Service(BaseService["RequestGroup", "RequestOutput"]):
 
 
 def stopped() -> ApiError:
-    """Return the error of a request that was running when the server's time was over."""
+    """Return the error of a request that still ran when the server stopped."""
     return ApiError(503, "the server stopped before the answer was complete", retry_after=5)
 
 
 def front_of(request: Request) -> BaseService[Any, Any]:
-    """Return the service behind a request, of any model."""
+    """Return the service of a request, for any kind of model."""
     service: BaseService[Any, Any] = request.app.state.service
     return service
 
 
 def service_of(request: Request) -> Service:
-    """Return the service of a text model behind a request."""
+    """Return the service of a request to a text model."""
     service: Service = request.app.state.service
     return service
 
@@ -454,14 +454,14 @@ class ClientGone(ApiError):
     """The client of a request closed the connection."""
 
     def __init__(self) -> None:
-        super().__init__(_GONE, "the client went away")
+        super().__init__(_GONE, "the client disconnected")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Return the result of `work`, which is cancelled when the client disconnects: ClientGone.
+    """Return the result of `work`. If the client disconnects, cancel it and raise ClientGone.
 
-    It runs in a separate task, so that its many waits do not pass through the caller. An error of
-    `receive` also cancels it, and is raised. On return, `work` has ended in any case.
+    `work` runs in a separate task, so that the caller is not resumed at each of its awaits. An
+    error of `receive` also cancels it, and is raised. On return, `work` has ended in any case.
     """
 
     async def wait_until_gone() -> None:

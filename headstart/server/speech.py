@@ -1,10 +1,10 @@
 """`POST /v1/chat/completions` of a model that speaks: text or speech, whole or streamed.
 
-With the modality "audio" an answer is OpenAI's `audio`: the speech in base64, its transcript, and
+With the modality "audio" an answer has OpenAI's `audio`: the speech in base64, its transcript, and
 an id by which later messages may refer to it.
 
-A part of a message is `text`; `input_audio` with a file in base64, or `audio_url` with a data: URL
-of one; `image_url` with a data: URL. An assistant's message has its text, or the id of an answer.
+A message has parts of the types `text`, `input_audio` (a file in base64), `audio_url` and
+`image_url` (a data: URL). An assistant's message has its text, or the id of a spoken answer.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ if TYPE_CHECKING:
 FORMATS = ("wav", "pcm16", "flac", "mp3", "opus")
 """Formats of written speech."""
 MAX_SECONDS = 600
-"""Length of a sound."""
+"""Most seconds of a sound."""
 MAX_SAMPLES = 2**26
-"""Samples of all channels of a sound: 256 MiB."""
+"""Most samples of all channels of a sound: 256 MiB."""
 RATES = range(1_000, 768_001)
-"""Samples per second of a file. Resampling takes time in proportion to the ratio of the rates."""
+"""Allowed samples per second of a file. The time to resample grows with the ratio of the rates."""
 MAX_PIXELS = 2**25
-"""Pixels of one image."""
+"""Most pixels of one image."""
 MAX_ITEMS = 32
-"""Sounds of a conversation, and images: a model pads the features of all to those of the longest.
-A few KiB in a file may be ten minutes of silence, or a hundred MiB of one color."""
+"""Most sounds of a conversation, and most images: the features of all are padded to the longest.
+A file of a few KiB may contain ten minutes of silence, or an image of 100 MiB in one color."""
 MAX_ALL_PIXELS = 2**26
-"""Pixels of all images of a conversation."""
+"""Most pixels of all images of a conversation."""
 MAX_ALL_SECONDS = 2 * MAX_SECONDS
-"""Length of all sounds of a conversation."""
+"""Most seconds of all sounds of a conversation."""
 
 _CONTAINERS = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", None), "opus": ("OGG", "OPUS")}
 
@@ -73,13 +73,13 @@ _CONTAINERS = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", None), "opus": ("OGG",
 def read_sound(data: str, rate: int) -> NDArray[np.float32]:
     """Return a file in base64 (WAV, FLAC, OGG, MP3) as samples `[samples]` of one channel.
 
-    rate: of the samples. Raises RequestError.
+    rate: samples per second of the result. Raises RequestError.
     """
     soundfile, soxr = _library("soundfile"), _library("soxr")
     try:
         content = decode_base64(data)
     except ValueError as error:
-        raise RequestError(f"the base64 of a sound is broken: {shorten(str(error))}") from error
+        raise RequestError(f"the base64 of a sound is invalid: {shorten(str(error))}") from error
     try:
         with soundfile.SoundFile(io.BytesIO(content)) as file:
             if file.samplerate not in RATES:
@@ -97,10 +97,10 @@ def read_sound(data: str, rate: int) -> NDArray[np.float32]:
             samples: NDArray[np.float32] = soxr.resample(
                 channels.mean(axis=1), file.samplerate, rate
             )
-    except RequestError:  # which is a ValueError, too
+    except RequestError:  # also a ValueError
         raise
     except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError) as error:
-        reason = getattr(error, "error_string", str(error))  # libsndfile's, without our object
+        reason = getattr(error, "error_string", str(error))  # libsndfile's text alone
         raise RequestError(
             f"a sound cannot be read: {shorten(reason)}; allowed: WAV, FLAC, OGG, MP3"
         ) from error
@@ -132,12 +132,12 @@ def _library(name: str) -> Any:
 def read_prompt(
     omni: Omni, messages: Sequence[Any], transcript: Callable[[str], str]
 ) -> Mapping[str, Any]:
-    """Return a prompt for `Omni.generate`. `transcript` returns an earlier answer's text by its id.
+    """Return a prompt for `Omni.generate`. transcript: returns a spoken answer's text by its id.
 
     Raises RequestError, and ApiError for an unknown role.
     """
     if omni.tokenizer is None:
-        raise RequestError("the model has no tokenizer, which a conversation needs")
+        raise RequestError("the model has no tokenizer; a conversation needs one")
     media = _Media(omni)
     flat = [
         media.flatten(place, message, transcript)
@@ -145,7 +145,7 @@ def read_prompt(
     ]
     try:
         text = omni.tokenizer.apply_chat_template(flat, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates raise anything
+    except Exception as error:  # a template may raise anything
         raise RequestError(
             f"the model's chat template refuses the conversation: {shorten(str(error))}"
         ) from error
@@ -226,7 +226,7 @@ class _Media:
 
 
 def _check_count(name: str, items: Sequence[Any]) -> None:
-    """Raise RequestError before one item too many is read."""
+    """Raise RequestError if no further item is allowed."""
     if len(items) >= MAX_ITEMS:
         raise RequestError(
             f"the conversation has more than {MAX_ITEMS} {name}; allowed: {MAX_ITEMS}"
@@ -252,10 +252,10 @@ _REFUSED = (
     *("documents", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
     "return_progress",
 )
-"""Fields of a chat without effect on a speaking model."""
+"""Fields of a chat that have no effect on a speaking model."""
 _UNSET: tuple[Any, ...] = (None, False, [], {}, "none")
 _LONG = 2**16
-"""Samples of speech whose encoding would block the event loop for milliseconds."""
+"""Samples of speech from which on encoding blocks the event loop for milliseconds."""
 
 
 class SpeechService(BaseService["AsyncOutputStream[OmniOutput]", "OmniOutput"]):
@@ -331,12 +331,12 @@ def _check_fields(body: ChatCompletionRequest) -> None:
     if body.response_format is not None and body.response_format.type == "text":
         fields.remove("response_format")
     if fields:
-        text = f"{fields[0]} is given; a model that speaks takes none"
+        text = f"{fields[0]} is set; allowed for a model that speaks: none"
         raise ApiError(400, text, param=fields[0])
     for name, value in (("priority", 0), ("add_generation_prompt", True)):
         actual = getattr(body, name)
         if actual is not None and actual != value:
-            text = f"{name} is {actual}; a model that speaks takes {value}"
+            text = f"{name} is {actual}; allowed for a model that speaks: {value}"
             raise ApiError(400, text, param=name)
 
 
@@ -349,7 +349,7 @@ def _read_form(body: ChatCompletionRequest) -> str | None:
             raise ApiError(400, text, param="audio.format")
         return form
     if body.audio is not None:
-        text = 'audio is given; allowed with modalities ["text", "audio"]'
+        text = 'audio is set; allowed with modalities ["text", "audio"]'
         raise ApiError(400, text, param="audio")
     return None
 
@@ -360,7 +360,7 @@ def _read_params(
     omni = service.omni.omni
     voice = body.audio.voice if body.audio is not None else None
     if voice and voice not in omni.voices:
-        text = f"there is no voice {voice!r}; there are {', '.join(omni.voices)}"
+        text = f"there is no voice {voice!r}; allowed: {', '.join(omni.voices)}"
         raise ApiError(400, text, param="audio.voice")
     sampling = {name: v for name, v in body.read_sampling().items() if v is not None}
     speech = omni.speech_params.clone()
@@ -381,7 +381,7 @@ class _Usage(Usage):
     speech: int = 0
 
     def count(self, output: OmniOutput) -> None:
-        """Replace the counts by those of a later output."""
+        """Set the counts from the latest output."""
         cached = output.metrics["thinker"].cached_tokens if output.finished else 0
         self.prompts = {output.request_id: (len(output.prompt_token_ids), cached)}
         self.speech = len(output.codes)
@@ -393,7 +393,7 @@ class _Usage(Usage):
 
 
 class _Answer(Chunks):
-    """One answer. form: of the speech; None for text alone."""
+    """One answer. form: the format of the speech; None for text alone."""
 
     usage: _Usage
 
@@ -411,8 +411,8 @@ class _Answer(Chunks):
         self._salt = salt
         self._form = form
         self._name = service.new_id("audio")
-        self._num_sent = 0  # characters of the text
-        self._num_chunks = 0  # of the speech
+        self._num_sent = 0  # sent characters of the text
+        self._num_chunks = 0  # sent chunks of the speech
 
     def whole(self, output: OmniOutput) -> dict[str, Any]:
         """Return the whole answer at once."""
@@ -458,7 +458,7 @@ class _Answer(Chunks):
             yield self._delta(last, output.finish_reason)
 
     def _delta(self, delta: dict[str, Any], reason: str | None = None) -> bytes:
-        """Return an event with one delta; the last has the reason why the answer ended."""
+        """Return an event with one delta; the last event has the reason why the answer ended."""
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
         return self.chunk([choice])
 

@@ -1,7 +1,6 @@
-"""Answers: whole ones, and streams of server-sent events as OpenAI and Anthropic frame them.
+"""Whole answers, and streams of server-sent events.
 
-Long answers are read and encoded in a thread, so that no stream waits for them: reading calls and
-reasoning from a text takes time in proportion to its length, and so do log-probabilities.
+Long answers are parsed and encoded in a thread, so that other streams do not wait for them.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of one call, which may have several prompts, counted as its outputs arrive."""
+    """Tokens of one call with one or several prompts, counted as outputs arrive."""
 
     completion: int = 0
     prompts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Tokens of each prompt, and those of them that were cached, by the id of its request."""
+    """Tokens and cached tokens of each prompt, by request id."""
 
     @property
     def prompt(self) -> int:
-        """Return the tokens of all prompts."""
+        """Return the number of tokens of all prompts."""
         return sum(count for count, _ in self.prompts.values())
 
     @property
     def cached(self) -> int:
-        """Return the tokens of prompts that were not computed."""
+        """Return the number of cached tokens of all prompts."""
         return sum(cached for _, cached in self.prompts.values())
 
     def add(self, output: RequestOutput) -> None:
@@ -59,18 +58,18 @@ class Usage:
 
 
 Answer = TypeVar("Answer")
-_LONG = 4096  # characters of a text; a log-probability counts as one
+_LONG = 4096  # characters; a log-probability counts as one
 
 
 def frame(data: Any, event: str | None = None) -> bytes:
-    """Return an event; `data` is encoded as JSON unless it is a text."""
+    """Return an event; `data` is encoded as JSON unless it is a string."""
     body = data.encode() if isinstance(data, str) else encode(data)
     name = b"" if event is None else b"event: %s\n" % event.encode()
     return b"%sdata: %s\n\n" % (name, body)
 
 
 async def read_whole(outputs: Sequence[RequestOutput], make: Callable[[], Answer]) -> Answer:
-    """Return the result of `make`, which reads these outputs; in a thread if they are long."""
+    """Return the result of `make`, which parses `outputs`; in a thread if they are long."""
     size = 0
     for output in outputs:
         size += sum(len(entry or ()) for entry in output.prompt_logprobs or ())
@@ -88,7 +87,7 @@ class AnswerEvents(ABC):
 
     @abstractmethod
     def read(self, output: RequestOutput) -> Iterable[bytes]:
-        """Return the events of the next output. Runs in a thread if that is long."""
+        """Return the events of the next output. Runs in a thread if the output is long."""
 
     @abstractmethod
     async def end(self) -> bytes:
@@ -96,14 +95,14 @@ class AnswerEvents(ABC):
 
     @abstractmethod
     async def fail(self, error: ApiError) -> bytes:
-        """Return the events after an error."""
+        """Return the events that report an error."""
 
     async def read_all(self, output: Any) -> list[bytes]:
-        """Return the events of the next output, read in a thread if it is long."""
+        """Return the events of the next output; in a thread if the output is long."""
         return await read_whole([output], lambda: list(self.read(output)))
 
     async def stream(self, outputs: AsyncGenerator[Any]) -> AsyncGenerator[bytes]:
-        """Yield the events of outputs, up to the last or an error; bytes are an event already."""
+        """Yield the events of all outputs, or up to an error. Bytes are passed on as events."""
         try:
             if begin := self.begin():
                 yield begin
@@ -123,10 +122,9 @@ class AnswerEvents(ABC):
 
 
 class EventStream(Response):
-    """A response of events, which no proxy on the path may hold back.
+    """A response of events, with headers against buffering proxies.
 
-    When the client disconnects the generator is closed at once, also while it waits for an event:
-    what it holds is released.
+    When the client disconnects, the generator is closed at once, even while it waits for an event.
     """
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
@@ -141,7 +139,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
-            with suppress(ClientGone, OSError):  # either may come while an event is sent
+            with suppress(ClientGone, OSError):  # either may be raised while an event is sent
                 await unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:

@@ -18,7 +18,7 @@ from headstart.server.errors import ApiError
 Value = TypeVar("Value")
 MAX_VALUES = 4096
 MAX_BYTES = 256 * 2**20
-_FEW = 8  # ids that are searched faster than a response is parsed
+_FEW = 8  # so many ids are searched as bytes, which is faster than to parse a response
 
 
 class _Entry(NamedTuple, Generic[Value]):
@@ -28,11 +28,10 @@ class _Entry(NamedTuple, Generic[Value]):
 
 
 class TenantStore(Generic[Value]):
-    """Values by tenant and name, within a number of them, of bytes, and a time.
+    """Values by tenant and name, with limits of their number, bytes and age.
 
-    The oldest are removed first: of the tenant that has most values, or most bytes, if all together
-    have too many. So one tenant's flood removes nothing of another. No tenant finds another's
-    values. May be used from several threads.
+    Beyond a limit, the oldest value of the tenant with most values (or most bytes) is removed, so
+    one tenant cannot displace the values of others. No tenant finds another's values. Thread-safe.
     """
 
     def __init__(
@@ -50,11 +49,11 @@ class TenantStore(Generic[Value]):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all values, as if none shared a part with another."""
+        """Return the bytes of all values. Parts that values share count several times."""
         return self._sizes.total()
 
     def put(self, name: Hashable, value: Value, tenant: str | None, num_bytes: int = 0) -> float:
-        """Store a value in place of one of its name, unless it alone is too large.
+        """Store or replace a value, unless it alone exceeds the limit.
 
         Return the time at which it expires.
         """
@@ -77,7 +76,7 @@ class TenantStore(Generic[Value]):
         return end
 
     def get(self, name: Hashable, tenant: str | None) -> Value | None:
-        """Return a tenant's value; None if there is none of this name."""
+        """Return a tenant's value; None if it has none of this name."""
         with self._lock:
             entries = self._entries.get(tenant)
             entry = entries.get(name) if entries is not None else None
@@ -106,7 +105,7 @@ class TenantStore(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as JSON, and the conversation with its answer, for the next turn."""
+    """A response as JSON, and the conversation up to its answer, for the next turn."""
 
     response: bytes
     messages: Sequence[dict[str, Any]]
@@ -118,14 +117,14 @@ class ResponseStore(TenantStore[StoredResponse]):
     def add(
         self, name: str, response: bytes, messages: Sequence[dict[str, Any]], tenant: str | None
     ) -> None:
-        """Store a response in place of one of its id, unless it alone is too large."""
+        """Store or replace a response, unless it alone exceeds the limit."""
         size = sys.getsizeof(response) + _size(list(messages))
         self.put(name, StoredResponse(response, messages), tenant, size)
 
     def find_items(self, ids: Set[str], tenant: str | None) -> dict[str, dict[str, Any]]:
-        """Return the items of a tenant's stored responses that have these ids, by id.
+        """Return the items with these ids in a tenant's stored responses, by id.
 
-        Not for the event loop: responses are read from the last one on until all are found.
+        Call it in a thread: it parses responses, the newest first, until all items are found.
         """
         quoted = [json.dumps(item_id).encode() for item_id in ids]
         items: dict[str, dict[str, Any]] = {}
@@ -157,11 +156,11 @@ class Transcripts(TenantStore[str]):
         super().__init__(seconds=self.SECONDS)
 
     def add(self, salt: str | None, name: str, text: str) -> int:
-        """Store a text, and return when it expires, in seconds of the epoch."""
+        """Store a text, and return the Unix time at which it expires."""
         return int(self.put((salt, name), text, _tenant(salt)))
 
     def find(self, salt: str | None, name: str) -> str:
-        """Return the text of an answer. Raises ApiError if it is not stored, or no longer."""
+        """Return the text of an answer. Raises ApiError if it is not stored."""
         text = self.get((salt, name), _tenant(salt))
         if text is None:
             raise ApiError(

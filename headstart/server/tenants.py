@@ -53,7 +53,7 @@ EVERYBODY = Tenant("everybody", "all", None, is_admin=True)
 
 
 class Tenants:
-    """The tenants of a server. `ring` is None for a server without keys."""
+    """The tenants of a server. ring: its keys; None for a server without keys."""
 
     def __init__(self, ring: KeyRing | None = None, secret: bytes = b"") -> None:
         self._ring = ring
@@ -74,29 +74,29 @@ class Tenants:
         token = bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         key = self._ring.find(token) if token else None
         if key is None:
-            text = "the API key is not known here; allowed: one that the server's operator made"
+            text = "the API key is unknown; allowed: a key from the server's operator"
             if not token:
                 text = (
-                    "the request has no API key; allowed: one in the header "
+                    "the request has no API key; allowed: a key in the header "
                     "'Authorization: Bearer' or 'x-api-key'"
                 )
             raise ApiError(401, text, code="invalid_api_key")
         kind, name = key.tenant
         weight = sum(other.weight for other in self._ring.keys if other.tenant == key.tenant)
-        # The key may have been removed meanwhile, and no weight is 0.
+        # If the key was removed meanwhile, the sum is 0, which is not a weight.
         return Tenant(name, kind, self._salt_of(kind, name), weight or key.weight, key.admin)
 
     def names(self) -> Mapping[str, tuple[str, str]]:
-        """Return kind and name of each tenant by its salt, of all present and former keys.
+        """Return kind and name of each tenant by its salt, for current and former keys.
 
-        Later tenants are added to it. For the event loop, but any thread may read the mapping.
+        The mapping grows with new tenants. Call this in the event loop; any thread may read it.
         """
         for key in self._ring.keys if self._ring is not None else ():
             self._salt_of(*key.tenant)
         return self._names
 
     def salt(self, tenant: Tenant, requested: str | None) -> str | None:
-        """Return the salt of a tenant's request whose body has this salt.
+        """Return the salt of a tenant's request. requested: the salt in the request's body.
 
         Raises RequestError for a salt that UTF-8 cannot encode.
         """
@@ -127,7 +127,7 @@ def open_tenants(options: ServerOptions, address: str = "127.0.0.1") -> Tenants:
     is_open = not ipaddress.ip_address(address.partition("%")[0]).is_loopback
     reach = f"others can reach host {describe(options.host)}"
     if options.api_keys is False and is_open:
-        text = f"api_keys is off, and {reach}; allowed: on, or a loopback address as host"
+        text = f"api_keys is off and {reach}; allowed: on, or a loopback address as host"
         raise ConfigError(text)
     operators = [operator_key(key) for key in options.api_key]
     ring = KeyRing(folder, lambda error: _LOG.error("no request is accepted: %s", error), operators)

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`: texts to token ids and back, as vLLM has them."""
+"""vLLM's `POST /tokenize` and `/detokenize`: texts to token ids and back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PART = 4096  # ids
 class TokenizeRequest(PromptFields):
     """A text, or a conversation as a chat would render it.
 
-    add_special_tokens is for texts: a chat template spells its own.
+    add_special_tokens is only for texts: a chat template adds its own.
     """
 
     prompt: str | None = None
@@ -46,7 +46,7 @@ class DetokenizeRequest(Body):
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """Return the token ids of a prompt, and the largest number of them."""
+    """Return the token ids of a prompt, and the model's maximum length."""
     service = service_of(request)
     service.adapter(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -62,10 +62,10 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 
 
 def _spell(service: Service, token_ids: list[int], with_texts: bool) -> bytes:
-    """Return the answer of `/tokenize`, as JSON; empties `token_ids`.
+    """Return the answer of `/tokenize` as JSON; empties `token_ids`.
 
-    Part by part from the end: one call in C for a million ids, or freeing so many objects at once,
-    would stop every other thread for longer than the gap between two tokens of a stream.
+    Ids are converted and freed in parts, from the end: one call in C for a million ids would block
+    all threads for longer than the time between two tokens of a stream.
     """
     tokenizer = _tokenizer(service) if with_texts else None
     count = len(token_ids)
@@ -88,7 +88,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Return the text of token ids, special tokens included."""
     service = service_of(request)
     service.adapter(body.model)
-    if len(body.tokens) > service.max_model_len:  # decoding more would stop other threads
+    if len(body.tokens) > service.max_model_len:  # decoding more would block other threads
         raise RequestError(
             f"tokens has {len(body.tokens):,} entries; allowed: {service.max_model_len:,} at most "
             "(max_model_len)"

@@ -1,4 +1,4 @@
-"""The tools of a request of any API, and answers that must call one."""
+"""The tools of requests of all APIs, and the grammars of forced calls."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _TYPES = re.compile(
 
 
 class HostedTool(BaseModel):
-    """A tool that OpenAI or Anthropic run, such as a web search; nothing runs it here.
+    """A tool that OpenAI or Anthropic run, such as a web search; it does not run here.
 
-    A request that also has tools of the client is answered without it, and a header names it.
+    If a request has client tools too, hosted tools are left out, and a header names them.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -35,11 +35,10 @@ class HostedTool(BaseModel):
 
 
 def tag_tool(tool: Any, tags: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return "HostedTool" for a tool that only OpenAI or Anthropic run, and "OwnTool" for others.
+    """Return "HostedTool" for a tool that OpenAI or Anthropic run, and "OwnTool" for others.
 
-    tags: the tags of the client's tools by their types, where an API has several kinds.
-
-    Tags are like names of classes, which errors leave out of the names of fields.
+    tags: the tags of client tools by type, if an API has several kinds. Tags look like class names,
+    which errors leave out of the names of fields.
     """
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     if not isinstance(kind, str):
@@ -48,9 +47,9 @@ def tag_tool(tool: Any, tags: Mapping[str, str] = MappingProxyType({})) -> str:
 
 
 def leave_out_hosted(tools: Sequence[Any] | None, request: Request, function_type: str) -> None:
-    """Have the header `x-headstart-ignored` of the answer name the hosted tools.
+    """Name the hosted tools in the answer's header `x-headstart-ignored`.
 
-    function_type: the type of the client's tools. Raises ApiError if there are none of these.
+    function_type: the type of client tools. Raises ApiError if there are only hosted tools.
     """
     hosted = {i: tool.type for i, tool in enumerate(tools or ()) if isinstance(tool, HostedTool)}
     if hosted and len(hosted) == len(tools or ()):
@@ -67,14 +66,14 @@ Item = TypeVar("Item")
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
-# The white space that templates write between JSON's tokens: the next turn's prompt then spells a
-# call as it was generated, and hits it.
+# The white space that chat templates write in JSON. A generated call then has the same tokens in
+# the next turn's prompt, and is hit.
 _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 _THOUGHT = "thought gap "
 
 Thought = Literal["none", "possible", "begun"]
-"""Reasoning of an answer: none, possible at its beginning, or begun by the prompt."""
+"""Reasoning of an answer: none, possible at its beginning, or begun in the prompt."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class Tool:
 
 
 def make_tools(items: Sequence[Item], make: Callable[[Item], Tool]) -> tuple[Tool, ...]:
-    """Return the tools of a request. Raises RequestError for too many, before the first is made."""
+    """Return the tools of a request. Raises RequestError for too many, before it makes any."""
     if len(items) > MAX_TOOLS:
         raise RequestError(f"there are {len(items)} tools; allowed: {MAX_TOOLS} at most")
     return tuple(map(make, items))
@@ -115,10 +114,11 @@ def make_tools(items: Sequence[Item], make: Callable[[Item], Tool]) -> tuple[Too
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools of a request, and a choice: the answer may call them, must, or must call `name`.
+    """The tools of a request, and how an answer may use them. Raises RequestError.
 
-    parallel: True if the answer may have several calls. allowed: names of the tools that may be
-    called; None for all. The prompt shows all tools. Raises RequestError.
+    name: the only tool that the answer may call, and must. parallel: True if the answer may have
+    several calls. allowed: names of the tools that may be called; None for all. The prompt shows
+    all tools.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -136,11 +136,11 @@ class ToolUse:
         if self.allowed is not None:
             if unknown := sorted(self.allowed - self.names):
                 raise RequestError(
-                    f"tool_choice allows {describe(unknown[0])}, which is not one of the tools"
+                    f"tool_choice has {describe(unknown[0])}; allowed: names of the request's tools"
                 )
             object.__setattr__(self, "names", self.allowed)
         if self.choice == "required" and not self.names:
-            raise RequestError("tool_choice requires a call, and there are no tools")
+            raise RequestError("tool_choice requires a call, but there are no tools")
         if self.name is not None and self.name not in self.names:
             raise RequestError(
                 f"tool_choice is {describe(self.name)}, which is not one of the tools"
@@ -153,18 +153,17 @@ class ToolUse:
 
     @property
     def may_call(self) -> bool:
-        """True if calls are read out of the answer."""
+        """True if the answer is parsed for calls."""
         return self.choice != "none" and bool(self.names)
 
 
 def force_calls(
     use: ToolUse, form: CallFormat, special: Mapping[str, int], thought: Thought
 ) -> StructuredOutputsParams:
-    """Return the form of an answer that calls tools as the model would, by their schemas.
+    """Return the grammar of an answer that must call tools, in the model's own format.
 
-    The call begins at once; it follows reasoning only if the prompt began that: a model that may
-    reason first could do so until `max_tokens`. special: ids of the tokens that spell no text.
-    Raises RequestError.
+    Reasoning may precede the call only if the prompt began it: a model that is free to reason
+    could do so until `max_tokens`. special: ids of the special tokens. Raises RequestError.
     """
     names = use.names if use.name is None else {use.name}
     tools = [tool for tool in use.tools if tool.name in names]
@@ -188,7 +187,7 @@ def force_calls(
 def after_reasoning(
     form: StructuredOutputsParams, special: Mapping[str, int]
 ) -> StructuredOutputsParams | None:
-    """Return the form for an answer whose prompt began reasoning; None if it is not JSON."""
+    """Return `form` preceded by the reasoning that the prompt began; None if it is not JSON."""
     kind, text, whitespace = form.constraint
     if kind != "json":
         return None

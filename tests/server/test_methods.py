@@ -62,8 +62,8 @@ def test_a_compressed_body_is_told_so(server: Running, encoding: str) -> None:
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert error["message"] == (
-        f"the header Content-Encoding is {encoding}; allowed: none, or identity, which is an "
-        "uncompressed body"
+        f"the header Content-Encoding is {encoding}; allowed: none, or identity (an "
+        "uncompressed body)"
     )
 
 

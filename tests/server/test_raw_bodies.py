@@ -295,8 +295,8 @@ def test_no_message_and_no_such_model_are_told_with_their_field(server: Running)
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/v1/embeddings", "there is no /v1/embeddings: models here generate; "),
-        ("/v1/nothing", "there is no /v1/nothing: GET /docs shows what there is"),
+        ("/v1/embeddings", "there is no /v1/embeddings: only generation is supported; "),
+        ("/v1/nothing", "there is no /v1/nothing: GET /docs lists the paths"),
     ],
 )
 def test_a_path_that_is_not_there_says_what_is(

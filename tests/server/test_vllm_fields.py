@@ -288,7 +288,7 @@ def test_options_of_a_stream_need_one(server: Running, path: str, stream: dict[s
     body = CHAT if path.startswith("chat") else COMPLETION
     told = post(server, path, **body, **stream, stream_options={"include_usage": True})
     assert (told.status_code, told.json()["error"]["param"]) == (400, "stream_options")
-    assert told.json()["error"]["message"].startswith("stream_options is given without a stream")
+    assert told.json()["error"]["message"].startswith("stream_options is set without a stream")
     assert post(server, path, **body, **stream, stream_options=None).status_code == 200
 
 

@@ -166,7 +166,7 @@ class ChatPrompt(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RememberedTurn:
     """A finished turn: prompt and reply, with the ids that spell them."""
 
     prompt: str
@@ -279,7 +279,7 @@ class ConversationMemory:
                 return head + following
         return anew
 
-    def remember(self, turn: Turn, namespace: Namespace = SHARED) -> None:
+    def remember(self, turn: RememberedTurn, namespace: Namespace = SHARED) -> None:
         """Store a turn's ids for the next one, as far as its texts spell them.
 
         Left out at the end are tokens that the reply does not show (an end-of-turn token, which

@@ -26,7 +26,7 @@ from headstart.engine.outputs import RequestOutput
 from headstart.engine.params import SamplingParams
 from headstart.engine.request import PreparedPrompt, RequestGroup
 from headstart.errors import RequestError
-from headstart.frontend.chat.conversation import ChatPrompt, ConversationMemory, Turn
+from headstart.frontend.chat.conversation import ChatPrompt, ConversationMemory, RememberedTurn
 from headstart.frontend.chat.messages import (
     Message,
     TemplateOptions,
@@ -260,7 +260,7 @@ class ChatRequests:
             return
         with self._lock:
             for answer in output.outputs:
-                turn = Turn(*chat, answer.text, answer.token_ids)
+                turn = RememberedTurn(*chat, answer.text, answer.token_ids)
                 self._memory.remember(turn, group.namespace)
 
     def recall(self, messages: Conversation, replies: Mapping[int, Sequence[int]]) -> None:
@@ -286,7 +286,7 @@ class ChatRequests:
             if token_ids and max(token_ids) < size and isinstance(text, str):
                 with self._lock:
                     prompt = self._memory.render(messages[:place], options)
-                    turn = Turn(prompt, self._memory.encode(prompt), text, token_ids)
+                    turn = RememberedTurn(prompt, self._memory.encode(prompt), text, token_ids)
                     self._memory.remember(turn)
 
     def clear(self) -> None:

@@ -1,1 +1,1 @@
-"""Anthropic's API: messages, in its words for requests, answers and events."""
+"""Anthropic's Messages API: its requests, answers and events."""

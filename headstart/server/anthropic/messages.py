@@ -1,4 +1,4 @@
-"""`POST /v1/messages`: the next message of a conversation; and the length of its prompt.
+"""`POST /v1/messages` and `/v1/messages/count_tokens`.
 
 A streamed message:
 
@@ -8,8 +8,8 @@ A streamed message:
 
 A block is text, thinking or the use of a tool. `ping` may come anywhere.
 
-Every full block of every prompt is cached, marked or not. Up to a breakpoint, blocks are evicted
-after all others, until its time is over.
+Every full block of every prompt is cached, marked or not. Blocks before a breakpoint are evicted
+after all others until the breakpoint's time to live is over.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from headstart.server.anthropic.schema import (
     Block,
     CountTokensRequest,
     Marked,
+    MessageParam,
     MessagesRequest,
     ToolDefinition,
     ToolResultBlock,
-    Turn,
     count_blocks,
 )
 from headstart.server.chats import ChatCall, PreparedChat, prepare_chat, read_many
@@ -53,10 +53,10 @@ _SECONDS = {"5m": 300.0, "1h": 3600.0}
 
 
 class Breakpoint(NamedTuple):
-    """The end of a prefix that is worth keeping for `ttl`.
+    """The end of a prefix to retain for `ttl`.
 
-    turn: the message, None for the tools and the system text. block: in that message, None for
-    all of it.
+    turn: index of the message; None for the tools and the system text. block: index of the block in
+    the message; None for the whole message.
     """
 
     ttl: str
@@ -65,9 +65,9 @@ class Breakpoint(NamedTuple):
 
 
 def read_breakpoints(body: CountTokensRequest) -> tuple[Breakpoint, ...]:
-    """Return the breakpoints in order. Raises ApiError: over four, or a longer after a shorter.
+    """Return the breakpoints in order. A `cache_control` of the request marks its last block.
 
-    A mark of the whole request stands at its last block.
+    Raises ApiError for more than four, or for a longer time to live after a shorter one.
     """
     points = list(_marks(body))
     if body.cache_control is not None:
@@ -78,7 +78,7 @@ def read_breakpoints(body: CountTokensRequest) -> tuple[Breakpoint, ...]:
         refusal = f"{len(points)} blocks have cache_control; allowed: {MAX_BREAKPOINTS} at most"
     elif ttls != sorted(ttls):  # "1h" before "5m"
         refusal = (
-            'a cache_control with ttl "1h" comes after one with "5m"; allowed: the longer first'
+            'a cache_control with ttl "1h" comes after one with "5m"; allowed: "1h" before "5m"'
         )
     if refusal:
         raise ApiError(400, refusal, param="cache_control")
@@ -100,20 +100,20 @@ def _marks(body: CountTokensRequest) -> Iterator[Breakpoint]:
                     yield Breakpoint(each.cache_control.ttl, place, number)
 
 
-def _begin_of(body: CountTokensRequest, point: Breakpoint) -> list[Turn] | None:
-    """Return the conversation up to a breakpoint; None if that is all of it.
+def _begin_of(body: CountTokensRequest, point: Breakpoint) -> list[MessageParam] | None:
+    """Return the conversation up to a breakpoint; None if that is the whole conversation.
 
-    Before the first message stands an empty one, which templates want.
+    Up to a breakpoint before the first message, it is one empty message, as templates need one.
     """
     if point.turn is None:
-        return [Turn(role="user", content="")]
+        return [MessageParam(role="user", content="")]
     last = body.messages[point.turn]
     is_last = point.turn == len(body.messages) - 1
     if point.block is None or isinstance(last.content, str):
         return None if is_last else body.messages[: point.turn + 1]
     if is_last and point.block == len(last.content) - 1:
         return None
-    cut = Turn.model_construct(role=last.role, content=last.content[: point.block + 1])
+    cut = MessageParam.model_construct(role=last.role, content=last.content[: point.block + 1])
     return [*body.messages[: point.turn], cut]
 
 
@@ -135,11 +135,10 @@ def created_tokens(lengths: Mapping[str, int], usage: Usage) -> dict[str, int]:
 async def apply_breakpoints(
     service: Service, body: CountTokensRequest, call: ChatCall, prepared: PreparedChat
 ) -> dict[str, int]:
-    """Retain a prompt up to the breakpoints of its body, for their time after each use.
+    """Retain a prompt up to its breakpoints, for their time to live after each use.
 
-    Return the tokens up to the last breakpoint of each time to live. It is found by the prompt of
-    the conversation up to it: the tokens that it has in common with the whole. Beyond the last full
-    block nothing is cached.
+    Return the number of tokens up to the last breakpoint of each time to live, in full blocks. To
+    find it, the conversation up to the breakpoint is tokenized alone and compared with the whole.
     """
     lengths: dict[str, int] = {}
     if not prepared.request.params.is_stored:
@@ -164,14 +163,14 @@ async def apply_breakpoints(
 
 
 async def _count_common(service: Service, call: ChatCall, token_ids: Sequence[int]) -> int:
-    """Return the tokens that a prefix shares with the whole; 0 if the template refuses it alone."""
+    """Count the tokens that a prefix shares with the whole; 0 if the template refuses it alone."""
     try:
         name = service.new_id("part")
         prepared = await prepare_chat(service, call, name, stream=False, is_kept=False)
     except RequestError:
         return 0
     begin = prepared.request.prompt_token_ids
-    # In C, as a prompt may have a hundred thousand tokens.
+    # A prompt may have a hundred thousand tokens, so the comparison runs in C.
     differ = compress(count(), map(ne, begin, token_ids))
     return next(differ, min(len(begin), len(token_ids)))
 
@@ -195,7 +194,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
-    """Count the tokens of a prompt; nothing is computed."""
+    """Count the tokens of a prompt without running the model."""
     service = service_of(request)
     call = await _read_call(service, body, request)
     prepared = await prepare_chat(service, call, service.new_id("count"), stream=False)
@@ -216,13 +215,13 @@ _BLOCKS: dict[str, dict[str, Any]] = {
     "content": {"type": "text", "text": ""},
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
 }
-"""Empty blocks, by the kind of part that they have."""
+"""Empty blocks by the kind of their parts."""
 _DELTAS = {
     "content": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""The type of the delta with a part, and the field of its text."""
+"""The type of a part's delta and the field that has its text, by the kind of part."""
 
 
 class _Message(AnswerEvents):
@@ -235,7 +234,7 @@ class _Message(AnswerEvents):
         marked: Mapping[str, int],
         request_id: str,
     ) -> None:
-        """Begin a message. marked: see `created_tokens`. request_id: of the headers and the log."""
+        """Begin a message. marked: see `created_tokens`. request_id: as in the headers and log."""
         self._prepared = prepared
         self._parser = prepared.dialect.parser()
         self._usage = Usage()
@@ -244,7 +243,7 @@ class _Message(AnswerEvents):
         name = prepared.request.request_id
         self._head = {"id": name, "type": "message", "role": "assistant", "model": body.model}
         self._max_tokens = body.max_tokens
-        self._index = -1  # of the block that was begun last
+        self._index = -1  # index of the block that was begun last
         self._open: str | None = None  # the kind of parts in the open block
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
@@ -270,7 +269,7 @@ class _Message(AnswerEvents):
         return {"type": "tool_use", "id": name, "name": part.name, "input": {}}
 
     def _count(self) -> dict[str, Any]:
-        """Return the usage; `input_tokens` were computed and are not in a marked prefix."""
+        """Return the usage. `input_tokens` are computed tokens outside of marked prefixes."""
         usage = self._usage
         created = created_tokens(self._marked, usage)
         total = sum(created.values())
@@ -346,7 +345,7 @@ def _event(kind: str, **data: Any) -> bytes:
 
 
 def _read_input(arguments: str) -> dict[str, Any]:
-    """Return arguments as an object; a call that breaks off, or was not JSON, has none."""
+    """Return arguments as an object, which is empty if they are incomplete or not JSON."""
     try:
         value = json.loads(arguments, strict=False)
     except (ValueError, RecursionError):

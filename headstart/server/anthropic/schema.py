@@ -1,7 +1,7 @@
-"""The bodies of Anthropic's requests, and the chats that they are.
+"""The bodies of Anthropic's requests, and their conversion to chats.
 
-A field that is not here is an error. Fields without effect, such as `metadata`, take only values
-that change nothing: docs/apis.md has a table.
+Any other field is an error. Fields without effect, such as `metadata`, accept only values that
+change nothing; docs/apis.md lists them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def text_parts(text: str) -> Parts:
 
 
 class CacheControl(Body):
-    """The prompt up to here is worth keeping for `ttl`; a scope changes nothing here."""
+    """A cache breakpoint: the prompt up to here is retained for `ttl`. A scope has no effect."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
@@ -82,13 +82,13 @@ class ImageBlock(Marked):
 
 
 class Citations(Body):
-    """No answer has citations."""
+    """The switch of citations, which has no effect: answers have none."""
 
     enabled: Literal[False] = False
 
 
 class DocumentData(Body):
-    """The text of a document, or a file, such as a PDF, which is not shown."""
+    """The text of a document, or a file such as a PDF, which the model does not see."""
 
     type: Literal["text", "base64"]
     media_type: Label | None = None
@@ -160,7 +160,7 @@ class SearchResultBlock(Marked):
 
 
 class ToolReferenceBlock(Marked):
-    """A tool that the client's search of tools found; all tools are in the prompt already."""
+    """A tool that the client's tool search found. The prompt contains all tools anyway."""
 
     type: Literal["tool_reference"]
     tool_name: Label
@@ -170,7 +170,7 @@ class ToolReferenceBlock(Marked):
 
 
 class ToolUseBlock(Marked):
-    """A call that the model made; the input of a call that was cut off may be a text."""
+    """A call that the model made. Its input is a text if the call was cut off."""
 
     type: Literal["tool_use"]
     id: str
@@ -235,14 +235,14 @@ Block = Annotated[
 ]
 
 
-class Turn(Body):
+class MessageParam(Body):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Many[Block]
 
     def as_messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the message as OpenAI's; results of tools are separate messages, in their places.
+        """Yield the message in OpenAI's form, with each tool result as a separate message.
 
         Raises ApiError for a block of another role.
         """
@@ -287,7 +287,7 @@ class Turn(Body):
         return ApiError(400, f"a message of role {self.role!r} has a block of type {block.type!r}")
 
 
-def count_blocks(turns: Sequence[Turn]) -> int:
+def count_blocks(turns: Sequence[MessageParam]) -> int:
     """Return the number of messages and their blocks."""
     blocks = (len(turn.content) for turn in turns if isinstance(turn.content, list))
     return len(turns) + sum(blocks)
@@ -319,7 +319,7 @@ AnyTool = Annotated[
 
 
 class MessagesToolChoice(Body):
-    """A choice: the answer may, must or must not call a tool."""
+    """A rule for the answer: it may, must or must not call a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -327,7 +327,7 @@ class MessagesToolChoice(Body):
 
 
 class Thinking(Body):
-    """The switch of reasoning; templates without one ignore it.
+    """The switch of reasoning; chat templates without such a switch ignore it.
 
     A budget has no effect: reasoning ends where the model ends it.
     """
@@ -338,49 +338,49 @@ class Thinking(Body):
 
 
 class OutputFormat(Body):
-    """A form of JSON."""
+    """The JSON schema of an answer."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(Body):
-    """The answer's form; `effort` is for templates that read it."""
+    """The answer's format. `effort` is passed to the chat template."""
 
     effort: str | None = None
     format: OutputFormat | None = None
 
 
 class ClearThinking(Body):
-    """An edit that leaves all reasoning in the prompt, for chat templates that show it."""
+    """An edit that removes no reasoning (`keep: all`)."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
 
 
 class ContextManagement(Body):
-    """Edits of the conversation; none changes it here."""
+    """Edits of the conversation. Only edits without effect are accepted."""
 
     edits: Many[ClearThinking] = Field(default_factory=list)
 
 
 class Diagnostics(Body):
-    """A request for reasons of cache misses; `/cache/explain` returns them, and no answer does."""
+    """A request to explain cache misses, which has no effect: `/cache/explain` does it."""
 
     previous_message_id: Label | None = None
 
 
 class RequestMetadata(Body):
-    """A name of the user, which changes nothing."""
+    """A name of the user, which has no effect."""
 
     user_id: Label | None = None
 
 
 class CountTokensRequest(ChatFields):
-    """`POST /v1/messages/count_tokens`, and its fields that messages have, too."""
+    """`POST /v1/messages/count_tokens`. `POST /v1/messages` has these fields too."""
 
     model: str
-    messages: Annotated[Many[Turn], Field(min_length=1)]
+    messages: Annotated[Many[MessageParam], Field(min_length=1)]
     system: str | Many[TextBlock] | None = None
     tools: Many[AnyTool] | None = None
     tool_choice: MessagesToolChoice | None = None
@@ -416,7 +416,7 @@ class CountTokensRequest(ChatFields):
         return ToolUse(tools, "none" if choice.type == "none" else "auto", None, parallel)
 
     def read_template(self) -> dict[str, Any]:
-        """Return the template options; an answer that the conversation begins is continued."""
+        """Return the template options. If the last message is an assistant's, continue it."""
         extra: dict[str, Any] = {}
         if self.thinking is not None and self.thinking.type != "adaptive":
             extra["enable_thinking"] = self.thinking.type == "enabled"

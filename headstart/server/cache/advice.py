@@ -1,4 +1,4 @@
-"""Reasons of misses in words, and advice: what would have saved most of the recent traffic."""
+"""Reasons of misses in words, and advice on what would have saved most of the recent tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Adviser:
         token_ids: Sequence[int],
         missed: MissExplanation,
     ) -> dict[str, Any]:
-        """Return the reason why a prompt hits as much as `missed` says, and not more.
+        """Return the reason why a prompt does not hit more than `missed` says.
 
         closest: the closest earlier prompt, with the texts where the two differ; None if there is
         none, or if it may not be shown.
@@ -78,13 +78,14 @@ class Adviser:
         sides = tokens, closest.seen.tokens
         before = self._decode(tokens[max(0, start - _BEFORE) : start].tolist())
         here, there = (
-            # With the tokens before, since a token's text may depend on its neighbor.
+            # Decode the tokens before it too: a token's text may depend on the previous token.
             self._decode(side[max(0, start - _BEFORE) : start + _AFTER].tolist())[len(before) :]
             for side in sides
         )
         difference = describe_difference(before, here, there)
-        # Passages are longer than these texts. If two are swapped, the first of each prompt, with
-        # any number, is further on in the other; after an edit that holds for at most one side.
+        # Passages are longer than these texts. If two passages are swapped, the head of each one
+        # (possibly after a number) is found later in the other prompt. After an edit, that is true
+        # of at most one of them.
         if difference.looks_like == OTHER and all(
             count_again(mine[start + _NUMBERED : start + _HEAD], theirs[start + _MOVED :])
             for mine, theirs in (sides, sides[::-1])
@@ -93,10 +94,10 @@ class Adviser:
         return difference
 
     def sum_up(self, recent: Sequence[Sequence[Seen]]) -> dict[str, Any]:
-        """Return what would have saved most tokens of each tenant's prompts, oldest first.
+        """Return what would have saved most tokens of each tenant's prompts.
 
-        Prompts of a tenant that differ from the same word on count as one cause, whatever their
-        salts.
+        recent: each tenant's prompts, oldest first. A tenant's prompts that differ from the same
+        word on count as one cause, under any salts.
         """
         forks: dict[tuple[Any, ...], list[Seen]] = defaultdict(list)
         for place, prompts in enumerate(recent):
@@ -104,7 +105,7 @@ class Adviser:
                 if seen.num_lost < self._block_size and seen.num_again and seen.closest is not None:
                     head = seen.tokens[: self._word_begins(seen.tokens, seen.closest.num_common)]
                     forks[place, seen.namespace.adapter, head.tobytes()].append(seen)
-        # A cause that came once is named only where none came again.
+        # A cause that occurred once is reported only if no cause occurred twice.
         causes = [cause for cause in forks.values() if len(cause) > 1] or list(forks.values())
         causes.sort(key=lambda cause: -sum(seen.num_again for seen in cause))
         all_seen = [seen for prompts in recent for seen in prompts]
@@ -117,10 +118,10 @@ class Adviser:
         }
 
     def _word_begins(self, tokens: Tokens, place: int) -> int:
-        """Return where the word with the token at a place begins; the place if no space is near.
+        """Return where the word with the token at `place` begins; `place` if no space is near.
 
-        Prompts that begin with a time differ at any of its digits. Grouped by the digit, one cause
-        would count as several, each with a part of the savings.
+        Prompts that begin with a time may differ at any of its digits. Grouped by digit, this one
+        cause would be reported as several.
         """
         if self._decode is None:
             return place
@@ -156,7 +157,7 @@ class Adviser:
 
 
 def _describe_salts(seen: Sequence[Seen]) -> dict[str, Any] | None:
-    """Describe what equal prompts under several salts of a tenant cost; None if there are none."""
+    """Describe the cost of a tenant's equal prompts under several salts; None without such."""
     equal: dict[tuple[str | None, bytes], dict[str | None, Seen]] = defaultdict(dict)
     for prompt in seen:
         key = prompt.namespace.adapter, prompt.key
@@ -207,7 +208,7 @@ _REMEDIES = {
 _AROUND = 80  # characters shown on either side
 _NEAR = 24  # characters in which a date or an id is looked for
 _FAR = 2000  # characters in which the same lines or keys in another order are looked for
-_MOST = 0.75  # of the entries; the last one may be cut off
+_MOST = 0.75  # share of the entries that must match; the last entry may be cut off
 _MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
 _DAYS = "mon|tue|wed|thu|fri|sat|sun"
 _TIMES = re.compile(
@@ -221,13 +222,13 @@ _IDS = re.compile(
 )
 _KEYS = re.compile(r'"([^"\\]{1,80})"\s*:')
 _TOOL_WORDS = re.compile(r'"(parameters|input_schema|function)"')
-_NAMES = re.compile(r'"name"\s*:\s*"([^"\\]{1,80})"')  # of tools, whose keys are all the same
+_NAMES = re.compile(r'"name"\s*:\s*"([^"\\]{1,80})"')  # of tools, whose JSON keys are all equal
 
 
 class Difference(NamedTuple):
-    """The text before a difference, how each prompt continues, and its likely cause.
+    """The text before a difference, the text of each prompt there, and the likely cause.
 
-    All are None where texts may not be shown, or where one prompt is a prefix of the other.
+    All are None if texts may not be shown, or if one prompt is a prefix of the other.
     """
 
     before: str | None = None
@@ -262,7 +263,7 @@ def describe_difference(before: str, here: str, there: str) -> Difference:
 
 
 def _around(before: str, after: str) -> str:
-    """Return the words around the difference, with the part of its line before it."""
+    """Return the text around the difference, within its line."""
     same_line = before.rsplit("\n", 1)[-1][-_NEAR:]
     return same_line + after[:_NEAR].split("\n", 1)[0]
 
@@ -274,7 +275,7 @@ def _word(before: str, after: str) -> str:
 
 
 def _find_order(before: str, here: str, there: str) -> str | None:
-    """Return the kind of things that are the same in another order; None if they differ."""
+    """Return the kind of entries that are equal but in another order; None if they differ."""
     line = before.rsplit("\n", 1)[-1]
     mine, theirs = line + here[:_FAR], line + there[:_FAR]
     if _is_moved(_NAMES.findall(mine), _NAMES.findall(theirs)):
@@ -287,7 +288,7 @@ def _find_order(before: str, here: str, there: str) -> str | None:
 
 
 def _is_moved(mine: list[str], theirs: list[str]) -> bool:
-    """Return True if most entries are in both lists, and the first that differ are further on.
+    """Return True if most entries are in both lists, and each first entry comes later in the other.
 
     >>> _is_moved(["id", "a", "b"], ["id", "b", "a"]), _is_moved(["a", "b"], ["c", "b"])
     (True, False)
@@ -300,13 +301,13 @@ def _is_moved(mine: list[str], theirs: list[str]) -> bool:
     return (Counter(mine) & Counter(theirs)).total() >= _MOST * min(len(mine), len(theirs))
 
 
-_MOST_SAMPLES = 256  # of more evicted prompts, evenly spaced
-_SHARE = 0.9  # of the tokens computed again that the advised size saves
+_MOST_SAMPLES = 256  # evicted prompts to examine; of more, an evenly spaced sample
+_SHARE = 0.9  # the advised size saves this share of the recomputed tokens
 _ANSWER = b""
 
 
 class PoolSize(NamedTuple):
-    """Blocks of the pool, their tokens, and the bytes of each."""
+    """The number of blocks of the pool, and the tokens and bytes of a block."""
 
     num_blocks: int
     block_size: int
@@ -319,10 +320,10 @@ def _number_blocks(
     fresh: Iterator[int],
     block_size: int,
 ) -> list[int]:
-    """Return the numbers of a prompt's blocks and its answer's: the same for the same content.
+    """Return numbers for the blocks of a prompt and its answer; equal content, equal number.
 
     The tokens of answers are unknown. If a later prompt continues the conversation, its next
-    blocks are taken for those of the answer.
+    blocks are assumed to be the answer's.
     """
     step = block_size * seen.tokens.itemsize
     data = seen.tokens[: len(seen.tokens) // block_size * block_size].tobytes()
@@ -344,10 +345,10 @@ def _number_blocks(
 def _reuse_distances(
     prompts: Sequence[Seen], samples: Sequence[Seen], forgotten: float, block_size: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield the reuse distances of evicted prefixes in blocks, with the tokens lost.
+    """Yield the reuse distance of each evicted prefix in blocks, and its lost tokens.
 
-    A pool that evicts the least recently used block keeps a prefix until its next use if it holds
-    all blocks used since, and the prefix: that many blocks are its reuse distance.
+    The reuse distance is the number of blocks used between two uses of a prefix, plus its own
+    blocks. An LRU pool of that many blocks would not have evicted the prefix.
     """
     sample_ids = set(map(id, samples))
     by_content: dict[tuple[Namespace | int, bytes], int] = {}
@@ -366,11 +367,11 @@ def _reuse_distances(
 
 
 def advise_memory(prompts: Sequence[Seen], forgotten: float, pool: PoolSize) -> dict[str, Any]:
-    """Return how many more blocks would have saved most of the tokens that were evicted.
+    """Return how many more blocks would have saved most of the evicted tokens.
 
-    prompts: of all tenants. forgotten: when the last prompt ended that is not among them. Values
-    are None where no reuse distance is known: the earlier use is older than that, or the prompts
-    account for fewer blocks than the pool has, as when requests that left no trace took the rest.
+    prompts: the prompts of all tenants. forgotten: the time when the last prompt that is no longer
+    stored ended. Values are None if no reuse distance is known: the earlier use is older than
+    `forgotten`, or the prompts account for fewer blocks than the pool has.
     """
     evicted = [seen for seen in prompts if seen.num_lost >= pool.block_size]
     samples = evicted[:: -(-len(evicted) // _MOST_SAMPLES) or 1]

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class CachePromptRequest(CacheFields, PromptFields):
     """A prompt: a text, token ids or messages.
 
-    The body of a completion or a chat is accepted as it is; its fields for the answer have no
-    effect. `add_generation_prompt` adds the beginning of the model's reply to messages. By default
-    `explain` adds it, as a chat does, and `prewarm` does not.
+    The body of a completion or a chat is accepted too; its other fields have no effect.
+    `add_generation_prompt` adds the beginning of the model's reply to messages. Its default is
+    true for `explain`, as for a chat, and false for `prewarm`.
     """
 
     accepted = frozenset({*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields})
@@ -39,7 +39,7 @@ class CachePromptRequest(CacheFields, PromptFields):
 
 
 class CacheResetRequest(Body):
-    """reset_running_requests: preempt and recompute running requests.
+    """Options of a reset. reset_running_requests: preempt and recompute running requests.
 
     reset_tiers: also forget the model's blocks on disk or on another machine.
     """
@@ -55,7 +55,7 @@ MAX_WATCHERS = 64  # streams of /cache/live at once
 
 @router.get("")
 async def show_cache(request: Request) -> Response:
-    """Show the pool by state and owner, the hit rate, the largest prefixes."""
+    """Show the blocks by state and owner, the hit rate and the largest prefixes."""
     look = await service_of(request).live.show(is_now=True)
     return JsonResponse(look["engine"] | look["pool"] | {"prefixes": look["prefixes"]})
 
@@ -111,11 +111,11 @@ async def prewarm_prompt(body: CachePromptRequest, request: Request) -> Response
 
 @router.post("/reset")
 async def reset_cache(request: Request, body: CacheResetRequest | None = None) -> Response:
-    """Forget everything that is cached; status 409 while requests run, unless these are reset."""
+    """Empty the cache. Status 409 while requests run, unless `reset_running_requests` is set."""
     service = service_of(request)
     reset_running = body is not None and body.reset_running_requests
     tiers = body is not None and body.reset_tiers
-    done = True  # also where a tier does not answer: the pool is emptied first
+    done = True  # even if a tier does not answer: the pool is emptied first
     try:
         done = await service.llm.reset_prefix_cache(
             reset_running_requests=reset_running, reset_connector=tiers
@@ -145,7 +145,7 @@ async def show_advice(request: Request) -> Response:
 async def read_advice(request: Request) -> dict[str, Any]:
     """Return the advice that the caller may see. Raises ApiError (429) for a busy tenant."""
     service, tenant = service_of(request), tenant_of(request)
-    # A call of the tenant, so that one that calls often takes no more threads.
+    # Count it as a call of the tenant, to limit the threads that a busy tenant takes.
     with nullcontext() if tenant.is_admin else service.calls.call(tenant):
         return await asyncio.to_thread(service.watch.advise, tenant)
 
@@ -154,8 +154,8 @@ async def read_advice(request: Request) -> dict[str, Any]:
 async def stream_live(request: Request) -> Response:
     """Stream the pool and the traffic, about one event a second.
 
-    Raises ApiError (429) for more than `MAX_WATCHERS` streams: an event of some 200 KB waits in
-    each that is not read.
+    Raises ApiError (429) for more than `MAX_WATCHERS` streams: a stream that its client does not
+    read buffers an event of about 200 KB.
     """
     service = service_of(request)
     live = service.live
@@ -176,7 +176,7 @@ async def stream_live(request: Request) -> Response:
 
 @router.get("/blocks/{block_id}")
 async def show_block(block_id: int, request: Request) -> Response:
-    """Return the text in a block; status 404 for an id that the pool does not have."""
+    """Return the text in a block; status 404 for an unknown block id."""
     service = service_of(request)
     count = service.llm.num_blocks
     if not 0 <= block_id < count:

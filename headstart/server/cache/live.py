@@ -1,7 +1,7 @@
 """The pool as the page draws it: cells colored by prefix, and the traffic, every second.
 
-A look at the pool takes time of the engine's thread. The next look follows after fifty times as
-long as the last one took, and all viewers share it, so looks cost at most 2 % of its time. A
+A snapshot of the pool takes time of the engine's thread. All viewers share it, and the next one is
+made after fifty times as long as the last one took, so snapshots take at most 2 % of its time. A
 pool of more than `MAX_CELLS` blocks is drawn with several blocks per cell.
 """
 
@@ -30,37 +30,37 @@ MAX_CELLS = 8192
 EMPTY, CACHED, HELD = 0, 1, 2  # states of a cell
 _MOST_PREFIXES = 64
 _MOST_REQUESTS = 64
-_SHOWN_TOKENS = 48  # of a prefix
-_SHOWN = 16  # characters of a salt or digest
+_SHOWN_TOKENS = 48  # tokens shown of a prefix
+_SHOWN = 16  # characters shown of a salt or digest
 _SECONDS, _SHARE = 1.0, 50
 
 Tenancy = Mapping[str, tuple[str, str]] | None
-"""Kind and name of tenants by the first part of their salts; None for a server without keys."""
+"""Kind and name of each tenant, by its own salt; None for a server without keys."""
 
 
 class Live:
-    """Looks at the pool for all viewers, in one event loop."""
+    """Snapshots of the pool for all viewers, in one event loop."""
 
     def __init__(self, llm: AsyncLLM, watch: Watch, tenants: Tenants) -> None:
         self._llm = llm
         self._watch = watch
         self._tenants = tenants
         self._lock = asyncio.Lock()
-        self._began = -1e9  # the last look, by `time.monotonic`
-        self._took = 0.0  # seconds of two threads
+        self._began = -1e9  # when the last snapshot began, by `time.monotonic`
+        self._took = 0.0  # seconds that it took, in two threads together
         self._shown: dict[str, Any] = {}
         self._segments: list[PathSegment] = []
-        self.num_watchers = 0  # open streams of looks
+        self.num_watchers = 0  # open streams of snapshots
 
     @property
     def pause(self) -> float:
-        """Seconds from one look to the next."""
+        """Seconds from one snapshot to the next."""
         return max(_SECONDS, _SHARE * self._took)
 
     async def show(self, *, is_now: bool = False) -> dict[str, Any]:
-        """Return the pool and the traffic of now, or of at most `pause` seconds ago.
+        """Return a snapshot of the pool and the traffic, at most `pause` seconds old.
 
-        is_now: return the pool after this call, which may wait until the next look is due.
+        is_now: return a snapshot made after this call, even if that must wait.
         """
         called = time.monotonic()
         async with self._lock:
@@ -74,7 +74,7 @@ class Live:
         return self._shown | {"traffic": traffic}
 
     async def block_text(self, block_id: int) -> dict[str, Any]:
-        """Return the text in a block at the last look."""
+        """Return the text that the block had in the last snapshot."""
         for place, segment in enumerate(self._segments):
             if block_id in segment.ids:
                 tokens = read_tokens(segment.keys[segment.ids.index(block_id)])
@@ -129,7 +129,7 @@ class Live:
 
 
 def _describe_engine(llm: AsyncLLM) -> dict[str, Any]:
-    """Return counts since the start, and the first requests of the batch. For its thread."""
+    """Return counts since the start, and the first requests of the batch; engine thread only."""
     stats = llm.manager.stats
     running, waiting = llm.requests
     return {
@@ -163,7 +163,7 @@ def _describe_engine(llm: AsyncLLM) -> dict[str, Any]:
 def _count(
     manager: KVCacheManager, segments: Sequence[PathSegment], tenants: Tenancy
 ) -> dict[str, Any]:
-    """Return the blocks by state and by owner. For the engine's thread."""
+    """Return the blocks by state and by owner. Must run in the engine's thread."""
     by_owner: dict[_Owner, Counter[str]] = defaultdict(Counter)
     for segment in segments:
         owner = by_owner[_find_owner(segment.namespace, tenants)]
@@ -193,7 +193,7 @@ def _count(
 
 
 def _choose(segments: Sequence[PathSegment]) -> list[int]:
-    """Return the places of the largest segments and of their parents, parents first."""
+    """Return the indices of the largest segments and of their parents, parents first."""
     ranked = sorted(range(len(segments)), key=lambda place: -len(segments[place].ids))
     indices: set[int] = set()
     for place in ranked[:_MOST_PREFIXES]:
@@ -208,7 +208,7 @@ def _draw(
 ) -> dict[str, Any]:
     """Return cells in the order of block ids, as runs of [cells, state, prefix or -1].
 
-    A cell of several blocks shows the first that is held, or else the first that is cached.
+    A cell of several blocks shows the first held block, or else the first cached block.
     """
     states: NDArray[np.int64] = np.full(num_blocks, EMPTY, np.int64)
     prefixes: NDArray[np.int64] = np.full(num_blocks, -1, np.int64)
@@ -235,12 +235,13 @@ def count_hits(
     prompts: Iterable[Seen],
     block_size: int,
 ) -> Counter[int]:
-    """Return, for each of these places in `segments`, the prompts that hit its first block.
+    """Count the prompts that hit the first block of each segment, by the segment's index.
 
-    `places` include all parents. Only blocks of plain tokens are compared: keys with an image, or
-    with a tenant's salt after a public prefix, contain more than is stored of a prompt.
+    places: the indices to count; they include all parents. Only blocks of plain tokens are
+    compared. Keys with an image, or with a salt after a public prefix, cannot be rebuilt from a
+    stored prompt.
     """
-    # By a segment's parent, the namespace if it begins at the root, and its first block.
+    # By a segment's parent, its namespace if it begins at the root, and its first block.
     begins: dict[tuple[int, Namespace | None, BlockKey], int] = {}
     for start in places:
         segment = segments[start]
@@ -250,7 +251,7 @@ def count_hits(
     hits: Counter[int] = Counter()
     step = block_size * TOKEN_BYTES
     for seen in prompts:
-        count = seen.num_cached // block_size  # without the last block of a prompt of whole blocks
+        count = seen.num_cached // block_size  # at least one token is always computed
         data = seen.tokens[: count * block_size].astype("<i4").tobytes()
         owners: tuple[Namespace | None, ...]
         owners = (seen.namespace._replace(salt=PUBLIC), seen.namespace)
@@ -270,7 +271,7 @@ def count_hits(
 
 
 class _Owner(NamedTuple):
-    """The owner of blocks: a tenant or a public prefix by kind and name, or else a salt."""
+    """The owner of blocks: the kind and name of a tenant or public prefix, or else a salt."""
 
     adapter: str | None
     salt: str | None
@@ -279,7 +280,7 @@ class _Owner(NamedTuple):
 
 
 def _find_owner(namespace: Namespace, tenants: Tenancy) -> _Owner:
-    """Return the owner of a namespace: its tenant, also if a request has narrowed the salt.
+    """Return the owner of a namespace: its tenant, even if a request has narrowed the salt.
 
     >>> _find_owner(Namespace(None, "d2a1/77f0"), {"d2a1": ("group", "research")})
     _Owner(adapter=None, salt=None, kind='group', name='research')
@@ -294,7 +295,7 @@ def _find_owner(namespace: Namespace, tenants: Tenancy) -> _Owner:
 
 
 def _describe_owner(owner: _Owner, tenants: Tenancy) -> dict[str, Any]:
-    """Return an owner as the API shows it; without keys only its salt and its adapter."""
+    """Return an owner in the API's form; without keys, only its salt and its adapter."""
     named = {} if tenants is None else {"kind": owner.kind, "tenant": owner.name}
     salt, adapter = (text and text[:_SHOWN] for text in (owner.salt, owner.adapter))
     return {**named, "salt": salt, "adapter": adapter}

@@ -1,7 +1,7 @@
 """The most recent prompts, to explain a miss by the closest earlier prompt.
 
-Prompts of one namespace are sorted by their tokens. The prompt with the longest common prefix is a
-neighbor of the place where a new prompt belongs, so a search compares two.
+Prompts of one namespace are sorted by their tokens. The prompt with the longest common prefix is
+next to the position at which a new prompt would be inserted, so a search compares two prompts.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from headstart.cache import MissExplanation, MissReason, Namespace
 Tokens = NDArray[np.int32]
 _LOST = (MissReason.EVICTED, MissReason.UNSEEN, MissReason.TOKEN)
 _DIFFERENT = (MissReason.TOKEN, MissReason.ITEM, MissReason.UNSEEN)
-_FAR = 2048  # most tokens that replace the ones that differ
-_SPAN = 8  # tokens: shorter runs are not recognized in another place of a prompt
+_FAR = 2048  # tokens after a difference in which moved text is searched
+_SPAN = 8  # tokens; shorter runs are not recognized at another position
 _WEIGHTS: NDArray[np.int64] = np.array([31**n for n in range(_SPAN)], np.int64)
 _ONES: NDArray[np.int64] = np.ones(_SPAN, np.int64)
 _BY_KEY = attrgetter("key")
 
 
 class Times(NamedTuple):
-    """Seconds when a prompt came, was looked up in the cache, and had all its K/V."""
+    """The times in seconds when a prompt arrived, was looked up, and had all its K/V."""
 
     came: float = 0.0
     looked_up: float = 0.0
@@ -45,9 +45,9 @@ _NOW = Times()
 class Seen:
     """A prompt that was answered.
 
-    key: its tokens as bytes that sort like them. num_again: tokens after the first difference that
-    were computed although the closest earlier prompt has them too. num_computed: tokens of prompt
-    and answer with K/V. ended: on the clock of `times`.
+    key: bytes that sort like its tokens. num_again: computed tokens after the first difference
+    that the closest earlier prompt also contains. num_computed: tokens of prompt and answer with
+    K/V. ended: the end of the request, on the clock of `times`.
     """
 
     request_id: str
@@ -64,7 +64,7 @@ class Seen:
 
     @property
     def num_lost(self) -> int:
-        """Return the tokens in common with the closest prompt that were evicted since."""
+        """Return how many tokens in common with the closest prompt were evicted since."""
         if self.closest is None:
             return 0
         return self.closest.num_lost(self.num_cached, self.missed, self.times.looked_up)
@@ -77,10 +77,10 @@ class Closest(NamedTuple):
     num_common: int
 
     def num_lost(self, num_cached: int, missed: MissExplanation | None, looked_up: float) -> int:
-        """Return the common tokens that were evicted: all but `num_cached`.
+        """Return how many of the common tokens were evicted: all but `num_cached`.
 
-        The cache remembers few evictions. Unless it reports one, the earlier prompt must have been
-        computed before the lookup.
+        The cache remembers only some evictions. If it reports none, the tokens count as evicted
+        only if the earlier prompt was computed before the lookup.
         """
         if missed is None or missed.reason not in _LOST:
             return 0
@@ -107,7 +107,7 @@ class Traffic:
         self._recent: deque[Seen] = deque()
         self._num_tokens = 0
         self._sorted: dict[Namespace, list[Seen]] = {}  # the latest of equal prompts, by key
-        self.forgotten = -inf  # when the last of the forgotten prompts ended
+        self.forgotten = -inf  # when the last prompt that is no longer stored ended
 
     @property
     def recent(self) -> list[Seen]:
@@ -126,13 +126,13 @@ class Traffic:
     ) -> Seen:
         """Store a prompt that was answered just now; `ago` has its times, in seconds ago.
 
-        Takes time in proportion to its length only.
+        The time is proportional to the prompt's length.
         """
         now, tokens = self.now(), np.asarray(token_ids, np.int32)
         closest = self.closest(namespace, tokens)
         num_again = 0
         if closest is not None:
-            # Without its own closest prompt, so that no chain of earlier ones stays alive.
+            # Drop its own closest prompt, or a chain of all earlier prompts would stay in memory.
             closest = closest._replace(seen=replace(closest.seen, closest=None, key=b""))
             if missed is not None and missed.reason in _DIFFERENT:
                 new_tokens = tokens[max(closest.num_common, num_cached) :]
@@ -187,7 +187,7 @@ class Traffic:
         self._num_tokens -= len(seen.tokens)
         prompts = self._sorted[seen.namespace]
         place = bisect_left(prompts, seen.key, key=_BY_KEY)
-        if prompts[place] is seen:  # and not a later one with the same tokens
+        if prompts[place] is seen:  # not a later prompt with the same tokens
             del prompts[place]
         if not prompts:
             del self._sorted[seen.namespace]
@@ -196,9 +196,9 @@ class Traffic:
 class Traffics:
     """The most recent prompts of each tenant, in separate `Traffic` objects. Not thread-safe.
 
-    In a shared one, the prompts of one tenant would push out those of another, and the advice on
-    its own prompts would show a tenant how many others there were. Beyond `MAX_TENANTS`, the
-    prompts of the least recently active tenant are dropped.
+    With shared storage, one tenant's prompts would displace another's, and the advice would show
+    a tenant how many prompts the others sent. Beyond `MAX_TENANTS`, the prompts of the least
+    recently active tenant are dropped.
     """
 
     MAX_TOKENS = 2**22
@@ -206,9 +206,9 @@ class Traffics:
     MAX_TENANTS = 32
 
     def __init__(self, *, by_tenant: bool) -> None:
-        """by_tenant: False for a server without keys, which has one tenant."""
+        """Store prompts by tenant; `by_tenant` is False for a server without keys."""
         self._by_tenant = by_tenant
-        self._traffic: dict[str, Traffic] = {}  # the most recently active last
+        self._traffic: dict[str, Traffic] = {}  # by tenant, the most recently active last
         self._forgotten = -inf
 
     def of(self, salt: str | None) -> Traffic:
@@ -227,7 +227,7 @@ class Traffics:
 
     @property
     def forgotten(self) -> float:
-        """The time when the last of all forgotten prompts ended."""
+        """The time when the last prompt that is no longer stored ended."""
         return max([self._forgotten, *(traffic.forgotten for traffic in self._traffic.values())])
 
     @property
@@ -260,7 +260,7 @@ def count_again(tokens: Tokens, earlier: Tokens) -> int:
     """
     if len(tokens) < _SPAN or len(earlier) < _SPAN:
         return 0
-    # Each run of `_SPAN` tokens as a number; `np.isin` takes ten times as long for a short prompt.
+    # Hash each run of `_SPAN` tokens to a number. `np.isin` is slower for short prompts.
     mine, theirs = (np.convolve(t.astype(np.int64), _WEIGHTS, "valid") for t in (tokens, earlier))
     theirs.sort()
     is_common = theirs.take(theirs.searchsorted(mine), mode="clip") == mine

@@ -1,1 +1,1 @@
-"""Views of a server: its health, metrics, a log line per request, recent prompts."""
+"""Metrics, recent requests, log lines and traces."""

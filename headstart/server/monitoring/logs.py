@@ -1,15 +1,15 @@
-"""A line in the log for each request, on stderr, and a trace of it, for OpenTelemetry.
+"""A log line on stderr and an OpenTelemetry trace for each request.
 
-Texts of prompts and answers are in no line unless an operator wants them: even the parts of a body
-that a refusal quotes are left out. No text is in a trace:
+Log lines contain no text of prompts and answers unless the operator switches that on. Even the
+parts of a body that an error quotes are left out. A trace contains no text:
 
     llm_request                arrival to last token; a child of the client's span, if it names one
     ├ queue                    until its first step
     ├ prefill                  until its first token
     └ decode                   until its last
 
-Spans are made when a request ends, of the times that the engine noted, so nothing is done for them
-while it runs. Attributes have the names of OpenTelemetry's conventions for generative AI, and of
+Spans are made when a request ends, from the times that the engine recorded, so they cost nothing
+while it runs. Attributes have the names of OpenTelemetry's conventions for generative AI and of
 vLLM.
 """
 
@@ -51,7 +51,7 @@ _PARTS = {
     "gen_ai.latency.time_in_model_decode": ("first", "last"),
     "gen_ai.latency.time_in_model_inference": ("start", "last"),
 }
-"""Spans inside a request, and vLLM's attributes in seconds, by the moments that bound them."""
+"""Spans within a request, and vLLM's attributes in seconds, by their first and last moment."""
 
 
 def open_tracer(endpoint: str | None, model: str) -> Tracer | None:
@@ -70,15 +70,15 @@ def open_tracer(endpoint: str | None, model: str) -> Tracer | None:
 
 
 class Tracer:
-    """Makes the spans of requests that ended, and passes them to a processor."""
+    """Maker of the spans of ended requests, which it passes to a processor."""
 
     def __init__(self, processor: SpanProcessor, model: str) -> None:
-        """`model` is its name in the API."""
+        """Pass spans to `processor`; `model` is the model's name in the API."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
 
         self._model = model
-        # It would log what a client's headers say where they are malformed.
+        # OpenTelemetry would log the content of malformed headers.
         logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
         self._provider = TracerProvider(resource=Resource.create({"service.name": "headstart"}))
         self._provider.add_span_processor(processor)
@@ -154,15 +154,15 @@ class Tracer:
 
 
 _LOG = logging.getLogger("headstart.server.requests")
-_QUIET = ("/health", "/ready", "/metrics")  # polled: logged when they are refused
-_QUOTE = re.compile(r"(?<!\w)['\"]")  # an opening one; an apostrophe follows a letter
+_QUIET = ("/health", "/ready", "/metrics")  # polled, so they are logged only if they fail
+_QUOTE = re.compile(r"(?<!\w)['\"]")  # an opening quote; an apostrophe follows a letter
 
 
 @dataclass(slots=True)
 class Line:
-    """The content of a line. seconds: until the last byte of the answer was sent.
+    """The content of a log line. seconds: until the last byte of the answer was sent.
 
-    prompts, answers: their beginnings, if the operator wants them in the log.
+    prompts, answers: the beginnings of their texts, if the operator logs them.
     """
 
     request_id: str
@@ -181,7 +181,7 @@ class Line:
     answers: list[str] | None = None
 
     def add_answer(self, *, prompt: int, cached: int, generated: int, first: float | None) -> None:
-        """Count an answer of so many tokens; `first`: seconds to its first token."""
+        """Add an answer's numbers of tokens; `first`: seconds to its first token."""
         self.prompt_tokens += prompt
         self.cached_tokens += cached
         self.generated_tokens += generated
@@ -192,13 +192,13 @@ _LINE: ContextVar[Line | None] = ContextVar("line", default=None)
 
 
 def current_line() -> Line:
-    """Return the line of the request under way; outside requests one that nothing writes."""
+    """Return the line of the current request; outside of requests, a line that is never logged."""
     return _LINE.get() or Line("", "", "")
 
 
 @contextmanager
 def log_request(scope: Scope) -> Iterator[Line]:
-    """Write the line of a request at its end, also if its client has disconnected.
+    """Log a request at its end, even if its client has disconnected.
 
     The caller sets the status. Tenant and error come from the scope's state.
     """
@@ -215,7 +215,7 @@ def log_request(scope: Scope) -> Iterator[Line]:
         line.tenant = tenant.name if tenant is not None else None
         if (error := state.get("error")) is not None:
             text = str(error)
-            if error.status == 400 and (quote := _QUOTE.search(text)):  # without texts of a body
+            if error.status == 400 and (quote := _QUOTE.search(text)):  # it may quote a prompt
                 text = f"{text[: quote.start()]}..."
                 if error.param is not None and error.param not in text:
                     text = f"{error.param}: {text}"
@@ -249,7 +249,7 @@ class _AsText(logging.Formatter):
 
 
 class _AsJson(logging.Formatter):
-    """One object a line, in ASCII."""
+    """The format of lines for programs: one JSON object per line, in ASCII."""
 
     def format(self, record: logging.LogRecord) -> str:
         level = record.levelname.lower()
@@ -263,7 +263,7 @@ class _AsJson(logging.Formatter):
 def set_up_logs(kind: str) -> None:
     """Write the server's lines, and Granian's warnings, to stderr.
 
-    kind: "text" or "json"; "off" leaves out those of requests.
+    kind: "text" or "json"; "off" writes no lines for requests.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_AsJson() if kind == "json" else _AsText("%(message)s"))

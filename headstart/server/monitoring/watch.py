@@ -1,4 +1,4 @@
-"""Records of every request that the server answers: for metrics, explanations and advice.
+"""Records of all requests, for metrics, explanations of misses, and advice.
 
 Metrics have vLLM's names where the meaning is the same.
 """
@@ -36,7 +36,7 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.25, 0.5, 1, 2.5, 5, 10, 20, 
 _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _COUNTERS = {
     "prompt": ("vllm:prompt_tokens", "Prompt tokens of ended requests"),
-    "cached": ("headstart:cached_prompt_tokens", "Prompt tokens of ended requests, found cached"),
+    "cached": ("headstart:cached_prompt_tokens", "Cached prompt tokens of ended requests"),
     "regretted": ("headstart:regretted_tokens", "Prompt tokens computed again after eviction"),
     "generated": ("vllm:generation_tokens", "Generated tokens of ended requests"),
 }
@@ -44,7 +44,10 @@ _SECONDS_OF = {
     "gap": ("vllm:inter_token_latency_seconds", "Time from a token to the next"),
     "queue": ("vllm:request_queue_time_seconds", "Time that a request waited"),
     "first": ("vllm:time_to_first_token_seconds", "Time to the first token"),
-    "warm": ("headstart:warm_time_to_first_token_seconds", "The same, half of the prompt cached"),
+    "warm": (
+        "headstart:warm_time_to_first_token_seconds",
+        "Time to the first token if at least half of the prompt is cached",
+    ),
     "token": ("vllm:request_time_per_output_token_seconds", "Mean time between tokens"),
     "total": ("vllm:e2e_request_latency_seconds", "Time to the last token"),
     "age": ("headstart:prefix_age_at_hit_seconds", "Age of the prompt that a request hits"),
@@ -59,7 +62,7 @@ _STAGES = {
     "loaded_tokens": ("headstart:stage_loaded_tokens", "Tokens from disk or another machine"),
     "seconds": ("headstart:stage_seconds", "Time of a stage's steps"),
 }
-"""Metrics of a stage of a speaking model, by the field of `StageMetrics`."""
+"""Metrics of a stage of a speaking model, by field of `StageMetrics`."""
 
 
 _FAMILIES: Mapping[type, Any] = {
@@ -77,17 +80,17 @@ class _Registry:
         self._model = model
 
     def make(self, kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
-        """Return a metric without further labels, or else one that `count` counts."""
+        """Return a metric; if it has further labels, `count` must set them."""
         metric = kind(name, text, ["model_name", *labels], registry=self.registry, **options)
         return metric if labels else metric.labels(self._model)
 
     def count(self, metric: Any, label: str, value: float = 1) -> None:
-        """Add to a counter that has one label more."""
+        """Add to a counter that has one further label."""
         metric.labels(self._model, label).inc(value)
 
 
 class _EngineCounts(Collector):
-    """The engine's own metrics, read for each scrape in the engine's thread."""
+    """The engine's metrics, read in the engine's thread at each scrape."""
 
     def __init__(self, llm: AsyncLLM, model: str) -> None:
         self._llm = llm
@@ -108,7 +111,7 @@ class _EngineCounts(Collector):
 
 
 class Metrics(_Registry):
-    """Counts of a text model's requests since the start, and the engine's own metrics."""
+    """Metrics of a text model's requests, and the engine's metrics."""
 
     def __init__(self, llm: AsyncLLM, model: str) -> None:
         super().__init__(model)
@@ -132,9 +135,9 @@ class Metrics(_Registry):
     def finished(
         self, request: RequestGroup, output: RequestOutput, age: float | None, num_regretted: int
     ) -> None:
-        """Count an answered request; `age` in seconds of the prompt that it hit, if it hit one.
+        """Count an answered request. age: seconds since the prompt that it hit; None without a hit.
 
-        num_regretted: tokens that were computed although they had been cached once.
+        num_regretted: computed tokens that had been cached and were evicted.
         """
         self._count(request)
         self._counters["regretted"].inc(num_regretted)
@@ -171,12 +174,12 @@ class Metrics(_Registry):
                 self._seconds["gap"].observe(gap)
 
     def read(self) -> bytes:
-        """Return the text of `/metrics`. For the engine's thread."""
+        """Return the text of `/metrics`. Must run in the engine's thread."""
         return generate_latest(self.registry)
 
 
 class SpeechMetrics(_Registry):
-    """Counts of a speaking model's requests and of the work of its stages."""
+    """Metrics of a speaking model's requests and stages."""
 
     def __init__(self, model: str) -> None:
         super().__init__(model)
@@ -207,27 +210,27 @@ class SpeechMetrics(_Registry):
             self._first.observe(first)
 
     def read(self, under_way: int) -> bytes:
-        """Return the text of `/metrics`, with this many requests in the pipeline."""
+        """Return the text of `/metrics`. under_way: requests in the pipeline."""
         self._under_way.set(under_way)
         return generate_latest(self.registry)
 
 
-_MOST_REQUESTS = 200  # shown on the page
-_MOMENT = 0.02  # seconds; by then, clients that were answered together have sent new requests
-_MOST_ENDED = 1024  # requests that wait to be recorded
+_MOST_REQUESTS = 200  # ended requests to show on the page
+_MOMENT = 0.02  # seconds to wait, so that recording does not delay the clients' next requests
+_MOST_ENDED = 1024  # ended requests that may wait to be recorded
 
 
 class Watch:
-    """Records requests when they have ended, in a thread. Thread-safe."""
+    """Recorder of ended requests, in a thread. Thread-safe."""
 
     def __init__(self, llm: AsyncLLM, name: str, *, by_tenant: bool) -> None:
-        """by_tenant: see `Traffics`."""
+        """Record the requests of `llm`. by_tenant: see `Traffics`."""
         self._tokenizer = llm.tokenizer
         self.decode = self._decode if llm.tokenizer is not None else None
         blocks = llm.num_blocks
         self._pool = PoolSize(blocks, llm.block_size, llm.kv_cache_bytes // blocks)
         self._lock = threading.Lock()
-        # Each with its last output or the reason, and the times of `monotonic` and `time`.
+        # Each request with its last output or its reason, and its end by `monotonic` and `time`.
         self._ended: deque[tuple[RequestGroup, RequestOutput | str, float, float]] = deque()
         self._is_due = False
         self._traffics = Traffics(by_tenant=by_tenant)
@@ -236,17 +239,17 @@ class Watch:
         self.metrics = Metrics(llm, name)
 
     def ended(self, request: RequestGroup, output: RequestOutput | str) -> None:
-        """Record a request a moment later; only its counts if it is not to be stored.
+        """Record an ended request soon; only its counts if it must not be stored.
 
-        output: the last one; "abort" or "error" if there is no answer. For the event loop: a thread
-        records, which takes as long as some tokens of a small model.
+        output: the last output; "abort" or "error" if there is no answer. Called in the event
+        loop. A thread records, as that takes as long as several tokens of a small model.
         """
         self._ended.append((request, output, time.monotonic(), time.time()))
         if len(self._ended) > _MOST_ENDED:
             self.settle(1)
         if not self._is_due:
             self._is_due = True
-            # Outside the context of a call: the threads of one tenant must not delay all records.
+            # Outside of a call's context, so that one tenant's busy threads do not delay this.
             loop = asyncio.get_running_loop()
             loop.call_later(_MOMENT, self._take_notes, context=Context())
 
@@ -255,9 +258,9 @@ class Watch:
         asyncio.get_running_loop().run_in_executor(None, self.settle)
 
     def settle(self, most: int | None = None) -> None:
-        """Record all requests that have ended, or `most`; every method that reads calls it first.
+        """Record all ended requests, or at most `most`. Every method that reads calls it first.
 
-        Takes the lock also if none is left: another thread may be recording the last one.
+        Takes the lock even if no request waits: another thread may be recording the last one.
         """
         for _ in range(most or max(1, len(self._ended))):
             with self._lock:
@@ -315,8 +318,8 @@ class Watch:
     def advise(self, tenant: Tenant) -> dict[str, Any]:
         """Return what would have saved most tokens of recent prompts; see `Adviser.sum_up`.
 
-        An administrator sees the prompts of all tenants, and `memory`; for any other tenant it is
-        None, because it would depend on the data of others.
+        An administrator gets the advice for all tenants. For any other tenant, `memory` is None,
+        because it would depend on the data of others.
         """
         self.settle()
         with self._lock:
@@ -329,7 +332,7 @@ class Watch:
         return self._adviser.sum_up(recent) | {"memory": memory}
 
     def recent_prompts(self) -> list[Seen]:
-        """Return the recent prompts of all tenants that were stored."""
+        """Return the stored recent prompts of all tenants."""
         self.settle()
         with self._lock:
             return [seen for tenant in self._traffics.recent for seen in tenant]

@@ -1,1 +1,1 @@
-"""OpenAI's API: completions and chats, in its words for requests, answers and errors."""
+"""OpenAI's completions and chat completions: their requests, answers and errors."""

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions` and `/v1/completions`: answers and texts, whole or streamed."""
+"""`POST /v1/chat/completions` and `/v1/completions`, whole or streamed."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class Chunks(AnswerEvents):
-    """The chunks of one call's answers, each with the usage where the request wants it."""
+    """The chunks of one call's answers, each with the usage if the request wants that."""
 
     def __init__(self, body: SamplingFields, name: str, kind: str, kind_of_chunk: str) -> None:
-        """`kind` is the `object` of whole answers."""
+        """Begin the answers. kind, kind_of_chunk: the `object` of whole answers and of chunks."""
         created = int(time.time())
         self.head = {"id": name, "object": kind, "created": created, "model": body.model}
         options = body.stream_options
@@ -45,7 +45,7 @@ class Chunks(AnswerEvents):
         self.usage = Usage()
 
     def chunk(self, choices: list[Any], **fields: Any) -> bytes:
-        """Return an event with these choices and fields; no choices if it has fields alone."""
+        """Return an event with choices and further fields; `choices` may be empty."""
         if self._wants_usage and choices:
             fields["usage"] = self.usage.for_completions() if self._wants_usage_so_far else None
         return b"data: %s,%s\n\n" % (self._begin, encode({"choices": choices, **fields})[1:])
@@ -101,10 +101,10 @@ def completion_logprobs(
     as_ids: bool = False,
     first: tuple[int, str] = (0, ""),
 ) -> tuple[dict[str, Any], int]:
-    """Return log-probabilities as completions have them, and where the last token's text ends.
+    """Return log-probabilities in the form of completions, and the end of the last token's text.
 
-    offset: where the first token's text begins; negative if the beginning of the tokens is not in
-    the text. first: id and text of a prompt's first token, whose entry is None.
+    offset: the position of the first token's text; negative if the first tokens are not in the
+    text. first: id and text of a prompt's first token, whose entry is None.
     """
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     columns: dict[str, list[Any]] = {name: [] for name in names}
@@ -123,7 +123,7 @@ def completion_logprobs(
 
 
 def prompt_logprobs(output: RequestOutput, most: int) -> list[dict[str, Any] | None] | None:
-    """Return the log-probabilities of a prompt's tokens as vLLM has them; None for the first.
+    """Return the log-probabilities of a prompt's tokens in vLLM's form; None for the first.
 
     Each entry also has the `most` likeliest tokens.
     """
@@ -177,8 +177,8 @@ class _ChatAnswers(Chunks):
         super().__init__(body, name, "chat.completion", "chat.completion.chunk")
         self._body = body
         self._prepared = prepared
-        self._parsers: dict[int, AnswerParser] = {}  # of the answers that have begun
-        self._first: dict[str, Any] = {}  # fields of the first chunk alone
+        self._parsers: dict[int, AnswerParser] = {}  # by answer
+        self._first: dict[str, Any] = {}  # fields of the first chunk only
         if body.return_token_ids:
             self._first = {"prompt_token_ids": list(prepared.request.prompt_token_ids)}
 
@@ -223,7 +223,7 @@ class _ChatAnswers(Chunks):
         return message
 
     def _details(self, answer: CompletionOutput) -> dict[str, Any]:
-        """Return the log-probabilities of new tokens, and their ids where they are wanted."""
+        """Return the log-probabilities of new tokens and their ids, if the request wants them."""
         as_ids = bool(self._body.return_tokens_as_token_ids)
         logprobs = chat_logprobs(answer, self._body.top_logprobs or 0, as_ids=as_ids)
         ids = {"token_ids": list(answer.token_ids)} if self._body.return_token_ids else {}
@@ -237,7 +237,7 @@ class _ChatAnswers(Chunks):
     async def with_progress(
         self, outputs: AsyncGenerator[RequestOutput]
     ) -> AsyncGenerator[RequestOutput | bytes]:
-        """Yield the outputs, and before the first one the progress of the prompt if requested.
+        """Yield the outputs; before them, if requested, events with the progress of the prompt.
 
         Progress has llama.cpp's form, without its times.
         """
@@ -261,7 +261,7 @@ class _ChatAnswers(Chunks):
             yield output
 
     def read(self, output: RequestOutput) -> list[bytes]:
-        """Return a chunk per new part: clients do not join two pieces of a tool call in one."""
+        """Return a chunk per new part: clients do not support two parts of a call in one chunk."""
         self.usage.add(output)
         chunks = []
         for answer in output.outputs:
@@ -308,7 +308,7 @@ class _ChatAnswers(Chunks):
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Return reasoning under vLLM's former name, which clients read, and its present one."""
+    """Return reasoning under vLLM's former name, which clients still read, and its current one."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -328,7 +328,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         requests = []
         for place, prompt in enumerate(_prompts(body.prompt)):
             if place:
-                await asyncio.sleep(0)  # short lists of ids are read in the loop: let others run
+                await asyncio.sleep(0)  # let other tasks run: short lists are read in the loop
             prepared = await service.prepare(
                 prompt,
                 params,
@@ -343,7 +343,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     ids = [prepared.request_id for prepared in requests]
     answers = _TextAnswers(body, name, ids, service.llm.tokenizer)
     streams = [service.run(prepared) for prepared in requests]
-    # `merge` makes a task per item, which costs as much as the rest of a small answer.
+    # `merge` makes a task per item, which would double the cost of a small answer.
     outputs = merge(streams) if len(streams) > 1 else streams[0]
     if body.stream:
         return EventStream(answers.stream(outputs))
@@ -374,7 +374,7 @@ class _TextAnswers(Chunks):
         self._body = body
         self._places = {request_id: place for place, request_id in enumerate(ids)}
         self._tokenizer = tokenizer
-        self._offsets: dict[int, int] = {}  # of a choice's next token in its text
+        self._offsets: dict[int, int] = {}  # by choice, where its next token begins in its text
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return all answers at once."""
@@ -390,7 +390,7 @@ class _TextAnswers(Chunks):
 
     def _count(self, output: RequestOutput) -> None:
         self.usage.add(output)
-        if self._body.max_tokens == 0:  # the engine makes one token at least, which is not shown
+        if self._body.max_tokens == 0:  # the one token that the engine must generate is not shown
             self.usage.completion = 0
 
     def _choice(self, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
@@ -407,7 +407,7 @@ class _TextAnswers(Chunks):
             entries = [*(output.prompt_logprobs or ()), *entries]
         logprobs = None
         start = self._offsets.get(index, 0)
-        # The texts of tokens come at once; answer text that may begin a stop string comes later.
+        # Texts of tokens are sent at once; text that may begin a stop string is sent later.
         end = start + len(text)
         if body.logprobs is not None:
             first = (0, "")
@@ -446,10 +446,10 @@ class _TextAnswers(Chunks):
         return token_id, text
 
     def _prompt_start(self, output: RequestOutput, first: str) -> int:
-        """Return where the texts of a prompt's tokens begin, counted in the prompt's own text.
+        """Return the position in the prompt's text at which the texts of its tokens begin.
 
-        The prompt's text may lack their beginning: the token that begins every text, or the space
-        before the first word.
+        It is negative if the prompt's text lacks their beginning: a BOS token, or the space before
+        the first word.
         """
         if not first:
             return 0
@@ -461,7 +461,7 @@ class _TextAnswers(Chunks):
 async def _gather(
     outputs: AsyncGenerator[RequestOutput], ids: Sequence[str]
 ) -> list[RequestOutput]:
-    """Return the finished outputs in order; if one fails or the client is gone, cancel the rest."""
+    """Return the finished outputs in order. If one fails or the client is gone, cancel the rest."""
     async with aclosing(outputs):
         finished = {output.request_id: output async for output in outputs if output.finished}
     return [finished[request_id] for request_id in ids]
@@ -471,10 +471,10 @@ Item = TypeVar("Item")
 
 
 async def merge(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[Item]:
-    """Yield the items of all streams as they come; all streams are closed at the end.
+    """Yield the items of all streams as they arrive; all streams are closed at the end.
 
-    A stream computes its next item when the last one was taken, so a slow reader holds up all
-    of them and nothing piles up here. The first exception ends all.
+    A stream's next item is requested when its last one was taken, so a slow reader delays all
+    streams and no items are buffered here. The first exception ends all streams.
     """
     waiting = {asyncio.ensure_future(anext(stream, None)): stream for stream in streams}
     try:

@@ -1,7 +1,7 @@
 """The bodies of OpenAI's requests for completions and chats, and vLLM's fields for them.
 
-A field that is not here is an error: nothing is dropped in silence. Fields without meaning for a
-server of one model (`user`, `metadata`, `store`, ...) are taken and have no effect.
+Any other field is an error: nothing is ignored silently. Fields without meaning for a server of
+one model (`user`, `metadata`, `store`, ...) are accepted without effect.
 """
 
 from dataclasses import fields
@@ -36,7 +36,7 @@ ACCEPTED = frozenset(
         *("output_text_buffer_length", "flat_logprobs", "watermarking", "truncation_side"),
     ]
 )
-"""Fields of vLLM's requests without effect."""
+"""Fields of vLLM's requests that are accepted without effect."""
 
 _REFUSED = refusals(
     {
@@ -53,36 +53,36 @@ _REFUSED = refusals(
         ),
         "give `structured_outputs`": "guided_decoding",
         "there is one backend for structured outputs": "guided_decoding_backend",
-        "`POST /tokenize` makes token ids, and they are a prompt": "add_special_tokens=true",
+        "give token ids as prompt; `POST /tokenize` makes them": "add_special_tokens=true",
         "give fewer tokens: `POST /tokenize` counts them": "truncate_prompt_tokens",
-        "K/V of other machines come by `--remote-cache`": "kv_transfer_params ec_transfer_params",
+        "`--remote-cache` shares K/V between machines": "kv_transfer_params ec_transfer_params",
         "prompts are texts, token ids and images": "prompt_embeds",
-        "no code of others runs in the server": "logits_processors=[]",
+        "the server runs no code of clients": "logits_processors=[]",
         "weights do not change": "return_weight_versions=false",
-        "no routing data are returned": "routed_experts_prompt_start=0",
-        "request `logprobs` and read those you want": "logprob_token_ids=[]",
-        "request `prompt_logprobs` and read those you want": (
+        "expert routing is not returned": "routed_experts_prompt_start=0",
+        "give `logprobs` and select tokens from them": "logprob_token_ids=[]",
+        "give `prompt_logprobs` and select tokens from them": (
             "prompt_logprob_token_ids prompt_logprob_start=0 trace_decode_token_ids"
         ),
         "bound the answer by `max_tokens`, or by a stop string": (
             "thinking_token_budget repetition_detection"
         ),
         "give `frequency_penalty` or `repetition_penalty`": "no_repeat_ngram_size=0",
-        "`temperature=0` is greedy, any other draws": "do_sample",
-        "every step is sent": "stream_interval=1",
+        "give `temperature`: 0 is greedy, any other value samples": "do_sample",
+        "a stream sends every step": "stream_interval=1",
         "the name is `max_tokens`": "max_new_tokens max_length",
         "there is no speculative decoding": "prediction",
-        "give its fields next to the others; it is an argument of Python's client": "extra_body",
+        "give its fields directly; it is an argument of the Python client": "extra_body",
         "give `n`": "best_of=1 num_return_sequences=1",
     }
 )
 CHAT_REFUSED = _REFUSED | refusals(
     {
-        "the chat template spells the special tokens": "add_special_tokens=false",
-        "the answer has its own text alone": "echo=false",
-        "reasoning is a field of its own, `reasoning`; leave it unread": "include_reasoning=true",
+        "the chat template adds the special tokens": "add_special_tokens=false",
+        "a chat's answer cannot repeat the prompt": "echo=false",
+        "ignore the answer's field `reasoning`": "include_reasoning=true",
         "`POST /tokenize` and `/detokenize` return the prompt": "return_prompt_text=false",
-        "images are read by the model's own processor": "mm_processor_kwargs={} media_io_kwargs={}",
+        "the model's own settings apply to images": "mm_processor_kwargs={} media_io_kwargs={}",
         'give `chat_template_kwargs`, such as {"enable_thinking": false}': (
             "enable_thinking thinking"
         ),
@@ -102,7 +102,10 @@ COMPLETION_REFUSED = _REFUSED | refusals(
 
 
 class StreamOptions(Body):
-    """include_usage: the last event has the usage; continuous_usage_stats: all events have it."""
+    """Options of a stream. include_usage: the last event has the usage.
+
+    continuous_usage_stats: all events have it.
+    """
 
     include_usage: Flag = False
     continuous_usage_stats: Flag | None = None
@@ -110,7 +113,7 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    """A schema by name; `strict` is always so here."""
+    """A named JSON schema. It is always enforced; `strict` has no effect."""
 
     name: str
     description: str | None = None
@@ -119,7 +122,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form of an answer; structures and triggers are those of a structural tag."""
+    """The format of an answer. structures and triggers belong to type `structural_tag`."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
@@ -127,7 +130,7 @@ class ResponseFormat(Body):
     triggers: Many[str] | None = None
 
     def read(self) -> StructuredOutputsParams | None:
-        """Return the form without white space between tokens: a model could write it for ever."""
+        """Return the form without optional white space, which a model could write endlessly."""
         form: dict[str, Any] = {"json_object": True}
         needed: dict[str, Any] = {}
         match self.type:
@@ -158,11 +161,11 @@ class StructuredOutputs(Body):
     structural_tag: dict[str, Any] | str | None = None
 
 
-_MAX_ENTRIES = 16_384  # that are looked at here; half a microsecond of the event loop each
+_MAX_ENTRIES = 16_384  # entries to check; each takes half a microsecond of the event loop
 
 
 def _read_bias(value: Any) -> Any:
-    """Return the bias by token id. Refuse at the first mistake: pydantic would note thousands."""
+    """Return the bias by token id. Report one mistake; pydantic would report thousands."""
     for token, bias in value.items() if isinstance(value, dict) else ():
         if not (token.isascii() and token.isdigit()) or len(token) > 12:
             raise refuse("logit_bias: allowed keys are token ids as text")
@@ -173,11 +176,11 @@ def _read_bias(value: Any) -> Any:
 
 
 Logprobs = Annotated[int, Field(strict=True, ge=0, le=20)]
-"""A number of likeliest tokens. A long prompt with more of them is an answer of megabytes."""
+"""The number of likeliest tokens to return. With more, a long prompt gives megabytes of answer."""
 
 
 class SamplingFields(CacheFields):
-    """Fields of sampling, for completions and chats alike."""
+    """Sampling fields of completions and chats."""
 
     model: str | None = None
     temperature: Real | None = None
@@ -217,9 +220,9 @@ class SamplingFields(CacheFields):
 
     @model_validator(mode="after")
     def _check_stream(self) -> Self:
-        """Refuse options of a stream without one, as OpenAI and vLLM do, and the reverse."""
+        """Refuse options that need a stream without one, and options that no stream supports."""
         if self.stream_options is not None and not self.stream:
-            text = 'stream_options is given without a stream; allowed: none, or "stream": true too'
+            text = 'stream_options is set without a stream; allowed: none, or "stream": true too'
             raise refuse(text, "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             text = f"prompt_logprobs is {self.prompt_logprobs} and stream true"
@@ -235,14 +238,14 @@ class SamplingFields(CacheFields):
         form = None if self.response_format is None else self.response_format.read()
         if self.structured_outputs is not None:
             if form is not None:
-                text = "response_format and structured_outputs both give a form; allowed: one"
+                text = "response_format and structured_outputs are both set; allowed: one of them"
                 raise RequestError(text)
             form = StructuredOutputsParams(**self.structured_outputs.model_dump(by_alias=True))
         return params | {"structured_outputs": form} | self.cache_sampling
 
     @property
     def names(self) -> dict[str, str]:
-        """Return the names of fields of `SamplingParams` in this API, where they differ."""
+        """Return this API's names of fields of `SamplingParams`, if they differ."""
         return {} if self.response_format is None else {"structured_outputs": "response_format"}
 
 
@@ -261,14 +264,14 @@ class CompletionRequest(SamplingFields):
     def read_sampling(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams`. Raises RequestError for unsupported ones."""
         if self.suffix:
-            raise RequestError("suffix is set; allowed: none, as models only continue a text")
+            raise RequestError("suffix is set; allowed: none, as models only append to a text")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError(
                 f"best_of is {self.best_of}; allowed: none, or n, which is {self.n or 1}; use n"
             )
         params = super().read_sampling()
         if self.max_tokens == 0 and self.echo:
-            params["max_tokens"] = 1  # which the answer does not show: see `completions`
+            params["max_tokens"] = 1  # the answer does not show this token: see `_TextAnswers`
         if self.echo and self.logprobs is not None:
             params["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return params
@@ -288,7 +291,7 @@ class Function(Body):
 
 
 class FunctionTool(ClientTool):
-    """The only kind of tool there is."""
+    """A function as a tool."""
 
     types = ("function",)
     type: Literal["function"]
@@ -322,7 +325,7 @@ _TEMPLATE = (
 
 
 class TemplateFields(Body):
-    """Fields by which a conversation becomes a prompt."""
+    """Fields that determine how a conversation is rendered to a prompt."""
 
     tools: Many[FunctionTool] | None = None
     reasoning_effort: str | None = None
@@ -349,13 +352,13 @@ class TemplateFields(Body):
 
 
 class PromptFields(TemplateFields):
-    """A conversation that is not answered, as a chat would render it."""
+    """A conversation that is rendered like a chat and not answered."""
 
     model: str | None = None
     messages: Many[dict[str, Any]] | None = None
 
     def as_call(self, salt: str | None, sampling: dict[str, Any], **template: Any) -> ChatCall:
-        """Return a call that shows tools and calls none. template: defaults of its options."""
+        """Return a call whose tools are only shown. template: defaults of the template options."""
         return ChatCall(
             model=self.model,
             messages=self.messages or [],
@@ -369,8 +372,8 @@ class PromptFields(TemplateFields):
 class ChatCompletionRequest(SamplingFields, TemplateFields, ChatFields):
     """`POST /v1/chat/completions`.
 
-    functions, function_call: names of tools and tool_choice before there were tools; an answer then
-    has a function_call. return_progress: while the prompt of a stream is read, events with
+    functions, function_call: the older forms of tools and tool_choice; an answer then has a
+    function_call. return_progress: while the prompt is computed, the stream has events with
     `prompt_progress`, as in llama.cpp.
     """
 
@@ -396,7 +399,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields, ChatFields):
         return super().names | ({} if is_old else {"max_tokens": "max_completion_tokens"})
 
     def read_sampling(self) -> dict[str, Any]:
-        """Return the fields of `SamplingParams`; without a limit an answer may fill the context."""
+        """Return the fields of `SamplingParams`; by default `max_tokens` fills the context."""
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
         params = super().read_sampling()

@@ -1,8 +1,8 @@
 """The page at `/` with the pool, the prefixes and a chat, and the API's description at `/docs`.
 
-FastAPI's description lacks answers, tags, texts and examples. `texts.json` has the texts:
-descriptions and examples of fields, by the name of the field, or by schema and field where the type
-differs between schemas; examples of bodies, statuses, tags, errors.
+FastAPI's description lacks answers, tags, texts and examples. `texts.json` has them: descriptions
+and examples of fields (by field, or by schema and field if schemas differ), examples of bodies,
+statuses, tags and errors.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _SUCCESS = {
     "/metrics": {"text/plain": {"schema": {"type": "string"}}},
     "/cache/live": _EVENTS,
 }
-"""Content types of a success, by the paths where it is not JSON."""
+"""Content types of successful answers that are not JSON, by path."""
 _ALWAYS = (400, 403, 413, 500, 503)
 _CALLS = (404, 415, 429, 504)
 _OTHERS = {"/cache/reset": (409, 415), "/cache/advice": (429,)}
-"""Further statuses of paths that differ from the calls of a model and from plain reads."""
+"""Further status codes, by path."""
 _ERROR_HEADERS = {401: ("WWW-Authenticate", "string"), 429: ("Retry-After", "integer")}
 
 
 def complete_description(description: dict[str, Any], model: str) -> dict[str, Any]:
-    """Add the answers that are sent, tags, readable names, descriptions and examples.
+    """Add the actual answers, tags, readable names, descriptions and examples.
 
-    FastAPI lists a 422 for wrong bodies, which no path sends. model: the served name.
+    Remove the status 422 that FastAPI lists and no path sends. model: the served name.
     """
     texts = json.loads((_FOLDER / "texts.json").read_text(encoding="utf-8"))
     parameters = {"/v1/models/{name}": model, "/cache/blocks/{block_id}": 0}
@@ -101,7 +101,7 @@ def _responses(path: str, method: str, texts: dict[str, str]) -> dict[str, Any]:
 
 
 def _allow_overlaps(schema: Any) -> None:
-    """Turn `oneOf` without a discriminator into `anyOf`: hosted tools may have any type."""
+    """Replace `oneOf` without a discriminator by `anyOf`: hosted tools may have any type."""
     parts = schema
     if isinstance(schema, dict):
         if "oneOf" in schema and "discriminator" not in schema:
@@ -113,7 +113,7 @@ def _allow_overlaps(schema: Any) -> None:
 
 
 def render_reference(description: Schema) -> str:
-    """Return a page of an OpenAPI description, whose bodies are references to its schemas."""
+    """Return an HTML page of an OpenAPI description, whose bodies must be schema references."""
     schemas = description.get("components", {}).get("schemas", {})
     return _template().render(paths=description["paths"], schemas=schemas)
 
@@ -159,7 +159,7 @@ def _kinds(schema: Schema) -> Iterator[Markup]:
 
 
 _FILES = Path(__file__).parent / "files"
-# Everything comes from this server, and nothing that a model writes can be run.
+# Load everything from this server alone, and never run anything that a model writes.
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; object-src 'none'; form-action 'self'; frame-ancestors 'none'; "
@@ -171,7 +171,7 @@ _HEADERS = {
 
 
 class _Files(StaticFiles):
-    """The page's files; an SVG that is opened alone is a page, too."""
+    """The page's files, with the same headers: a browser may open an SVG as a page."""
 
     def file_response(self, *args: Any, **options: Any) -> Response:
         response = super().file_response(*args, **options)
@@ -182,7 +182,7 @@ class _Files(StaticFiles):
 def mount(app: FastAPI, *, with_pool: bool = True) -> None:
     """Serve the page and its files, and the API's description at `/docs` and `/openapi.json`.
 
-    with_pool: False if there is no single pool to show; then the description is the page.
+    with_pool: False if there is no single pool to show; `/` then shows the description.
     """
     lock = threading.Lock()
 

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: items in, items out, and conversations that the server remembers."""
+"""OpenAI's Responses API, with stored responses."""

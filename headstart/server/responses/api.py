@@ -1,4 +1,4 @@
-"""`/v1/responses`: answers as items, whole or as they come, and stored ones.
+"""`/v1/responses`: answers as items, whole or streamed, and stored responses.
 
 Events of a streamed response:
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 Event = dict[str, Any]
-"""An event without its number."""
+"""An event without its sequence number."""
 
 _ITEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "message": ("msg", {"role": "assistant", "content": []}),
@@ -68,7 +68,7 @@ _TEXTS = {
 
 
 def read_partial(arguments: str) -> Mapping[str, Any]:
-    """Return a call's arguments as far as they are written; empty if they are no JSON object.
+    """Return the arguments of a call that may be incomplete; empty if they are not an object.
 
     >>> read_partial('{"input": "a')
     {'input': 'a'}
@@ -97,14 +97,14 @@ _REPEATED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id"),
     *("prompt_cache_key", "safety_identifier", "user"),
 )
-"""Fields of a request that its response has as they are; others are completed."""
+"""Fields of a request that its response repeats unchanged, without defaults."""
 _LONG = 1 << 16  # bytes
 
 
 class ResponseAnswer(AnswerEvents):
-    """The items of a request's outputs so far, and the response as JSON at any time.
+    """The items of an answer so far, and the response as JSON at any time.
 
-    The repeated request may have megabytes of tools and a form, so it is spelled once.
+    The repeated fields of the request may have megabytes, so they are encoded once.
     """
 
     def __init__(
@@ -114,17 +114,17 @@ class ResponseAnswer(AnswerEvents):
         prepared: PreparedChat,
         store: Callable[[bytes, list[dict[str, Any]]], None],
     ) -> None:
-        """Not for the event loop if there are tools or a form, which may take long to spell.
+        """Begin a response. With tools or a form, call it in a thread: encoding may take long.
 
-        store: stores a response that is complete, with its items, before it is sent; it runs where
-        the response is read. Raises ApiError for a request that cannot be repeated.
+        store: called with a complete response and its items before it is sent, in the thread that
+        reads the outputs. Raises ApiError for fields that cannot be repeated.
         """
-        self._items: list[dict[str, Any]] = []  # at most the last is open
+        self._items: list[dict[str, Any]] = []  # only the last may be open
         self._calls = prepared.dialect.calls
-        self._kinds = body.call_kinds()  # by the names of tools
+        self._kinds = body.call_kinds()
         self._encodes_reasoning = "reasoning.encrypted_content" in (body.include or ())
         self._open: str | None = None  # the kind of parts in the open item
-        self._texts: list[str] = []  # of the open item
+        self._texts: list[str] = []  # pieces of the open item's text
         self._service = service
         self._request = prepared.request
         self._store = store
@@ -132,7 +132,7 @@ class ResponseAnswer(AnswerEvents):
         self._usage = Usage()
         self._status = "in_progress"
         self._error: dict[str, str] | None = None
-        self._number = 0  # of the next event
+        self._number = 0  # sequence number of the next event
         params = prepared.request.params
         repeated = _repeat(body)
         head = {
@@ -162,7 +162,7 @@ class ResponseAnswer(AnswerEvents):
 
     @property
     def is_long(self) -> bool:
-        """True if spelling the response takes too long for the event loop."""
+        """True if encoding the response takes too long for the event loop."""
         return len(self._head) > _LONG
 
     def whole(self, output: RequestOutput) -> bytes:
@@ -180,7 +180,7 @@ class ResponseAnswer(AnswerEvents):
             self._number += 1
 
     async def end(self) -> bytes:
-        # Spells reasoning once more.
+        # In a thread: it encodes the reasoning once more.
         return await asyncio.to_thread(lambda: self._frame_response(self._status))
 
     async def fail(self, error: ApiError) -> bytes:
@@ -272,7 +272,7 @@ class ResponseAnswer(AnswerEvents):
         return self._event(step, "content_part", part=self._content(text), content_index=0)
 
     def _event(self, step: str, name: str = "", **data: Any) -> Event:
-        """Return an event of the last item, by default of its text."""
+        """Return an event of the last item; `name` defaults to that of the item's text."""
         item = self._items[-1]
         if not name and self._open != "call":
             data |= {"content_index": 0} | ({"logprobs": []} if self._open == "content" else {})
@@ -299,7 +299,7 @@ class ResponseAnswer(AnswerEvents):
     def _count(self) -> dict[str, Any]:
         """Return the usage.
 
-        Tokens of reasoning are those that the tokenizer spells, which may not be the sampled ones.
+        Reasoning tokens are counted by tokenizing the text, so the number may differ a little.
         """
         usage = self._usage
         full = usage.prompt - usage.prompt % self._service.llm.block_size
@@ -337,11 +337,11 @@ def _repeat(body: ResponsesRequest) -> dict[str, Any]:
     names = {*_REPEATED, "reasoning", "text", "tool_choice", "tools"}
     try:
         return body.model_dump(mode="json", by_alias=True, exclude_none=True, include=names)
-    except ValueError as error:  # pydantic writes what is nested 255 deep, and no half characters
+    except ValueError as error:  # pydantic's limits: 255 levels of nesting, no lone surrogates
         raise ApiError(
             400,
-            "tools or text.format cannot be repeated in a response; allowed: JSON that is nested "
-            "less than 200 deep, with names that UTF-8 can encode",
+            "tools or text.format cannot be repeated in a response; allowed: JSON with less than "
+            "200 levels of nesting and names that UTF-8 can encode",
         ) from error
 
 
@@ -351,7 +351,7 @@ _QUERY = {
     "include": ("reasoning.encrypted_content",),
     "include_obfuscation": ("false", "true"),
 }
-"""Query parameters of a stored response, which change nothing here."""
+"""Query parameters of a stored response, with their only allowed values."""
 
 
 @router.post("")
@@ -382,7 +382,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 async def _read_call(
     service: Service, body: InputTokensRequest, request: Request
 ) -> tuple[ChatCall, list[dict[str, Any]]]:
-    """Return a conversation, and its messages without the instructions. Raises ApiError."""
+    """Return a conversation's call, and its messages without instructions. Raises ApiError."""
     leave_out_hosted(body.tools, request, "function")
     earlier = body.previous_response_id
     before = _find(request, earlier, "previous_response_id").messages if earlier else ()
@@ -399,7 +399,7 @@ async def _read_call(
 
 
 def _resolve(items: list[Item], store: ResponseStore, tenant: str | None) -> list[Item]:
-    """Return the items with those that references name in their places. Raises ApiError."""
+    """Return the items with references replaced by the stored items. Raises ApiError."""
     ids = {item.id for item in items if isinstance(item, ItemReference)}
     stored = store.find_items(ids, tenant)
     resolved = []
@@ -416,7 +416,7 @@ def _resolve(items: list[Item], store: ResponseStore, tenant: str | None) -> lis
 
 @router.post("/input_tokens")
 async def count_input_tokens(body: InputTokensRequest, request: Request) -> Response:
-    """Count the tokens of a prompt; nothing is computed."""
+    """Count the tokens of a prompt without running the model."""
     service = service_of(request)
     call, _ = await _read_call(service, body, request)
     prepared = await prepare_chat(service, call, service.new_id("count"), stream=False)
@@ -426,13 +426,13 @@ async def count_input_tokens(body: InputTokensRequest, request: Request) -> Resp
 
 @router.post("/compact", include_in_schema=False)
 async def compact_response(request: Request) -> Response:
-    """Refuse: conversations are not compacted. Clients would send a 501 again."""
+    """Refuse to compact a conversation, with 404: clients would retry after a 501."""
     raise ApiError(404, "conversations are not compacted here; send a shorter input")
 
 
 @router.get("/{name}")
 async def show_response(name: str, request: Request) -> Response:
-    """Show a stored response. Raises ApiError for a query that would change it."""
+    """Show a stored response. Raises ApiError for a query that selects parts of it."""
     for parameter, value in request.query_params.multi_items():
         parameter = parameter.removesuffix("[]")  # as OpenAI's clients write lists
         if value not in _QUERY.get(parameter, ()):
@@ -447,7 +447,7 @@ async def show_response(name: str, request: Request) -> Response:
 
 @router.delete("/{name}")
 async def delete_response(name: str, request: Request) -> Response:
-    """Forget a response."""
+    """Delete a response."""
     _find(request, name)
     store, tenant = _store_of(request)
     store.remove(name, tenant)
@@ -455,7 +455,7 @@ async def delete_response(name: str, request: Request) -> Response:
 
 
 def _store_of(request: Request) -> tuple[ResponseStore, str | None]:
-    """Return the store, and the salt that owns a tenant's responses: that of bodies without one."""
+    """Return the store and the tenant's own salt, which owns its responses."""
     return request.app.state.responses, service_of(request).salt(request, None)
 
 

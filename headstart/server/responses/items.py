@@ -1,9 +1,9 @@
-"""Items and tools of OpenAI's Responses, and the messages and functions that chat templates know.
+"""Items and tools of OpenAI's Responses, and their conversion to chat messages and functions.
 
 tool         a model sees                        an answer has
 function     a function                          function_call
-custom       a function of one text, `input`     custom_tool_call
-local_shell  a function of a command's words     local_shell_call
+custom       a function of one string, `input`   custom_tool_call
+local_shell  a function of a command             local_shell_call
 namespace    its tools, as `namespace.name`      the same, with the namespace
 """
 
@@ -33,7 +33,7 @@ _COMMAND = {
 
 
 class CacheBreakpoint(Body):
-    """A mark of the cache, which stores every full block of every prompt anyway."""
+    """A cache breakpoint, which has no effect: every full block of a prompt is cached."""
 
     mode: Literal["explicit"]
 
@@ -60,7 +60,7 @@ class InputImage(Body):
 
 
 class InputFile(Body):
-    """A file, of which only the name is shown."""
+    """A file, of which the model sees only the name."""
 
     type: Literal["input_file"]
     filename: str | None = None
@@ -72,20 +72,20 @@ class InputFile(Body):
 
     @property
     def text(self) -> str:
-        """Return what a model reads of the file."""
+        """Return the text that the model sees in place of the file."""
         name = self.filename or self.file_url or "a file"
         return f"[not shown: {name} cannot be read by this model]"
 
 
 class Refusal(Body):
-    """Text by which an assistant refused to answer."""
+    """The assistant's text of a refusal to answer."""
 
     type: Literal["refusal"]
     refusal: str
 
     @property
     def text(self) -> str:
-        """Return the refusal as any other text."""
+        """Return the text; the model sees it like any other."""
         return self.refusal
 
 
@@ -95,7 +95,7 @@ Content = (
 
 
 def _chat_content(content: Content) -> Any:
-    """Return a text, or parts as a chat has them."""
+    """Return the content in the form of a chat: a text or parts."""
     if isinstance(content, str):
         return content
     return chat_content(
@@ -125,7 +125,7 @@ def _result(call_id: str, content: Any) -> dict[str, Any]:
 
 
 class ItemFields(Body):
-    """Fields that items of earlier answers have."""
+    """Fields of items of earlier answers."""
 
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -136,7 +136,7 @@ class ItemFields(Body):
 
 
 class Message(ItemFields):
-    """A message; one of the assistant may be an item of an earlier answer."""
+    """A message; an assistant's message may be an item of an earlier answer."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -247,7 +247,7 @@ class ReasoningText(Body):
 
 
 class ReasoningItem(ItemFields):
-    """Reasoning of an earlier answer; encrypted reasoning of another server is left out."""
+    """Reasoning of an earlier answer. Encrypted reasoning of another server is left out."""
 
     type: Literal["reasoning"]
     summary: Many[ReasoningText] = Field(default_factory=list)
@@ -264,12 +264,12 @@ _PREFIX = "headstart:"
 
 
 def encode_reasoning(text: str) -> str:
-    """Return reasoning as an item's `encrypted_content`: encoded, since the item shows it too."""
+    """Return reasoning as an item's `encrypted_content`: encoded only, not encrypted."""
     return _PREFIX + base64.b64encode(text.encode()).decode()
 
 
 def decode_reasoning(content: str) -> str:
-    """Return the reasoning in an item's `encrypted_content`; empty for another server's."""
+    """Return the reasoning in an item's `encrypted_content`; empty if another server made it."""
     if not content.startswith(_PREFIX):
         return ""
     try:
@@ -279,7 +279,7 @@ def decode_reasoning(content: str) -> str:
 
 
 def _add_type(item: Any) -> Any:
-    """Return an item with a type; without one it is a message, or the reference to an item."""
+    """Return an item with a type: if it has none, "message" or "item_reference"."""
     if isinstance(item, dict) and not item.get("type"):
         untyped = "message" if "role" in item or "id" not in item else "item_reference"
         return {**item, "type": untyped}
@@ -309,7 +309,7 @@ def as_items(items: list[dict[str, Any]]) -> list[Item]:
 
 
 class CallKind(NamedTuple):
-    """The type, name and namespace of the items that have calls of a tool."""
+    """The type, name and namespace of the items for calls of a tool."""
 
     type: str
     name: str
@@ -335,7 +335,7 @@ class ResponseFunctionTool(ClientTool):
 
 
 class CustomFormat(Body):
-    """The form of a custom tool's input; a grammar is shown to the model, and not enforced."""
+    """The format of a custom tool's input. The model sees a grammar; it is not enforced."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None

@@ -1,7 +1,7 @@
-"""The bodies of OpenAI's Responses, and the chats that they are.
+"""The bodies of OpenAI's Responses, and their conversion to chats.
 
-A field that is not here is an error, and so is what OpenAI runs itself: its tools, prompts, stored
-conversations, background work. Fields without meaning for a server of one model are accepted.
+Any other field is an error, and so are OpenAI's own services: stored prompts, conversations,
+background work. Fields without meaning for a server of one model are accepted without effect.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Choice = Annotated[NamedChoice | AllowedChoice, Field(discriminator="type")]
 
 
 class PlainFormat(Body):
-    """Any text, or any object of JSON."""
+    """Any text, or any JSON object."""
 
     type: Literal["text", "json_object"]
 
@@ -75,7 +75,7 @@ class PlainFormat(Body):
 
 
 class JsonFormat(Body):
-    """JSON by a schema."""
+    """JSON that follows a schema."""
 
     type: Literal["json_schema"]
     name: str
@@ -89,14 +89,14 @@ class JsonFormat(Body):
 
 
 class TextConfig(Body):
-    """The form of the text."""
+    """The format of the answer's text."""
 
     format: Annotated[PlainFormat | JsonFormat, Field(discriminator="type")] | None = None
     verbosity: Label | None = None
 
 
 class Reasoning(Body):
-    """`effort` is for templates that read it; reasoning is never summarized."""
+    """Options of reasoning. `effort` is passed to the chat template; there are no summaries."""
 
     effort: Label | None = None
     summary: Label | None = None
@@ -106,7 +106,7 @@ class Reasoning(Body):
 
 
 class ResponseStreamOptions(Body):
-    """Nothing is obfuscated here."""
+    """Options of a stream. `include_obfuscation` has no effect: events are not padded."""
 
     include_obfuscation: Flag | None = None
 
@@ -118,7 +118,7 @@ Metadata = Annotated[
     ],
     at_most("metadata", 16),
 ]
-"""Notes of the client on a response, which repeats them; as many as OpenAI takes."""
+"""Metadata of the client, which the response repeats; OpenAI's limits apply."""
 
 
 Include = Literal[
@@ -128,11 +128,11 @@ Include = Literal[
     "file_search_call.results",
     "code_interpreter_call.outputs",
 ]
-"""Parts of an answer that no answer here has."""
+"""Optional parts of an answer. Only encrypted reasoning has an effect."""
 
 
 class CacheOptions(Body):
-    """Options of the cache. `ttl` is a time for which the prompt is worth keeping.
+    """Options of the cache. `ttl` retains the prompt for 30 minutes after each use.
 
     Every full block of a prompt is cached, in every mode.
     """
@@ -152,7 +152,7 @@ _RENAMED = refusals(
 
 
 class InputTokensRequest(ChatFields):
-    """`POST /v1/responses/input_tokens`, and the fields that responses have in common with it."""
+    """`POST /v1/responses/input_tokens`. `POST /v1/responses` has these fields too."""
 
     refused = _RENAMED
     input: str | Many[Item]
@@ -168,7 +168,7 @@ class InputTokensRequest(ChatFields):
     def read_messages(
         self, earlier: Sequence[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """Return the conversation after `earlier` messages, and the field that each came from.
+        """Return the `earlier` messages and this input, and each message's field in the body.
 
         Raises ApiError.
         """
@@ -181,7 +181,7 @@ class InputTokensRequest(ChatFields):
         return extend(earlier, self.input)
 
     def read_tools(self) -> ToolUse:
-        """Return the tools of a request, but for hosted ones. Raises RequestError."""
+        """Return the client's tools, without hosted tools. Raises RequestError."""
         tools = make_tools([*self._tool_readers()], lambda read: read()[1])
         parallel = self.parallel_tool_calls is not False
         choice = self.tool_choice
@@ -194,7 +194,7 @@ class InputTokensRequest(ChatFields):
         return ToolUse(tools, choice or "auto", None, parallel)
 
     def call_kinds(self) -> dict[str, CallKind]:
-        """Return the kind of calls of each tool, by its name for the model."""
+        """Return the kind of each tool's calls, by the name that the model sees."""
         return {tool.name: kind for kind, tool in (read() for read in self._tool_readers())}
 
     def _tool_readers(self) -> Iterator[Callable[[], tuple[CallKind, Tool]]]:
@@ -238,7 +238,7 @@ class ResponsesRequest(InputTokensRequest):
 
     @property
     def retention(self) -> float:
-        """Return the seconds for which the whole prompt is worth keeping, or 0."""
+        """Return the seconds for which the whole prompt is retained, or 0."""
         options = self.prompt_cache_options
         has_ttl = options is not None and options.ttl is not None
         return max(super().retention, 1800.0 if has_ttl else 0.0)
@@ -257,9 +257,9 @@ class ResponsesRequest(InputTokensRequest):
 def extend(
     earlier: Sequence[dict[str, Any]], items: Iterable[Item]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return messages with items after them, and the field that each came from.
+    """Return the `earlier` messages and the items, and each message's field in the body.
 
-    Reasoning, text and calls of the assistant in a row are one message.
+    Consecutive reasoning, text and calls of the assistant become one message.
     """
     messages, places = list(earlier), ["previous_response_id"] * len(earlier)
     for number, item in enumerate(items):

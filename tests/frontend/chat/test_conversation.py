@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from headstart.cache import Namespace
-from headstart.frontend.chat.conversation import ConversationMemory, Turn
+from headstart.frontend.chat.conversation import ConversationMemory, RememberedTurn
 from tests.tiny_tokenizers import CHATML, END_OF_TURN, TINY_TOKENIZERS, byte_tokens
 
 TOKENIZERS = {name: make() for name, make in TINY_TOKENIZERS.items()}
@@ -35,10 +35,10 @@ def spell(token_ids: list[int], tokenizer: PreTrainedTokenizerBase = BYTES) -> s
     return text
 
 
-def turn(memory: ConversationMemory, messages: list[dict[str, Any]], *reply: Any) -> Turn:
+def turn(memory: ConversationMemory, messages: list[dict[str, Any]], *reply: Any) -> RememberedTurn:
     """A turn as the engine finishes it: the prompt encoded, then (reply text, reply ids)."""
     prompt = memory.render(messages)
-    return Turn(prompt, memory.encode(prompt), *reply)
+    return RememberedTurn(prompt, memory.encode(prompt), *reply)
 
 
 def next_prompt(memory: ConversationMemory, messages: list[dict[str, Any]], reply: str) -> str:
@@ -98,7 +98,7 @@ def test_a_reply_that_spells_nothing_changes_no_prompt() -> None:
     """Ids beyond the tokenizer's vocabulary once came back as part of the prompt they answered."""
     memory = ConversationMemory(BYTES)
     prompt = letters("user: hello")
-    memory.remember(Turn("user: hello", prompt, "", [100_000, 100_001]))
+    memory.remember(RememberedTurn("user: hello", prompt, "", [100_000, 100_001]))
     assert memory.encode("user: hello") == prompt
 
 
@@ -184,7 +184,7 @@ def test_a_reply_may_be_followed_by_plain_text(name: str, rest: str) -> None:
     memory = ConversationMemory(tokenizer)
     prompt, reply = tokens("user: hello\nyou:", tokenizer), byte_tokens(tokenizer, "other")
     shown = spell([*prompt, *reply], tokenizer)[len("user: hello\nyou:") :]
-    memory.remember(Turn("user: hello\nyou:", prompt, shown, reply))
+    memory.remember(RememberedTurn("user: hello\nyou:", prompt, shown, reply))
     text = "user: hello\nyou:" + shown + rest
     token_ids = memory.encode(text)
     assert token_ids[: len(prompt) + len(reply)] == [*prompt, *reply]
@@ -198,7 +198,7 @@ def test_bytes_that_spoil_the_prompt_s_last_character_are_forgotten() -> None:
     prompt = tokens("日", tokenizer)
     [stray, *_] = tokens("日", tokenizer)[1:]
     reply = [stray, *tokens("the", tokenizer)]
-    memory.remember(Turn("日", prompt, spell(reply, tokenizer), reply))
+    memory.remember(RememberedTurn("日", prompt, spell(reply, tokenizer), reply))
     for text in ("日\ufffd the", "日\ufffd\ufffd\ufffd the", "日 the"):
         assert memory.encode(text)[: len(prompt) + 1] != [*prompt, stray]
         assert spell(memory.encode(text), tokenizer) == text
@@ -246,7 +246,7 @@ def test_a_salt_and_a_text_do_not_run_together() -> None:
     memory = ConversationMemory(BYTES)
     texts = {"ab": "c the other", "a": "bc the other", None: "abc the other", "": "other"}
     for salt, text in texts.items():
-        memory.remember(Turn(text, letters(text), "", []), Namespace(None, salt))
+        memory.remember(RememberedTurn(text, letters(text), "", []), Namespace(None, salt))
     for salt in texts:
         for text in texts.values():
             expected = letters(text) if text == texts[salt] else tokens(text)
@@ -257,7 +257,7 @@ def test_the_text_used_least_recently_is_forgotten() -> None:
     memory = ConversationMemory(BYTES, max_texts=2)
 
     def remember(text: str) -> None:
-        memory.remember(Turn(text, letters(text), "", []))
+        memory.remember(RememberedTurn(text, letters(text), "", []))
 
     for text in ("the", "other", "the", "weather"):
         remember(text)
@@ -282,7 +282,7 @@ def test_the_longest_known_beginning_is_found(
     expected: dict[str, list[int]] = {}
     for prompt, reply in known:
         text = prompt + reply
-        memory.remember(Turn(text, byte_tokens(BYTES, text), "", []))
+        memory.remember(RememberedTurn(text, byte_tokens(BYTES, text), "", []))
         expected.pop(text, None)
         expected[text] = byte_tokens(BYTES, text)
     kept = list(expected)[-capacity:]
@@ -312,7 +312,7 @@ def test_ids_spell_the_text_whatever_is_remembered(name: str, data: st.DataObjec
         shown = tokenizer.decode(sampled, skip_special_tokens=data.draw(st.booleans()))
         assert isinstance(shown, str)
         shown = shown[: data.draw(st.integers(0, len(shown)))]
-        memory.remember(Turn(prompt, token_ids, shown, sampled))
+        memory.remember(RememberedTurn(prompt, token_ids, shown, sampled))
         messages += [
             {"role": "assistant", "content": shown},
             {"role": "user", "content": data.draw(TEXTS)},
@@ -333,7 +333,8 @@ def test_a_reply_in_whole_characters_is_kept_whole(name: str, data: st.DataObjec
     shown = tokenizer.decode(sampled, skip_special_tokens=True)
     assert isinstance(shown, str)
     prompt_ids = memory.encode(prompt)
-    memory.remember(Turn(prompt, prompt_ids, shown, [*sampled, *tokens(END_OF_TURN, tokenizer)]))
+    reply = [*sampled, *tokens(END_OF_TURN, tokenizer)]
+    memory.remember(RememberedTurn(prompt, prompt_ids, shown, reply))
     in_context = spell([*prompt_ids, *sampled], tokenizer)[len(spell(prompt_ids, tokenizer)) :]
     following = memory.encode(prompt + in_context + END_OF_TURN + "\n<|im_start|>user\nso")
     assert following[: len(prompt_ids) + len(sampled)] == [*prompt_ids, *sampled]

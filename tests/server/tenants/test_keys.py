@@ -187,7 +187,7 @@ def test_keys_of_the_command_line_are_one_administrator(folder: KeyFolder) -> No
     one, two, alice = (tenants.of({b"x-api-key": k.encode()}) for k in ("one", "two", listed))
     assert one == two and one.is_admin and not alice.is_admin
     assert len({one.salt, alice.salt, None}) == 3
-    with pytest.raises(ApiError, match="the API key is not known here"):
+    with pytest.raises(ApiError, match="the API key is unknown"):
         tenants.of({b"x-api-key": b"three"})
     assert all("one" not in file.read_text() for file in folder.folder.iterdir())
 
@@ -207,7 +207,7 @@ def test_no_key_of_the_folder_is_in_the_operator_s_tenant(
 @pytest.mark.parametrize("key", ["", " lead", "trail ", "\n", "key\r\n"])
 def test_a_key_that_no_header_carries_is_refused(key: str) -> None:
     """Blanks around a header's value are dropped, so such a key could not be used."""
-    with pytest.raises(ConfigError, match=r"^api_key is empty, or begins or ends") as told:
+    with pytest.raises(ConfigError, match=r"^api_key is empty or has white space") as told:
         ServerOptions(api_key=("good", key))
     assert "trail" not in str(told.value) and "lead" not in str(told.value)
 

@@ -359,7 +359,7 @@ BAD = [
     (
         {"messages": [{"role": "user", "content": [mark("a"), mark("b", ttl="1h")]}]},
         400,
-        "the longer first",
+        'before "5m"',
     ),
     ({"system": [mark("a", ttl="2h")]}, 400, "ttl"),
     ({"tool_choice": {"type": "tool"}, "tools": [WEATHER]}, 400, "and a name"),

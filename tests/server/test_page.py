@@ -81,7 +81,7 @@ def test_a_chat_shows_what_was_cached_and_the_map_shows_where(browser, served) -
     page.keyboard.press("ArrowRight")
     expect(page.locator("#block")).to_contain_text("Block 1:")
     expect(page.locator("#block")).to_contain_text("tokens: ")
-    forget = page.get_by_role("button", name="Forget everything cached")
+    forget = page.get_by_role("button", name="Empty the cache")
     asked: list[str] = []
     page.once("dialog", lambda dialog: (asked.append(dialog.message), dialog.dismiss()))
     forget.click()
@@ -89,7 +89,7 @@ def test_a_chat_shows_what_was_cached_and_the_map_shows_where(browser, served) -
     assert int(say(page, "How old is Anna?").split()[0]) > cached  # all is there
     forget.click()
     expect(page.locator("#pool-counts")).to_contain_text("0 cached")
-    assert "computed anew" in asked[0]
+    assert "computed again" in asked[0]
     assert say(page, "How old is Carl?").startswith("0 of ")
     assert problems == []
     page.close()

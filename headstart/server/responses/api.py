@@ -340,8 +340,8 @@ def _repeat(body: ResponsesRequest) -> dict[str, Any]:
     except ValueError as error:  # pydantic's limits: 255 levels of nesting, no lone surrogates
         raise ApiError(
             400,
-            "tools or text.format cannot be repeated in a response; allowed: JSON with less than "
-            "200 levels of nesting and names that UTF-8 can encode",
+            "tools or text.format cannot be repeated in a response; allowed: JSON that is nested "
+            "less than 200 levels deep, with names that UTF-8 can encode",
         ) from error
 
 

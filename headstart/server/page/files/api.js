@@ -1,4 +1,4 @@
-// Requests to the server that this page came from, with the key that the user gave, if any.
+// Requests to the page's server, with the user's key if there is one.
 
 let key = sessionStorage.getItem("headstart-key") || "";
 
@@ -21,7 +21,7 @@ async function askForKey(trouble) {
   saveKey(document.getElementById("key").value.trim());
 }
 
-// The response; asks for a key, and again, while the server wants one. Throws what went wrong.
+// The response. Prompts for a key as long as the server refuses the last one. Throws other errors.
 export async function request(path, options = {}) {
   for (;;) {
     const used = key;
@@ -52,7 +52,7 @@ export async function post(path, body, signal) {
   });
 }
 
-// The events of a response as they come, each as parsed JSON; ends at "[DONE]".
+// The events of a response as they arrive, as parsed JSON; ends at "[DONE]".
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -56,7 +56,7 @@ export function drawChart(svg, requests) {
   svg.setAttribute("aria-label", `Time to first token of ${timed.length} requests, from ${seconds(Math.min(...times))} to ${seconds(Math.max(...times))}`);
 }
 
-const LEFT = 52, TOGETHER = 16; // requests of which a hit rate is told
+const LEFT = 52, TOGETHER = 16; // requests per point of the hit rate
 
 export function drawRates(svg, requests) {
   const width = svg.clientWidth || 600, height = svg.clientHeight || 72;
@@ -76,14 +76,14 @@ export function drawRates(svg, requests) {
   add(svg, "polyline", { points: points.join(" "), fill: "none", stroke: "var(--accent)", "stroke-width": 2 });
 }
 
-// The cold requests: tokens that were computed, and seconds to the first token.
+// The cold requests: computed tokens, and seconds to the first token.
 export function coldPrompts(requests) {
   return requests.filter((one) => !isWarm(one) && one.time_to_first_token > 0)
     .map((one) => ({ tokens: one.prompt_tokens - one.cached_tokens, seconds: one.time_to_first_token }));
 }
 
-// Seconds that cached tokens saved, at the rate of all cold prompts; null before there are two.
-// At most the time of any cold prompt that computed at least as many tokens.
+// Seconds that cached tokens saved, at the mean speed of the cold prompts; null for less than two.
+// The result is at most the time of each cold prompt that computed at least as many tokens.
 export function savedSeconds(cached, cold) {
   if (cold.length < 2) return null;
   const sum = (name) => cold.reduce((total, one) => total + one[name], 0);
@@ -91,7 +91,7 @@ export function savedSeconds(cached, cold) {
   return Math.min(cached * sum("seconds") / sum("tokens"), ...bounds);
 }
 
-// Of "cmpl-9f8e7d6c…-2" the name's beginning, and which prompt of a call, but for the first.
+// "9f8e7d6c, prompt 3" for "cmpl-9f8e7d6c…-2": the name's beginning, and the number of the prompt.
 function shortName(id) {
   const [, name = id, place = "0"] = id.split("-");
   return name.slice(0, 8) + (place === "0" ? "" : `, prompt ${Number(place) + 1}`);

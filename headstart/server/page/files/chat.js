@@ -1,4 +1,4 @@
-// The chat: a conversation in this tab, each reply with what was cached and what that saved.
+// The chat: a conversation in this tab. Each reply shows its cached tokens and the saved time.
 
 import { events, post } from "./api.js";
 import { savedSeconds, seconds } from "./chart.js";
@@ -9,9 +9,9 @@ export class Chat {
   constructor(elements, modelName, coldPrompts) {
     Object.assign(this, elements);
     this.modelName = modelName;
-    this.coldPromptsOfAll = coldPrompts; // none for a user who may not see the requests
+    this.coldPromptsOfAll = coldPrompts; // empty without an administrator's key
     this.messages = [];
-    this.number = 0; // of chats begun in this tab
+    this.number = 0; // of the current chat in this tab
     this.coldPrompts = []; // of this tab
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -42,14 +42,14 @@ export class Chat {
     turn.className = `turn ${kind}`;
     turn.textContent = text;
     this.turns.append(turn);
-    turn.scrollTop = turn.scrollHeight; // of a document, its end: there stands the question
+    turn.scrollTop = turn.scrollHeight; // show the end of a document, where the question is
     this.turns.scrollTop = this.turns.scrollHeight;
     return turn;
   }
 
   get isWaiting() { return Boolean(this.abort); }
 
-  // While a reply comes, Stop stands where Send does; who was there with the keyboard stays there.
+  // While a reply streams, Stop replaces Send and gets its keyboard focus.
   wait(isWaiting) {
     const [shown, hidden] = isWaiting ? [this.stop, this.submit] : [this.submit, this.stop];
     const hadFocus = document.activeElement === hidden;

@@ -1,4 +1,4 @@
-// The page: one stream of looks at the pool fills every part of it.
+// The page: one stream of snapshots of the pool fills every part of it.
 
 import { events, get, post, request } from "./api.js";
 import { Chat } from "./chat.js";
@@ -10,7 +10,7 @@ import { count, counted } from "./words.js";
 const $ = (id) => document.getElementById(id);
 let model = "";
 let colors = new Map();
-let measured = []; // the cold ones of the latest requests
+let measured = []; // cold prompts of the latest requests
 
 const styles = getComputedStyle(document.documentElement);
 const plain = () => styles.getPropertyValue("--quiet");
@@ -30,9 +30,9 @@ function ownerName(owner) {
 }
 
 let shownRequests = "";
-let running = 0; // requests, at the last look
+let running = 0; // running requests in the last snapshot
 
-// A look waits for the step that runs, so this tab's own request counts before one has seen it.
+// A snapshot waits for the current step, so this tab's own request is counted here until then.
 function showRunning() {
   $("running").textContent = count(Math.max(running, Number(chat.isWaiting)));
 }
@@ -74,12 +74,12 @@ async function showAdvice() {
     items.push(...told.salts.map(({ advice }) => advice));
     if (told.memory?.evicted_prompts) {
       const { evicted_prompts: prompts, more_blocks: blocks, tokens_saved: tokens } = told.memory;
-      items.push(`${counted(prompts, "prompt")} found a beginning evicted: ${blocks === null ? "how many more blocks would have kept it is unknown" : `${counted(blocks, "more block")} would have saved ${counted(tokens, "token")}`}`);
+      items.push(`${counted(prompts, "prompt")} had an evicted prefix: ${blocks === null ? "the pool size that would have retained it is unknown" : `${counted(blocks, "more block")} would have saved ${counted(tokens, "token")}`}`);
     }
     const className = items.length ? "" : "quiet";
-    if (!items.length) items.push("Nothing yet. Advice comes when several prompts begin alike and then differ."); // or nothing any more, after all was forgotten
+    if (!items.length) items.push("Nothing yet. Advice comes when several prompts begin alike and then differ."); // also after a reset
     $("advice").replaceChildren(...items.map((textContent) => Object.assign(document.createElement("li"), { textContent, className })));
-  } catch { /* as busy: it is asked for again */ }
+  } catch { /* the server is busy: the next call tries again */ }
 }
 
 function connected(isLive, trouble = "not connected: trying again") {
@@ -87,7 +87,7 @@ function connected(isLive, trouble = "not connected: trying again") {
   $("connection").classList.toggle("live", isLive);
 }
 
-// Whoever has no administrator's key sees the chat, and advice on prompts of their own.
+// Without an administrator's key, the page shows the chat, and advice on the tenant's own prompts.
 function showAll(isAll) {
   for (const part of document.querySelectorAll('[data-sight="all"]')) part.hidden = !isAll;
 }
@@ -106,7 +106,7 @@ async function watch() {
       for await (const look of events(response)) show(look);
     } catch (error) {
       console.warn(error);
-      trouble = error.status && error.message; // the server's own words, as of a key without rights
+      trouble = error.status && error.message; // the server's error, such as a key without rights
       if (error.status === 403) {
         pause = 5000;
         showAll(false);
@@ -119,10 +119,10 @@ async function watch() {
 }
 
 $("reset").addEventListener("click", async () => {
-  if (!confirm("Forget everything cached? The next prompts are computed anew.")) return;
+  if (!confirm("Empty the cache? The next prompts must be computed again.")) return;
   try {
     await post("cache/reset", {});
-    $("block").textContent = "Everything cached is forgotten.";
+    $("block").textContent = "The cache is empty.";
     showAdvice();
   } catch (error) {
     $("block").textContent = error.message;

@@ -1,17 +1,17 @@
-// The pool as a map on a canvas. One image of at most 8,192 cells is drawn for each look at the
-// pool, whatever the pool's size, so a hundred thousand blocks cost as little as a thousand.
+// The pool as a map on a canvas. Each snapshot of the pool is drawn as at most 8,192 cells, so a
+// pool of a hundred thousand blocks costs as little as one of a thousand.
 
 import { get } from "./api.js";
 import { counted } from "./words.js";
 
 const EMPTY = 0, HELD = 2;
-const FEWEST = 512; // cells that are drawn, empty or not
+const FEWEST = 512; // cells that are always drawn, even if they are empty
 
 export class PoolMap {
   constructor(canvas, caption, undrawn, colorOf) {
     this.canvas = canvas;
     this.caption = caption;
-    this.undrawn = undrawn; // tells of the empty cells at the end, which would make the rest tiny
+    this.undrawn = undrawn; // the note on empty cells at the end, which are not drawn
     this.colorOf = colorOf;
     this.cells = [];
     this.perCell = 1;
@@ -28,7 +28,7 @@ export class PoolMap {
     this.numBlocks = numBlocks;
     this.perCell = cells.blocks_per_cell;
     const all = cells.runs.flatMap(([count, state, prefix]) => Array(count).fill([state, prefix]));
-    // Doubled when they do not suffice, so that the map seldom changes its shape.
+    // Double the number of cells if necessary, so that the map rarely changes its shape.
     let shown = FEWEST;
     while (all.slice(shown).some(([state]) => state !== EMPTY)) shown *= 2;
     this.cells = all.slice(0, shown);
@@ -99,7 +99,7 @@ export class PoolMap {
     if (state === EMPTY) return;
     const asked = ++this.asked;
     await new Promise((resolve) => setTimeout(resolve, 60));
-    if (asked !== this.asked) return; // the pointer went on
+    if (asked !== this.asked) return; // the pointer moved to another cell
     try {
       const told = await get(`cache/blocks/${first}`);
       if (asked !== this.asked || told.text === null) return;

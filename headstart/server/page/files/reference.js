@@ -1,4 +1,4 @@
-// The forms of the API reference: each sends a request and shows the status and the answer as it comes.
+// The forms of the API reference: each sends a request, and shows the status and the answer.
 
 import { headers, savedKey, saveKey } from "./api.js";
 

@@ -2,7 +2,7 @@
 
 import { count, counted } from "./words.js";
 
-// A color that stays with a prefix from look to look.
+// The color of a prefix, the same in each snapshot.
 export function colorFor(prefix) {
   const owner = prefix.kind ? `${prefix.kind} ${prefix.tenant}` : prefix.salt;
   const name = `${owner}|${prefix.adapter}|${prefix.first_block}|${prefix.text}`;
@@ -49,7 +49,7 @@ export function fillTree(list, prefixes) {
   list.replaceChildren(...roots);
 }
 
-// A line in the place of data that has not come yet.
+// A line to show while there are no data.
 export function emptyLine(tag, textContent) {
   return Object.assign(document.createElement(tag), { textContent, className: "quiet" });
 }

@@ -1,4 +1,4 @@
-// Numbers as a reader reads them.
+// Numbers in a readable form.
 
 export const count = (value) => value.toLocaleString("en");
 

@@ -262,7 +262,7 @@ def writing(kept: Path, nbytes: int) -> Iterator[Saver]:
 
         def offer() -> None:
             for count in itertools.count():
-                while not saver.has_room(32 * nbytes):  # an engine asks before it copies as well
+                while not saver.has_space(32 * nbytes):  # an engine asks before it copies as well
                     if over.wait(0.001):
                         return
                 if over.is_set():

@@ -130,12 +130,12 @@ def own_byte_product() -> Iterator[None]:
 # The limits that `limits` sets, by the name of its parameter.
 TIER_LIMITS = {
     "deadline": "tiers.worker.DEADLINE",
-    "changing": "tiers.worker.CHANGING",
+    "changing": "tiers.worker.CHANGE_DEADLINE",
     "chunk_bytes": "tiers.worker.CHUNK_BYTES",
     "trial": "tiers.transfers._TRIAL",
     "least_wait": "tiers.transfers._LEAST_WAIT",
     "drain_bytes": "tiers.transfers._DRAIN_BYTES",
-    "remote_patience": "tiers.remote._PATIENCE",
+    "remote_patience": "tiers.remote._TIMEOUT",
     "last_saves": "engine.tiering.tiers._LAST_SAVES",
     "queued_bytes": "engine.tiering.tiers._QUEUED_BYTES",
     "most_lookups": "engine.image_cache._MOST",

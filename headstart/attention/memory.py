@@ -15,13 +15,13 @@ from headstart.attention.recurrent import Recurrence
 from headstart.native.pages import POPULATE_WRITE, advise_pages
 
 INT8_REVISION = 1
-"""Version of the rounding of rows to 8 bits; K/V of another version are not read again."""
+"""Version of the rounding of rows to 8 bits; stored K/V of other versions are not read."""
 
 _LEVELS = 127  # steps on either side of zero
 _SMALLEST = torch.finfo(torch.float32).tiny
 _LARGEST = float.fromhex("0x1.020406p+121")  # 127 times the next number is infinite
 _CACHE_LINE = 64  # bytes
-_PREFAULTED = 64 << 20  # bytes of the first blocks, at the most
+_PREFAULTED = 64 << 20  # most bytes that `prefault` gets
 
 
 class PagedKVMemory:
@@ -101,9 +101,10 @@ class PagedKVMemory:
         return copied
 
     def write_blocks(self, block_ids: Sequence[int], blocks: Sequence[memoryview]) -> None:
-        """Write blocks that `read_blocks` returned as bytes, each of `block_bytes`.
+        """Write blocks of `block_bytes` bytes each, as `read_blocks` returned them.
 
-        On a CPU in runs of neighbors: copying by a list of ids takes torch ten times as long.
+        On a CPU, runs of adjacent blocks are copied at once, ten times as fast as torch's copy by
+        index.
         """
         if self.device.type == "cpu":
             runs = list(contiguous_runs(block_ids, blocks))
@@ -119,7 +120,7 @@ class PagedKVMemory:
             tensor.index_copy_(0, chosen, values[:, start:stop])
 
     def _as_bytes(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield for each tensor its place in a block's bytes, and `[blocks, bytes]`."""
+        """Yield each tensor as `[blocks, bytes]`, with its range in a block's bytes."""
         start = 0
         for tensor in self._tensors:
             rows = tensor[: self.scratch_slot].view(self.num_blocks, -1).view(torch.uint8)
@@ -129,9 +130,9 @@ class PagedKVMemory:
     def prefault(self, num_blocks: int) -> threading.Thread | None:
         """Get the pages of the first blocks, 64 MB at most, before a step needs them.
 
-        The system clears each page of new memory at its first use, and in a virtual machine the
-        host may have to find one as well. A thread does this in advance; it changes no byte.
-        Returns the thread; None for memory that is not on a CPU, and on systems without the call.
+        The system clears each page of new memory at its first use, which a thread does here in
+        advance. It changes no byte. Returns the thread; None for memory that is not on a CPU, and
+        on systems other than Linux.
         """
         count = min(num_blocks, self.num_blocks, _PREFAULTED // self.block_bytes)
         if self.device.type != "cpu" or count <= 0 or sys.platform != "linux":
@@ -144,7 +145,7 @@ class PagedKVMemory:
                     return
 
         thread = threading.Thread(target=touch, name="headstart-pages", daemon=True)
-        with suppress(RuntimeError):  # no more threads can be started
+        with suppress(RuntimeError):  # no thread can be started
             thread.start()
             return thread
         return None
@@ -157,7 +158,7 @@ class PagedKVMemory:
     def write(self, layer_idx: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write `key` `[tokens, kv_heads, key_dim]` and `value` into `slots` int64 `[tokens]`.
 
-        Both are in the memory's dtype, or in any floating one if the memory is in 8 bits.
+        Both are in the memory's dtype, or in any floating dtype if the memory is int8.
         """
         if self.has_scales:
             key, key_scales = quantize_rows(key)
@@ -182,7 +183,7 @@ class PagedKVMemory:
         return scale_rows(keys, key_scales, dtype), scale_rows(values, value_scales, dtype)
 
     def copy_rows(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy rows in every layer: by source and target block, and how many from the first on.
+        """Copy rows in every layer: (source block, target block, number of rows from the first).
 
         In each layer all sources are read before any target is written. So a block may be the
         source of one copy and the target of another, and the order of `copies` does not matter.
@@ -205,7 +206,7 @@ class PagedKVMemory:
 
 
 class StateMemory:
-    """The states of recurrent layers: a row per slot, which has those of all layers.
+    """The states of recurrent layers: one row per slot, with the states of all layers.
 
     `layers[i]` has the states of the i-th recurrent layer as views `[slots, *shape]`, one for each
     shape of its layout. The last slot, `scratch_slot`, takes states that are discarded.
@@ -248,9 +249,9 @@ class StateMemory:
 def contiguous_runs(
     block_ids: Sequence[int], blocks: Sequence[memoryview]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the first id of each run of blocks, and its bytes `[blocks, block_bytes]`, not copied.
+    """Yield the first id and a view `[blocks, block_bytes]` of each run of blocks.
 
-    The ids of a run follow one another, and its bytes lie at equal distances in one buffer.
+    The ids of a run are consecutive, and its bytes are evenly spaced in one buffer.
     """
     rows = [np.frombuffer(block, dtype=np.uint8) for block in blocks]
     starts = [int(row.ctypes.data) for row in rows]
@@ -292,10 +293,10 @@ def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Round rows `[tokens, heads, width]` to 8 bits; returns codes int8 and scales float32.
 
     A scale `[tokens, heads]` is the head's largest magnitude over 127, so every element is off by
-    at most half a scale. A row's bits depend on that row alone: elements are rounded to the
-    nearest, ties to even. A head that is not finite has the scale NaN, and so has no finite element
-    when it is read. A head whose scale would be below the smallest normal float32 becomes zeros: no
-    two kinds of arithmetic agree on such numbers, and none of the row's elements exceeds 1.5e-36.
+    at most half a scale. Elements are rounded to the nearest, ties to even. A row's bits depend on
+    that row alone. A head that is not finite has the scale NaN, so all its elements are NaN when
+    they are read. A head whose scale would be a subnormal float32 becomes zeros, since processors
+    differ on such numbers; its elements do not exceed 1.5e-36.
 
     Compiled attention writes the same bits (`native/attention/int8_rows.h`).
 
@@ -312,5 +313,5 @@ def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that rows stand for: `codes` `[rows, width]` times `scales` `[rows]`."""
+    """Return the values of rounded rows: `codes` `[rows, width]` times `scales` `[rows]`."""
     return codes.to(dtype).mul_(scales.to(dtype).unsqueeze(-1))

@@ -87,7 +87,7 @@ def make_prefix_folder(engine: Mapping[str, Any]) -> PrefixFolder:
             return PrefixFolder(options, None, str(error))
         options["cache_dir"] = str(default_folder())
     config = make_config(options)
-    folder = config.kept_folder
+    folder = config.disk_folder
     if folder is None or not config.enable_prefix_caching:
         return PrefixFolder(options, None)
     make_folder(folder)

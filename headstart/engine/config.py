@@ -90,7 +90,7 @@ class EngineConfig(CacheOptions):
         check_fields(self, ConfigError)
 
     @property
-    def kept_folder(self) -> Path | None:
+    def disk_folder(self) -> Path | None:
         """The folder where K/V outlive the process, None for none."""
         return None if self.cache_dir in (None, "", "off") else Path(self.cache_dir).expanduser()
 

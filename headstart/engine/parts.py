@@ -1,9 +1,8 @@
 """The parts of an engine for a loaded model: memory, cache and stores, and their sizes.
 
-Processes exchange K/V only where the fingerprint of the model is equal. It covers the content of
-the weights and of the configuration, the dtype, the bits in which weights and K/V are stored, and
-the layout of a block's bytes; a block's name also covers adapter, salt, tokens and items. Where
-answers must be equal bit for bit (`deterministic`), it also covers all that determines rounding.
+Processes exchange K/V only if the fingerprints of their models are equal. A fingerprint covers the
+content of the weights and of the configuration, the dtype, the quantization of weights and K/V, and
+the layout of a block's bytes. With `deterministic` it also covers all that determines rounding.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 _LAYOUT = "layer by layer K and then V, [tokens, heads, width], 1"
 _MEMORY = "fingerprints.json"
-# Limits of the instructions that torch's libraries use, which round differently.
+# Variables that limit the instructions of torch's libraries, and so change their rounding.
 _CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 _MOST = 256  # models whose fingerprints are remembered
 
@@ -54,7 +53,7 @@ def identify(
     folder: Path | None,
     rows: BlockRows | None = None,
 ) -> ModelRecord:
-    """Return the model's record for a store. Reads all weights, unless `folder` has their digest.
+    """Return the model's record for a store. Reads all weights unless `folder` has their digest.
 
     rows: the rows that are stored with K/V.
     """
@@ -93,10 +92,7 @@ def identify(
 
 
 def _quantized_layers(decoder: DecoderModel) -> list[str]:
-    """Return a text for each quantized layer, as a file may be read into several kinds.
-
-    It states whether the layer's compiled product rounds its rows to 8 bits.
-    """
+    """Return a text for each quantized layer: its format, and whether its product rounds rows."""
     layers = []
     for name, module in sorted(decoder.module.named_modules()):
         matrix = module.matrix if isinstance(module, Linear | Embedding) else None
@@ -114,7 +110,7 @@ def _kinds(decoder: DecoderModel, memory: PagedKVMemory, config: EngineConfig) -
     layers = [layer.matrix for layer in decoder.module.modules() if isinstance(layer, Linear)]
     quantized = [matrix for matrix in layers if matrix.kind is not None]
     rounded = [matrix.kind for matrix in quantized if not matrix.is_prequantized and matrix.kind]
-    if 2 * len(rounded) > len(quantized):  # int4 has layers of more bits
+    if 2 * len(rounded) > len(quantized):  # the fewest bits name the option: int4 has int8 layers
         kinds.append(f"{min(rounded, key=lambda kind: kind.removeprefix('int'))} weights")
     if memory.has_scales:
         kinds.append("int8 K/V")
@@ -140,7 +136,7 @@ def _name(folder: Path | None) -> str:
 
 
 def _weights(decoder: DecoderModel, folder: Path | None) -> str:
-    """Return the SHA-256 of configuration and weights, remembered by files, sizes and times."""
+    """Return the SHA-256 of configuration and weights, cached by files, sizes and times."""
     if decoder.folder is None or folder is None or not decoder.has_its_files:
         return decoder.fingerprint()
     key = hashlib.sha256(repr((decoder.folder.resolve(), decoder.files)).encode()).hexdigest()
@@ -159,12 +155,11 @@ def _weights(decoder: DecoderModel, folder: Path | None) -> str:
     return digests[key]
 
 
-# By default, a million tokens in blocks of 16. More blocks than that cost seconds to make, for
-# models so small that they need no more.
+# The limit of the default: a million tokens in blocks of 16. Making more blocks takes seconds.
 DEFAULT_MAX_BLOCKS = 65_536
 MIN_STATES = 16
 _LOG = logging.getLogger("headstart.tiers")
-_MOST_PREPARED = 8192  # positions; more would lengthen the start, and cost little when needed
+_MOST_PREPARED = 8192  # positions; preparing more would lengthen the start
 
 
 def free_memory(device: torch.device) -> int:
@@ -181,11 +176,11 @@ def kv_dtype(config: EngineConfig, decoder: DecoderModel) -> torch.dtype:
 
 
 def plan_memory(config: EngineConfig, decoder: DecoderModel, encoder_row: int) -> tuple[int, int]:
-    """Return the blocks of the pool, and the slots for states of recurrent layers.
+    """Return the number of blocks of the pool, and of slots for states of recurrent layers.
 
     By default as many as the K/V budget holds. encoder_row: bytes of a row of the encoder cache,
     for which memory is reserved; 0 for a model without vision. Raises OutOfMemoryError if the
-    budget is less than one block or exceeds the free memory.
+    budget is smaller than one block or exceeds the free memory.
     """
     block = _block_bytes(config, decoder)
     rows = config.encoder_cache_rows * encoder_row
@@ -234,9 +229,9 @@ def _count_states(config: EngineConfig, decoder: DecoderModel, budget: int) -> i
 
 
 def tokens_per_state(config: EngineConfig, decoder: DecoderModel) -> int:
-    """Return the tokens of K/V for each slot: such that a quarter of the memory is for states.
+    """Return the tokens of K/V for each slot, so that states get about a quarter of the memory.
 
-    From 128 tokens for small states to 2,048 for large ones.
+    128 tokens for small states, up to 2,048 for large ones.
     """
     slot = StateMemory.bytes_per_slot(decoder.state_layouts)
     token = max(1, _block_bytes(config, decoder) // config.block_size)
@@ -246,8 +241,8 @@ def tokens_per_state(config: EngineConfig, decoder: DecoderModel) -> int:
 def longest_sequence(config: EngineConfig, model_limit: int, num_blocks: int) -> int:
     """Return the tokens of the longest sequence that the model, the pool and the options allow.
 
-    Raises ConfigError when `max_model_len` is more than the model takes, and OutOfMemoryError
-    when it does not fit the pool.
+    Raises ConfigError when `max_model_len` is more than the model supports, and OutOfMemoryError
+    when the pool cannot hold it.
     """
     capacity = num_blocks * config.block_size
     if config.max_model_len is None:
@@ -266,10 +261,7 @@ def longest_sequence(config: EngineConfig, model_limit: int, num_blocks: int) ->
 
 
 class ObservedManager(KVCacheManager):
-    """A manager with a second copy of its events.
-
-    So a router can follow the cache without taking events from the tiers, which need them all.
-    """
+    """A manager that copies its events for a router, since the tiers take the original ones."""
 
     def __init__(self, config: CacheConfig, names: BlockHasher | None = None) -> None:
         super().__init__(config, names)
@@ -290,8 +282,8 @@ class ObservedManager(KVCacheManager):
 class EngineParts:
     """The parts of an engine.
 
-    tiers: where blocks outlive the pool, None for nowhere. states: those of recurrent layers, None
-    for a model without.
+    tiers: the stores of blocks outside the pool, if any. states: the states of recurrent layers;
+    None for a model without such layers.
     """
 
     model: DecoderModel
@@ -304,10 +296,10 @@ class EngineParts:
 
 
 def open_stores(model: ModelRecord, config: EngineConfig) -> Sequence[BlockStore]:
-    """Return the tiers of the options, at least one, nearest first. Raises ConfigError."""
+    """Return the stores that the options name, nearest first. Raises ConfigError."""
     stores: list[BlockStore] = []
-    if config.kept_folder is not None:
-        stores.append(DiskStore(config.kept_folder, model, config.cache_dir_bytes))
+    if config.disk_folder is not None:
+        stores.append(DiskStore(config.disk_folder, model, config.cache_dir_bytes))
     if config.remote_cache:
         stores.append(RemoteStore(config.remote_cache, model))
     return stores
@@ -323,7 +315,7 @@ def make_engine_parts(
 ) -> EngineParts:
     """Return memory, cache and stores for a model. Raises ConfigError or OutOfMemoryError.
 
-    rows: the rows that stores have with K/V. is_observed: the manager is an `ObservedManager`.
+    rows: the rows that are stored with K/V. is_observed: make the manager an `ObservedManager`.
     """
     vision: VisionModel | None = None
     # Image processors take seconds to import.
@@ -339,7 +331,7 @@ def make_engine_parts(
     states: StateMemory | None = None
     if decoder.state_layouts:
         states = StateMemory(decoder.state_layouts, num_states, decoder.device)
-    folder, model = config.kept_folder, None
+    folder, model = config.disk_folder, None
     stores: Sequence[BlockStore] = ()
     has_tiers = config.enable_prefix_caching and (folder is not None or config.remote_cache)
     if has_tiers and states is not None:
@@ -352,8 +344,8 @@ def make_engine_parts(
             _LOG.warning("cache folder %s is not writable; its blocks are only read", folder)
         model = identify(decoder, memory, config, folder, rows)
         stores = open_stores(model, config)
-        # The blocks that loading the longest prompt writes, and the following step reads.
-        stored = max(store.num_kept for store in stores)
+        # Loading the longest prompt writes this many blocks, and the next step reads them.
+        stored = max(store.num_stored for store in stores)
         loaded = min(stored, -(-limit // config.block_size))
         memory.prefault(loaded)
         decoder.prepare(min(loaded * config.block_size, _MOST_PREPARED))

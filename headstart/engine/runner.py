@@ -1,10 +1,10 @@
 """The runner: from a batch of requests and block tables to tensors, logits and tokens.
 
-By default a step is one forward pass over all its tokens. With `deterministic` a pass is always
-one whole block of one sequence, at its absolute position, padded behind the known tokens. Every
-matrix product then has the same shape, whatever else runs or was cached, and whether its tokens are
-a prompt's or generated. So its result is equal bit for bit. When decoding fills a block, its last
-pass over the block is exactly that of a prefill.
+By default a step is one forward pass over all its tokens. With `deterministic` each pass computes
+one whole block of one sequence, padded behind the known tokens. Then every matrix product has the
+same shape, whatever else runs or was cached, and whether the tokens come from a prompt or were
+generated. So results are equal bit for bit. When decoding fills a block, its last pass over the
+block is the same as that of a prefill.
 """
 
 import functools
@@ -41,8 +41,8 @@ Answer = TypeVar("Answer")
 class _Rows(NamedTuple):
     """Rows of the flat batch that belong to one sequence: positions `start` to `stop - 1`.
 
-    known: where padding begins. wanted: how many of the last rows need logits. extras: None where
-    the prompt is token ids alone.
+    known: the position where padding begins. wanted: number of last rows that need logits. extras:
+    None if the prompt has only token ids.
     """
 
     sequence: TokenSequence
@@ -56,9 +56,9 @@ class _Rows(NamedTuple):
 class StepLogits(NamedTuple):
     """The logits float32 `[rows, vocab]` of a step, and the number of rows of each part.
 
-    values: None if only each row's greedy token is needed. Then `greedy` has these tokens, -1 for a
-    row whose logits are not finite, and `failed` has the errors of rows without a token, by row.
-    nonfinite: the parts with K or V that are not finite.
+    values: None if only each row's greedy token is needed. Then `greedy` has these tokens, with -1
+    for a row whose logits are not finite, and `failed` has the errors of rows without a token.
+    nonfinite: indices of the parts with K or V that are not finite.
     """
 
     values: Tensor | None
@@ -69,7 +69,7 @@ class StepLogits(NamedTuple):
 
 
 class Runner:
-    """Batches computed by one model over its paged memory."""
+    """One model, its paged memory and its attention backend; computes batches."""
 
     def __init__(
         self,
@@ -82,20 +82,20 @@ class Runner:
         deterministic: bool,
     ) -> None:
         self._model = model
-        self._device = model.device  # transformers looks for a parameter each time
+        self._device = model.device  # cached: transformers searches its parameters for it
         self._backend = backend
         self._memory = memory
         self._adapters = adapters
         self._states = states
         self._deterministic = deterministic
-        # In the current step, by sequence: the first position whose K or V are not finite.
+        # The first position in the current step whose K or V are not finite, by sequence.
         self._nonfinite: dict[TokenSequence, int] = {}
 
     def run(self, batch: Batch) -> StepLogits:
         """Compute the batch.
 
-        A part has logits of all its rows if its prompt's log-probabilities are needed, otherwise of
-        its last row if it samples, else none.
+        A part gets logits of all its rows if its prompt's log-probabilities are needed. Otherwise
+        it gets those of its last row if it samples, and none if it does not.
         """
         self._nonfinite.clear()
         self._memory.copy_rows(batch.copies)
@@ -120,23 +120,23 @@ class Runner:
         return StepLogits(values, counts, self._nonfinite_parts(parts))
 
     def end_step(self) -> None:
-        """End a pass, wherever it was. May be called at any time."""
+        """Reset the state of the current pass, if any. May be called at any time."""
         self._backend.end_step()
         self._adapters.end_step()
 
     def close(self) -> None:
-        """Free the K/V memory and the states; there are no steps afterwards."""
+        """Free the K/V memory and the states. No step can run afterwards."""
         self._memory.release()
         if self._states is not None:
             self._states[0].release()
 
     def _forward_blocks(self, rows: _Rows) -> Iterator[Tensor]:
-        """Yield the logits of rows as whole blocks, computed again from their first token."""
+        """Yield the logits of rows by block, computing each block from its first token again."""
         size = self._memory.block_size
         for start in range(rows.start // size * size, rows.stop, size):
             known = min(start + size, rows.stop)
             first = max(start, rows.stop - rows.wanted)
-            wanted = size if first < known else 0  # the LM head, too, gets a whole block or none
+            wanted = size if first < known else 0  # the LM head gets a whole block too, or nothing
             block = _Rows(rows.sequence, start, start + size, known, wanted, rows.extras)
             logits = self._forward([block], self._model.forward)
             yield logits[first - start : known - start] if wanted else logits
@@ -152,7 +152,7 @@ class Runner:
             first = len(tokens)
             spans.append(Span(first, stop - start, stop, sequence.block_table()))
             slots += sequence.slots(start, stop, self._memory.block_size, self._memory.scratch_slot)
-            if stop - start == 1:  # most are: requests that decode
+            if stop - start == 1:  # the common case, decoding
                 tokens.append(sequence.token_ids[start])
                 positions.append(start)
                 if wanted:
@@ -187,7 +187,7 @@ class Runner:
             self.end_step()
 
     def _note_nonfinite(self, parts: list[_Rows]) -> None:
-        """Record the sequences with K or V that were not finite in this pass, except in padding."""
+        """Record the sequences whose K or V of this pass are not finite. Ignores padding."""
         bad = self._backend.nonfinite_rows()
         if not bad:
             return
@@ -201,8 +201,8 @@ class Runner:
     def _check_states(self, parts: list[_Rows], memory: StateMemory, pool: StatePool) -> None:
         """Record the sequences whose states after this pass are not finite.
 
-        Checks the checkpoints, and the last state if the pass has no logits, which would show such
-        a state. The last state becomes a checkpoint if the request ends now.
+        Checks the checkpoints, and the last state unless the pass has logits, which would show
+        that it is not finite. If the request ends now, its last state becomes a checkpoint.
         """
         for rows in parts:
             state = pool.of(rows.sequence)
@@ -213,10 +213,10 @@ class Runner:
                 self._nonfinite.setdefault(rows.sequence, rows.start)
 
     def _nonfinite_parts(self, parts: list[_Rows]) -> list[int]:
-        """Return the parts whose blocks have a row that is not finite, whichever request wrote it.
+        """Return the parts whose blocks have a row that is not finite, from any request.
 
-        The logits may not show such a row. It shows only when a row with logits attends to it, and
-        a key of minus infinity only hides its position.
+        The logits may be finite nevertheless: no row with logits may attend to such a row, and a
+        key of minus infinity only hides its position.
         """
         size = self._memory.block_size
         bad = {
@@ -229,7 +229,7 @@ class Runner:
         return [i for i, r in enumerate(parts) if not bad.isdisjoint(r.sequence.block_table())]
 
     def _extras(self, parts: list[_Rows]) -> EmbeddingOverlay | None:
-        """Return the embeddings that prompts of the pass have for its rows."""
+        """Return the embeddings that prompts provide for rows of the pass."""
         places: list[int] = []
         values: list[Tensor] = []
         first = 0
@@ -238,7 +238,7 @@ class Runner:
                 for position, part in rows.extras.embeddings.between(rows.start, rows.known):
                     row = first + position - rows.start
                     places += range(row, row + len(part))
-                    values.append(part.to(self._device))  # a tier's are on the CPU
+                    values.append(part.to(self._device))  # embeddings from a tier are on the CPU
             first += rows.stop - rows.start
         return EmbeddingOverlay(self._tensor(places), torch.cat(values)) if values else None
 
@@ -265,8 +265,8 @@ class Runner:
 def _recurrence(parts: list[_Rows], pool: StatePool, scratch_slot: int) -> Recurrence:
     """Return the slots of states that a pass reads and writes.
 
-    A pass over a whole block begins at its border. The state after it is discarded as long as
-    tokens of the block are unknown, since the next pass computes them again.
+    With `deterministic`, a pass begins at a block border. If the block is not full yet, the state
+    after the pass is discarded, since the next pass computes the block again.
     """
     sources, targets, saves = [], [], []
     first = 0
@@ -287,11 +287,11 @@ def _recurrence(parts: list[_Rows], pool: StatePool, scratch_slot: int) -> Recur
 
 
 Choice = SampledToken | EngineError | None
-"""The next token of a part, or its error; None for a part that ends before its last token."""
+"""The next token of a part, or its error; None for a part that does not sample."""
 
 
 def choose_tokens(sampler: Sampler, batch: Batch, logits: StepLogits) -> list[Choice]:
-    """Return the choice of each part: an error for one with K or V that are not finite."""
+    """Return the choice of each part. A part with K or V that are not finite gets an error."""
     errors: dict[int, EngineError] = {}
     if logits.values is None:
         tokens = iter(

@@ -306,7 +306,7 @@ class EngineStage(Stage):
         )
         self.kept_rows: TierRows | None = None
         self._is_named = caching
-        if caching and (config.kept_folder or config.remote_cache):
+        if caching and (config.disk_folder or config.remote_cache):
             if used is None or spec.find_outputs:
                 _LOG.warning(
                     "stage %r stores nothing on disk, as its outputs are not declared", spec.name

@@ -1,13 +1,13 @@
-r"""The prefixes of a folder, for people: verified, listed from fork to fork, exported, imported.
+r"""The commands on the blocks of a folder: verify, list, export, import.
 
-Other processes may use a folder that is verified: a block that does not read well is read again
-while no process may write, since it may have been moved.
+Other processes may use a folder while it is verified. They may move a block while it is read. So a
+block that cannot be read is read again inside a transaction, during which no process writes.
 
 An exported file takes a prefix to another machine:
 
     headstart blocks VERSION \n | the model, in JSON \n | records | "end" and their number
 
-The last field has 11 bytes. Each record is as long as its header says.
+The last field has 11 bytes. The header of each record has its length.
 """
 
 import json
@@ -48,15 +48,16 @@ from headstart.tiers.store import (
     read_header,
 )
 
-_AT_ONCE = 64  # blocks that are read again while no process may write
+_REREAD_BATCH = 64  # blocks that are read again in one transaction
 
 
 class Counts(NamedTuple):
     """Blocks by their state.
 
-    damaged: listed, and the record is not that block. lost: listed beyond the file's end.
-    overwritten: listed, and another block is there, since a process ended while it saved.
-    unlisted: whole, and not listed; the next save overwrites it. gaps: slots without a block.
+    whole: listed in the index and readable. damaged: listed, but unreadable. lost: listed beyond
+    the file's end. overwritten: listed, but another block is in the slot, since a process ended
+    while it saved. unlisted: readable, but not listed; the next save overwrites it. gaps: slots
+    without a listed block, below the last one.
     """
 
     whole: int = 0
@@ -75,7 +76,7 @@ class ModelReport(NamedTuple):
 
 
 class VerifyReport(NamedTuple):
-    """The state of a folder. Without a sound index no block is listed."""
+    """The state of a folder. If the index is damaged, all blocks count as unlisted."""
 
     index_is_sound: bool
     models: list[ModelReport]
@@ -98,9 +99,9 @@ def verify(
 ) -> VerifyReport:
     """Read all records of a folder; safe while others use it.
 
-    repair: forget the blocks that are damaged or lost, and rebuild a damaged index; the report has
-    the state before. progress: called with the records read, and the number of all. Raises
-    ConfigError if the folder cannot be read, or its index is in use for long.
+    repair: forget damaged and lost blocks, and rebuild a damaged index, after the report is made.
+    progress: called with the number of records read and of all records. Raises ConfigError if the
+    folder cannot be read, or if another process uses its index for too long.
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no cache folder {folder}")
@@ -131,7 +132,7 @@ def verify(
 
 
 def _open_index(folder: Path, stack: ExitStack) -> DiskIndex | None:
-    """Open the folder's index; None if there is none, or it is damaged. Raises if it is in use."""
+    """Return the folder's index; None if it is missing or damaged. Raises if it is in use."""
     try:
         if (folder / INDEX).exists():
             index = DiskIndex(folder / INDEX, read_only=not os.access(folder, os.W_OK))
@@ -144,7 +145,7 @@ def _open_index(folder: Path, stack: ExitStack) -> DiskIndex | None:
 
 
 def _list_checks(folder: Path, index: DiskIndex | None) -> Iterator["_Check"]:
-    """Yield a check for each model that the index lists, or a description names."""
+    """Yield a check for each model that is in the index or has a description."""
     listed = {slot_path(folder, model.record): model for model in index.models()} if index else {}
     described = {slot_path(folder, record): record for record in described_models(folder)}
     described |= {path: model.record for path, model in listed.items()}
@@ -158,8 +159,8 @@ def _list_checks(folder: Path, index: DiskIndex | None) -> Iterator["_Check"]:
 class _Check:
     """The check of one model's records.
 
-    steps: the blocks that the index lists, with their slots, then the other slots, without a name.
-    bad: blocks to forget.
+    steps: the slots to read: first those of listed blocks, with the block's name, then all others,
+    with None. bad: blocks to forget.
     """
 
     def __init__(
@@ -196,8 +197,8 @@ class _Check:
             if header is not None and next(self._read([(header.name, slot)])):
                 unlisted.append(slot)
             yield
-        for start in range(0, len(doubtful), _AT_ONCE):
-            self._look_again(doubtful[start : start + _AT_ONCE])
+        for start in range(0, len(doubtful), _REREAD_BATCH):
+            self._read_again(doubtful[start : start + _REREAD_BATCH])
         if self._index is not None:
             with self._index.changing():
                 slots = {block.slot for block in self._index.list_blocks(self._model)}
@@ -213,8 +214,8 @@ class _Check:
         for payload in self._file.read(blocks):
             yield payload is not None and payload.nbytes == self.record.block_bytes
 
-    def _look_again(self, names: Sequence[BlockHash]) -> None:
-        """Judge blocks that did not read well, while no process may write."""
+    def _read_again(self, names: Sequence[BlockHash]) -> None:
+        """Count blocks that could not be read before, while no process writes."""
         assert self._index is not None
         with self._index.changing():
             for name in names:
@@ -236,15 +237,15 @@ _BLOCKS_OF_WORDS = 16
 _KIND = b"headstart blocks "
 _MAGIC = _KIND + b"%d\n" % VERSION
 _END = b"end"  # and the number of blocks, in 8 bytes
-_LONGEST = 1 << 16  # bytes of the line about the model
+_LONGEST = 1 << 16  # bytes of the model's line
 _BATCH = 32
 
 
 class ModelState(NamedTuple):
     """A model's blocks in a folder.
 
-    hits: blocks that were loaded. saved_seconds: the time to compute those. made and used: of the
-    oldest block, and of the block used last, in seconds since 1970.
+    hits: loads of blocks. saved_seconds: the time that computing them would have taken. made: when
+    the oldest block was saved. used: the last use of a block. Both are in seconds since 1970.
     """
 
     model: IndexedModel
@@ -265,9 +266,9 @@ class StoredPrefix:
 
     @property
     def words(self) -> str:
-        """The beginning of its text, on one line; empty where no text is stored."""
+        """The beginning of its text, on one line; empty if no text is stored."""
         text_bytes = b"".join(block.words for block in self.segment[:_BLOCKS_OF_WORDS])
-        text = text_bytes.decode("utf-8", "replace").replace("\ufffd", "")  # halves of characters
+        text = text_bytes.decode("utf-8", "replace").replace("\ufffd", "")  # parts of characters
         return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
     @property
@@ -310,7 +311,7 @@ def read_models(folder: Path) -> list[ModelState]:
 def read_prefixes(index: DiskIndex, model: int) -> list[StoredPrefix]:
     """Return a model's prefixes as trees, largest first.
 
-    A prefix whose beginning is lost begins later.
+    If the first blocks of a prefix are lost, its tree begins after them.
     """
     blocks = {block.name: block for block in index.list_blocks(model)}
     children: dict[BlockHash, list[IndexedBlock]] = {}
@@ -330,9 +331,9 @@ def read_prefixes(index: DiskIndex, model: int) -> list[StoredPrefix]:
 
 
 def export_blocks(store: DiskStore, blocks: Iterable[IndexedBlock], path: Path) -> int:
-    """Write blocks to a new file, parents before children; return how many were whole.
+    """Write the whole blocks to a new file, parents before children; return their number.
 
-    Raises CacheError if the file exists or cannot be written; no part of it is left then.
+    Raises CacheError if the file exists or cannot be written, and leaves no partial file.
     """
     try:
         with path.open("xb") as file:
@@ -367,11 +368,11 @@ def read_model(path: Path) -> ModelRecord:
 
 
 def import_blocks(store: DiskStore, path: Path, now: float) -> int:
-    """Save the blocks of a file up to the first damaged one; return how many are new.
+    """Save the blocks of a file before the first damaged block; return how many are new.
 
-    now: the time of their use, in seconds since 1970. Raises CacheError if the file is of another
-    model, or not an export; and, after saving, if blocks are missing, or the folder has no room for
-    all.
+    now: the time of their use, in seconds since 1970. Raises CacheError if the file is not an
+    export or has another model. Raises it after saving if blocks are missing, or if the folder has
+    too little space.
     """
     size = store.model.block_size
     num_new = num_read = num_held = 0

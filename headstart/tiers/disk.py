@@ -2,14 +2,14 @@
 
     FOLDER/index.sqlite       the slot of each block, and its worth
     FOLDER/MODEL.kv           the records of a model's blocks, in slots of one size
-    FOLDER/MODEL.json         the model, so that the index can be rebuilt; it stays when the model
-                              has no blocks any more, since it has run here
+    FOLDER/MODEL.json         the model, for rebuilding the index; it stays when the model has no
+                              blocks any more
 
-A slot's record names its block and has a checksum, so the index may be wrong: two processes may
-write at once, a process may be killed, files may be cut or damaged, and the worst is a miss. Files
-have no gaps: where a block is removed, the last block of its file takes its place. A file is cut
-once the index no longer lists the slots behind, so that a killed process costs no block that was to
-stay; a slot that it has overwritten holds another block than the index lists.
+A record has its block's name and a checksum, so a wrong index costs at most a miss: two processes
+may write at once, a process may be killed, files may be truncated or damaged. Files have no gaps:
+where a block is removed, the last block of its file takes its place. A file is truncated only after
+the index has dropped the slots behind its new end. So a killed process loses no block but the one
+whose slot it was overwriting.
 """
 
 import os
@@ -35,20 +35,19 @@ from headstart.tiers.index import (
 )
 from headstart.tiers.store import Faults, LoadedBlock, ModelRecord, StoredBlock
 
-_LEAST_FREE = 256 << 20  # bytes of the disk that are left to others
-_INDEX_ROOM = 8 << 20  # bytes of the disk that a change of the index may need for a while
+_LEAST_FREE = 256 << 20  # bytes of the disk that stay free
+_INDEX_RESERVE = 8 << 20  # bytes of the disk that a transaction of the index may need
 
 
 class _Closed(Exception):
-    """The store is closed: a late call opens nothing again."""
+    """Raised by calls after the store was closed."""
 
 
 class DiskStore:
     """The blocks of one model in a folder; a `BlockStore`.
 
-    max_bytes bounds the files of all models in the folder together. If the folder cannot be
-    written, its blocks are loaded and none is saved. Raises ConfigError if it cannot be made or
-    read.
+    max_bytes: the limit of the files of all models in the folder together. A folder that is not
+    writable is only read. Raises ConfigError if the folder cannot be made or read.
     """
 
     tier = "disk"
@@ -57,18 +56,18 @@ class DiskStore:
         self.folder = folder.absolute()
         self.faults = Faults(f"cache folder {folder}")
         self.model = model
-        self.num_kept = 0
-        self.block_seconds = 0.0  # when it was opened
-        self._max_bytes = self._room = max_bytes
-        self._num_rebuilds = 0  # of the index
+        self.num_stored = 0
+        self.block_seconds = 0.0
+        self._max_bytes = self._limit = max_bytes
+        self._num_rebuilds = 0
         self._new: set[BlockHash] = set()  # blocks that the current save has listed
-        self._surplus = 0  # bytes of files beyond their blocks, when `_taken` was called
-        self._to_cut: set[ModelRecord] = set()  # models whose files are longer than their blocks
+        self._surplus = 0  # bytes behind the last listed blocks of files, as `_taken` found them
+        self._to_cut: set[ModelRecord] = set()  # models whose files must be truncated
         self._files: dict[Path, SlotFile] = {}
         # Two connections, so that a lookup does not wait for a save.
         self._reading, self._writing = threading.RLock(), threading.RLock()
         self._opening = threading.Lock()
-        self._opened: dict[str, DiskIndex] = {}  # for "lookups" and for "changes"
+        self._opened: dict[str, DiskIndex] = {}  # by purpose, "lookups" or "changes"
         self._closed = False
         self._is_read_only = not make_folder(folder)
         with self._guard():
@@ -94,7 +93,7 @@ class DiskStore:
                 file = self._file(self.model)
             for (name, _), payload in zip(slots, file.read(slots), strict=True):
                 if not self._is_whole(payload):
-                    payload = self._look_again(name)
+                    payload = self._read_again(name)
                 if payload is None:
                     return
                 yield LoadedBlock(self.tier, payload)
@@ -111,10 +110,10 @@ class DiskStore:
         return saved or 0
 
     def _save(self, blocks: Sequence[StoredBlock]) -> int | None:
-        """Save blocks; return how many are new, None if the folder or its index failed."""
+        """Save blocks; return the number of new ones, or None if the folder or its index failed."""
         with self._guard(), self._writing:
             saved = 0
-            self._room = self._max_bytes
+            self._limit = self._max_bytes
             self._new.clear()
             with self._changing() as index:
                 if (model := self._known_id(index)) is None:
@@ -122,9 +121,9 @@ class DiskStore:
                     model = index.add_model(self.model)
                 for block in blocks:
                     if index.block(block.name) is not None:
-                        index.use(block.name, block.used)  # or the next one could take its place
+                        index.use(block.name, block.used)  # so that no later block evicts it
                         continue
-                    index.use(block.parent, block.used)  # or this one could take its parent's
+                    index.use(block.parent, block.used)  # so that this block does not evict it
                     if not self._save_one(index, model, block):
                         break
                     saved += 1
@@ -134,55 +133,55 @@ class DiskStore:
         return None
 
     def _save_one(self, index: DiskIndex, model: int, block: StoredBlock) -> bool:
-        """Save a block; return False if there is no room, or the disk is full."""
+        """Save a block; return False if there is no space."""
         file = self._file(self.model)
         if memoryview(block.payload).nbytes != self.model.block_bytes:
             self.faults.note("a block is of another size", block.name.hex())
             return False
         for _ in range(2):
-            slot = self._find_room(index, model, block.used)
+            slot = self._find_slot(index, model, block.used)
             if slot is None:
                 return False
             try:
                 file.write(slot, block)
             except OSError as error:
                 self.faults.note("a block cannot be written", error)
-                self._room = self._taken(index)  # more does not fit: others have to go
+                self._limit = self._taken(index)  # the disk is full: evict from now on
             else:
                 index.insert(model, slot, block, index.worth(block.seconds, file.slot_bytes))
                 self._new.add(block.name)
                 return True
         return False
 
-    def _find_room(self, index: DiskIndex, model: int, used: float) -> int | None:
-        """Return a slot for a block; None if all blocks were used since.
+    def _find_slot(self, index: DiskIndex, model: int, used: float) -> int | None:
+        """Return a slot for a block; None if all other blocks were used after `used`.
 
-        None as well where the index could not be changed: a slot is overwritten before that, and
-        its block would be lost for nothing.
+        Also None if the disk is too full to change the index afterwards: the block that is evicted
+        would be lost in vain.
         """
         size = slot_bytes(self.model.block_bytes)
-        if self._free_space() < _INDEX_ROOM:
-            self.faults.note("the disk is full", f"less than {_INDEX_ROOM:,} bytes are free")
+        if self._free_space() < _INDEX_RESERVE:
+            self.faults.note("the disk is full", f"less than {_INDEX_RESERVE:,} bytes are free")
             return None
         while True:
             taken = self._taken(index)
             free = self._free_space() + self._surplus
-            if taken + size <= self._room and free >= size + _LEAST_FREE:
+            if taken + size <= self._limit and free >= size + _LEAST_FREE:
                 return index.count(model)
             victim = index.victim(used)
-            if victim is None or size > self._room:
+            if victim is None or size > self._limit:
                 return None
             block, worth = victim
             index.advance(worth)
             self._new.discard(block.name)
-            if block.model == model and taken <= self._room:
+            if block.model == model and taken <= self._limit:
                 return block.slot
             self._take_out(index, block)
 
     def _taken(self, index: DiskIndex) -> int:
-        """Return the bytes that the blocks of all models take; note files that are longer.
+        """Return the bytes that the blocks of all models take; note the files to truncate.
 
-        Opens no file: a folder may have hundreds. Raises ValueError if a file lacks listed slots.
+        Opens no file, since there may be hundreds. Raises ValueError if a file lacks listed slots.
         """
         self._surplus = total = 0
         for model, record in index.models():
@@ -203,7 +202,7 @@ class DiskStore:
         return state.f_bavail * state.f_frsize
 
     def _take_out(self, index: DiskIndex, block: IndexedBlock) -> None:
-        """Forget a block; the last one of its file takes its slot. The file is cut later."""
+        """Forget a block; the last block of its file takes its slot. The file is cut later."""
         record = dict(index.models())[block.model]
         file, last = self._file(record), index.count(block.model) - 1
         if block.slot == last:
@@ -215,10 +214,10 @@ class DiskStore:
 
     @contextmanager
     def _changing(self) -> Iterator[DiskIndex]:
-        """Open a transaction of the index, and cut files to the listed blocks after it.
+        """Open a transaction of the index; after it, truncate files to the listed blocks.
 
-        Models that have no block left are forgotten, and their files are removed; their
-        descriptions stay. Other processes check that a file is in place before they use it.
+        Models without blocks are forgotten, and their files are removed; their descriptions stay.
+        Other processes check that a file exists before they use it.
         """
         index = self._open("changes")
         self._to_cut.clear()
@@ -248,7 +247,7 @@ class DiskStore:
                     index.touch(names, slot_bytes(self.model.block_bytes))
 
     def remove(self, names: Sequence[BlockHash]) -> int:
-        """Forget blocks; return how many there were."""
+        """Forget blocks; return the number of those that existed."""
         removed = 0
         with self._guard(), self._writing, self._changing() as index:
             for name in names:
@@ -267,16 +266,16 @@ class DiskStore:
         return False
 
     def forget_damaged(self, names: Sequence[BlockHash]) -> None:
-        """Forget those of the blocks that cannot be read."""
+        """Forget those of these blocks that cannot be read."""
         for name in names:
             with self._guard():
-                self._look_again(name)
+                self._read_again(name)
 
     def _is_whole(self, payload: memoryview | None) -> bool:
         return payload is not None and payload.nbytes == self.model.block_bytes
 
-    def _look_again(self, name: BlockHash) -> memoryview | None:
-        """Read a block that another process may have moved; forget it if it is damaged."""
+    def _read_again(self, name: BlockHash) -> memoryview | None:
+        """Read a block that another process may have moved; forget it if it cannot be read."""
         if self._is_read_only:
             return None
         with self._writing, self._changing() as index:
@@ -304,7 +303,7 @@ class DiskStore:
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """Note an exception that is raised inside, and suppress it; rebuild a damaged index."""
+        """Count and suppress exceptions; rebuild the index if they show that it is damaged."""
         try:
             yield
         except _Closed:
@@ -336,7 +335,7 @@ class DiskStore:
             self.faults.note("the index cannot be rebuilt", error)
 
     def _check_files(self) -> None:
-        """Describe the model, and look for files that the index lacks."""
+        """Describe the model; raise ValueError if the index lacks a model whose file has blocks."""
         if self._lacks_index:
             return
         with self._writing:
@@ -349,9 +348,9 @@ class DiskStore:
                         if path.lstat().st_size:
                             raise ValueError(f"it lacks {path.name}")
                 if (model := self._known_id(index)) is not None:
-                    self.num_kept = index.count(model)
+                    self.num_stored = index.count(model)
                     self.block_seconds = index.block_seconds(model)
-                if self.num_kept:
+                if self.num_stored:
                     SlotFile.prepare_reading()
 
     def _open(self, name: str) -> DiskIndex:

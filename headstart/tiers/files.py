@@ -1,8 +1,8 @@
-"""The files of a disk store: blocks of one model in slots of one size, and files opened safely.
+"""The files of a disk store, which hold a model's blocks in slots of equal size.
 
-Another user with access to the folder may have put a link in a file's place, so that the store
-overwrites the link's target. A file is accepted only if it is a regular file with one name that
-belongs to this user or to root; anything else with its name is removed before a file is written.
+Another user with access to the folder may put a link in a file's place, to make the store overwrite
+the link's target. So a file is accepted only if it is a regular file with a single name that
+belongs to this user or to root. Anything else in its place is removed before the file is written.
 """
 
 import ctypes
@@ -30,22 +30,22 @@ from headstart.tiers.store import (
 
 _LOG = logging.getLogger("headstart.tiers")
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-_ATTEMPTS = 5  # to open a file that other processes remove and create meanwhile
+_ATTEMPTS = 5  # to open a file that other processes replace meanwhile
 _ALIGN = 512
-_AT_ONCE = 2 << 20  # bytes that one call reads; checked while they are in the CPU's cache
-_NUM_BUFFERS = 8  # of so many bytes that wait for the next read
+_READ_BYTES = 2 << 20  # bytes that one call reads; few enough to be checked in the CPU's cache
+_NUM_BUFFERS = 8  # unused buffers of this size that are retained
 
 
 def is_accepted(state: os.stat_result) -> bool:
-    """Return True for a regular file with one name that belongs to this user or to root."""
+    """Return True for a regular file with a single name that belongs to this user or to root."""
     return stat.S_ISREG(state.st_mode) and state.st_nlink <= 1 and state.st_uid in (os.geteuid(), 0)
 
 
 def open_file(path: Path, flags: int, *, create: bool = False) -> int:
     """Return a descriptor of a file that is accepted.
 
-    create: create the file if it is missing. Anything else that has its name is removed; a link's
-    target stays as it is. Raises OSError; FileNotFoundError if no such file is there.
+    create: create the file if it is missing; anything else in its place is removed, but not a
+    link's target. Raises OSError, or FileNotFoundError if there is no such file.
     """
     for _ in range(_ATTEMPTS):
         with suppress(FileNotFoundError):
@@ -90,9 +90,9 @@ def replace_file(path: Path, data: bytes) -> None:
 class ReadBuffers:
     """Buffers of one size, each reused once no view of it is left. For any thread.
 
-    The system clears each page of new memory at its first use, which for pages of 4 KiB takes
-    longer than reading a file that it has in memory. most: unused buffers that stay. Fewer bytes
-    than a quarter of a buffer get separate memory, so that a small view retains no large buffer.
+    The system clears each page of new memory at its first use, which takes longer than reading a
+    file from the page cache. most: unused buffers that are retained. For less than a quarter of a
+    buffer, separate memory is used, so that a small view does not retain a large buffer.
     """
 
     def __init__(self, nbytes: int, most: int) -> None:
@@ -110,14 +110,14 @@ class ReadBuffers:
             self._free.append(memory)
 
     def take(self, nbytes: int) -> memoryview:
-        """Return memory for so many bytes, of any content."""
+        """Return memory of `nbytes` bytes, with any content."""
         if not self._nbytes // 4 <= nbytes <= self._nbytes:
             return memoryview(bytearray(nbytes))
         try:
             memory = self._free.pop()
         except IndexError:
             memory = self._allocate()
-        lent = (ctypes.c_char * self._nbytes).from_buffer(memory)  # every view keeps it alive
+        lent = (ctypes.c_char * self._nbytes).from_buffer(memory)  # freed with its last view
         weakref.finalize(lent, self._free.append, memory).atexit = False
         return memoryview(lent).cast("B")[:nbytes]
 
@@ -129,29 +129,29 @@ class ReadBuffers:
         return memory
 
 
-_buffers = ReadBuffers(_AT_ONCE, _NUM_BUFFERS)
+_buffers = ReadBuffers(_READ_BYTES, _NUM_BUFFERS)
 
 
 class SlotFile:
     """Records in slots. May be used by several threads and processes. Raises OSError.
 
-    Another process may overwrite a slot while it is read: a record names its block and has
-    checksums. read_only: the file must exist, and is not written.
+    Another process may overwrite a slot while it is read; the record's name and checksums show
+    this. read_only: the file must exist, and is not written.
     """
 
     def __init__(self, path: Path, block_bytes: int, *, read_only: bool = False) -> None:
-        self._fd = -1  # first, for `__del__`: a damaged index may give no number of bytes
+        self._fd = -1  # first: `__del__` needs it if a damaged index makes the next line raise
         self.slot_bytes = slot_bytes(block_bytes)
         self._path = path
         self._fd = open_file(path, os.O_RDONLY if read_only else os.O_RDWR, create=not read_only)
         self._inode = os.fstat(self._fd).st_ino
 
     def __del__(self) -> None:
-        self.close()  # no sooner: another thread may be reading it
+        self.close()  # not earlier: another thread may be reading the file
 
     @property
     def is_in_place(self) -> bool:
-        """False once the file was removed, or another has its name."""
+        """False once the file was removed or replaced."""
         try:
             return os.lstat(self._path).st_ino == self._inode
         except FileNotFoundError:
@@ -164,12 +164,12 @@ class SlotFile:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots in the file; the last may not be filled up."""
+        """Number of slots in the file; the last may be shorter."""
         return -(-os.fstat(self._fd).st_size // self.slot_bytes)
 
     @staticmethod
     def prepare_reading() -> None:
-        """Allocate the memory for reading in a thread, so that the first load is no slower."""
+        """Allocate the memory for reading in a thread, so that the first load is as fast."""
         with suppress(RuntimeError):  # the machine has no more threads
             Thread(target=_buffers.fill, name="headstart-buffers", daemon=True).start()
 
@@ -181,8 +181,8 @@ class SlotFile:
             raise OSError(f"only {written:,} bytes of a block were written: the disk is full")
 
     def read(self, blocks: Sequence[tuple[BlockHash, int]]) -> Iterator[memoryview | None]:
-        """Yield the payloads of these (name, slot), in order; None for one that is not whole."""
-        most = max(1, _AT_ONCE // self.slot_bytes)
+        """Yield the payload of each (name, slot), in order; None for a damaged or another block."""
+        most = max(1, _READ_BYTES // self.slot_bytes)
         for offset in range(0, len(blocks), most):
             some = blocks[offset : offset + most]
             buffer = _buffers.take(len(some) * self.slot_bytes)
@@ -197,12 +197,12 @@ class SlotFile:
                     yield payload_of(data[start : start + self.slot_bytes], name)
 
     def _pread(self, slot: int, place: memoryview) -> memoryview:
-        """Read slots from this one on; return the part of the place that the file has bytes for."""
+        """Read consecutive slots into `place`; return the part that the file has bytes for."""
         filled = 0
         while filled < len(place):
             read = os.preadv(self._fd, [place[filled:]], slot * self.slot_bytes + filled)
             if not read:
-                break  # the file's last record is not filled up, or the file was cut
+                break  # the end of the file, which another process may have truncated
             filled += read
         return place[:filled]
 
@@ -217,7 +217,7 @@ class SlotFile:
             os.truncate(self._fd, slots * self.slot_bytes)
 
     def header(self, slot: int) -> RecordHeader | None:
-        """Return the header that a slot begins with; None if it is damaged or missing."""
+        """Return the header of a slot; None if it is damaged or missing."""
         return read_header(os.pread(self._fd, HEADER_BYTES, slot * self.slot_bytes))
 
     def holds_another(self, slot: int, name: BlockHash) -> bool:
@@ -227,12 +227,12 @@ class SlotFile:
 
 
 def slot_bytes(block_bytes: int) -> int:
-    """Return the bytes of a slot for a block of so many."""
+    """Return the bytes of a slot for blocks of `block_bytes` bytes."""
     return -(-(HEADER_BYTES + block_bytes) // _ALIGN) * _ALIGN
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of the list whose slots follow one another in the file."""
+    """Yield the index ranges of the list whose slots are consecutive in the file."""
     first = 0
     for index, (left, right) in enumerate(pairwise(slots), start=1):
         if right != left + 1:

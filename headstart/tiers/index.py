@@ -1,13 +1,12 @@
-"""The index of a disk store: the slot and the worth of each block; and the folder around it.
+"""The index of a disk store, with the slot and the worth of each block, and its folder.
 
-SQLite, with a journal file and no shared memory: several processes may use one index, a process
-that is killed leaves it whole, and a damaged file is an exception and never a crash. It is not
-synced to the disk. After a power loss it may be damaged, and is rebuilt from the records.
+The index is an SQLite file with a journal and without shared memory. Several processes may use it.
+A process that is killed leaves it whole, and a damaged file raises an exception. It is not synced
+to the disk: after a power loss it may be damaged, and is rebuilt from the records.
 
 A block's worth is GreedyDual-Size (Cao and Irani, 1997): `clock + seconds to compute / bytes`,
-where the clock is the worth of the last block that was evicted. So recently used blocks stay, and
-among models blocks that are costly for their size stay longer. Only the last block of a prefix may
-be evicted.
+where the clock is the worth of the last block that was evicted. So blocks stay if they were used
+recently, or if they are costly for their size. Only the last block of a prefix may be evicted.
 """
 
 import fcntl
@@ -32,16 +31,16 @@ from headstart.tiers.store import ModelRecord, RecordHeader, StoredBlock
 INDEX = "index.sqlite"
 _LOG = logging.getLogger("headstart.tiers")
 _OURS = re.compile(r"index\.sqlite.*|lock|fingerprints\..*|[0-9a-f]{32}\..*")
-_LARGEST = 1 << 40  # bytes of a block that a description may name
+_LARGEST = 1 << 40  # bytes; a description with larger blocks is damaged
 
 
-_PATIENCE = 5.0  # seconds to wait for another process's transaction, or rebuild
-_AT_ONCE = 500  # names in a query
-_LONGEST = 1e6  # seconds to compute a block
+_TIMEOUT = 5.0  # seconds to wait for another process's transaction, or rebuild
+_BATCH = 500  # names in a query
+_LONGEST = 1e6  # seconds to compute a block; a longer time is damaged
 _SAMPLE = 64  # blocks in the average of the time to compute a block
-_FIRST = 8  # names of a lookup: most new prompts miss there
-_VERSION = 3  # of the tables, written last: a file without it is no index
-_MARK = _VERSION * 0x010101  # three times, so that no flipped bit makes another version of it
+_FIRST = 8  # names in the first query of a lookup, where most new prompts miss
+_VERSION = 3  # of the tables; written last, so an incomplete file has none
+_MARK = _VERSION * 0x010101  # three copies, so that a flipped bit is not read as another version
 _SCHEMA = f"""
 CREATE TABLE models (
     id INTEGER PRIMARY KEY, fingerprint TEXT NOT NULL, title TEXT NOT NULL,
@@ -82,7 +81,7 @@ class IndexedModel(NamedTuple):
 
 
 class IndexedBlock(NamedTuple):
-    """A block in the store. made and used: seconds since 1970. words: its text, in UTF-8."""
+    """A block in the store. made, used: times since 1970, in seconds. words: its text, in UTF-8."""
 
     name: BlockHash
     model: int
@@ -96,19 +95,19 @@ class IndexedBlock(NamedTuple):
     words: bytes
 
 
-_COLUMNS = ", ".join(IndexedBlock._fields[:-1]) + ", CAST(words AS BLOB)"  # text, if it is damaged
+_COLUMNS = ", ".join(IndexedBlock._fields[:-1]) + ", CAST(words AS BLOB)"  # damage makes it text
 
 
 class DiskIndex:
-    """A connection to the index; belongs to one thread at a time.
+    """A connection to the index, for one thread at a time.
 
-    inode: of its file. read_only: nothing is written, not even a journal. Raises sqlite3.Error;
-    ValueError where the index contradicts itself.
+    inode: the inode of its file. read_only: write nothing, not even a journal. Methods raise
+    sqlite3.Error, and ValueError if the index contradicts itself.
     """
 
     def __init__(self, path: Path, *, create: bool = False, read_only: bool = False) -> None:
-        # SQLite would follow a link. The files are not opened here: closing a second descriptor
-        # would end this process's locks on them.
+        # SQLite would follow a link. Only `lstat`: opening and closing a file here would release
+        # this process's locks on it.
         for name in (path, path.with_name(f"{path.name}-journal")):
             with suppress(FileNotFoundError):
                 if not is_accepted(os.lstat(name)):
@@ -117,7 +116,7 @@ class DiskIndex:
         self._begin = "BEGIN" if read_only else "BEGIN IMMEDIATE"
         self._connection = sqlite3.connect(
             f"{path.absolute().as_uri()}?mode={mode}",
-            timeout=_PATIENCE,
+            timeout=_TIMEOUT,
             isolation_level=None,
             check_same_thread=False,
             uri=True,
@@ -129,12 +128,12 @@ class DiskIndex:
                 path.chmod(0o600)
                 self._execute(f"PRAGMA journal_mode = {'MEMORY' if create else 'TRUNCATE'}")
             self._execute("PRAGMA synchronous = OFF")
-            self._execute("PRAGMA secure_delete = ON")  # no text of dropped blocks stays
+            self._execute("PRAGMA secure_delete = ON")  # removes the text of dropped blocks
             if create:
                 self._connection.executescript(_SCHEMA)
                 return
             [mark] = self._execute("PRAGMA user_version").fetchone()
-            if _MARK < mark <= 0xFFFFFF and mark % 0x010101 == 0:  # it is left as it is
+            if _MARK < mark <= 0xFFFFFF and mark % 0x010101 == 0:  # not damaged: do not rebuild it
                 raise ConfigError(
                     "its index is of a later version of headstart; allowed: another folder"
                 )
@@ -153,12 +152,12 @@ class DiskIndex:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Open a transaction: all of it or nothing. Other processes change nothing meanwhile."""
+        """Open a transaction. Other processes cannot change the index meanwhile."""
         try:
             self._execute(self._begin)
             yield
             self._execute("COMMIT")
-        except BaseException:  # a COMMIT that fails would leave the index locked, too
+        except BaseException:  # also from COMMIT, which would leave the index locked
             if self._connection.in_transaction:
                 self._execute("ROLLBACK")
             raise
@@ -172,7 +171,7 @@ class DiskIndex:
         return [IndexedModel(row[0], ModelRecord(*row[1:])) for row in rows]
 
     def add_model(self, record: ModelRecord) -> int:
-        """Return the id of a new model, made from the time: no id is used for two models."""
+        """Return a new model's id, made from the time, so that no id is used twice."""
         row = self._execute(
             "INSERT INTO models (id, fingerprint, title, block_size, block_bytes) VALUES "
             "(max(?, (SELECT coalesce(max(id), 0) + 1 FROM models)), ?, ?, ?, ?) RETURNING id",
@@ -185,14 +184,14 @@ class DiskIndex:
         self._execute("DELETE FROM models WHERE id = ?", (model,))
 
     def count(self, model: int) -> int:
-        """Return how many blocks a model has; they lie in as many slots, from 0 on."""
+        """Return the number of a model's blocks, which fill its slots from 0 on."""
         [last] = self._execute("SELECT max(slot) FROM blocks WHERE model = ?", (model,)).fetchone()
         if last is not None and last < 0:
             raise ValueError(f"the last block is in slot {last}")
         return 0 if last is None else int(last) + 1
 
     def block_seconds(self, model: int) -> float:
-        """Return the average seconds to compute a block of a model; 0 if that is not known."""
+        """Return the average seconds to compute a block of a model; 0 if unknown."""
         row = self._execute(
             "SELECT avg(seconds) FROM (SELECT seconds FROM blocks WHERE model = ? "
             f"ORDER BY slot DESC LIMIT {_SAMPLE}) WHERE seconds > 0 AND seconds < {_LONGEST}",
@@ -203,7 +202,7 @@ class DiskIndex:
     # Blocks
 
     def find(self, names: Sequence[BlockHash]) -> list[tuple[BlockHash, int]]:
-        """Return the blocks from the first on, with their slots, up to one that is missing."""
+        """Return the blocks before the first missing block, with their slots."""
         blocks: list[tuple[BlockHash, int]] = []
         for some in (names[:_FIRST], *_cut(names[_FIRST:])):
             slots = self._slots(some)
@@ -214,7 +213,7 @@ class DiskIndex:
         return blocks
 
     def known(self, names: Sequence[BlockHash]) -> set[BlockHash]:
-        """Return those of the names that are there."""
+        """Return the names that the index has."""
         return {name for some in _cut(names) for name in self._slots(some)}
 
     def _slots(self, names: Sequence[BlockHash]) -> dict[BlockHash, int]:
@@ -228,8 +227,8 @@ class DiskIndex:
     def block(self, name: BlockHash) -> IndexedBlock | None:
         """Return a block's row; None if there is none.
 
-        In a damaged index the row found by a name may differ from the row found by its slot. If
-        such a block was taken out, the last block of the file would be moved over another one.
+        Raises ValueError if the index is damaged so that name and slot lead to different rows.
+        Removing such a block would overwrite another block.
         """
         row = self._execute(
             f"SELECT {_COLUMNS}, EXISTS (SELECT 1 FROM blocks AS there INDEXED BY slots WHERE "
@@ -242,7 +241,7 @@ class DiskIndex:
         *columns, is_in_slot = row
         block = IndexedBlock(*columns)
         if block.name != name or not is_in_slot or block.slot < 0:
-            raise ValueError(f"it has a block with another hash than slot {block.slot}")
+            raise ValueError(f"it has different blocks by name and by slot {block.slot}")
         return block
 
     def list_blocks(self, model: int) -> list[IndexedBlock]:
@@ -252,7 +251,7 @@ class DiskIndex:
         return [IndexedBlock(*row) for row in rows]
 
     def insert(self, model: int, slot: int, block: StoredBlock, worth: float) -> None:
-        """List a block in a slot, replacing another block there."""
+        """Add a block in a slot; replace the block there, if any."""
         name, parent, depth, seconds, used, _, text = block
         words, now = text.encode(errors="replace"), time.time()
         self._execute("DELETE FROM blocks WHERE model = ? AND slot = ?", (model, slot))
@@ -264,7 +263,7 @@ class DiskIndex:
             raise ValueError("its count of blocks is too low")
 
     def move(self, model: int, source: int, target: int) -> None:
-        """List the block of one slot in another, replacing another block there."""
+        """Change the slot of a block; replace the block in the target, if any."""
         self._execute("DELETE FROM blocks WHERE model = ? AND slot = ?", (model, target))
         self._change_one(
             "UPDATE blocks SET slot = ? WHERE model = ? AND slot = ?", (target, model, source)
@@ -277,27 +276,27 @@ class DiskIndex:
         self._change_one("DELETE FROM blocks WHERE name = ?", (name,))
 
     def _change_one(self, statement: str, values: tuple[int | bytes, ...]) -> None:
-        """Change one row. A damaged index may find a row in one way and not in another."""
+        """Change one row. Raises ValueError if it is not found, since the index is then damaged."""
         if self._execute(statement, values).rowcount != 1:
             raise ValueError("a block that it lists is missing")
 
     # Worth
 
     def worth(self, seconds: float, nbytes: int) -> float:
-        """Return the worth of a block that is used now, by its seconds to compute and size."""
+        """Return the worth of a block used now, from its seconds to compute and its size."""
         return self._clock() + seconds / max(nbytes, 1)
 
     def _clock(self) -> float:
         return float(self._execute("SELECT worth FROM clock").fetchone()[0])
 
     def victim(self, before: float) -> tuple[IndexedBlock, float] | None:
-        """Return the block to evict first of those last used before a time, and its worth.
+        """Return the block to evict next and its worth; None if none was last used before a time.
 
-        A block that others continue stays, since without it they cannot be found. A block with a
-        time in the future was used before the clock was set back.
+        A block with children stays, since they could not be found without it. A block that was
+        used in the future is also a candidate: the system's clock was set back.
         """
         continued: list[tuple[int, BlockHash]] = []
-        rows = self._execute(  # of columns that the order of eviction has by itself
+        rows = self._execute(  # only columns of the index `order_of_eviction`
             "SELECT name, worth, depth, EXISTS "
             "(SELECT 1 FROM blocks AS next WHERE next.parent = block.name) AS is_continued "
             "FROM blocks AS block WHERE is_continued OR used < ? OR used > ? "
@@ -317,9 +316,9 @@ class DiskIndex:
         return None
 
     def _place_behind(self, continued: list[tuple[int, BlockHash]]) -> None:
-        """Place blocks, with their depths, right after their children in the order of eviction.
+        """Place blocks, given with their depths, right after their children in the eviction order.
 
-        They stay until then. If they were worth less, each eviction would pass all of them.
+        They stay as long as their children, and each eviction would otherwise pass all of them.
         """
         for _, name in sorted(continued, reverse=True):  # the end of a prompt first
             self._execute(
@@ -347,7 +346,7 @@ class DiskIndex:
 
 
 def _cut(names: Sequence[BlockHash]) -> Iterator[Sequence[BlockHash]]:
-    return (names[start : start + _AT_ONCE] for start in range(0, len(names), _AT_ONCE))
+    return (names[start : start + _BATCH] for start in range(0, len(names), _BATCH))
 
 
 def default_folder() -> Path:
@@ -358,10 +357,10 @@ def default_folder() -> Path:
 
 
 def make_folder(folder: Path) -> bool:
-    """Make a folder that its owner alone may enter; return True if it can be written.
+    """Make a folder that only its owner may enter; return True if it can be written.
 
-    A folder with other files is refused, since its mode would change for them too. If other users
-    could write the folder, its files are removed. Raises ConfigError.
+    If other users could write an existing folder, its files are removed. Raises ConfigError, also
+    for a folder with other files, whose mode must not change.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -398,7 +397,7 @@ def make_folder(folder: Path) -> bool:
 
 @lru_cache(maxsize=256)  # called for every model with every block that is saved
 def slot_path(folder: Path, record: ModelRecord) -> Path:
-    """Return the file of a model's blocks; its name covers all that its slots depend on."""
+    """Return the file of a model's blocks, named by a hash of all that its slots depend on."""
     key = f"{record.fingerprint} {record.block_size} {record.block_bytes}"
     return folder / f"{sha256(key.encode()).hexdigest()[:32]}.kv"
 
@@ -416,9 +415,9 @@ def describe_model(folder: Path, record: ModelRecord) -> None:
 
 
 def reopen(folder: Path, index: DiskIndex | None) -> DiskIndex:
-    """Return a connection to the current index; it only reads in a folder that is read-only.
+    """Return `index` if its file is the current one, otherwise a new connection.
 
-    Raises sqlite3.Error, ValueError, ConfigError or OSError.
+    It is read-only if the folder is. Raises sqlite3.Error, ValueError, ConfigError or OSError.
     """
     inode = _inode(folder)
     if index is not None:
@@ -434,8 +433,8 @@ def reopen(folder: Path, index: DiskIndex | None) -> DiskIndex:
 def rebuild_index(folder: Path, broken: Collection[int]) -> None:
     """Rebuild a damaged index from the records, one process at a time.
 
-    broken: inodes of damaged indexes. Another process may have been faster: its index stays if it
-    is sound. Raises sqlite3.Error or OSError.
+    broken: inodes of damaged indexes. If another process has rebuilt the index, and it is sound, it
+    stays. Raises sqlite3.Error or OSError.
     """
     with _locked(folder):
         if _inode(folder) not in (None, *broken):
@@ -451,20 +450,20 @@ def rebuild_index(folder: Path, broken: Collection[int]) -> None:
         os.close(open_file(partial, os.O_RDWR, create=True))
         records = list(described_models(folder))
         for path in slot_files(folder) - {slot_path(folder, record) for record in records}:
-            path.unlink(missing_ok=True)  # its blocks cannot be found, nor its size bounded
+            path.unlink(missing_ok=True)  # without a description its records cannot be read
         with closing(DiskIndex(partial, create=True)) as index, index.changing():
             for record in records:
                 if (path := slot_path(folder, record)).exists():
                     with closing(SlotFile(path, record.block_bytes)) as file:
                         _add_records(index, record, file)
-        # In this order: a journal of the old index would be played back into the new one.
+        # First remove the old journal: SQLite would play it back into the new index.
         for name in (INDEX, f"{INDEX}-journal"):
             (folder / name).unlink(missing_ok=True)
         partial.replace(folder / INDEX)
 
 
 def _add_records(index: DiskIndex, record: ModelRecord, file: SlotFile) -> None:
-    """List a model, and the records of its file that are whole by their headers, without gaps."""
+    """Add a model, and the records of its file with a whole header; close the gaps between them."""
     headers: dict[BlockHash, tuple[int, RecordHeader]] = {}
     for slot in range(file.num_slots):
         header = file.header(slot)
@@ -472,7 +471,7 @@ def _add_records(index: DiskIndex, record: ModelRecord, file: SlotFile) -> None:
             headers[header.name] = slot, header
     whole = sorted(headers.values())
     gaps = sorted(set(range(len(whole))) - {slot for slot, _ in whole})
-    for gap in gaps:  # the last one fills the first gap
+    for gap in gaps:  # the last record fills the first gap
         slot, header = whole.pop()
         file.move(slot, gap)
         whole.insert(0, (gap, header))
@@ -524,9 +523,9 @@ def parse_description(data: bytes) -> ModelRecord | None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which ends with the process that has it."""
+    """Hold the folder's lock. The system releases it when the process ends."""
     fd = open_file(folder / "lock", os.O_RDWR, create=True)
-    until = time.monotonic() + _PATIENCE
+    until = time.monotonic() + _TIMEOUT
     try:
         while True:
             try:

@@ -1,9 +1,9 @@
 """The remote tier: blocks in a Valkey or Redis server, shared by engines on many machines.
 
-A block is one value under its model's and its own name: a record with checksums, as on disk. The
-server decides how much it stores and what it evicts (`maxmemory`, `allkeys-lru`). A server that is
-down or slow is not called for a while, and all is a miss meanwhile. A server that accepts no
-blocks, such as a full one or a replica, is offered none for a while, and is still read.
+Each block is a value: a record with checksums, as on disk. Its key has the names of the model and
+of the block. The server decides how much it stores and what it evicts (`maxmemory`, `allkeys-lru`).
+A server that is down or slow is not called during a pause, and all lookups miss meanwhile. A server
+that refuses blocks, because it is full or a replica, gets none during a pause, and is still read.
 """
 
 import time
@@ -26,12 +26,12 @@ from headstart.tiers.store import (
     read_header,
 )
 
-_PATIENCE = 2.0  # seconds for an answer, and for a connection
-_FIRST = 8  # names in the first query of a lookup: most new prompts miss there
-_AT_ONCE_BYTES = 8 << 20
-_FIRST_BYTES = 256 << 10  # that are queried at once, before anything has come
-_QUESTION = 1.0  # seconds that an answer should take at most: a silent server is paused
-_UNLINKED = 1000  # keys that are listed, and deleted, at once
+_TIMEOUT = 2.0  # seconds, for an answer and for a connection
+_FIRST = 8  # names in the first query of a lookup, where most new prompts miss
+_BATCH_BYTES = 8 << 20  # most bytes in a query
+_FIRST_BYTES = 256 << 10  # bytes in a query before the rate is known
+_QUERY_SECONDS = 1.0  # that a query should take at most
+_UNLINKED = 1000  # keys that are listed and deleted at once
 
 Answer = TypeVar("Answer")
 
@@ -40,15 +40,15 @@ class RemoteStore:
     """The blocks of one model in a server; a `BlockStore`.
 
     url: redis://host:port/db, rediss:// with TLS, or unix:///path. Raises ConfigError for another
-    url, or without the client's library; not for a server that does not answer.
+    url, or if the client's library is not installed. A server that does not answer is no error.
     """
 
     tier = "remote"
-    num_kept = 0  # counting would list all keys of the server
+    num_stored = 0  # unknown: counting would list all keys of the server
 
     def __init__(self, url: str, model: ModelRecord) -> None:
         self.model = model
-        self.block_seconds = 0.0  # of the last block that came
+        self.block_seconds = 0.0  # of the last loaded block
         self.faults = Faults(f"remote cache {_without_password(url)}")
         try:
             import redis
@@ -58,7 +58,7 @@ class RemoteStore:
             ) from error
         try:
             self._client: Any = redis.Redis.from_url(
-                url, socket_timeout=_PATIENCE, socket_connect_timeout=_PATIENCE, protocol=2
+                url, socket_timeout=_TIMEOUT, socket_connect_timeout=_TIMEOUT, protocol=2
             )
         except (ValueError, TypeError) as error:
             raise ConfigError(
@@ -66,10 +66,10 @@ class RemoteStore:
                 "redis://host:port/db, rediss://..., unix:///path"
             ) from error
         self._prefix = b"headstart:%d:%s:" % (VERSION, model.fingerprint[:32].encode())
-        self._most = max(1, _AT_ONCE_BYTES // model.block_bytes)  # blocks in a query
-        self._rate: float | None = None  # bytes a second of the last answer
+        self._most = max(1, _BATCH_BYTES // model.block_bytes)  # blocks in a query
+        self._rate: float | None = None  # bytes per second of the last answer
         self._pause = Pause(self.faults)
-        self._refusal = Pause(self.faults)  # of saves alone: such a server is still read
+        self._refusal = Pause(self.faults)  # pauses only saves
 
     def find(self, names: Sequence[BlockHash]) -> int:
         count = 0
@@ -107,11 +107,11 @@ class RemoteStore:
                 return
 
     def _at_once(self) -> int:
-        """Return the blocks of a query: as many as come in a moment, however slow the link.
+        """Return the number of blocks in a query, fewer for a slow connection.
 
-        Nothing of an answer can be used before all of it is there.
+        An answer can be used only once all of it has arrived.
         """
-        nbytes = _FIRST_BYTES if self._rate is None else int(self._rate * _QUESTION)
+        nbytes = _FIRST_BYTES if self._rate is None else int(self._rate * _QUERY_SECONDS)
         return max(1, min(self._most, nbytes // self.model.block_bytes))
 
     def _get(self, names: Sequence[BlockHash]) -> list[bytes | None]:
@@ -142,7 +142,7 @@ class RemoteStore:
         answers = orders.execute(raise_on_error=False)
         refused = [answer for answer in answers if isinstance(answer, Exception)]
         self.faults.num_unsaved += len(refused)
-        if refused:  # it is full, a replica, or read-only for this user
+        if refused:  # the server is full, a replica, or read-only for this user
             self._refusal.failed("the server gives blocks and takes none", refused[0])
         elif answers:
             self._refusal.answered()
@@ -164,12 +164,12 @@ class RemoteStore:
         self._client.close()
 
     def _ask(self, otherwise: Any, query: Callable[..., Answer], *about: Any) -> Answer | Any:
-        """Return the server's answer; `otherwise` during a pause, and if it fails."""
+        """Return the server's answer; `otherwise` during a pause, or if the call fails."""
         if self._pause.is_on:
             return otherwise
         try:
             answer = query(*about)
-        except Exception as error:  # of the client's many kinds, and the network's
+        except Exception as error:  # the client and the network raise many kinds
             self._pause.failed("the server does not answer", error)
             return otherwise
         self._pause.answered()
@@ -177,6 +177,6 @@ class RemoteStore:
 
 
 def _without_password(url: str) -> str:
-    """Return the url as it may stand in a log."""
+    """Return the url without its password, for logs."""
     head, separator, tail = url.rpartition("@")
     return f"{head.partition('://')[0]}://...@{tail}" if separator else url

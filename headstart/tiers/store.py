@@ -1,17 +1,18 @@
-"""The protocol of a tier: a store of blocks by their portable names, outside the pool.
+"""The protocol of a tier: a store of blocks outside the pool, by their hashes.
 
-    pool ──offer──▶ saver's thread ──save──▶ store          a block is filled, or about to go
+    pool ──offer──▶ saver's thread ──save──▶ store          a block is filled, or will be evicted
     pool ◀──rows─── loader's thread ◀──load── store         a lookup continues where the pool's ends
 
-A store holds bytes and knows no tensor. It may lose anything at any time: what it does not have is
-computed. It never gives a wrong answer: a block is returned as it was saved, or not at all.
+A store holds bytes and knows no tensor. It may lose any block at any time; a lost block is computed
+again. It returns a block exactly as it was saved, or not at all.
 
-A block is stored as a record: a header that names it, and its payload, each with a checksum.
+A block is stored as a record: a header with its name (the hash of its prefix), and its payload,
+each with a checksum.
 
     magic 8 | depth 4 | seconds 4 | length 8 | name 32 | parent 32 | payload's 8 | header's 8
 
-The last two are XXH3 of 64 bits, which misses one in 2^64 of accidental damages, and reads as fast
-as memory. It is no signature: a process that can write to a store can put anything in it.
+The last two fields are checksums, XXH3 with 64 bits, which miss one in 2^64 accidental changes.
+They are no signatures: a process that can write to a store can put anything in it.
 """
 
 import logging
@@ -28,27 +29,27 @@ from headstart.cache import BlockHash
 
 HEADER_BYTES = 128
 VERSION = 2
-"""The version of a record. It is part of all that outlives the process, so that engines of two
-versions may share a server, and neither takes the other's blocks for damaged ones."""
+"""The version of a record. Keys and files have it too, so that engines of two versions can share a
+server without reporting each other's blocks as damaged."""
 _MAGIC = b"hsblock%d" % VERSION
 _HEAD = struct.Struct("<8sIfQ32s32sQ")
 _CHECKSUM = struct.Struct("<Q")
 
 _LOG = logging.getLogger("headstart.tiers")
-_BETWEEN_LINES = 60.0  # seconds between two lines about the same kind of fault
+_LOG_INTERVAL = 60.0  # seconds between two log lines about the same kind of fault
 _FIRST_PAUSE = 5.0  # seconds
 _LONGEST_PAUSE = 300.0
 
 SILENT = "it does not answer"
 SLOW = "loading is slower than computing"
-"""The kinds of fault that `GuardedStore` reports of any store."""
+"""The kinds of fault that `GuardedStore` reports for any store."""
 
 
 class ModelRecord(NamedTuple):
-    """The model of some blocks, and their size.
+    """The model that computed some blocks, and their size.
 
-    fingerprint: covers all that must be equal for K/V to be exchanged; it is part of every name.
-    title: the model's name for people. block_bytes: bytes of a block's payload.
+    fingerprint: covers all that must be equal to exchange K/V; every block's name covers it.
+    title: the model's display name. block_bytes: bytes of a block's payload.
     """
 
     fingerprint: str
@@ -60,9 +61,9 @@ class ModelRecord(NamedTuple):
 class StoredBlock(NamedTuple):
     """A block to save.
 
-    depth: blocks before it in its prompt. seconds: the time to compute it. used: when its request
-    came, in seconds since 1970. payload: its K/V, which no longer change. words: its text, for
-    people who list the blocks on their disk; empty unless they want that.
+    depth: number of blocks before it in its prompt. seconds: the time to compute it. used: the time
+    of its request, in seconds since 1970. payload: its K/V, which no longer change. words: its
+    text, for `headstart cache list`; empty unless `cache_words` is on.
     """
 
     name: BlockHash
@@ -82,7 +83,7 @@ class LoadedBlock(NamedTuple):
 
 
 class RecordHeader(NamedTuple):
-    """The fields of a record's header; `seconds` as in `StoredBlock`, checksums of 64 bits."""
+    """The fields of a record's header; checksum: that of the payload."""
 
     name: BlockHash
     parent: BlockHash
@@ -93,7 +94,7 @@ class RecordHeader(NamedTuple):
 
 
 def make_header(block: StoredBlock) -> bytes:
-    """Return the header of a block, `HEADER_BYTES` long."""
+    """Return the header of a block, `HEADER_BYTES` bytes long."""
     length, checksum = memoryview(block.payload).nbytes, checksum_of(block.payload)
     about = (block.depth, block.seconds, length, block.name, block.parent)
     head = _HEAD.pack(_MAGIC, *about, checksum)
@@ -103,7 +104,7 @@ def make_header(block: StoredBlock) -> bytes:
 def read_header(data: bytes | memoryview) -> RecordHeader | None:
     """Return the header at the beginning of the bytes; None if it is damaged or missing.
 
-    A header whose seconds are no finite time is damaged, too: an index could not order it.
+    A header whose seconds are negative or not finite counts as damaged.
     """
     if len(data) < HEADER_BYTES:
         return None
@@ -117,7 +118,7 @@ def read_header(data: bytes | memoryview) -> RecordHeader | None:
 
 
 def payload_of(data: memoryview, name: BlockHash) -> memoryview | None:
-    """Return the payload of the record at the beginning; None unless it is this block, whole."""
+    """Return the payload of the record in `data`; None unless it is this block, undamaged."""
     header = read_header(data)
     if header is None or header.name != name:
         return None
@@ -140,10 +141,10 @@ class Faults:
         self._logged: dict[str, float] = {}
 
     def note(self, kind: str, detail: object) -> None:
-        """Count a fault, and log it unless one of its kind was logged within a minute."""
+        """Count a fault; log it unless one of its kind was logged within the last minute."""
         self.counts[kind] += 1
         now = time.monotonic()
-        if now - self._logged.get(kind, -_BETWEEN_LINES) >= _BETWEEN_LINES:
+        if now - self._logged.get(kind, -_LOG_INTERVAL) >= _LOG_INTERVAL:
             self._logged[kind] = now
             _LOG.warning(
                 "%s: %s: %s (%d so far; blocks that cannot be loaded are computed)",
@@ -154,8 +155,8 @@ class Faults:
 class Pause:
     """The time for which a store is not called after a failure.
 
-    Five seconds, and twice as long after each further failure, up to five minutes. An answer makes
-    the next pause short again, and does not end the current one.
+    It takes five seconds, and twice as long after each further failure, up to five minutes. An
+    answer makes the next pause short again, but does not end the current pause.
     """
 
     def __init__(self, faults: Faults) -> None:
@@ -165,7 +166,7 @@ class Pause:
 
     @property
     def is_on(self) -> bool:
-        """True while the store is not to be called."""
+        """True while the store must not be called."""
         return time.monotonic() < self._until
 
     def failed(self, kind: str, detail: object) -> None:
@@ -176,25 +177,25 @@ class Pause:
         self.faults.note(kind, f"{detail}; the store is paused for {self._seconds:.0f} s")
 
     def answered(self) -> None:
-        """Make the next pause a short one."""
+        """Note that the store works: the next pause is short again."""
         self._seconds = 0.0
 
 
 class BlockStore(Protocol):
     """Blocks of one model. Every method may be called from any thread, and none raises.
 
-    A failure is a miss, is counted in `faults`, and is logged now and then. tier: the store's name.
-    num_kept: blocks when it was opened; 0 where counting takes long. block_seconds: the time to
-    compute a block, measured by the engines that saved some; 0 if not known yet.
+    A failure is a miss; `faults` counts it, and logs it at most once a minute. tier: the store's
+    name. num_stored: number of blocks when it was opened; 0 if counting takes long. block_seconds:
+    the time to compute a block, as the engines that saved blocks measured it; 0 if unknown.
     """
 
     tier: str
     faults: Faults
-    num_kept: int
+    num_stored: int
     block_seconds: float
 
     def find(self, names: Sequence[BlockHash]) -> int:
-        """Return how many of these, from the first on, are probably there. Reads no payload."""
+        """Return how many of these, from the first on, the store seems to have. Read no payload."""
         ...
 
     def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
@@ -202,15 +203,15 @@ class BlockStore(Protocol):
         ...
 
     def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Save blocks, unless that would evict more recently used ones; return the new ones."""
+        """Save blocks unless that evicts blocks used later; return how many are new."""
         ...
 
     def touch(self, names: Sequence[BlockHash]) -> None:
-        """Note that these blocks were used: they are evicted later."""
+        """Note that these blocks were used now, which delays their eviction."""
         ...
 
     def clear(self) -> bool:
-        """Forget all blocks of the model; return False where some may be left."""
+        """Forget all blocks of the model; return False if some may be left."""
         ...
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Loads and saves off the engine's thread, between the pool and slow stores.
 
-`ObjectStore` has objects of any size, such as image embeddings, over a `BlockStore` of blocks of
-one size. An object is cut into blocks of `OBJECT_BLOCK` bytes, the first of which begins with its
-length. An object that lost a block is missing.
+`ObjectStore` stores objects of any size, such as image embeddings, as blocks of `OBJECT_BLOCK`
+bytes in a `BlockStore`. The first block begins with the object's length. An object with a missing
+block counts as missing.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ from headstart.tiers.store import BlockStore, Faults, LoadedBlock, ModelRecord, 
 from headstart.tiers.worker import GuardedStore, Job, StoreChain, Worker, wait_for
 
 _TRIAL = 1.0  # seconds that the first load may take longer than computing
-_LEAST_WAIT = 0.25  # seconds that a later load may take, however fast computing is
-_WEIGHT = 0.3  # of the last measurement in the rate
-_LEAST_RATE = 1.0  # bytes a second of a store that gave nothing in time
+_LEAST_WAIT = 0.25  # seconds that later loads may take even if computing is faster
+_WEIGHT = 0.3  # of the last measurement in the average rate
+_LEAST_RATE = 1.0  # bytes per second, for a store that returned nothing in time
 
-_BATCH_BLOCKS = 64  # of a save
+_BATCH_BLOCKS = 64  # in a save
 _BATCH_BYTES = 16 << 20
-_REST = 15  # times as long as a save took
-_DRAIN_BYTES = 32 << 20  # saved, after which an empty queue returns its memory
+_REST = 15  # duration of a rest, in durations of the save before it
+_DRAIN_BYTES = 32 << 20  # saved bytes after which `drained` is called
 _MOST_STORED = 1 << 14  # names that wait for `take_saved`
 
 
@@ -33,9 +33,9 @@ _MOST_STORED = 1 << 14  # names that wait for `take_saved`
 class LoadJob(Job):
     """Blocks to look up and load.
 
-    choose: returns the number of blocks to load for the number that the stores have. count: blocks
-    to load; 0 until the lookup has ended, which took `lookup_seconds`. num_loaded: blocks that have
-    arrived, of `nbytes` in all. arrived: blocks that wait to be taken.
+    choose: takes the number of blocks that the stores have, and returns the number to load. count:
+    blocks to load; 0 until the lookup has ended. num_loaded, nbytes: number and bytes of the blocks
+    that have arrived. arrived: blocks that wait to be taken. lookup_seconds: the lookup's duration.
     """
 
     names: Sequence[BlockHash]
@@ -48,20 +48,20 @@ class LoadJob(Job):
 
 
 class Loader:
-    """Jobs loaded in the order in which they were started, the preferred one first.
+    """Jobs loaded in the order in which they were started, the preferred job first.
 
-        start ──▶ looked up: how many are there, and are they worth loading ──▶ loaded ──▶ done
-                                                                                  │
-                                                                  blocks wait ◀───┘ until `take`
+        start ──▶ look up blocks, choose how many to load ──▶ load ──▶ done
+                                                                │
+                                                blocks wait ◀───┘ until `take`
 
     Lookups have a separate worker, so that a new prompt does not wait for the load of another.
-    Loads run one after the other. Half of the bytes that may wait to be taken belong to the
-    preferred job, whose blocks are taken as they come: other jobs may fill the other half and never
-    delay it. A load that takes longer than computing its blocks would ends early.
+    Loads run one after the other. The blocks of the preferred job are taken as they arrive. Other
+    jobs may fill only half of the queue, so they never delay it. A load ends early if it takes
+    longer than computing its blocks would.
 
-    max_bytes bounds the bytes that have arrived and were not taken, up to a chunk. compute: returns
-    the seconds to compute so many blocks. rate: recent bytes a second; None before the first load.
-    queued_bytes: of blocks that wait to be taken.
+    max_bytes: limit of the bytes that wait to be taken, exceeded by a chunk at most. compute:
+    returns the seconds to compute a number of blocks. rate: recent bytes per second; None before
+    the first load. queued_bytes: bytes that wait to be taken.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Loader:
         ]
 
     def start(self, names: Sequence[BlockHash], choose: Callable[[int], int]) -> LoadJob:
-        """Look these blocks up, and load as many as `choose` returns for the number found."""
+        """Look these blocks up, and load as many as `choose` returns."""
         job = LoadJob(self._look_up, names=names, choose=choose)
         self._lookups.submit(job)
         return job
@@ -94,7 +94,7 @@ class Loader:
         return taken
 
     def prefer(self, job: LoadJob | None) -> None:
-        """Load this job before all others, since its blocks are taken as they come."""
+        """Load this job before all others: its blocks are taken as they arrive."""
         with self._changed:
             for worker in self._workers:
                 worker.give_up_late()
@@ -114,7 +114,7 @@ class Loader:
         self._changed.notify_all()
 
     def wait(self, timeout: float) -> None:
-        """Wait until blocks arrived, or a job is done or lacks room, since the last call."""
+        """Wait for news since the last call: blocks arrived, or a job is done or must wait."""
         with self._changed:
             wait_for(self._workers, lambda: self._has_news or self._loads.is_closed, timeout)
             self._has_news = False
@@ -128,26 +128,26 @@ class Loader:
     # In the threads of the workers
 
     def _pick(self) -> LoadJob | None:
-        """Return the next job to load; None if there is none that has room for blocks."""
+        """Return the next job to load; None if there is none, or its blocks must wait."""
         jobs = self._loads.jobs
         if not jobs:
             return None
         job = self._preferred if self._preferred in jobs else jobs[0]
         assert isinstance(job, LoadJob)
-        return job if job.done or self._has_room(job) else None
+        return job if job.done or self._may_load(job) else None
 
-    def _has_room(self, job: LoadJob) -> bool:
-        """Return True if more blocks of a job may arrive now."""
+    def _may_load(self, job: LoadJob) -> bool:
+        """Return True if the queue has space for more blocks of a job."""
         if job is self._preferred:
             return self.queued_bytes < self._max_bytes or not job.arrived
         return self.queued_bytes < self._max_bytes // 2
 
     def _note_end(self, job: LoadJob) -> None:
-        """Wake the engine if a job is done, or must be preferred to continue."""
-        self._has_news |= job.done or not self._has_room(job)
+        """Wake the engine if a job is done, or must wait for space."""
+        self._has_news |= job.done or not self._may_load(job)
 
     def _look_up(self, job: LoadJob) -> bool:
-        """Find out how many blocks of a job to load, and queue it to be loaded if there are any."""
+        """Choose how many blocks of a job to load; queue the job for loading if there are any."""
         job.limit = self._limit(len(job.names))
         num_stored = self._stores.find(job.names, job)
         job.lookup_seconds = job.spent
@@ -166,7 +166,7 @@ class Loader:
         return _TRIAL + seconds if self.rate is None else max(_LEAST_WAIT, seconds)
 
     def _load(self, job: LoadJob) -> bool:
-        """Load a job; return True if it gives way to the preferred one, and has more."""
+        """Load a job; return True if it is interrupted by the preferred job."""
         is_first = self.rate is None
         for chunk in self._stores.load(job.names[job.num_loaded : job.count], job):
             if is_first:
@@ -182,7 +182,7 @@ class Loader:
         return False
 
     def _hand_on(self, job: LoadJob, chunk: list[LoadedBlock]) -> bool:
-        """Queue blocks to be taken, wait for room for more; return True if the job continues."""
+        """Queue blocks to be taken, wait for space for more; return True if the job continues."""
 
         def must_stop() -> bool:
             is_other_preferred = self._preferred is not job and self._preferred in self._loads.jobs
@@ -199,12 +199,12 @@ class Loader:
             self._has_news = True
             self._changed.notify_all()
             if job.num_loaded < job.count:
-                self._changed.wait_for(lambda: must_stop() or self._has_room(job))
+                self._changed.wait_for(lambda: must_stop() or self._may_load(job))
                 return not must_stop()
             return True
 
     def _note_rate(self, blocks: int, nbytes: int, seconds: float) -> None:
-        """Average a measurement into the rate; replace it at once where computing was faster."""
+        """Average a measurement into the rate; replace the rate if computing was faster."""
         rate = max(nbytes / max(seconds, 1e-9), _LEAST_RATE)
         if self.rate is None or (rate < self.rate and seconds > self._compute(blocks)):
             self.rate = rate
@@ -214,9 +214,9 @@ class Loader:
 
 @dataclass(eq=False, kw_only=True)
 class _Batch(Job):
-    """Blocks to save, of so many bytes, and the names of stored blocks that were used.
+    """Blocks to save, and the names of stored blocks that were used (`touched`).
 
-    stored: the names that the stores have afterwards.
+    nbytes: bytes of the blocks. stored: the names of these blocks that the stores have afterwards.
     """
 
     unsaved: list[StoredBlock]
@@ -229,10 +229,10 @@ class Saver:
     """Blocks saved by a worker. Only `flush`, `drop` and `close` wait for it.
 
     num_dropped: blocks that were offered while the queue was full; they may be offered again.
-    queued_bytes: of blocks that wait to be saved, or are being saved.
-    faults: counts exceptions of a store. drained: called when the queue is empty after many bytes,
-    whose memory is free now. While an engine computes on the cores that saving needs, `rest` makes
-    the worker rest `_REST` times as long as the stores took.
+    queued_bytes: bytes of blocks that wait to be saved, or are being saved. faults: counts
+    exceptions of a store. drained: called when the queue is empty after many bytes, so that their
+    memory can be returned to the system. While the engine needs the cores, `rest` makes the worker
+    rest after each save, `_REST` times as long as the save took.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class Saver:
         self.queued_bytes = 0
         self._stores = stores
         self._drained = drained
-        self._undrained = 0  # bytes saved since memory was returned
+        self._undrained = 0  # bytes saved since the last call of `drained`
         self._blocks: deque[StoredBlock] = deque()
         self._touched: dict[BlockHash, None] = {}
         self._batch: _Batch | None = None  # being saved
@@ -262,16 +262,16 @@ class Saver:
         )
         self._changed = self._worker.changed
 
-    def has_room(self, nbytes: int) -> bool:
-        """Return True if an offer of so many bytes would be accepted."""
+    def has_space(self, nbytes: int) -> bool:
+        """Return True if an offer of `nbytes` bytes would be accepted."""
         fits = not self._blocks or self.queued_bytes + nbytes <= self.max_bytes
         return fits and not self._worker.is_closed
 
     def offer(self, blocks: Sequence[StoredBlock]) -> bool:
-        """Queue blocks to be saved; return False, and drop all, if there is no room."""
+        """Queue blocks to be saved; drop them all and return False if there is no space."""
         nbytes = _count_bytes(blocks)
         with self._changed:
-            if not self.has_room(nbytes):
+            if not self.has_space(nbytes):
                 self.num_dropped += len(blocks)
                 return False
             self._blocks.extend(blocks)
@@ -292,9 +292,9 @@ class Saver:
         return bool(self._blocks or self._touched or self._batch)
 
     def take_saved(self) -> list[BlockHash]:
-        """Return the blocks that the store was seen to have since the last call.
+        """Return the blocks saved or used since the last call: the stores have them.
 
-        They were saved or used. The oldest are left out after a long time.
+        Limited to the latest `_MOST_STORED`.
         """
         with self._changed:
             names = list(self._stored)
@@ -302,18 +302,18 @@ class Saver:
         return names
 
     def rest(self, on: bool) -> None:
-        """Leave the cores to others for most of the time from now on, or no longer."""
+        """Turn rests between saves on or off."""
         if on is not self._rests:
             with self._changed:
                 self._rests = on
                 self._changed.notify_all()
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all is saved; return False if that takes longer than so many seconds."""
+        """Wait until all is saved; return False if that takes longer than `timeout` seconds."""
         with self._changed:
             self._num_waiting += 1
             self._changed.notify_all()
-            # In a forked process no thread saves.
+            # A forked process has no saving thread.
             self._worker.wait_for(lambda: not (self.is_saving and self._worker.is_alive), timeout)
             self._num_waiting -= 1
             return not self.is_saving
@@ -332,7 +332,7 @@ class Saver:
         self._touched.clear()
 
     def close(self, timeout: float) -> None:
-        """Save the queue, for so many seconds at most; then accept no more. Idempotent."""
+        """Save the queue within `timeout` seconds; then accept no more blocks. Idempotent."""
         until = time.monotonic() + timeout
         self.flush(timeout)
         with self._changed:
@@ -344,7 +344,7 @@ class Saver:
     # In the worker's thread
 
     def _pick(self) -> Job | None:
-        """Return the batch whose save was given up, the rest after one, or a new batch."""
+        """Return the queued job (a batch that was given up, or a rest), or a new batch."""
         jobs = self._worker.jobs
         if not jobs and (self._blocks or self._touched):
             blocks: list[StoredBlock] = []
@@ -359,7 +359,7 @@ class Saver:
         return jobs[0] if jobs else None
 
     def _save(self, batch: _Batch) -> bool:
-        """Save a batch, and find out which of its blocks the stores have then."""
+        """Save a batch, and record which of its blocks the stores have afterwards."""
         if batch.unsaved:
             batch.stored = self._save_blocks(batch.unsaved, batch)
         if batch.touched:
@@ -373,14 +373,14 @@ class Saver:
         if count == len(names):
             return names
         stored: list[BlockHash] = []
-        while names:  # the store may have had some, or have no room
+        while names:  # a store may have had some already, or have no space
             num_stored = self._stores.find(names, job)
             stored += names[:num_stored]
             names = names[num_stored + 1 :]
         return stored
 
     def _note_end(self, job: Job) -> None:
-        """Release a batch, and queue the rest after it."""
+        """Release a batch, and queue a rest after it if rests are on."""
         if not isinstance(job, _Batch):
             return
         self.queued_bytes -= job.nbytes
@@ -414,9 +414,10 @@ OBJECTS = ModelRecord("objects, 1", "image embeddings", 1, OBJECT_BLOCK)
 
 
 class ObjectStore:
-    """Bytes by key; an object that is missing or damaged is None. No method raises.
+    """Objects, which are bytes by key. A missing or damaged object is None. No method raises.
 
-    stores: the tiers, nearest first. Loading waits for each up to its deadline; saving does not.
+    stores: the tiers, nearest first. Loading waits for each of them up to its deadline; saving does
+    not wait.
     """
 
     def __init__(self, stores: Sequence[GuardedStore], saver: Saver) -> None:
@@ -424,7 +425,7 @@ class ObjectStore:
         self._saver = saver
 
     def load(self, key: bytes, job: Job) -> memoryview | None:
-        """Return the object of this key, as it was saved; one of a farther tier is saved in all."""
+        """Return an object as it was saved. If it is not in the nearest tier, save it in all."""
         for index, guarded in enumerate(self._stores):
             data = guarded.call(job, lambda store: self._load(store, key), None)
             if data is not None:
@@ -450,7 +451,7 @@ class ObjectStore:
         return memoryview(b"".join(parts))[_LENGTH.size : _LENGTH.size + length]
 
     def save(self, key: bytes, data: bytes | memoryview, seconds: float) -> None:
-        """Store an object that took so long to make, if the saver has room for it."""
+        """Save an object that took `seconds` to compute, if the saver has space for it."""
         count = _count_blocks(len(data))
         whole = memoryview((_LENGTH.pack(len(data)) + data).ljust(count * OBJECT_BLOCK, b"\0"))
         names = [_name(key, index) for index in range(count)]
@@ -466,7 +467,7 @@ class ObjectStore:
 
 
 def _count_blocks(nbytes: int) -> int:
-    """Return the number of blocks of an object of so many bytes."""
+    """Return the number of blocks of an object of `nbytes` bytes."""
     return -(-(nbytes + _LENGTH.size) // OBJECT_BLOCK)
 
 

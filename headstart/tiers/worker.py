@@ -1,13 +1,13 @@
 """Threads that call slow stores, and the deadline of every call.
 
-A `Worker` is one thread with a queue of jobs. Lookups, loads, saves and images each have one. A
-file or a name server cannot be called with a time limit, so a call that is late is given up:
+A `Worker` is one thread with a queue of jobs. Lookups, loads, saves and images have one each. A
+read of a file has no timeout, so a call that takes longer than its deadline is given up:
 
-    worker    its thread is abandoned, and a new one begins the job again
+    worker    abandons its thread, and starts a new one that begins the job again
     store     is not called before the abandoned thread has returned, nor during a pause
-    job       has what arrived before, and continues with the other stores
+    job       retains the blocks that have arrived, and continues with the other stores
 
-A late call is noticed by the callers that wait for the worker or give it work.
+Callers that wait for the worker, or submit a job, check for late calls.
 """
 
 import math
@@ -30,10 +30,10 @@ from headstart.tiers.store import (
 )
 
 DEADLINE = 5.0  # seconds for an answer, and for each chunk of a load
-CHANGING = 60.0  # seconds to save a batch, or to clear a store
+CHANGE_DEADLINE = 60.0  # seconds to save a batch, or to clear a store
 CHUNK_BYTES = 2 << 20
-_CHUNK_SECONDS = 0.02  # after which a chunk is passed on, however small
-_POLL = 0.01  # seconds between two looks for a late call
+_CHUNK_SECONDS = 0.02  # after which a smaller chunk is passed on
+_POLL = 0.01  # seconds between two checks for late calls
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class _GivenUpError(BaseException):
 
 @dataclass(eq=False)
 class _Call:
-    """A call of a store. seconds: the time it may take. is_load: lateness is no failure."""
+    """A call of a store. seconds: its deadline. is_load: being late is no failure."""
 
     store: "GuardedStore"
     began: float
@@ -57,8 +57,8 @@ class _Call:
 class Job:
     """A unit of work for a worker.
 
-    work: does it, and returns True if the job stays in the queue. spent: seconds that stores took.
-    limit: seconds that they may take. call: the current call of a store.
+    work: does it, and returns True if the job stays in the queue. spent: seconds of its calls of
+    stores so far. limit: the limit of `spent`. call: the current call of a store.
     """
 
     work: Callable[[Any], bool]
@@ -72,11 +72,11 @@ class Job:
 
 
 class Worker:
-    """A daemon thread that does jobs one after the other, and starts with the first.
+    """A daemon thread that does jobs one after the other. It starts at the first job.
 
-    pick: returns the next job of the queue, None to wait; by default the first. ended: called when
-    a job was worked on. Both are called with `changed` held, which several workers may share. An
-    exception of a job is counted in `faults` under `problem`.
+    pick: returns the next job of the queue, None to wait; by default the first job. ended: called
+    after each call of a job's `work`. Both are called with `changed` held, which several workers
+    may share. An exception of a job is counted in `faults` under `problem`.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        """True if the thread runs: not before the first job, nor in a forked process."""
+        """True if the thread runs; False before the first job, and in a forked process."""
         return self._thread is not None and self._thread.is_alive()
 
     def submit(self, job: Job) -> None:
-        """Queue a job; it is done at once if the worker is closed or gets no thread."""
+        """Queue a job. It ends at once, undone, if the worker is closed or gets no thread."""
         with self.changed:
             if self.wake():
                 self.jobs.append(job)
@@ -152,7 +152,7 @@ class Worker:
             self._thread = start_thread(self._run, self._name)
 
     def wait_for(self, condition: Callable[[], object], timeout: float = math.inf) -> bool:
-        """Wait until a condition holds, and give up late calls meanwhile; return if it holds."""
+        """Wait for a condition, and give up late calls meanwhile; return True if it holds."""
         return wait_for([self], condition, timeout)
 
     def close(self, timeout: float) -> None:
@@ -192,7 +192,7 @@ class Worker:
 def wait_for(
     workers: Sequence[Worker], condition: Callable[[], object], timeout: float = math.inf
 ) -> bool:
-    """Wait for a condition of workers that share `changed`; return True if it holds."""
+    """Wait for a condition, with workers that share `changed`; return True if it holds."""
     changed = workers[0].changed
     until = time.monotonic() + timeout
     with changed:
@@ -217,7 +217,7 @@ def start_thread(work: Callable[[], object], name: str) -> threading.Thread | No
 
 
 class GuardedStore:
-    """A store that the jobs of workers call, each call with a deadline.
+    """A store whose calls by jobs have a deadline.
 
     answers ──late or failing──▶ pauses for 5 s to 5 min ──▶ answers
        └──late──▶ stuck until the call has returned ──▶ answers
@@ -238,7 +238,7 @@ class GuardedStore:
 
     @property
     def is_resting(self) -> bool:
-        """True while the store is not to be called."""
+        """True while the store must not be called."""
         return self.pause.is_on or self.is_stuck
 
     def find(self, names: Sequence[BlockHash], job: Job) -> int:
@@ -263,7 +263,7 @@ class GuardedStore:
         otherwise: T,
         deadline: float | None = None,
     ) -> T:
-        """Return the result of `work`, which calls the store; `otherwise` while it rests."""
+        """Return the result of `work`, called with the store; `otherwise` while the store rests."""
         if self.is_resting or job.time_left() <= 0:
             return otherwise
         result = self._call(job, work, deadline)
@@ -272,16 +272,16 @@ class GuardedStore:
 
     def save(self, blocks: Sequence[StoredBlock], job: Job) -> int:
         if not self.is_resting:
-            return self._call(job, lambda store: store.save(blocks), CHANGING)
+            return self._call(job, lambda store: store.save(blocks), CHANGE_DEADLINE)
         self.faults.num_unsaved += len(blocks)
         return 0
 
     def touch(self, names: Sequence[BlockHash], job: Job) -> None:
         if not self.is_resting:
-            self._call(job, lambda store: store.touch(names), CHANGING)
+            self._call(job, lambda store: store.touch(names), CHANGE_DEADLINE)
 
     def clear(self, job: Job) -> bool:
-        return self.call(job, lambda store: store.clear(), False, CHANGING)
+        return self.call(job, lambda store: store.clear(), False, CHANGE_DEADLINE)
 
     def close(self, timeout: float) -> None:
         """Close the store once all its calls have returned; wait up to `timeout` seconds for it."""
@@ -302,7 +302,7 @@ class GuardedStore:
         *,
         is_load: bool = False,
     ) -> T:
-        """Return the result of `work`. Ends the thread if the call was given up meanwhile."""
+        """Return the result of `work`. End this thread if the call was given up meanwhile."""
         seconds = min(deadline or DEADLINE, job.time_left())
         call = _Call(self, time.monotonic(), seconds, is_load)
         with self._changed:
@@ -320,7 +320,7 @@ class GuardedStore:
             job.spent += time.monotonic() - call.began
 
     def give_up(self, call: _Call) -> bool:
-        """Leave the store alone if a call is late; return False if it is not."""
+        """Give up a call if it is late; return False if it is not."""
         if time.monotonic() < call.began + call.seconds:
             return False
         with self._changed:
@@ -352,14 +352,14 @@ def _read_chunks(store: BlockStore, names: Sequence[BlockHash]) -> Iterator[list
 
 
 class StoreChain:
-    """Several tiers, nearest first: a lookup continues in the next where one ends."""
+    """Several tiers, nearest first. A lookup continues in the next tier where it ends in one."""
 
     def __init__(self, stores: Sequence[GuardedStore]) -> None:
         self.stores = stores
 
     @property
     def block_seconds(self) -> float:
-        """Seconds to compute a block, from the nearest store that knows; 0 for none."""
+        """Seconds to compute a block, from the nearest store that has measured it; 0 if unknown."""
         return next((s.store.block_seconds for s in self.stores if s.store.block_seconds), 0.0)
 
     def find(self, names: Sequence[BlockHash], job: Job) -> int:
@@ -370,7 +370,7 @@ class StoreChain:
         return count
 
     def load(self, names: Sequence[BlockHash], job: Job) -> Iterator[list[LoadedBlock]]:
-        """Yield the blocks in chunks, up to the first that no store has in time."""
+        """Yield the blocks in chunks, up to the first that no store returns in time."""
         count = 0
         for store in self.stores:
             if count < len(names):
@@ -379,7 +379,7 @@ class StoreChain:
                     yield chunk
 
     def save(self, blocks: Sequence[StoredBlock], job: Job) -> int:
-        """Save blocks in all stores; return how many are new in the store with most new ones."""
+        """Save blocks in all stores; return the largest number of new blocks in any of them."""
         return max(store.save(blocks, job) for store in self.stores)
 
     def touch(self, names: Sequence[BlockHash], job: Job) -> None:

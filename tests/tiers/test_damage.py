@@ -291,7 +291,7 @@ def test_a_reader_that_never_ends_locks_nobody_out(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A transaction that cannot be committed is rolled back; it left the index locked."""
-    monkeypatch.setattr("headstart.tiers.index._PATIENCE", 0.01)
+    monkeypatch.setattr("headstart.tiers.index._TIMEOUT", 0.01)
     with closing(disk(store.folder)) as other:
         with closing(sqlite3.connect(store.folder / INDEX, isolation_level=None)) as reader:
             reader.execute("BEGIN")
@@ -305,7 +305,7 @@ def test_a_reader_that_never_ends_locks_nobody_out(
 def test_the_lock_of_whoever_makes_the_index_anew_is_not_waited_for_long(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.tiers.index._PATIENCE", 0.01)
+    monkeypatch.setattr("headstart.tiers.index._TIMEOUT", 0.01)
     with (store.folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (store.folder / INDEX).write_bytes(b"nothing of it")

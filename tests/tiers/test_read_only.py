@@ -63,7 +63,7 @@ def test_blocks_are_loaded_and_none_is_saved(folder: Path) -> None:
     def work() -> None:
         before = content(folder)
         with closing(disk(folder)) as store:
-            assert (store.num_kept, store.block_seconds) == (9, 0.5)
+            assert (store.num_stored, store.block_seconds) == (9, 0.5)
             assert store.find(names(range(20))) == held(store, range(20)) == 9
             store.touch(names(range(9)))
             assert store.save(blocks(range(9, 12))) == 0 and store.faults.num_unsaved == 3

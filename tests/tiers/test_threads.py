@@ -280,7 +280,7 @@ def test_a_save_that_fails_is_the_only_one(method: str, error: type[BaseExceptio
             saver.touch(names(range(3)))
             assert saver.flush(FOREVER)
         assert store.saved[-10:] == names(range(10, 20))
-        assert saver.has_room(1 << 20), "what failed waits no more"
+        assert saver.has_space(1 << 20), "what failed waits no more"
 
 
 def test_a_saver_is_closed_while_the_store_blocks() -> None:

@@ -82,7 +82,7 @@ def killed(random: Random, folder: Path) -> Outcome:
 
 def stopped(random: Random, folder: Path) -> Outcome:
     """Stop a process at work; it may hold the index, and is killed or goes on."""
-    with patch("headstart.tiers.index._PATIENCE", 0.005), _worker(random, folder) as child:
+    with patch("headstart.tiers.index._TIMEOUT", 0.005), _worker(random, folder) as child:
         time.sleep(random.random() * 0.02)
         os.kill(child, signal.SIGSTOP)
         work(random, folder, 3)
@@ -124,7 +124,7 @@ def together(random: Random, folder: Path) -> Outcome:
 def busy(random: Random, folder: Path) -> Outcome:
     """Somebody holds the index."""
     with (
-        patch("headstart.tiers.index._PATIENCE", 0.005),
+        patch("headstart.tiers.index._TIMEOUT", 0.005),
         closing(open_store(folder)) as store,
         closing(sqlite3.connect(folder / INDEX, isolation_level=None)) as other,
     ):

@@ -95,7 +95,7 @@ class ReplicaCluster:
             is_new = self._name not in _call(serve.status).applications
             most = config.most if is_new else max(config.most, self._join())
             # On a cluster, machines may or may not share a folder.
-            shares = bool(engine.remote_cache or (engine.kept_folder and self._is_own_ray))
+            shares = bool(engine.remote_cache or (engine.disk_folder and self._is_own_ray))
             dispatcher = Dispatcher(config.routing, most, shares_store=shares)
             self._dispatcher = DISPATCHERS[self._name] = dispatcher
             if is_new:

@@ -192,7 +192,7 @@ class Offers:
 
     def _offer(self, blocks: Sequence[UnsavedBlock]) -> bool:
         """Copy blocks and offer them; return False if the saver has no room."""
-        if not self._saver.has_room(len(blocks) * self._payload.nbytes):
+        if not self._saver.has_space(len(blocks) * self._payload.nbytes):
             return False
         seconds = self._manager.block_size / self._rate.value if self._rate.value else 0.0
         offered = [

@@ -268,7 +268,7 @@ class KVCacheManager:
             return None
         missed = self._explain(computed)
         if sequence.is_counted:
-            self.stats.admit(sequence, hit_tokens, missed.reason)
+            self.stats.admit(sequence, hit_tokens, missed)
         self._sequences[sequence.request_id] = sequence
         sequence.holder = self._mark
         self.pool.touch(hits)

@@ -140,6 +140,16 @@ class StatePool:
         """All checkpoints that are written."""
         return [c for here in self._at.values() for c in here.values() if c.writer is None]
 
+    @property
+    def num_working(self) -> int:
+        """Slots of running sequences."""
+        return len(self._states)
+
+    @property
+    def num_free(self) -> int:
+        """Slots without a state."""
+        return len(self._free)
+
     def of(self, sequence: TokenSequence) -> SequenceState:
         """Return the state of a running sequence."""
         return self._states[sequence]

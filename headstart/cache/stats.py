@@ -27,7 +27,7 @@ class MissReason(Enum):
     SHORT = "shorter than a block"
     IN_PROGRESS = "another request is computing it"
     OUTPUTS = "cached, but not what the next stage needs of it"
-    STATE = "no state of the recurrent layers to resume from"
+    STATE = "cached, but no checkpoint to resume from"
 
     __hash__ = object.__hash__  # in C, as each admission counts a reason
 
@@ -53,7 +53,7 @@ class MissExplanation:
             plain = self.adapter is None
             text = "cached without an adapter" if plain else f"{text}, {self.adapter}"
         if self.reason is MissReason.STATE:
-            text = f"{text}, though K/V are cached up to token {self.known_tokens}"
+            text = f"cached up to token {self.known_tokens}, but no checkpoint to resume from"
         return f"from token {self.position} on: {text}"
 
 
@@ -76,7 +76,7 @@ class Admission(NamedTuple):
     sequence: TokenSequence
     queried_tokens: int
     hit_tokens: int
-    missed: MissReason
+    missed: MissExplanation
     resumed: bool
 
 
@@ -84,13 +84,15 @@ class Admission(NamedTuple):
 class PrefixCacheStats:
     """Counts since the start; each request once, at admission, resumed requests separately.
 
-    queried_tokens: tokens that were looked up. hit_tokens: tokens that were hit. missed: requests
-    by the reason that ended their hit. An admission counts when its step is committed.
+    queried_tokens: tokens that were looked up. hit_tokens: tokens that were hit. recomputed_tokens:
+    tokens with cached K/V that were computed again because no checkpoint stood after them. missed:
+    requests by the reason that ended their hit. An admission counts when its step is committed.
     """
 
     requests: int = 0
     queried_tokens: int = 0
     hit_tokens: int = 0
+    recomputed_tokens: int = 0
     resumed_requests: int = 0
     resumed_queried_tokens: int = 0
     resumed_hit_tokens: int = 0
@@ -103,7 +105,7 @@ class PrefixCacheStats:
         """Hit tokens per queried token of first admissions; 0 without any."""
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
-    def admit(self, sequence: TokenSequence, hit_tokens: int, missed: MissReason) -> None:
+    def admit(self, sequence: TokenSequence, hit_tokens: int, missed: MissExplanation) -> None:
         """Note that the step under way admits a sequence. Call before it gets slots."""
         resumed = sequence.step >= 0
         self._admitted.append(
@@ -121,7 +123,9 @@ class PrefixCacheStats:
                 self.requests += 1
                 self.queried_tokens += admission.queried_tokens
                 self.hit_tokens += admission.hit_tokens
-                self.missed[admission.missed] += 1
+                self.missed[admission.missed.reason] += 1
+                known = admission.missed.known_tokens  # 0 unless states end the hit
+                self.recomputed_tokens += max(0, known - admission.hit_tokens)
         self._admitted.clear()
 
     def take_back(self) -> None:

@@ -21,6 +21,7 @@ _MISSES = "headstart:prefix_cache_misses"
 _LOADED = "headstart:loaded_tokens"
 _UNSAVED = "headstart:unsaved_blocks"
 _FAULTS = "headstart:tier_faults"
+_SLOTS = "headstart:state_slots"
 _IDLE = "vllm:kv_block_idle_before_evict_seconds"
 
 MEANINGS: Mapping[str, str] = MappingProxyType(
@@ -33,6 +34,9 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "vllm:kv_cache_usage_perc": "Share of the KV blocks that requests hold",
         "headstart:blocks_evicted": "Cached blocks reused for other content",
         _IDLE: "How long cached blocks had been free when they were reused",
+        _SLOTS: "Slots for states of recurrent layers, by use",
+        "headstart:checkpoints_dropped": "Checkpoints of recurrent layers that gave way to others",
+        "headstart:recomputed_tokens": "Cached prompt tokens computed again, without a checkpoint",
         _LOADED: "Tokens of prompts loaded from disk or another machine",
         "headstart:declined_tokens": "Tokens that were stored, and faster to compute than to load",
         "headstart:stored_blocks": "Blocks written to disk or another machine",
@@ -102,6 +106,14 @@ def read_metrics(engine: EngineCore) -> list[Metric]:
         Gauge("vllm:kv_cache_usage_perc", {}, 1 - manager.num_free_blocks / num_blocks),
         Histogram(_IDLE, {}, sum(ages.counts), ages.seconds, buckets),
     ]
+    if (states := manager.states) is not None:
+        uses = {"running": states.num_working, "free": states.num_free}
+        uses["checkpoint"] = states.num_slots - sum(uses.values())
+        metrics += [
+            *(Gauge(_SLOTS, {"use": use}, count) for use, count in uses.items()),
+            Counter("headstart:checkpoints_dropped", {}, states.num_dropped),
+            Counter("headstart:recomputed_tokens", {}, stats.recomputed_tokens),
+        ]
     if engine.tiers is not None:
         tiers = engine.tiers.stats
         faults = tiers.faults.items()

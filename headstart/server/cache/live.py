@@ -88,14 +88,15 @@ class Live:
         tenants = self._tenants.names() if self._tenants.ask_for_keys else None
         began = time.monotonic()
 
-        def look() -> tuple[float, dict[str, Any], list[PathSegment], list[int]]:
+        def look() -> tuple[float, dict[str, Any], list[PathSegment], list[int], Counter[int]]:
             start = time.perf_counter()
             segments = manager.path_segments()
             shown = _describe_engine(self._llm) | {"pool": _count(manager, segments, tenants)}
             held = manager.held_blocks()
-            return time.perf_counter() - start, shown, segments, held
+            checkpoints = _count_checkpoints(manager)
+            return time.perf_counter() - start, shown, segments, held, checkpoints
 
-        took, shown, segments, held = await self._llm.call(look)
+        took, shown, segments, held, checkpoints = await self._llm.call(look)
 
         def describe() -> float:
             start = time.perf_counter()
@@ -106,6 +107,10 @@ class Live:
                 self._describe(place, segments[place], tenants) | {"hits": hits[place]}
                 for place in places
             ]
+            if manager.states is not None:
+                for prefix in shown["prefixes"]:
+                    ids = segments[prefix["id"]].ids
+                    prefix["checkpoints"] = sum(checkpoints[block_id] for block_id in ids)
             shown["cells"] = _draw(manager.config.num_blocks, segments, held, set(places))
             return time.perf_counter() - start
 
@@ -186,10 +191,20 @@ def _count(
     if (states := manager.states) is not None:
         picture["states"] = {
             "slots": states.num_slots,
+            "running": states.num_working,
             "checkpoints": len(states.checkpoints),
+            "free": states.num_free,
             "dropped": states.num_dropped,
+            "recomputed_tokens": manager.stats.recomputed_tokens,
         }
     return picture
+
+
+def _count_checkpoints(manager: KVCacheManager) -> Counter[int]:
+    """Return the checkpoints of recurrent layers by the id of the block before them."""
+    checkpoints = manager.states.checkpoints if manager.states is not None else ()
+    nodes = (checkpoint.node for checkpoint in checkpoints)
+    return Counter(node.block.block_id for node in nodes if node is not None and node.block)
 
 
 def _choose(segments: Sequence[PathSegment]) -> list[int]:

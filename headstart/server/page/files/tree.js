@@ -25,7 +25,8 @@ function line(prefix) {
   size.className = "count";
   const held = prefix.held ? `, ${prefix.held} held` : "";
   const hits = prefix.hits ? `, ${counted(prefix.hits, "hit")}` : "";
-  size.textContent = counted(prefix.blocks, "block") + held + hits;
+  const checkpoints = prefix.checkpoints ? `, ${counted(prefix.checkpoints, "checkpoint")}` : "";
+  size.textContent = counted(prefix.blocks, "block") + checkpoints + held + hits;
   row.append(swatch, text, size);
   return row;
 }

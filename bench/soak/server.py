@@ -1,11 +1,14 @@
 """The server that `soak.py` treats badly, in a process of its own.
 
-    python bench/soak/server.py REPLICAS
+    python bench/soak/server.py REPLICAS [MODEL]
 
-It prints its port. Then for each line that it reads: how many blocks it has, how many are free, and
-its memory in MB, after the pool's own check. With 0 replicas the engine is in this process; else it
-tells the process ids of those that run (one that still starts answers nothing yet), and how many
-blocks of the one with the fewest are free, as that told last.
+It prints its port. Then for each line that it reads: how many blocks it has, how many are free, its
+memory in MB, and for a model with recurrent layers its slots for states, after the pool's own
+check. With 0 replicas the engine is in this process; else it tells the process ids of those that
+run (one that still starts answers nothing yet), and how many blocks of the one with the fewest are
+free, as that told last.
+
+MODEL: a folder instead of headstart-tiny.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ LOST = 0.2  # of the messages of replicas' caches
 Json = dict[str, Any]
 
 
-def serve(replicas: int) -> None:
+def serve(replicas: int, model: str) -> None:
     """Serve, and tell of the pool for each line that is read."""
     told_to = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what Ray prints is not ours to print
@@ -45,7 +48,7 @@ def serve(replicas: int) -> None:
         dispatcher = cluster.llm.dispatcher
         more = {"cache_api": router}
     else:
-        llm = AsyncLLM(MODEL, num_threads=1, **engine)
+        llm = AsyncLLM(model, num_threads=1, **engine)
 
     def look() -> Json:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -54,6 +57,11 @@ def serve(replicas: int) -> None:
             manager = llm.engine.manager
             manager.check()
             told["free"] = manager.num_free_blocks
+            if (states := manager.states) is not None:
+                told["slots"] = states.num_slots
+                told["checkpoints"] = len(states.checkpoints)
+                told["free_slots"] = states.num_free
+                told["dropped"] = states.num_dropped
         else:
             told["replicas"] = find_processes(dispatcher.replicas)
             told["free"] = BLOCKS - count_held(dispatcher.metrics)
@@ -115,4 +123,4 @@ def find_processes(replicas: list[str]) -> list[int]:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve(int(sys.argv[1]), *sys.argv[2:] or [MODEL])

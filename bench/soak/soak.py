@@ -1,6 +1,6 @@
 """The server under rough treatment for minutes: what it answers, what it loses, what it keeps.
 
-    python bench/soak/soak.py [--minutes 10] [--clients 12] [--seed 0] [--replicas 2]
+    python bench/soak/soak.py [--minutes 10] [--clients 12] [--seed 0] [--replicas 2 | --hybrid]
 
 A server of headstart-tiny with a pool too small for its traffic, in a process of its own. Clients
 ask through all its APIs at once, and most of them behave badly: they leave before, in and after an
@@ -13,6 +13,10 @@ are too long, bursts beyond the queue; between these the cache is looked into, f
               any replica
     memory    the median of the last third is at most 1.02 times that of the second; with replicas
               that is the server's process, without theirs
+
+With --hybrid the model has recurrent layers: Qwen3.5's, tiny, with random weights and the tokenizer
+of headstart-tiny. Its checkpoints must stay within their slots, and at the end all other slots are
+free.
 
 With --replicas several engines on a Ray of their own answer, each of which checks its pool after
 every step. Every 20 s one that runs is killed, or stopped for some seconds, and 1 in 5 messages of
@@ -29,6 +33,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -36,14 +41,21 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from server import MODEL, WAITING
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+
+from headstart.models.files import find_folder
 
 SERVER = Path(__file__).with_name("server.py")
 HARM = 20  # seconds between two blows to a replica
@@ -69,6 +81,14 @@ class Soak:
     statuses: Counter[int] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     replicas: list[int] = field(default_factory=list)  # process ids of those that run
+
+    async def wait_until_ready(self) -> None:
+        """Return when the server accepts connections, which it does after it has named its port."""
+        while True:
+            with suppress(aiohttp.ClientConnectorError):
+                async with self.session.get(f"{self.url}/health"):
+                    return
+            await asyncio.sleep(0.1)
 
     async def post(self, path: str, body: Json) -> tuple[int, str]:
         """Status and text of an answer."""
@@ -109,6 +129,22 @@ async def known_answer(soak: Soak, name: str | None = None) -> None:
         soak.done["known answers"] += 1
         if soak.known.setdefault(name, said) != said:
             soak.faults.append(f"{name}: {soak.known[name]!r} became {said!r}")
+
+
+async def conversation(soak: Soak) -> None:
+    """A chat of several turns, of which the last is asked again in other words: a fork."""
+    messages: list[Json] = [{"role": "system", "content": soak.rng.choice([TABLE, "old"])}]
+    for _ in range(soak.rng.randrange(1, 4)):
+        messages.append({"role": "user", "content": soak.noise(20)})
+        for fork in range(soak.rng.choice([1, 1, 2])):
+            if fork:
+                messages[-2:] = [{"role": "user", "content": soak.noise(20)}]
+                soak.done["forks"] += 1
+            body = soak.chat(messages=messages, max_tokens=soak.rng.randrange(1, 24))
+            status, text = await soak.post("/v1/chat/completions", body)
+            if status != 200:
+                return
+            messages.append(json.loads(text)["choices"][0]["message"])
 
 
 async def streamed(soak: Soak) -> None:
@@ -220,6 +256,7 @@ async def burst(soak: Soak) -> None:
 
 WAYS: list[tuple[Callable[[Soak], Awaitable[None]], int]] = [
     (known_answer, 8),
+    (conversation, 6),
     (streamed, 8),
     (left_early, 4),
     (half_a_body, 2),
@@ -264,9 +301,9 @@ async def harm(soak: Soak, until: float) -> None:
 class Server:
     """The server's process; it tells of its pool and memory when it is asked."""
 
-    def __init__(self, replicas: int) -> None:
+    def __init__(self, replicas: int, model: str) -> None:
         pipe = subprocess.PIPE
-        command = [sys.executable, str(SERVER), str(replicas)]
+        command = [sys.executable, str(SERVER), str(replicas), model]
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         self.url = f"http://127.0.0.1:{self._read()['port']}"
 
@@ -300,6 +337,7 @@ async def soak_server(server: Server, options: argparse.Namespace) -> Json:
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         soak = Soak(server.url, random.Random(options.seed), session)
+        await soak.wait_until_ready()
         for name in NAMES:
             await known_answer(soak, name)
         clients = [asyncio.ensure_future(client(soak, until)) for _ in range(options.clients)]
@@ -325,6 +363,8 @@ async def soak_server(server: Server, options: argparse.Namespace) -> Json:
     second, final = (statistics.median(part) for part in (memory[third:-third], memory[-third:]))
     if last["free"] != last["blocks"]:
         soak.faults.append(f"{last['blocks'] - last['free']} blocks are held by nobody")
+    if last.get("slots", 0) != last.get("checkpoints", 0) + last.get("free_slots", 0):
+        soak.faults.append("slots for states are held by nobody")
     if final > GROWTH * second:
         soak.faults.append(f"memory grew from {second:.1f} to {final:.1f} MB in the last third")
     return {
@@ -336,8 +376,40 @@ async def soak_server(server: Server, options: argparse.Namespace) -> Json:
             round(second, 1),
             round(final, 1),
         ],
+        **{name: last[name] for name in ("slots", "checkpoints", "dropped") if name in last},
         "faults": soak.faults[:20],
     }
+
+
+def make_hybrid(folder: Path) -> str:
+    """Write a tiny model with recurrent layers, and headstart-tiny's tokenizer, into a folder."""
+    tiny = find_folder(MODEL)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny / file, folder)
+    config = Qwen3_5TextConfig(
+        vocab_size=2048,
+        hidden_size=96,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        max_position_embeddings=8192,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    model = Qwen3_5ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:  # wide, so that answers depend on the prompt
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+    model.save_pretrained(folder)
+    return str(folder)
 
 
 def main() -> None:
@@ -347,12 +419,16 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replicas", type=int, default=0)
+    parser.add_argument("--hybrid", action="store_true")
     options = parser.parse_args()
-    server = Server(options.replicas)
-    try:
-        told = asyncio.run(soak_server(server, options))
-    finally:
-        status = server.close()
+    if options.hybrid and options.replicas:
+        parser.error("--hybrid and --replicas exclude each other")
+    with TemporaryDirectory() as folder:
+        server = Server(options.replicas, make_hybrid(Path(folder)) if options.hybrid else MODEL)
+        try:
+            told = asyncio.run(soak_server(server, options))
+        finally:
+            status = server.close()
     if status:
         told["faults"].append(f"the server ended with {status}")
     print(json.dumps(told))

@@ -17,6 +17,8 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     Glm4Config,
     GPT2Config,
     GPTNeoXConfig,
@@ -61,6 +63,7 @@ _BASE: dict[str, Any] = {
 }
 _HEAD = {"head_dim": 16}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_THREE = ["sliding_attention", "sliding_attention", "full_attention"]
 _EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 
 _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -82,6 +85,23 @@ _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "gemma3": lambda: Gemma3TextConfig(
         **_BASE, **_HEAD, **_MIXED, sliding_window=_WINDOW, query_pre_attn_scalar=20
+    ),
+    "gemma4_text": lambda: Gemma4TextConfig(
+        **_BASE | {"num_hidden_layers": 6},
+        **_HEAD,
+        global_head_dim=24,
+        num_global_key_value_heads=3,
+        attention_k_eq_v=True,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=10,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        sliding_window=_WINDOW,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma4_unified_text": lambda: Gemma4UnifiedTextConfig(
+        **_BASE, **_HEAD, global_head_dim=24, layer_types=_THREE, sliding_window=_WINDOW
     ),
     "phi3": lambda: Phi3Config(**_BASE, sliding_window=_WINDOW),
     "mixtral": lambda: MixtralConfig(**_BASE, **_EXPERTS),
@@ -183,8 +203,11 @@ def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
                     parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
                 elif parameter_name.endswith(("bias", "sinks")):
                     parameter.normal_(0.0, 0.3)
-                elif config.model_type in HYBRIDS and "norm" in parameter_name:
+                elif config.model_type in _NORMED and "norm" in parameter_name:
                     parameter.add_(torch.randn(parameter.shape) * 0.3)
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name.endswith("layer_scalar"):
+                    buffer.uniform_(0.5, 1.5)
     return model.eval()
 
 
@@ -194,6 +217,8 @@ def _builder(name: str) -> Callable[[], PreTrainedModel]:
 
 HYBRIDS = ("lfm2", "qwen3_5_text", "granitemoehybrid")
 """Models with recurrent layers, which transformers' modules do not run here."""
+
+_NORMED = (*HYBRIDS, "gemma4_text", "gemma4_unified_text")  # whose norms are not all alike
 
 TINY: dict[str, Callable[[], PreTrainedModel]] = {
     name: _builder(name) for name in _CONFIGS if name not in HYBRIDS

@@ -1,17 +1,18 @@
 """The families of dense decoders that headstart runs in its own modules, as data.
 
 All are Llama's layer with a few facts changed: where the norms stand and how they round, biases,
-norms of queries and keys, windows and rotary positions by layer, multipliers and caps, fused
-projections, tied heads, recurrent mixers in the place of attention (`headstart.models.hybrids`). A
-family is the defaults of its config.json (transformers' own, a test compares them) and properties
-that config.json does not contain. `read_shape` makes one `DecoderShape` of both. Everything that
-differs in other ways runs through transformers.
+norms of queries, keys and values, windows, rotary positions and widths by layer, multipliers and
+caps, fused projections, tied heads, K and V of an earlier layer, inputs of single layers, recurrent
+mixers in the place of attention (`headstart.models.hybrids`). A family is the defaults of its
+config.json (transformers' own, a test compares them) and properties that config.json does not
+contain. `read_shape` makes one `DecoderShape` of both. Everything that differs in other ways runs
+through transformers.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from headstart.models.hybrids import HYBRIDS, NESTED
-from headstart.models.shapes import LLAMA, Family, LayerShape, alike
+from headstart.models.hybrids import HYBRIDS
+from headstart.models.shapes import LLAMA, Family, LayerInputs, LayerShape, alike
 from headstart.weights.scheme import UnsupportedLayerError
 
 
@@ -129,6 +130,91 @@ def _gemma3(config: Any) -> dict[str, Any]:
     return _gemma(config) | {"logit_softcap": config.final_logit_softcapping}
 
 
+def _prepare_gemma4(content: dict[str, Any]) -> None:
+    count = content.setdefault("num_hidden_layers", _GEMMA4["num_hidden_layers"])
+    kinds = content.get("layer_types") or [
+        "sliding_attention" if (at + 1) % 6 else "full_attention" for at in range(count)
+    ]
+    content["layer_types"] = [*kinds[:-1], "full_attention"]
+    if not content.get("rope_parameters"):
+        content["rope_parameters"] = {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1_000_000.0,
+            },
+        }
+    if content.get("use_bidirectional_attention") == "vision":  # of images, which are not read here
+        content["use_bidirectional_attention"] = None
+    if "per_layer_config" in content:
+        _unify_layers(content)
+    elif not content.get("attention_k_eq_v"):
+        content["num_global_key_value_heads"] = None
+
+
+def _unify_layers(content: dict[str, Any]) -> None:
+    """Replace the configurations of single layers, as transformers writes them, by older keys."""
+    by_layer = content.pop("per_layer_config") or {}
+    full = {str(at) for at, kind in enumerate(content["layer_types"]) if kind == "full_attention"}
+    changes: dict[str, Any] = next(iter(by_layer.values()), {})
+    if by_layer and (
+        {str(at) for at in by_layer} != full
+        or any(other != changes for other in by_layer.values())
+        or changes.keys() - {"head_dim", "num_key_value_heads"}
+    ):
+        raise UnsupportedLayerError(f"its layers have the configurations {by_layer}")
+    content["global_head_dim"] = changes.get("head_dim")
+    content["num_global_key_value_heads"] = changes.get("num_key_value_heads")
+
+
+def _gemma4(config: Any) -> dict[str, Any]:
+    width = getattr(config, "hidden_size_per_layer_input", None)
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    unused = ("k_proj", "v_proj", "k_norm", "v_norm")
+    return {
+        "scaling": 1.0,
+        "embedding_scale": config.hidden_size**0.5,
+        "rounded_embedding_scale": True,
+        "layer_inputs": LayerInputs(config.vocab_size_per_layer_input, width) if width else None,
+        "logit_softcap": config.final_logit_softcapping,
+        "ignored": tuple(
+            f"model.layers.{index}.self_attn.{part}."
+            for index in range(first, config.num_hidden_layers)
+            for part in unused
+        ),
+    }
+
+
+def _layers_that_share(config: Any) -> list[LayerShape]:
+    """Give global layers heads of another width, and let the last layers read K and V of others."""
+    if getattr(config, "enable_moe_block", False):
+        raise UnsupportedLayerError(f"it has {config.num_experts} experts")
+    width = getattr(config, "hidden_size_per_layer_input", None)
+    if width and config.vocab_size_per_layer_input < config.vocab_size:
+        raise UnsupportedLayerError("some of its tokens have no embedding for the layers")
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    sources = {kind: at for at, kind in enumerate(config.layer_types[: max(first, 0)])}
+    layers = []
+    for at, kind in enumerate(config.layer_types):
+        is_full = kind == "full_attention"
+        if at >= first and kind not in sources:
+            raise UnsupportedLayerError(f"no layer before its layer {at} has the K and V for it")
+        layers.append(
+            LayerShape(
+                window=None if is_full else config.sliding_window,
+                angles=kind,
+                kv_heads=config.num_global_key_value_heads if is_full else None,
+                head_dim=config.global_head_dim if is_full else None,
+                intermediate_size=config.intermediate_size
+                * (2 if config.use_double_wide_mlp and at >= first else 1),
+                source=sources[kind] if at >= first else None,
+                keys_are_values=is_full and config.attention_k_eq_v,
+            )
+        )
+    return layers
+
+
 _QWEN2 = LLAMA | {
     "vocab_size": 151936,
     "intermediate_size": 22016,
@@ -158,6 +244,36 @@ _GEMMA2 = LLAMA | {
     "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
     "use_bidirectional_attention": None,
+}
+_GEMMA4 = LLAMA | {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": None,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+    "layer_types": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": None,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+}
+_GEMMA4_FACTS = {
+    "norm": "olmo",
+    "norms": "around",
+    "head_norms": "head",
+    "value_norm": True,
+    "layer_scalars": True,
+    "mlp_bias": False,
 }
 
 FAMILIES: dict[str, Family] = {
@@ -223,6 +339,28 @@ FAMILIES: dict[str, Family] = {
         layers=_by_kind,
         prepare=_prepare_gemma3,
     ),
+    "gemma4_text": Family(
+        defaults=_GEMMA4
+        | {
+            "vocab_size_per_layer_input": 262144,
+            "hidden_size_per_layer_input": 256,
+            "enable_moe_block": False,
+            "num_experts": None,
+            "top_k_experts": None,
+            "moe_intermediate_size": None,
+        },
+        facts=_GEMMA4_FACTS,
+        derive=_gemma4,
+        layers=_layers_that_share,
+        prepare=_prepare_gemma4,
+    ),
+    "gemma4_unified_text": Family(
+        defaults=_GEMMA4 | {"sliding_window": 1024, "max_position_embeddings": 262144},
+        facts=_GEMMA4_FACTS,
+        derive=_gemma4,
+        layers=_layers_that_share,
+        prepare=_prepare_gemma4,
+    ),
     "phi3": Family(
         defaults=LLAMA
         | {
@@ -257,6 +395,33 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     **HYBRIDS,
+}
+"""By transformers' `model_type`."""
+
+
+class NestedFamily(NamedTuple):
+    """The decoder in a model that also has other parts, which are not run here.
+
+    others: prefixes of the tensors of these parts. tied: the default of `tie_word_embeddings`.
+    """
+
+    text: str
+    others: tuple[str, ...]
+    tied: bool = False
+
+
+_GEMMA_OTHERS = ("vision_tower.", "multi_modal_projector.")
+_GEMMA4_OTHERS = (
+    *("model.vision_tower.", "model.embed_vision.", "model.vision_embedder."),
+    *("model.audio_tower.", "model.embed_audio."),
+)
+NESTED = {
+    "qwen3_5": NestedFamily("qwen3_5_text", ("model.visual.",)),
+    "gemma3": NestedFamily(
+        "gemma3_text", (*_GEMMA_OTHERS, *(f"model.{name}" for name in _GEMMA_OTHERS)), tied=True
+    ),
+    "gemma4": NestedFamily("gemma4_text", _GEMMA4_OTHERS, tied=True),
+    "gemma4_unified": NestedFamily("gemma4_unified_text", _GEMMA4_OTHERS, tied=True),
 }
 """By transformers' `model_type`."""
 

@@ -282,6 +282,3 @@ HYBRIDS: dict[str, Family] = {
     ),
 }
 """By transformers' `model_type`."""
-
-NESTED = {"qwen3_5": "qwen3_5_text"}
-"""The family of the decoder in a model that also has a vision part, which is not run here."""

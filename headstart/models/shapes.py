@@ -58,12 +58,26 @@ class LayerShape(NamedTuple):
 
     window: a row sees itself and the `window - 1` tokens before it; None for all. angles: the kind
     of the layer's rotary positions; None for a layer without. mixer: the recurrent mixer of a layer
-    without attention.
+    without attention. kv_heads, head_dim, intermediate_size: None for the decoder's. source: the
+    earlier layer whose K and V the layer reads; None for a layer that has its own. keys_are_values:
+    the projection of keys gives the values, too.
     """
 
     window: int | None = None
     angles: str | None = ""
     mixer: MixerShape | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    source: int | None = None
+    keys_are_values: bool = False
+
+
+class LayerInputs(NamedTuple):
+    """A further embedding of each token, of which every layer gets `width` elements."""
+
+    vocab_size: int
+    width: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +109,8 @@ class DecoderShape:
     norm: NormKind = "llama"
     norms: NormPlaces = "before"
     head_norms: HeadNorms | None = None
+    value_norm: bool = False
+    """Values are divided by the root of their mean square, by head."""
     partial_rotary: bool = False
     """A part of a head may be rotated."""
     exact_angles: bool = False
@@ -105,6 +121,9 @@ class DecoderShape:
     rounded_embedding_scale: bool = False
     """The scale of embeddings is rounded to their dtype first."""
     residual_scale: float | None = None
+    layer_scalars: bool = False
+    """The rows are multiplied by a number of the checkpoint after each layer."""
+    layer_inputs: LayerInputs | None = None
     logit_divisor: float | None = None
     logit_softcap: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
@@ -113,9 +132,21 @@ class DecoderShape:
     """Prefixes of a checkpoint's tensors that are no part of the decoder."""
 
     def number(self, index: int) -> int:
-        """Return the number of earlier layers of this one's kind: with attention, or recurrent."""
-        is_recurrent = self.layers[index].mixer is not None
-        return sum((layer.mixer is not None) == is_recurrent for layer in self.layers[:index])
+        """Return the number of earlier layers of this one's kind: with attention, or recurrent.
+
+        A layer that reads the K and V of an earlier one has the number of that layer, and is not
+        counted.
+        """
+        layer = self.layers[index]
+        if layer.source is not None:
+            return self.number(layer.source)
+        kinds = [(other.mixer is not None, other.source) for other in self.layers[:index]]
+        return kinds.count((layer.mixer is not None, None))
+
+    def kv_widths(self, index: int) -> tuple[int, int]:
+        """Return the number of K/V heads of a layer, and the width of its heads."""
+        layer = self.layers[index]
+        return layer.kv_heads or self.kv_heads, layer.head_dim or self.head_dim
 
     def path(self, name: str) -> str:
         """Return the family's form of a dotted name in Llama's names."""
@@ -203,10 +234,12 @@ def read_shape(family: Family, config: Any) -> DecoderShape:
         raise UnsupportedLayerError(f"its activation is {name}")
     kv_heads = config.num_key_value_heads or heads
     head_dim = config.head_dim
-    if heads % kv_heads or head_dim % 2:
-        raise UnsupportedLayerError(
-            f"it has {heads} heads, {kv_heads} for K and V, of width {head_dim}"
-        )
+    for layer in (LayerShape(), *layers):
+        kv_count, width = layer.kv_heads or kv_heads, layer.head_dim or head_dim
+        if heads % kv_count or width % 2:
+            raise UnsupportedLayerError(
+                f"it has {heads} heads, {kv_count} for K and V, of width {width}"
+            )
     if any(layer.window is not None and not _is_count(layer.window) for layer in layers):
         raise UnsupportedLayerError(f"its window is {config.sliding_window!r}")
     facts: dict[str, Any] = {

@@ -19,6 +19,7 @@ from headstart.weights.products import choose_product
 from headstart.weights.quantize import FORMATS, kind_of_layer
 
 _EMBEDDING = "model.embed_tokens.weight"
+_TABLES = (_EMBEDDING, "model.embed_tokens_per_layer.weight")
 _LARGEST_SCALE = 1e28
 """Times the whole numbers of weight and row, of thousands of inputs, it is far from infinite."""
 
@@ -151,9 +152,7 @@ class WeightReader(TorchReader):
         super().__init__(checkpoint, dtype, device)
         self._kind, self._tied = kind, tied
         floats = [
-            name
-            for name in matrices
-            if self._bits(name) is None or (name == _EMBEDDING and not tied)
+            name for name in matrices if self._bits(name) is None or (name in _TABLES and not tied)
         ]
         self._halves = frozenset(
             name

@@ -14,7 +14,7 @@ from headstart.engine.step import Batch
 from tests.engine.internals import runner_of
 from tests.tiny_models import save_tiny
 
-ARCHITECTURES = ("llama", "qwen3_moe", "gemma2", "gpt_oss")
+ARCHITECTURES = ("llama", "qwen3_moe", "gemma2", "gemma4_text", "gpt_oss")
 MODES = (
     {"dtype": "float32"},
     {"dtype": "bfloat16"},

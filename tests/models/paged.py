@@ -116,3 +116,15 @@ class Paged:
         ):
             assert part.shape == (count, self.decoder.vocab_size)
             sequence.logits.extend(part)
+
+    def last(self, sequence: Sequence, count: int) -> Tensor:
+        """Compute the next rows of a sequence; return the logits of the last one alone."""
+        rows = torch.arange(sequence.done, sequence.done + count)
+        sequence.done += count
+        slots = torch.tensor(sequence.slots(int(rows[0]), sequence.done))
+        span = Span(0, count, sequence.done, sequence.blocks)
+        self.backend.begin_step(StepPlan(slots, (span,)))
+        tokens = torch.tensor(sequence.token_ids)[rows]
+        logits = self.decoder.forward(tokens, rows, torch.tensor([count - 1]))
+        self.backend.end_step()
+        return logits[0]

@@ -41,19 +41,40 @@ class Description(NamedTuple):
 
 
 class _Body(FamilyModule):
-    """Embedding, layers and the last norm."""
+    """Embedding, layers and the last norm; with `DecoderShape.layer_inputs`, these too."""
 
     def __init__(self, shape: DecoderShape, read: Reader) -> None:
         super().__init__(shape)
         width = shape.hidden_size
         self.embed_tokens = read.embedding("model.embed_tokens", shape.vocab_size, width)
         read.release()
+        if (inputs := shape.layer_inputs) is not None:
+            every, name = len(shape.layers) * inputs.width, "model.embed_tokens_per_layer"
+            self.embed_tokens_per_layer = read.embedding(name, inputs.vocab_size, every)
+            read.release()
+            name = "model.per_layer_model_projection"
+            self.per_layer_model_projection = read.linear(name, width, every, bias=False)
+            weight = read.vector("model.per_layer_projection_norm", inputs.width)
+            self.per_layer_projection_norm = RMSNorm(weight, shape.epsilon, shape.norm)
         layers = []
         for index in range(len(shape.layers)):
             layers.append(DecoderLayer(shape, index, f"model.layers.{index}", read))
             read.release()
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(read.vector("model.norm", width), shape.epsilon, shape.norm)
+        self._layer_inputs = shape.layer_inputs
+
+    def layer_inputs(self, token_ids: Tensor, embeddings: Tensor) -> Tensor | None:
+        """Return the layers' inputs of tokens `[rows, layers, width]`; None for other families."""
+        if self._layer_inputs is None:
+            return None
+        by_layer = (len(token_ids), len(self.layers), self._layer_inputs.width)
+        mixed = self.per_layer_model_projection(embeddings) * embeddings.shape[1] ** -0.5
+        mixed = self.per_layer_projection_norm(mixed.view(by_layer))
+        looked_up: Tensor = self.embed_tokens_per_layer(token_ids)
+        looked_up = looked_up * looked_up.new_tensor(self._layer_inputs.width**0.5)
+        inputs: Tensor = (mixed + looked_up.view(by_layer)) * 2.0**-0.5
+        return inputs
 
 
 class DenseModules(nn.Module):
@@ -95,11 +116,10 @@ class DenseDecoder(DecoderModel):
         shape = self._shape = about.shape
         layers: list[Any] = list(modules.body.layers)
         recurrent = [layer.mixer for layer in layers if layer.is_recurrent]
-        layouts = (
-            LayerLayout(shape.kv_heads, shape.head_dim, shape.head_dim, layer.window)
-            for layer in shape.layers
-            if layer.mixer is None
-        )
+        # A layer that reads the K and V of an earlier one has no memory.
+        owners = [at for at, layer in enumerate(shape.layers) if layer.source is None]
+        self._num_owners = 1 + owners[-1]
+        layouts = [_layout(shape, at) for at in owners if shape.layers[at].mixer is None]
         super().__init__(tuple(layouts), about.folder)
         self.state_layouts = tuple(mixer.state for mixer in recurrent)
         self.module, self.dtype, self.output_layer = modules, dtype, "lm_head"
@@ -191,9 +211,29 @@ class DenseDecoder(DecoderModel):
         if self._compiled is not None and not hooked:
             out = self._compiled(x, angles[""], backend, rows)
         if out is None:
-            step = LayerStep(backend, angles, hooked=hooked, states=self._states)
-            for layer in body.layers[:-1]:
-                x = layer(x, step)
-            out = body.layers[-1](x, step, rows)
+            inputs = body.layer_inputs(token_ids, x)
+            step = LayerStep(backend, angles, hooked, self._states, inputs)
+            out = self._run_layers(x, step, rows)
         hidden: Tensor = body.norm(out)
         return hidden if len(hidden) == len(logit_rows) else hidden.index_select(0, logit_rows)
+
+    def _run_layers(self, x: Tensor, step: LayerStep, rows: Tensor | None) -> Tensor:
+        """Return rows after the last layer: `rows` alone if it is given, or all.
+
+        The layers behind the last one with memory compute no other rows.
+        """
+        layers, count = self.module.body.layers, self._num_owners
+        for layer in layers[: count - 1]:
+            x = layer(x, step)
+        x = layers[count - 1](x, step, rows)
+        if rows is not None and count < len(layers):
+            step = step.keep(rows)
+        for layer in layers[count:] if len(x) else []:
+            x = layer(x, step)
+        return x
+
+
+def _layout(shape: DecoderShape, index: int) -> LayerLayout:
+    """Return the K and V of one token in a layer."""
+    kv_heads, head_dim = shape.kv_widths(index)
+    return LayerLayout(kv_heads, head_dim, head_dim, shape.layers[index].window)

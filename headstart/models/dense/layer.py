@@ -3,7 +3,14 @@
 from torch import Tensor
 
 from headstart.models.dense.mixers import make_mixer
-from headstart.models.dense.modules import MLP, Attention, FamilyModule, LayerStep, RMSNorm
+from headstart.models.dense.modules import (
+    ACTIVATIONS,
+    MLP,
+    Attention,
+    FamilyModule,
+    LayerStep,
+    RMSNorm,
+)
 from headstart.models.shapes import DecoderShape
 from headstart.weights.reader import Reader
 
@@ -11,7 +18,8 @@ from headstart.weights.reader import Reader
 class DecoderLayer(FamilyModule):
     """Attention or a recurrent mixer, then an MLP, each added to the rows.
 
-    Norms stand where the family has them.
+    Norms stand where the family has them. With `DecoderShape.layer_inputs`, a product of the rows
+    and the layer's input is added last.
     """
 
     def __init__(self, shape: DecoderShape, index: int, name: str, read: Reader) -> None:
@@ -27,7 +35,7 @@ class DecoderLayer(FamilyModule):
             self.mixer = make_mixer(shape, index, f"{name}.mixer", read)
         else:
             self.self_attn = Attention(shape, index, f"{name}.self_attn", read)
-        self.mlp = MLP(shape, f"{name}.mlp", read)
+        self.mlp = MLP(shape, index, f"{name}.mlp", read)
         self._norms = shape.norms
         if shape.norms != "after":
             self.input_layernorm = norm("input_layernorm")
@@ -37,6 +45,17 @@ class DecoderLayer(FamilyModule):
         if shape.norms != "before":
             self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
         self._scale = shape.residual_scale
+        self._scalar = 1.0
+        if shape.layer_scalars:
+            self._scalar = float(read.tensor(f"{name}.layer_scalar", (1,)))
+        self._index, self._activation = index, ACTIVATIONS[shape.activation]
+        self._has_input = shape.layer_inputs is not None
+        if shape.layer_inputs is not None:
+            hidden, width = shape.hidden_size, shape.layer_inputs.width
+            gate, projection = f"{name}.per_layer_input_gate", f"{name}.per_layer_projection"
+            self.per_layer_input_gate = read.linear(gate, hidden, width, bias=False)
+            self.per_layer_projection = read.linear(projection, width, hidden, bias=False)
+            self.post_per_layer_input_norm = norm("post_per_layer_input_norm")
 
     def forward(self, x: Tensor, step: LayerStep, kept_rows: Tensor | None = None) -> Tensor:
         """Return the rows `[rows, hidden]` after the layer, or only `kept_rows` of them."""
@@ -51,7 +70,14 @@ class DecoderLayer(FamilyModule):
         else:
             update = self.mlp(self.pre_feedforward_layernorm(x) if around else x, step.hooked)
             update = self.post_feedforward_layernorm(update)
-        return self._add(x, update)
+        x = self._add(x, update)
+        if self._has_input:
+            assert step.inputs is not None
+            inputs = step.inputs[:, self._index]
+            inputs = inputs if kept_rows is None else inputs.index_select(0, kept_rows)
+            update = self._activation(self.per_layer_input_gate(x)).mul_(inputs)
+            x = self._add(x, self.post_per_layer_input_norm(self.per_layer_projection(update)))
+        return x if self._scalar == 1.0 else x * self._scalar
 
     def _add(self, x: Tensor, update: Tensor) -> Tensor:
         return x + (update if self._scale is None else update * self._scale)

@@ -16,9 +16,8 @@ from headstart.models.config_values import context_length
 from headstart.models.dense.decoder import DenseDecoder, DenseModules, Description
 from headstart.models.dense.modules import read_frequencies
 from headstart.models.dtypes import is_out_of_memory, own_dtype
-from headstart.models.families import FAMILIES, UnknownFamilyError
+from headstart.models.families import FAMILIES, NESTED, NestedFamily, UnknownFamilyError
 from headstart.models.files import is_gguf, read_json, stamp_files, weight_files
-from headstart.models.hybrids import NESTED
 from headstart.models.shapes import DecoderShape, Family, read_shape
 from headstart.native.pages import ReadyMemory
 from headstart.weights.checkpoint import (
@@ -49,7 +48,7 @@ _HARMLESS = frozenset(
         *("architectures", "transformers_version", "dtype", "torch_dtype", "rope_parameters"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "use_mrope", "rope_scaling"),
         *("attention_dropout", "initializer_range", "pretraining_tp", "layer_types", "rope_theta"),
-        *("sliding_window", "use_sliding_window", "max_window_layers"),
+        *("sliding_window", "use_sliding_window", "max_window_layers", "cache_implementation"),
     }
 )
 _THETA = 10_000.0  # of rotary positions, where nothing says another
@@ -96,12 +95,8 @@ def _read_plain(family: Family, merged: Mapping[str, Any]) -> DenseConfig | None
         return None
     if merged.get("partial_rotary_factor", 1.0) != 1.0:
         return None
-    theta = merged.get("rope_theta", _THETA)
-    angles = {"rope_theta": theta, **(merged.get("rope_parameters") or {})}
-    kind, theta = angles.pop("rope_type", "default"), angles.pop("rope_theta")
-    part = angles.pop("partial_rotary_factor", 1.0)
-    is_scaled = merged.get("rope_scaling") or angles or kind != "default"
-    if is_scaled or {type(theta), type(part)} - {int, float}:
+    rope = _read_plain_angles(merged)
+    if merged.get("rope_scaling") or rope is None:
         return None
     layers = merged.get("layer_types")
     if layers is not None and not (
@@ -114,9 +109,25 @@ def _read_plain(family: Family, merged: Mapping[str, Any]) -> DenseConfig | None
     dtype = getattr(torch, stored, stored) if isinstance(stored, str) else stored
     if dtype is not None and not isinstance(dtype, torch.dtype):
         return None
-    rope = {"rope_theta": theta, "rope_type": kind, "partial_rotary_factor": part}
     derived = {"rope_parameters": rope, "layer_types": layers}
     return DenseConfig(**{**merged, **derived, "dtype": dtype})
+
+
+def _read_plain_angles(merged: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the rotary parameters, by kind of layer if they are so; None for scaled ones."""
+    parameters = merged.get("rope_parameters") or {}
+    if not parameters or not all(isinstance(part, dict) for part in parameters.values()):
+        return _read_plain_angle({"rope_theta": merged.get("rope_theta", _THETA), **parameters})
+    by_kind = {kind: _read_plain_angle(part) for kind, part in parameters.items()}
+    return None if None in by_kind.values() else by_kind
+
+
+def _read_plain_angle(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+    angles = {"rope_type": "default", "rope_theta": None, "partial_rotary_factor": 1.0}
+    names, angles = angles.keys(), {**angles, **parameters}
+    types = {type(angles["rope_theta"]), type(angles["partial_rotary_factor"])}
+    is_plain = angles.keys() == names and angles["rope_type"] in ("default", "proportional")
+    return angles if is_plain and not types - {int, float} else None
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:
@@ -130,6 +141,9 @@ def _check_type(name: str, value: Any, default: Any) -> None:
 
 # Buffers of old versions, which are computed from the configuration.
 _COMPUTED = re.compile(r".*rotary_emb\.inv_freq")
+_BODY = "model.language_model"
+"""The decoder's name in a model with other parts."""
+_OLD_BODY = "language_model."  # before all names of the decoder, in files of Gemma 3
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -193,14 +207,16 @@ def _open_checkpoint(
 ) -> Checkpoint:
     """Return the checkpoint, whose tensors have Llama's names."""
     if is_gguf(folder):
-        return GGUFCheckpoint(folder)
+        return RenamedCheckpoint(GGUFCheckpoint(folder), {}, shape.ignored)
     files = weight_files(folder)
     checkpoint = (
         SafetensorsCheckpoint(files) if scheme is None else PrequantizedCheckpoint(files, scheme)
     )
-    if not shape.names:
+    if not shape.names and not shape.ignored:
         return checkpoint
     names = {name: shape.path(name) for name in outline.shapes}
+    if any(name.startswith(_OLD_BODY) for name in checkpoint.shapes):
+        names = {name: f"{_OLD_BODY}{name}" for name in names}
     return RenamedCheckpoint(checkpoint, names, shape.ignored)
 
 
@@ -208,21 +224,20 @@ def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
     """Return the description of a decoder, and the dtype of its weights or None."""
     content = read_json(folder / "config.json")
     kind = content.get("model_type")
-    nested = isinstance(kind, str) and kind in NESTED
-    family = FAMILIES.get(NESTED.get(kind, kind)) if isinstance(kind, str) else None
+    nested = NESTED.get(kind) if isinstance(kind, str) else None
+    kind = kind if nested is None else nested.text
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise UnknownFamilyError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
-    if nested:
-        content = _read_text_config(content)
+    if nested is not None:
+        content = _read_text_config(content, nested)
     config = read_config(family, content)
     try:
         shape = read_shape(family, config)
-        if nested:
-            shape = replace(
-                shape,
-                names={**shape.names, "model": "model.language_model"},
-                ignored=(*shape.ignored, "model.visual."),
-            )
+        if nested is not None:
+            shape = replace(shape, names={**shape.names, "model": _BODY})
+            ignored = (*map(shape.path, shape.ignored), *nested.others)
+            shape = replace(shape, ignored=ignored)
         kinds = {layer.angles for layer in shape.layers if layer.angles is not None}
         frequencies = {kind: read_frequencies(config, kind, shape) for kind in sorted(kinds)}
         path = folder / "generation_config.json"
@@ -242,13 +257,13 @@ def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
     return about, stored
 
 
-def _read_text_config(content: Mapping[str, Any]) -> dict[str, Any]:
+def _read_text_config(content: Mapping[str, Any], family: NestedFamily) -> dict[str, Any]:
     """Return the configuration of the decoder in a model with other parts."""
     nested = content.get("text_config")
     if not isinstance(nested, dict):
         raise UnsupportedLayerError(f"its text_config is {nested!r}; allowed: a JSON object")
     shared = {name: content[name] for name in ("dtype", "torch_dtype") if name in content}
-    tied = {"tie_word_embeddings": content.get("tie_word_embeddings", False)}
+    tied = {"tie_word_embeddings": content.get("tie_word_embeddings", family.tied)}
     return {**shared, **nested, **tied}
 
 

@@ -5,7 +5,8 @@ So an adapter's layers are found by the names that they come with. Rows are a fl
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,17 +45,24 @@ def read_frequencies(config: Any, kind: str, shape: DecoderShape) -> Frequencies
     parameters = config.rope_parameters[kind] if kind else config.rope_parameters
     if any(isinstance(value, dict) for value in parameters.values()):
         raise UnsupportedLayerError("its rotary positions differ from layer to layer")
-    rope, head_dim = parameters["rope_type"], shape.head_dim
-    part = parameters.get("partial_rotary_factor", 1.0)
-    if part != 1.0 and not shape.partial_rotary:
+    widths = (layer.head_dim for layer in shape.layers if layer.angles == kind)
+    head_dim = next(widths, None) or shape.head_dim
+    rope, part = parameters["rope_type"], parameters.get("partial_rotary_factor", 1.0)
+    if part != 1.0 and not shape.partial_rotary and rope != "proportional":
         raise UnsupportedLayerError(f"a part of a head is rotated ({part})")
     if rope == "default":
         width = int(head_dim * part)
         powers = torch.arange(0, width, 2, dtype=torch.float32) / width
         frequencies = Frequencies(1.0 / parameters["rope_theta"] ** powers)
+    elif rope == "proportional":
+        # The first pairs of all turn as if all did; the others do not turn.
+        count = int(part * head_dim // 2)
+        powers = torch.arange(0, 2 * count, 2, dtype=torch.float32) / head_dim
+        rotated = 1.0 / parameters["rope_theta"] ** powers / parameters.get("factor", 1.0)
+        frequencies = Frequencies(torch.cat((rotated, torch.zeros(head_dim // 2 - count))))
     else:
         scalings = load_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
-        if rope not in scalings:
+        if rope not in scalings or head_dim != shape.head_dim:
             raise UnsupportedLayerError(f"its rotary positions are {rope}")
         options = {"layer_type": kind} if kind else {}
         values, scale = scalings[rope](config, torch.device("cpu"), **options)
@@ -124,28 +132,45 @@ def rotate(rows: Tensor, angles: Angles) -> Tensor:
     return out if width == rows.shape[-1] else torch.cat((out, rows[..., width:]), dim=-1)
 
 
-# Of a tensor that nobody else reads; they may write to it.
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": partial(functional.silu, inplace=True),
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
+"""Functions of a tensor that nothing else reads; they may write to it."""
+
 # Numbers of an MLP's widest product that are computed at a time: 16 MiB of float32. More than 32
 # MiB go back to the system each time; fresh pages cost a twentieth of a long prefill in 8 bits.
 _PIECE = 1 << 22
 _BLOCK = 128  # rows of the largest block, which in deterministic mode are computed at once
 
 
-class LayerStep(NamedTuple):
+@dataclass(frozen=True)
+class LayerStep:
     """The attention of a step, and the angles of its rows by kind of layer.
 
     hooked: linear layers may have hooks, which want all rows at once. states: of recurrent layers.
+    inputs: `[rows, layers, width]` of `DecoderShape.layer_inputs`. shared: K and V of the step's
+    rows, by number of the layer that other layers read them of. kept: the rows that layers still
+    compute, of the step's rows.
     """
 
     backend: AttentionBackend
     angles: dict[str, Angles]
     hooked: bool = True
     states: StateMemory | None = None
+    inputs: Tensor | None = None
+    shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    kept: Tensor | None = None
+
+    def keep(self, rows: Tensor) -> "LayerStep":
+        """Return the step of layers that compute only these rows, and read K and V of others."""
+        angles = {
+            kind: (cos.index_select(0, rows), sin.index_select(0, rows))
+            for kind, (cos, sin) in self.angles.items()
+        }
+        inputs = None if self.inputs is None else self.inputs.index_select(0, rows)
+        return replace(self, angles=angles, inputs=inputs, kept=rows)
 
 
 class FamilyModule(nn.Module):
@@ -164,6 +189,12 @@ class FamilyModule(nn.Module):
         super().__setattr__(name, value)
 
 
+def normalize(x: Tensor, epsilon: float) -> Tensor:
+    """Return `x / sqrt(mean(x ** 2) + epsilon)`, float32."""
+    exact = x.float()
+    return exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + epsilon)
+
+
 class RMSNorm(nn.Module):
     """`weight * x / sqrt(mean(x ** 2) + epsilon)`, rounded as the family does it."""
 
@@ -174,8 +205,7 @@ class RMSNorm(nn.Module):
         self._kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
-        exact = x.float()
-        exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        exact = normalize(x, self.variance_epsilon)
         if self._kind == "llama":
             return self.weight * exact.to(x.dtype)
         weight = self.weight.float() + 1.0 if self._kind == "gemma" else self.weight
@@ -185,49 +215,60 @@ class RMSNorm(nn.Module):
 class Attention(FamilyModule):
     """Queries, keys and values of rows, attention over paged K/V, and the output projection."""
 
+    qkv_proj: nn.Module
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+
     def __init__(self, shape: DecoderShape, index: int, name: str, read: Reader) -> None:
         super().__init__(shape)
         layer = shape.layers[index]
         self.layer_idx = shape.number(index)
-        self.head_dim = shape.head_dim
+        kv_heads, self.head_dim = shape.kv_widths(index)
         self._kind = layer.angles
-        self._widths = [count * shape.head_dim for count in (shape.heads, *[shape.kv_heads] * 2)]
+        self._widths = [count * self.head_dim for count in (shape.heads, kv_heads, kv_heads)]
         self.options = AttentionOptions(shape.scaling, layer.window, shape.softcap)
         hidden, bias = shape.hidden_size, shape.qkv_bias
         self._fused, self._gated = shape.fused, shape.gated
-        if shape.fused:
-            self.qkv_proj = read.linear(f"{name}.qkv_proj", hidden, sum(self._widths), bias)
-        else:
-            outputs = [self._widths[0] * (1 + shape.gated), *self._widths[1:]]
-            self.q_proj, self.k_proj, self.v_proj = (
-                read.linear(f"{name}.{part}_proj", hidden, width, bias)
-                for part, width in zip("qkv", outputs, strict=True)
-            )
-        self.o_proj = read.linear(f"{name}.o_proj", self._widths[0], hidden, shape.o_bias)
+        self._has_source, self._keys_are_values = layer.source is not None, layer.keys_are_values
+        self._is_source = any(other.source == index for other in shape.layers)
         self._head_norms = shape.head_norms
+        self._value_epsilon = shape.epsilon if shape.value_norm else None
+        outputs = {"q_proj": self._widths[0] * (1 + shape.gated)}
+        if not self._has_source:
+            outputs["k_proj"] = self._widths[1]
+            if not layer.keys_are_values:
+                outputs["v_proj"] = self._widths[2]
+        if shape.fused:
+            outputs = {"qkv_proj": sum(self._widths)}
+        for part, width in outputs.items():
+            setattr(self, part, read.linear(f"{name}.{part}", hidden, width, bias))
+        self.o_proj = read.linear(f"{name}.o_proj", self._widths[0], hidden, shape.o_bias)
         if shape.head_norms is not None:
-            widths = self._widths if shape.head_norms == "row" else [shape.head_dim] * 2
-            self.q_norm, self.k_norm = (
-                RMSNorm(read.vector(f"{name}.{part}_norm", width), shape.epsilon, shape.norm)
-                for part, width in zip("qk", widths, strict=False)
-            )
+            for part, width in zip("q" if self._has_source else "qk", self._widths, strict=False):
+                count = width if shape.head_norms == "row" else self.head_dim
+                weight = read.vector(f"{name}.{part}_norm", count)
+                setattr(self, f"{part}_norm", RMSNorm(weight, shape.epsilon, shape.norm))
 
     def forward(self, x: Tensor, step: LayerStep, kept_rows: Tensor | None = None) -> Tensor:
         """Return the update of all rows, or of `kept_rows`; write K and V of all rows."""
-        if self._fused:
-            query, key, value = self.qkv_proj(x).split(self._widths, dim=-1)
-        else:
-            query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        query, *others = self._project(x)
         if self._gated:
-            query, gate = query.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
-        if self._head_norms == "row":
-            query, key = self.q_norm(query), self.k_norm(key)
-        heads = (len(x), -1, self.head_dim)
-        query, key, value = (part.reshape(heads) for part in (query, key, value))
-        if self._head_norms == "head":
-            query, key = self.q_norm(query), self.k_norm(key)
-        if self._kind is not None:
-            query, key = (rotate(part, step.angles[self._kind]) for part in (query, key))
+            query, gate = query.reshape(len(x), -1, 2 * self.head_dim).chunk(2, dim=-1)
+        query = self._arrange(query, "q_norm", step)
+        if self._has_source:
+            key, value = step.shared[self.layer_idx]
+        else:
+            key, value = self._arrange(others[0], "k_norm", step), others[1]
+            value = value.reshape(len(x), -1, self.head_dim)
+            if self._value_epsilon is not None:
+                value = normalize(value, self._value_epsilon).to(value.dtype)
+        if self._is_source:
+            step.shared[self.layer_idx] = key, value
+        if step.kept is not None:
+            # Attention takes a query of every row; those of the others are not used.
+            every = query.new_zeros((len(key), *query.shape[1:]))
+            query, kept_rows = every.index_copy(0, step.kept, query), step.kept
         attended = step.backend.attend(self.layer_idx, query, key, value, self.options)
         if self._gated:
             attended = attended * torch.sigmoid(gate)
@@ -236,13 +277,33 @@ class Attention(FamilyModule):
         out: Tensor = self.o_proj(attended.flatten(1))
         return out
 
+    def _project(self, x: Tensor) -> Sequence[Tensor]:
+        """Return queries, and keys and values unless the layer reads those of another."""
+        if self._fused:
+            parts: Sequence[Tensor] = self.qkv_proj(x).split(self._widths, dim=-1)
+            return parts
+        if self._has_source:
+            return [self.q_proj(x)]
+        query, key = self.q_proj(x), self.k_proj(x)
+        return [query, key, key if self._keys_are_values else self.v_proj(x)]
+
+    def _arrange(self, rows: Tensor, norm: str, step: LayerStep) -> Tensor:
+        """Return queries or keys by head, after their norm, turned by their positions."""
+        if self._head_norms == "row":
+            rows = getattr(self, norm)(rows)
+        rows = rows.reshape(len(rows), -1, self.head_dim)
+        if self._head_norms == "head":
+            rows = getattr(self, norm)(rows)
+        return rows if self._kind is None else rotate(rows, step.angles[self._kind])
+
 
 class MLP(FamilyModule):
     """`down(activation(gate(x)) * up(x))`."""
 
-    def __init__(self, shape: DecoderShape, name: str, read: Reader) -> None:
+    def __init__(self, shape: DecoderShape, index: int, name: str, read: Reader) -> None:
         super().__init__(shape)
-        hidden, inner, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
+        hidden, bias = shape.hidden_size, shape.mlp_bias
+        inner = shape.layers[index].intermediate_size or shape.intermediate_size
         self._fused = shape.fused or shape.fused_mlp
         self._widest = inner * (1 + self._fused)
         if self._fused:
@@ -251,7 +312,7 @@ class MLP(FamilyModule):
             self.gate_proj = read.linear(f"{name}.gate_proj", hidden, inner, bias)
             self.up_proj = read.linear(f"{name}.up_proj", hidden, inner, bias)
         self.down_proj = read.linear(f"{name}.down_proj", inner, hidden, bias)
-        self._activation = _ACTIVATIONS[shape.activation]
+        self._activation = ACTIVATIONS[shape.activation]
         # Then rows in bfloat16 become float32 once, and not before and behind each product.
         self._computes_float32 = all(
             isinstance(linear, Linear) and linear.matrix.computes_float32

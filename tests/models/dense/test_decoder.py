@@ -14,6 +14,8 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
@@ -62,6 +64,10 @@ NEAR = {"original_max_position_embeddings": 16, "rope_theta": 1e4, "factor": 4.0
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **NEAR}
 LONG = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [2.0] * 4, "rope_theta": 1e4}
 
+GEMMA4 = BASE | {"head_dim": 12, "global_head_dim": 20, "sliding_window": 5}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+GEMMA4 |= {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 0}
+
 VARIANTS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama, biases everywhere": lambda: LlamaConfig(**BASE, attention_bias=True, mlp_bias=True),
     "llama, tied": lambda: LlamaConfig(**BASE, tie_word_embeddings=True),
@@ -101,6 +107,35 @@ VARIANTS: dict[str, Callable[[], PreTrainedConfig]] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
         },
+    ),
+    "gemma4, nothing shared": lambda: Gemma4TextConfig(**GEMMA4),
+    "gemma4, keys are values, biases": lambda: Gemma4TextConfig(
+        **GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1, attention_bias=True
+    ),
+    "gemma4, keys are values where heads are alike": lambda: Gemma4TextConfig(
+        **GEMMA4 | {"global_head_dim": 12}, attention_k_eq_v=True, tie_word_embeddings=False
+    ),
+    "gemma4, shared K and V": lambda: Gemma4TextConfig(
+        **GEMMA4 | {"hidden_size_per_layer_input": 6},
+        num_kv_shared_layers=1,
+        final_logit_softcapping=2.0,
+    ),
+    "gemma4, inputs of layers": lambda: Gemma4TextConfig(
+        **GEMMA4 | {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 140},
+        rms_norm_eps=0.01,
+    ),
+    "gemma4, all of a head": lambda: Gemma4TextConfig(
+        **GEMMA4 | {"hidden_size_per_layer_input": 6},
+        num_kv_shared_layers=2,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "proportional", "rope_theta": 1e3, "factor": 2.0},
+        },
+    ),
+    "gemma4 unified, shared K and V, wide MLPs": lambda: Gemma4UnifiedTextConfig(
+        **{name: value for name, value in GEMMA4.items() if "per_layer" not in name},
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
     ),
     "phi3, part of a head": lambda: Phi3Config(
         **BASE, rope_parameters={"partial_rotary_factor": 0.5, "rope_theta": 1e4}
@@ -206,7 +241,7 @@ def test_every_family(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(run(model, tokens()), expected, rtol=0.0, atol=1e-5 * size)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "gemma4_unified_text"])
 def test_layouts_and_their_windows_are_those_that_transformers_uses(
     name: str, tmp_path: Path
 ) -> None:

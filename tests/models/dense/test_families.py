@@ -16,21 +16,33 @@ from tests.tiny_models import tiny_config
 # Keys that a family's configuration class does not have: they say that the family has no such part.
 OF_OTHERS = {"mlp_bias", "attention_bias", "head_dim", "hidden_act", "max_window_layers"}
 OF_OTHERS |= {"rms_norm_eps", "split_mlp"}
-
+BY_KIND = {"gemma3_text", "gemma4_text", "gemma4_unified_text"}  # have angles by kind of layer
+OLD = {"global_head_dim", "num_global_key_value_heads"}  # which transformers reads and drops
 
 # Of the keys that transformers writes, those that are in the config.json of models.
 KEPT = {key for family in FAMILIES.values() for key in family.defaults}
 KEPT |= {"architectures", "dtype", "rope_parameters", "layer_types", "eos_token_id", "use_cache"}
+KEPT |= {"per_layer_config"}
+
+
+def new_config(name: str) -> Any:
+    """An empty configuration of transformers, whose keys of single layers are readable."""
+    config: Any = CONFIG_MAPPING[name]()
+    config.allow_global_per_layer_attribute_access = True
+    return config
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_defaults_are_those_of_transformers(name: str) -> None:
-    theirs = CONFIG_MAPPING[name]()
+    theirs = new_config(name)
     for key, ours in FAMILIES[name].defaults.items():
         if key == "rope_theta":
             assert theirs.rope_parameters["rope_theta"] == ours
         elif key == "partial_rotary_factor":
             assert theirs.rope_parameters.get(key, 1.0) == ours
+        elif key in OLD and name in BY_KIND:
+            full = theirs.per_layer_config[theirs.layer_types.index("full_attention")]
+            assert key == "num_global_key_value_heads" or full.head_dim == ours
         elif not (ours is None or (key in OF_OTHERS and not hasattr(theirs, key))):
             assert getattr(theirs, key) == ours or key == "sliding_window", key
 
@@ -47,7 +59,7 @@ EMPTY: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_empty_configuration_is_the_family_s_own(name: str) -> None:
     """All that transformers derives: head dim, windows, layers without angles, scaling."""
-    theirs: Any = CONFIG_MAPPING[name]()
+    theirs = new_config(name)
     content = {"num_hidden_layers": theirs.num_hidden_layers, **EMPTY.get(name, {})}
     shape = read_shape(FAMILIES[name], read_config(FAMILIES[name], content))
     heads = theirs.num_attention_heads
@@ -137,7 +149,7 @@ def test_rotary_positions_that_a_family_does_not_have(
         read_frequencies(config, "", read_shape(FAMILIES[name], config))
 
 
-PLAIN = sorted(FAMILIES.keys() - {"gemma3_text", "phi3"})  # these two have other angles
+PLAIN = sorted(FAMILIES.keys() - {*BY_KIND, "phi3"})  # these have other angles
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -167,6 +179,80 @@ def test_a_plain_configuration_says_what_transformers_reads(
         facts = (shape, frequencies.scale, context_length(config), config.dtype)
         found.append((*facts, config.eos_token_id, frequencies.values.tolist()))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4_text", "gemma4_unified_text"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": None, "torch_dtype": "float16", "eos_token_id": [1, 2]},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "sliding_attention": {"rope_theta": 77},
+            }
+        },
+    ],
+)
+def test_angles_by_kind_of_layer_are_plain(name: str, changes: dict[str, Any]) -> None:
+    content = tiny_config(name).to_dict() | changes
+    family = FAMILIES[content["model_type"]]
+    content = {key: value for key, value in content.items() if key in KEPT}
+    found = []
+    for extra in ({}, {"unknown_key": 1}):
+        config = read_config(family, content | extra)
+        assert isinstance(config, DenseConfig) is not bool(extra)
+        shape = read_shape(family, config)
+        kinds = [read_frequencies(config, kind, shape) for kind in sorted(config.rope_parameters)]
+        facts = (shape, context_length(config), config.dtype, config.eos_token_id)
+        found.append((*facts, [(kind.values.tolist(), kind.scale) for kind in kinds]))
+    assert found[0] == found[1]
+
+
+GEMMA4 = tiny_config("gemma4_text").to_dict()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"enable_moe_block": True, "num_experts": 4}, "it has 4 experts"),
+        ({"use_bidirectional_attention": "all"}, "see later tokens"),
+        ({"num_kv_shared_layers": 5}, "no layer before its layer 1 has the K and V for it"),
+        ({"vocab_size_per_layer_input": 130}, "tokens have no embedding for the layers"),
+        ({"per_layer_config": {"1": {"head_dim": 24}}}, "its layers have the configurations"),
+        (
+            {"per_layer_config": {at: {"intermediate_size": 8} for at in "135"}},
+            "its layers have the configurations",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                }
+            },
+            "its rotary positions are linear",
+        ),
+    ],
+)
+def test_what_gemma4_is_not(changes: dict[str, Any], reason: str) -> None:
+    family = FAMILIES["gemma4_text"]
+    with pytest.raises(UnsupportedLayerError, match=reason):
+        config = read_config(family, GEMMA4 | changes)
+        read_frequencies(config, "full_attention", read_shape(family, config))
+
+
+def test_gemma4_may_say_its_global_heads_beside_its_layers() -> None:
+    family = FAMILIES["gemma4_text"]
+    content = {key: value for key, value in GEMMA4.items() if key != "per_layer_config"}
+    content |= {"global_head_dim": 24, "num_global_key_value_heads": 3}
+    content |= {"use_bidirectional_attention": "vision"}  # between the rows of an image
+    shapes = [read_shape(family, read_config(family, c)) for c in (content, GEMMA4)]
+    assert shapes[0] == shapes[1]
+    assert [shapes[0].kv_widths(at) for at in (0, 1)] == [(2, 16), (3, 24)]
+    content["attention_k_eq_v"] = False  # then the number of heads is not read
+    assert read_shape(family, read_config(family, content)).kv_widths(1) == (2, 24)
 
 
 @pytest.mark.parametrize(

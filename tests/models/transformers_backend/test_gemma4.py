@@ -83,7 +83,7 @@ def test_gemma4_answers_as_transformers_does(tmp_path: Path, kind: str) -> None:
 def test_an_error_of_a_configuration_names_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_gemma4(tmp_path, "dense")
+    save_gemma4(tmp_path, "experts")
 
     def read_width(folder: Path, config: Any, ignored: Any) -> None:
         _ = config.head_dim

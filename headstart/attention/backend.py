@@ -73,11 +73,16 @@ class StepPlan:
 
     With `contiguous_gather` a row's result depends, bit for bit, only on its tokens and the
     contents of its context, never on the other rows of the batch or on block ids.
+
+    `window` is the plan of layers with a sliding window if the memory has window blocks: the same
+    rows, with slots and block tables of that pool. No layer reads the entries of a table whose
+    blocks lie before the windows of all rows of the span; they are any block ids of the pool.
     """
 
     slots: Tensor
     spans: tuple[Span, ...]
     contiguous_gather: bool = False
+    window: "StepPlan | None" = None
 
     @property
     def decoding(self) -> list[Span]:

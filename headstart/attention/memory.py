@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.attention.backend import LayerLayout, StateLayout
+from headstart.attention.backend import LayerLayout, StateLayout, StepPlan
 from headstart.attention.recurrent import Recurrence
+from headstart.errors import EngineError
 from headstart.native.pages import POPULATE_WRITE, advise_pages
 
 INT8_REVISION = 1
@@ -30,6 +31,10 @@ class PagedKVMemory:
     Slot `block_id * block_size + offset` holds one token. The last slot, `scratch_slot`, belongs
     to no block and takes rows that are discarded. Memory starts as zeros.
 
+    With `num_window_blocks`, layers with a sliding window have a pool of that many blocks instead,
+    with slots and a `window_scratch_slot` of the same kind. Then K and V behind the windows need
+    no memory, and blocks are no longer the same bytes in all layers, which tiers need.
+
     In `torch.int8` rows are rounded when written (`quantize_rows`): `key_scales[layer]` is float32
     `[slots + 1, kv_heads]`, `value_scales` likewise. In other dtypes there are no scales.
     """
@@ -41,29 +46,60 @@ class PagedKVMemory:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        num_window_blocks: int = 0,
     ) -> None:
         self.layouts = tuple(layouts)
         self.num_blocks = num_blocks
+        self.num_window_blocks = num_window_blocks
+        self.window = max((layout.window or 0 for layout in self.layouts), default=0)
+        """The widest sliding window of a layer; 0 if no layer has one."""
         self.block_size = block_size
         self.dtype = dtype
         self.device = torch.device(device)
         self.scratch_slot = num_blocks * block_size
-        rows = self.scratch_slot + 1
+        self.window_scratch_slot = num_window_blocks * block_size
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.key_scales: list[Tensor] = []
         self.value_scales: list[Tensor] = []
-        for layout in self.layouts:
-            heads = (rows, layout.kv_heads)
+        for layer, layout in enumerate(self.layouts):
+            last = self.window_scratch_slot if self.has_windows(layer) else self.scratch_slot
+            heads = (last + 1, layout.kv_heads)
             self.keys.append(_zeros((*heads, layout.key_dim), dtype, self.device))
             self.values.append(_zeros((*heads, layout.value_dim), dtype, self.device))
             if self.has_scales:
                 self.key_scales.append(_zeros(heads, torch.float32, self.device))
                 self.value_scales.append(_zeros(heads, torch.float32, self.device))
 
+    def has_windows(self, layer_idx: int) -> bool:
+        """Return True if a layer's K and V are in window blocks."""
+        return self.num_window_blocks > 0 and self.layouts[layer_idx].window is not None
+
+    def plans(self, plan: StepPlan) -> list[StepPlan]:
+        """Return the plan of each pool: of the blocks, then of the window blocks if there are any.
+
+        Raises `EngineError` if the plan has no part for window blocks.
+        """
+        if not self.num_window_blocks:
+            return [plan]
+        if plan.window is None or len(plan.window.slots) != len(plan.slots):
+            raise EngineError(
+                f"the memory has {self.num_window_blocks} window blocks, and the step no slots in "
+                f"them; allowed: a plan with `window`, of {len(plan.slots)} slots"
+            )
+        return [plan, plan.window]
+
+    def check_window(self, layer_idx: int, window: int | None) -> None:
+        """Raise `EngineError` if a layer needs more than window blocks retain."""
+        if self.has_windows(layer_idx) and not 0 < (window or 0) <= self.window:
+            raise EngineError(
+                f"layer {layer_idx} attends to a window of {window} tokens; allowed: 1 to "
+                f"{self.window}, since K and V before it are released"
+            )
+
     @staticmethod
     def bytes_per_block(layouts: Sequence[LayerLayout], block_size: int, dtype: torch.dtype) -> int:
-        """Return the bytes of one block in all layers together."""
+        """Return the bytes of one block in all of these layers together."""
         row = sum(layout.elements for layout in layouts) * dtype.itemsize
         if dtype == torch.int8:
             row += 2 * sum(layout.kv_heads for layout in layouts) * torch.float32.itemsize
@@ -121,6 +157,7 @@ class PagedKVMemory:
 
     def _as_bytes(self) -> Iterator[tuple[int, int, Tensor]]:
         """Yield each tensor as `[blocks, bytes]`, with its range in a block's bytes."""
+        assert not self.num_window_blocks, "a block is in two pools"
         start = 0
         for tensor in self._tensors:
             rows = tensor[: self.scratch_slot].view(self.num_blocks, -1).view(torch.uint8)
@@ -182,27 +219,37 @@ class PagedKVMemory:
         )
         return scale_rows(keys, key_scales, dtype), scale_rows(values, value_scales, dtype)
 
-    def copy_rows(self, copies: Sequence[tuple[int, int, int]]) -> None:
+    def copy_rows(self, copies: Sequence[tuple[int, ...]]) -> None:
         """Copy rows in every layer: (source block, target block, number of rows from the first).
 
-        In each layer all sources are read before any target is written. So a block may be the
-        source of one copy and the target of another, and the order of `copies` does not matter.
+        Two more numbers are the source and the target in window blocks, for a memory that has
+        them. A copy with -1 is not done in that pool. In each layer all sources are read before
+        any target is written. So a block may be the source of one copy and the target of another,
+        and the order of `copies` does not matter.
         """
         if not copies:
             return
+        self._copy([copy[:3] for copy in copies], is_window=False)
+        if self.num_window_blocks:
+            self._copy([(copy[3], copy[4], copy[2]) for copy in copies], is_window=True)
+
+    def _copy(self, copies: Sequence[tuple[int, ...]], *, is_window: bool) -> None:
+        """Copy rows in the layers of one pool."""
         size = self.block_size
         slots = torch.tensor(
             [
                 (source_block * size + row, target_block * size + row)
                 for source_block, target_block, num_rows in copies
-                for row in range(num_rows)
+                for row in range(num_rows if min(source_block, target_block) >= 0 else 0)
             ],
             dtype=torch.int64,
             device=self.device,
         ).view(-1, 2)
         source, target = slots.unbind(1)
-        for tensor in self._tensors:
-            tensor.index_copy_(0, target, tensor.index_select(0, source))
+        for tensors in (self.keys, self.values, self.key_scales, self.value_scales):
+            for layer, tensor in enumerate(tensors):
+                if self.has_windows(layer) == is_window:
+                    tensor.index_copy_(0, target, tensor.index_select(0, source))
 
 
 class StateMemory:

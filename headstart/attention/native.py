@@ -65,36 +65,33 @@ class NativeAttention:
         self._memory = memory
         self._run = getattr(library, _FUNCTIONS[memory.dtype])
         self._torch = TorchAttention(memory, share=share)
-        self._calls = [_make_call(memory, layer) for layer in range(len(memory.layouts))]
-        self._tables = BlockTables(memory.num_blocks)
-        self._planner = SharedPlanner(memory.block_size, SHARING[memory.dtype]) if share else None
-        self._previous: dict[bool, NativeStep] = {}  # the last step with and without sharing
-        # Buffers for partial results, of steps that share and of steps that do not.
-        self._partials = {True: torch.empty(0), False: torch.empty(0)}
+        layers = range(len(memory.layouts))
+        self._calls = [_make_call(memory, layer) for layer in layers]
+        self._pools = [PoolSteps(memory, memory.num_blocks, share=share)]
+        if memory.num_window_blocks:
+            self._pools.append(
+                PoolSteps(memory, memory.num_window_blocks, window=memory.window, share=share)
+            )
+        self._pool_of = [self._pools[memory.has_windows(layer)] for layer in layers]
         self._fell_back = False
-        self._longest = 0
         self._nonfinite = np.zeros(0, dtype=np.uint8)  # by row: 1 if K or V are not finite
         self._nonfinite_address = 0
         self._plan: StepPlan | None = None
-        self._plain: NativeStep | None = None
-        self._shared: NativeStep | None = None
 
     def begin_step(self, plan: StepPlan) -> None:
         self.end_step()
-        _check_plan(plan, self._memory)
         self._fell_back = False
+        for pool, part in zip(self._pools, self._memory.plans(plan), strict=True):
+            pool.begin(part)
         self._nonfinite = np.zeros(len(plan.slots), dtype=np.uint8)
         self._nonfinite_address = self._nonfinite.ctypes.data
-        self._longest = max((span.context for span in plan.spans), default=0)
-        self._tables.fill([span.block_ids for span in plan.spans])
         self._plan = plan
-        shared = self._planner.plan(plan.decoding) if self._planner is not None else None
-        if shared is not None:
-            self._shared = self._next_step(plan, shared, 1)
 
     def end_step(self) -> None:
         self._torch.end_step()
-        self._plan = self._plain = self._shared = None
+        self._plan = None
+        for pool in self._pools:
+            pool.end()
 
     def nonfinite_rows(self) -> list[int]:
         rows: list[int] = self._nonfinite.nonzero()[0].tolist()
@@ -119,7 +116,7 @@ class NativeAttention:
             part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value)
         )
         _check_rows(query, key, value, options, memory.layouts[layer_idx])
-        step = self._prepare(call, query.shape[:2], options)
+        step = self._prepare(layer_idx, call, query.shape[:2], options)
         out = query.new_empty((*query.shape[:2], value.shape[2]))
         call.query, call.key, call.value, call.out = (
             query.data_ptr(),
@@ -144,11 +141,11 @@ class NativeAttention:
         if dtype != (torch.float32 if memory.has_scales else memory.dtype):
             return None
         call.sinks = None
-        step = self._prepare(call, rows, options)
+        step = self._prepare(layer_idx, call, rows, options)
         return ctypes.addressof(step.struct), ctypes.addressof(call)
 
     def _prepare(
-        self, call: AttentionCall, rows: Sequence[int], options: AttentionOptions
+        self, layer_idx: int, call: AttentionCall, rows: Sequence[int], options: AttentionOptions
     ) -> "NativeStep":
         """Fill the call's scalar fields; return the step for a layer with these options.
 
@@ -160,38 +157,89 @@ class NativeAttention:
                 f"attention received {tokens} rows of {heads} query heads; allowed: "
                 f"{len(self._nonfinite)} rows of a multiple of {call.kv_heads} query heads"
             )
-        plan, step, window = self._plan, self._shared, options.sliding_window
-        assert plan is not None
-        if step is None or (window is not None and window < self._longest):
-            # Layers whose window hides any token share nothing. A decoding span's keys are split, a
-            # part for each thread.
-            if self._plain is None:
-                work = len(plan.decoding) * self._memory.layouts[0].kv_heads
-                kv_splits = max(1, torch.get_num_threads() // work) if work else 1
-                self._plain = self._next_step(plan, None, kv_splits)
-            step = self._plain
+        window = options.sliding_window
+        pool = self._pool_of[layer_idx]
+        if pool.window is not None:
+            self._memory.check_window(layer_idx, window)
+        step = pool.step(window)
         step.struct.nonfinite = self._nonfinite_address
         call.heads = heads
         call.window = min(window or 0, _MOST_POSITIONS)
         call.scaling = options.scaling
         call.softcap = abs(options.softcap or 0.0)  # the sign changes nothing; kernels want none
         if step.num_partials:
-            # Each kind of step has its own buffer, as one compiled call may run layers of both.
-            numbers, is_shared = (
-                step.num_partials * heads * (2 + call.value_dim),
-                step is self._shared,
-            )
-            if len(self._partials[is_shared]) < numbers:
-                self._partials[is_shared] = torch.empty(numbers)
-            step.struct.partials = self._partials[is_shared].data_ptr()
+            pool.make_partials(step, step.num_partials * heads * (2 + call.value_dim))
         return step
+
+
+class PoolSteps:
+    """The kernels' steps over one pool of blocks, for the layers whose K and V it has.
+
+    window: of the widest of these layers, if K and V before it may be gone.
+    """
+
+    def __init__(
+        self, memory: PagedKVMemory, num_blocks: int, *, share: bool, window: int | None = None
+    ) -> None:
+        self.window = window
+        self._block_size, self._num_blocks = memory.block_size, num_blocks
+        self._kv_heads = memory.layouts[0].kv_heads
+        self._tables = BlockTables(num_blocks)
+        self._planner = SharedPlanner(memory.block_size, SHARING[memory.dtype]) if share else None
+        self._previous: dict[bool, NativeStep] = {}  # the last step with and without sharing
+        # Buffers for partial results, of steps that share and of steps that do not.
+        self._partials = {True: torch.empty(0), False: torch.empty(0)}
+        self._longest = 0
+        self._plan: StepPlan | None = None
+        self._plain: NativeStep | None = None
+        self._shared: NativeStep | None = None
+
+    def begin(self, plan: StepPlan) -> None:
+        """Begin a step. Raises `EngineError` if it does not fit the pool."""
+        _check_plan(plan, self._block_size, self._num_blocks)
+        self._longest = max((span.context for span in plan.spans), default=0)
+        self._tables.fill([span.block_ids for span in plan.spans])
+        self._plan = plan
+        # In a longer step, all windows of the pool hide tokens.
+        may_share = self.window is None or self._longest <= self.window
+        if self._planner is not None and may_share:
+            shared = self._planner.plan(plan.decoding)
+            if shared is not None:
+                self._shared = self._next_step(plan, shared, 1)
+
+    def end(self) -> None:
+        """Forget the step."""
+        self._plan = self._plain = self._shared = None
+
+    def step(self, window: int | None) -> "NativeStep":
+        """Return the step for layers with this sliding window."""
+        assert self._plan is not None, "call begin_step() first"
+        if self._shared is not None and (window is None or window >= self._longest):
+            return self._shared
+        # Layers whose window hides any token share nothing. A decoding span's keys are split, a
+        # part for each thread.
+        if self._plain is None:
+            work = len(self._plan.decoding) * self._kv_heads
+            kv_splits = max(1, torch.get_num_threads() // work) if work else 1
+            self._plain = self._next_step(self._plan, None, kv_splits)
+        return self._plain
+
+    def make_partials(self, step: "NativeStep", numbers: int) -> None:
+        """Give a step a buffer of this many floats for partial results.
+
+        Each kind of step has its own, as one compiled call may run layers of both.
+        """
+        is_shared = step is self._shared
+        if len(self._partials[is_shared]) < numbers:
+            self._partials[is_shared] = torch.empty(numbers)
+        step.struct.partials = self._partials[is_shared].data_ptr()
 
     def _next_step(self, plan: StepPlan, shared: SharedPlan | None, kv_splits: int) -> "NativeStep":
         """Return the previous step if this one only continues its decoding, else a new one."""
         previous = self._previous.get(shared is not None)
         if previous is not None and previous.update(plan, self._tables, shared, kv_splits):
             return previous
-        step = NativeStep(plan, self._tables, self._memory.block_size, shared, kv_splits)
+        step = NativeStep(plan, self._tables, self._block_size, shared, kv_splits)
         self._previous[shared is not None] = step
         return step
 
@@ -250,17 +298,17 @@ def _make_call(memory: PagedKVMemory, layer: int) -> AttentionCall | None:
     )
 
 
-def _check_plan(plan: StepPlan, memory: PagedKVMemory) -> None:
+def _check_plan(plan: StepPlan, block_size: int, num_blocks: int) -> None:
     """Raise `EngineError` unless slots and rows exist, and block tables cover their contexts."""
-    slots, tokens = plan.slots, len(plan.slots)
+    slots, tokens, scratch_slot = plan.slots, len(plan.slots), num_blocks * block_size
     assert slots.dtype == torch.int64 and slots.is_cpu and slots.dim() == 1
     if tokens:
         numbers = slots.numpy()
         low, high = int(numbers.min()), int(numbers.max())
-        if low < 0 or high > memory.scratch_slot:
-            raise EngineError(f"slots are {low} to {high}; allowed: 0 to {memory.scratch_slot}")
+        if low < 0 or high > scratch_slot:
+            raise EngineError(f"slots are {low} to {high}; allowed: 0 to {scratch_slot}")
     for span in plan.spans:
-        capacity = len(span.block_ids) * memory.block_size
+        capacity = len(span.block_ids) * block_size
         is_inside = span.first_row >= 0 and 1 <= span.num_rows <= tokens - span.first_row
         if not is_inside or not span.num_rows <= span.context <= capacity:
             raise EngineError(

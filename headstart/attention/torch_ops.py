@@ -48,25 +48,29 @@ class TorchAttention:
         float_dtype = torch.promote_types(memory.dtype, torch.float32)
         self._dtype = memory.dtype if is_narrow else float_dtype
         """The dtype of the products' inputs."""
-        self._planner = SharedPlanner(memory.block_size, SHARING) if share else None
-        self._plan: StepPlan | None = None
-        self._slots = torch.empty(0)
-        self._shared: SharedPlan | None = None
+        self._planners = [SharedPlanner(memory.block_size, SHARING) for _ in range(2 * share)]
+        self._pools: list[PoolPlan] = []  # of the step: for blocks, then for window blocks
         self._longest = 0
-        self._tables: dict[tuple[int | None, int], StepTables] = {}  # by window and KV heads
+        # By pool, window and KV heads.
+        self._tables: dict[tuple[int, int | None, int], StepTables] = {}
         # Per layer of the step and for K and V: float `[tokens]`, 0 for finite rows, else NaN.
         self._finite: list[Tensor] = []
 
     def begin_step(self, plan: StepPlan) -> None:
         self.end_step()
-        self._plan, self._slots = plan, plan.slots.to(self._memory.device)
+        memory = self._memory
         self._longest = max((span.context for span in plan.spans), default=0)
         self._finite = []
-        if self._planner is not None:
-            self._shared = self._planner.plan(plan.decoding)
+        for pool, part in enumerate(memory.plans(plan)):
+            # In a longer step, all windows of the second pool hide tokens.
+            may_share = pool == 0 or self._longest <= memory.window
+            shared = None
+            if self._planners and may_share:
+                shared = self._planners[pool].plan(part.decoding)
+            self._pools.append(PoolPlan(part, part.slots.to(memory.device), shared))
 
     def end_step(self) -> None:
-        self._plan = self._shared = None
+        self._pools = []
         self._tables = {}
 
     def nonfinite_rows(self) -> list[int]:
@@ -84,10 +88,13 @@ class TorchAttention:
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         memory = self._memory
-        tables = self._find_tables(options.sliding_window, memory.layouts[layer_idx].kv_heads)
+        memory.check_window(layer_idx, options.sliding_window)
+        assert self._pools, "call begin_step() first"
+        pool = int(memory.has_windows(layer_idx))
+        tables = self._find_tables(pool, options.sliding_window, memory.layouts[layer_idx].kv_heads)
         if not memory.has_scales:
             key, value = key.to(memory.dtype), value.to(memory.dtype)
-        memory.write(layer_idx, self._slots, key, value)
+        memory.write(layer_idx, self._pools[pool].slots, key, value)
         self._finite += (_zero_if_finite(key, (1, 2)), _zero_if_finite(value, (1, 2)))
         out = query.new_empty((*query.shape[:2], value.shape[2]))
         query = query.to(self._dtype)
@@ -100,15 +107,16 @@ class TorchAttention:
             self._prefill(layer_idx, query, out, span, options)
         return out
 
-    def _find_tables(self, window: int | None, kv_heads: int) -> "StepTables":
-        plan, memory = self._plan, self._memory
-        assert plan is not None, "call begin_step() first"
+    def _find_tables(self, pool: int, window: int | None, kv_heads: int) -> "StepTables":
         if window is not None and window >= self._longest:
             window = None
-        if (window, kv_heads) not in self._tables:
-            shared = self._shared if window is None else None
-            self._tables[window, kv_heads] = StepTables(plan, memory, kv_heads, window, shared)
-        return self._tables[window, kv_heads]
+        key = (pool, window, kv_heads)
+        if key not in self._tables:
+            plan, _, shared = self._pools[pool]
+            self._tables[key] = StepTables(
+                plan, self._memory, kv_heads, window, shared if window is None else None
+            )
+        return self._tables[key]
 
     def _decode(
         self,
@@ -217,6 +225,14 @@ class TorchAttention:
             keys.view(-1, part.columns, keys.shape[1]),
             values.view(-1, part.columns, values.shape[1]),
         )
+
+
+class PoolPlan(NamedTuple):
+    """A step's plan for one pool, its slots on the memory's device, and its shared prefixes."""
+
+    plan: StepPlan
+    slots: Tensor
+    shared: SharedPlan | None
 
 
 class Group(NamedTuple):

@@ -1,5 +1,7 @@
 """The paged memory: its size, and copies of block heads."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -77,6 +79,37 @@ def test_copies_read_everything_before_they_write(
             start = source * SIZE
             expected[target * SIZE : target * SIZE + rows] = old[start : start + rows]
         assert torch.equal(new, expected)
+
+
+WINDOWS = (replace(LAYOUTS[0], window=6), LAYOUTS[1], replace(LAYOUTS[1], window=9))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_with_a_window_have_blocks_of_their_own(dtype: torch.dtype) -> None:
+    memory = PagedKVMemory(WINDOWS, BLOCKS, SIZE, dtype, "cpu", 2)
+    assert memory.window == 9
+    assert [len(keys) for keys in memory.keys] == [9, 21, 9]
+    assert (memory.scratch_slot, memory.window_scratch_slot) == (20, 8)
+    assert memory.nbytes == sum(t.numel() * t.element_size() for t in all_tensors(memory))
+    for tensor in all_tensors(memory):
+        tensor.copy_((torch.arange(tensor.numel()) % 127 + 1).view_as(tensor))
+    before = [tensor.clone() for tensor in all_tensors(memory)]
+    memory.copy_rows([(4, 0, 3, 1, 0), (2, 1, 2, -1, -1)])
+    for old, new in zip(before, all_tensors(memory), strict=True):
+        expected = old.clone()
+        if len(old) == 21:
+            expected[:3], expected[4:6] = old[16:19], old[8:10]
+        else:
+            expected[:3] = old[4:7]
+        assert torch.equal(new, expected)
+    with pytest.raises(AssertionError, match="two pools"):
+        memory.read_blocks([0])
+
+
+def test_without_window_blocks_all_layers_have_the_same() -> None:
+    memory = PagedKVMemory(WINDOWS, BLOCKS, SIZE, torch.float32, "cpu")
+    assert {len(keys) for keys in memory.keys} == {21}
+    assert not any(map(memory.has_windows, range(3)))
 
 
 @given(

@@ -33,7 +33,6 @@ from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import create_output
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
-from rich.console import Console
 from rich.text import Text
 
 from headstart.cli.messages import Content, Conversation, Turn, read_document, read_image
@@ -41,6 +40,7 @@ from headstart.cli.options import SAMPLING_FLAGS, check_sampling_name, parse_sam
 from headstart.cli.pool_picture import PoolPicture
 from headstart.cli.reply import print_reply
 from headstart.cli.terminal import (
+    OutputConsole,
     columns_of,
     count,
     handling,
@@ -389,7 +389,7 @@ def _set(chat: Chat, argument: str) -> None:
 
 @_command("/pool", "draws the memory of the cache: which blocks are cached, and for which message")
 def _pool(chat: Chat, argument: str) -> None:
-    console = Console(stderr=True)
+    console = OutputConsole(stderr=True)
     console.print(chat.picture.draw(console.width))
     note(
         f"A block holds the K/V of {chat.llm.block_size} tokens. What is cached is not computed "

@@ -25,7 +25,7 @@ import headstart
 from headstart.cli.opening import note_on, resolve_model
 from headstart.cli.options import GroupedCommand, GroupedOption, flags, model_option, sort_options
 from headstart.cli.pool_picture import PoolPicture, color_of
-from headstart.cli.terminal import MAX_WIDTH, cached_share, draw_svg, duration
+from headstart.cli.terminal import MAX_WIDTH, OutputConsole, cached_share, draw_svg, duration
 from headstart.engine.config import EngineConfig
 from headstart.engine.params import SamplingParams
 from headstart.errors import ConfigError
@@ -86,7 +86,7 @@ def demo(svg: Path | None, model: str, **options: Any) -> None:
 
 def demo_console() -> Console:
     """Return a console for standard output of at most 80 columns."""
-    console = Console(highlight=False)
+    console = OutputConsole(highlight=False)
     console.width = min(console.width, MAX_WIDTH)
     return console
 

@@ -1,14 +1,16 @@
 """The command line: `headstart run`, `chat`, `serve`, `cache`, `keys`, `models`, `replay`, ...
 
 Everything that headstart raises on purpose ends as one line on stderr and exit status 2, and so do
-wrong calls; Ctrl-C as one line and 130. Replies go to stdout, the figures of `run` and `chat` to
+wrong calls; Ctrl-C as one line and 130. If the reader of the output has ended, so does the command,
+quietly and with status 0. Replies go to stdout, the figures of `run` and `chat` to
 stderr, so that a reply can be piped.
 """
 
 import os
 import signal
 import sys
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -70,13 +72,17 @@ class _Commands(click.Group):
             if error.filename is not None:  # not of the output
                 raise
             show_error(f"cannot write the output: {error.strerror}")
-            with suppress(OSError):  # Python would write the rest when it exits, and fail again
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()
             sys.exit(1)
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _ending_with_reader():
+            return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _ending_with_reader():
+                return super().invoke(ctx)
         except HeadstartError as error:
             show_error(error)
             ctx.exit(2)
@@ -88,6 +94,23 @@ class _Commands(click.Group):
         except KeyboardInterrupt:
             show_error("interrupted")
             ctx.exit(128 + signal.SIGINT)
+
+
+@contextmanager
+def _ending_with_reader() -> Iterator[None]:
+    """End the program quietly when the reader of its output has ended, such as `head`."""
+    try:
+        yield
+    except BrokenPipeError:
+        _drop_output()
+        raise click.exceptions.Exit(0) from None
+
+
+def _drop_output() -> None:
+    """Discard buffered output, which Python would write at exit, and fail again."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:

@@ -13,11 +13,11 @@ from typing import Any
 
 import click
 from rich.bar import Bar
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 
 from headstart.cli.options import GroupedCommand, GroupedOption, flags, take_options
-from headstart.cli.terminal import as_typed, count, draw_svg, progress_bar
+from headstart.cli.terminal import OutputConsole, as_typed, count, draw_svg, progress_bar
 from headstart.cluster.router import DEFAULT_POLICY, POLICIES
 from headstart.errors import ConfigError
 from headstart.replay import (
@@ -155,7 +155,7 @@ def _print(trace: Trace, fleet: Fleet, results: list[ReplayResult], optimum: Opt
             f"{result.load:.2f}",
             f"{result.evictions:,}",
         )
-    console = Console(highlight=False)
+    console = OutputConsole(highlight=False)
     console.width = max(console.width, 120)  # a row stays a row where another program reads it
     console.print(table)
     click.echo(f"one engine, all memory: {100 * optimum.same_memory:.1f} % hit")

@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING, Self
 
 import click
 from rich.cells import cell_len
-from rich.console import Console
 
-from headstart.cli.terminal import describe_reading, figures, hiding_typed, note, waiting
+from headstart.cli.terminal import (
+    OutputConsole,
+    describe_reading,
+    figures,
+    hiding_typed,
+    note,
+    waiting,
+)
 from headstart.imports import load_module
 
 if TYPE_CHECKING:
@@ -36,7 +42,7 @@ def print_reply(
         with waiting("the reply is empty so far"):
             while not output.outputs[0].text.strip() and not output.finished:
                 output = next(stream)
-        console = Console(highlight=False)
+        console = OutputConsole(highlight=False)
         writer: RawWriter
         if not console.is_terminal or not is_text:
             writer = RawWriter(clean=console.is_terminal)

@@ -49,6 +49,13 @@ _FEW = 0.02  # share of files, such as headers, whose reading says nothing of th
 _SAMPLES = 256  # pages of each file
 
 
+class OutputConsole(Console):
+    """A console that raises BrokenPipeError; rich's ends the program with status 1 instead."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def prepare_streams() -> None:
     """Make stdout and stderr show ? for what they cannot encode, and stdin refuse what is no text.
 
@@ -276,7 +283,7 @@ def waiting(message: str | Callable[[float], str]) -> Iterator[None]:
 
     message: a text, after which the time is shown; or a function of the seconds since the start.
     """
-    console = Console(stderr=True, highlight=False)
+    console = OutputConsole(stderr=True, highlight=False)
     if not console.is_terminal:
         yield
         return
@@ -295,7 +302,7 @@ def waiting(message: str | Callable[[float], str]) -> Iterator[None]:
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar on stderr, in terminals only; yields a function for what is done, of how many."""
-    console = Console(stderr=True, highlight=False)
+    console = OutputConsole(stderr=True, highlight=False)
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     disable = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=disable) as bar:

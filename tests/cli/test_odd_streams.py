@@ -30,6 +30,26 @@ def test_a_full_device_is_told(call: str) -> None:
     assert done.stderr == "headstart: cannot write the output: No space left on device\n"
 
 
+@pytest.mark.parametrize(
+    "call", ["models", "--help", "completion bash", "run Hello", "replay chats --requests 20"]
+)
+def test_a_closed_pipe_is_a_quiet_end(call: str) -> None:
+    """`headstart replay ... | head` exited with 1, which ends a script with `pipefail`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as stdout:
+        done = subprocess.run(
+            [*COMMAND.split(), *call.split()],
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"HEADSTART_CACHE_DIR": "off"},
+            check=False,
+        )
+    assert done.returncode == 0
+    assert "Error" not in done.stderr and "Broken pipe" not in done.stderr
+
+
 def test_closed_streams_are_empty_ones() -> None:
     done = shell("run - <&-")
     assert done.returncode == 2

@@ -16,7 +16,9 @@ from transformers import (
     Gemma4TextConfig,
 )
 
+from headstart.errors import UnsupportedModelError
 from headstart.models.decoder import DecoderModel
+from headstart.models.gptq import plan_quantization
 from headstart.models.loader import load_model
 from tests.models.paged import BLOCK, Paged
 from tests.tiny_models import VOCABULARY, save_tiny, tiny_config, tiny_model
@@ -173,3 +175,9 @@ def test_quantized_weights(
     found, expected = torch.stack(sequence.logits), expected_logits(reference, tokens)
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(error.median()) < tolerance
+
+
+def test_gptq_refuses_norms_of_values(tmp_path: Path) -> None:
+    save_tiny("gemma4_text", tmp_path / "float")
+    with pytest.raises(UnsupportedModelError, match="it has a norm of values"):
+        plan_quantization(tmp_path / "float", tmp_path / "small")

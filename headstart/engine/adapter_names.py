@@ -14,7 +14,7 @@ _IDS = Number(int, 1)
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter in vLLM's form, loaded when it is first used. Raises RequestError.
+    """An adapter as in vLLM, loaded when it is first used. Raises RequestError.
 
     Adapters are identified by their content: `lora_int_id`, base_model_name and load_inplace have
     no effect. is_3d_lora_weight must be False.
@@ -55,7 +55,7 @@ class LoRARequest:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter as it was loaded: its name, its folder, and the digest in its K/V's identity."""
+    """A loaded adapter. digest: the hash of its content, part of the identity of its K/V."""
 
     name: str
     path: Path
@@ -67,7 +67,7 @@ def choose_adapters(
     lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     count: int,
 ) -> list[str | LoRARequest | None]:
-    """Return the adapter of each of `count` prompts: one for all, or one each."""
+    """Return a list of `count` adapters, from one adapter for all prompts or one for each."""
     if adapter is not None and lora_request is not None:
         raise RequestError("adapter and lora_request are both set; allowed: one of them")
     choices = adapter if lora_request is None else lora_request
@@ -94,7 +94,7 @@ InEngine = Callable[[Callable[[], Adapter]], Adapter]
 
 
 class AdapterNames(ABC):
-    """Adapters by name. For any thread: the table is replaced, never changed."""
+    """Adapters by name. Thread-safe: a change replaces the whole table."""
 
     def __init__(self) -> None:
         self._named: Mapping[str, Adapter] = {}
@@ -108,13 +108,13 @@ class AdapterNames(ABC):
     def load(self, name: str, path: str | Path, in_engine: InEngine) -> Adapter:
         """Read the adapter in folder `path`; requests may use it by `name` from now on.
 
-        It is read in this thread and named in the engine's. An adapter that had the name loses it.
-        Raises AdapterError, ConfigError when adapters are off or the name is invalid, and the
-        exceptions of `in_engine`; nothing has changed then.
+        It is read in the calling thread, and gets its name in the engine's thread. An earlier
+        adapter of this name loses it. Raises AdapterError, ConfigError if adapters are off or the
+        name is invalid, and exceptions of `in_engine`. An error changes nothing.
         """
 
     def unload(self, name: str) -> None:
-        """Remove the name; requests that have the adapter finish. Raises RequestError."""
+        """Remove the name. Requests that use the adapter finish. Raises RequestError."""
         self.find(name)
         self._named = {n: adapter for n, adapter in self._named.items() if n != name}
 
@@ -128,7 +128,7 @@ class AdapterNames(ABC):
         return named[name]
 
     def require(self, choice: str | LoRARequest | None, in_engine: InEngine) -> str | None:
-        """Return the name of an adapter, loaded if necessary. Raises the errors of `load`."""
+        """Return the name of an adapter, after loading it if necessary. Raises as `load`."""
         if not isinstance(choice, LoRARequest):
             return choice
         folder = adapter_folder(choice.lora_path)

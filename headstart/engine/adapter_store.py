@@ -1,17 +1,17 @@
 """The LoRA adapters of an engine: their names, and which of them are in memory.
 
-    named      `load` has read and checked it and knows its digest; requests may use it
-    resident   its matrices are in memory: at most `max_loras`, least recently used out
-    running    a running request needs it: it stays resident, named or not
+    named      `load` has read and checked it; requests may use it
+    resident   its matrices are in memory; at most `max_loras` are, by least recent use
+    running    a running request needs it; it stays resident, even without a name
 
-A request takes the adapter of its name when it is prepared, and retains it: unloading the name, or
-loading another adapter under it, changes nothing for that request. An adapter that is not resident
-when a request is to run is read from disk again, and refused if it has changed; running requests
-continue meanwhile. K/V are found by the digest, so no name can ever mix the blocks of two adapters.
+A name is resolved when a request is prepared: unloading the name, or loading another adapter under
+it, does not affect that request. If its adapter is not resident when the request is to run, it is
+read from disk again while other requests run. The request is refused if the files have changed.
+K/V are found by the adapter's digest, so a name cannot mix the blocks of two adapters.
 
-Only the engine's thread changes anything, and the table of names is replaced, never changed: other
-threads read it without a lock. The engine's thread could wait forever for a lock whose holder
-collects garbage, closes a stream and waits for the engine.
+Only the engine's thread makes changes, and it replaces the table of names as a whole, so other
+threads read it without a lock. A lock could deadlock: the garbage collector may run in its holder,
+close a stream, and wait for the engine.
 """
 
 from collections import OrderedDict
@@ -35,8 +35,8 @@ from headstart.validation import check_name
 class AdapterStore(AdapterNames):
     """Adapters by name, of which a bounded number is in memory; a `Limit` of the scheduler.
 
-    `named`, `load`, `find` and `require` are for any thread; the rest is the engine's. has_unnamed:
-    an adapter in memory may have no name any more.
+    `named`, `load`, `find` and `require` may be called from any thread, all other methods only from
+    the engine's. has_unnamed: an adapter in memory may have lost its name.
     """
 
     def __init__(self, model: DecoderModel, config: EngineConfig) -> None:
@@ -46,11 +46,11 @@ class AdapterStore(AdapterNames):
         self._config = config
         self._layers = LoraLayers(model)
         self._resident: OrderedDict[str, ResidentAdapter] = OrderedDict()
-        self._failed: Mapping[str, AdapterError] = {}  # by digest: the last one, for one scheduling
-        self._refused: dict[str, AdapterError] = {}  # by group's id
+        self._failed: Mapping[str, AdapterError] = {}  # of the last read, by digest
+        self._refused: dict[str, AdapterError] = {}  # by the group's id
         self._reader = TenantQueue("headstart-adapters", 1)
         self._reading: tuple[Adapter, Future[ResidentAdapter]] | None = None
-        self._running: dict[Request, str] = {}  # that have an adapter, to its digest
+        self._running: dict[Request, str] = {}  # running requests with an adapter, and its digest
 
     # Names
 
@@ -81,7 +81,7 @@ class AdapterStore(AdapterNames):
         self.has_unnamed = True
 
     def name_miss(self, request: Request) -> None:
-        """Replace the digest in a miss by the name of the adapter that the prefix is cached for."""
+        """Replace the adapter's digest in a miss explanation by its name."""
         missed = request.missed
         if missed is not None and missed.adapter is not None:
             names = [a.name for a in self.named if a.digest == missed.adapter]
@@ -94,10 +94,10 @@ class AdapterStore(AdapterNames):
         return request.group.adapter is not None
 
     def reach(self, request: Request, start: int, stop: int) -> int:
-        """Return `stop` if the adapter is in memory; otherwise return `start` and read it again.
+        """Return `stop` if the adapter is in memory; if not, begin to read it and return `start`.
 
-        Also return `start` while running requests need all places, and when the adapter could not
-        be read or has changed: `take_refused` then has the reason.
+        Also return `start` while running requests use all places. If the adapter could not be read
+        or has changed, `take_refused` has the reason.
         """
         adapter, name = request.group.adapter, request.group.request_id
         if adapter is None or request in self._running:
@@ -123,10 +123,10 @@ class AdapterStore(AdapterNames):
     # Memory
 
     def take_in(self) -> None:
-        """Store the adapter that has been read again, if there is one and it has a place.
+        """Make the adapter that has been read resident, if there is a place for it.
 
-        Called before each scheduling, and only then: an adapter stays at least until the scheduler
-        has seen all requests, so it is not evicted before its own request can run.
+        Called only before the scheduler runs, so the adapter is not evicted before the scheduler
+        could admit its request.
         """
         self._failed = {}
         if self._reading is None or not self._reading[1].done() or not self._has_place():
@@ -145,18 +145,18 @@ class AdapterStore(AdapterNames):
         self.has_unnamed = True  # its name may have been removed meanwhile
 
     def wait_for_reading(self) -> object | None:
-        """Wait for the adapter that is being read; return the reading, None if there is none."""
+        """Wait for the adapter that is being read; return the reading, None without any."""
         if self._reading is not None:
             futures.wait([self._reading[1]])
         return self._reading
 
     def take_refused(self) -> dict[str, AdapterError]:
-        """Return the groups, by id, that can never run, each once."""
+        """Return the errors of groups that can never run, by id; each is returned once."""
         refused, self._refused = self._refused, {}
         return refused
 
     def _has_place(self) -> bool:
-        """Return True if running requests do not need all places."""
+        """Return True if running requests do not use all places."""
         return len(set(self._running.values())) < self._config.max_loras
 
     def _read_again(self, adapter: Adapter) -> ResidentAdapter:
@@ -164,7 +164,7 @@ class AdapterStore(AdapterNames):
             weights = self._read(adapter.path)
         except AdapterError:
             raise
-        except Exception as error:  # ends only the requests of this adapter
+        except Exception as error:  # must end only the requests of this adapter
             raise AdapterError(
                 f"adapter {adapter.name!r} cannot be read again from {adapter.path}: "
                 f"{type(error).__name__}: {error}"
@@ -179,11 +179,11 @@ class AdapterStore(AdapterNames):
     def _read(self, folder: Path) -> ResidentAdapter:
         try:
             return ResidentAdapter(read_weights(folder, self._model, self._config.max_lora_rank))
-        except OSError as error:  # a name too long for the file system, a folder of another user
+        except OSError as error:  # such as a name that is too long, or a missing permission
             raise AdapterNotFoundError(f"{folder} cannot be read: {error}") from error
 
     def forget_unnamed(self, groups: Iterable[RequestGroup]) -> None:
-        """Release adapters in memory that have no name, except those of unfinished groups."""
+        """Release adapters that lost their name, except those that unfinished groups use."""
         used = {group.adapter.digest for group in groups if group.adapter is not None}
         named = {adapter.digest for adapter in self._named.values()}
         unnamed = [digest for digest in self._resident if digest not in named]
@@ -198,7 +198,7 @@ class AdapterStore(AdapterNames):
     # Steps
 
     def begin_step(self, runs: Sequence[tuple[str | None, int, int]]) -> None:
-        """Begin a pass with these rows, each run a digest or None, its rows and its logits rows."""
+        """Begin a pass; a run is (digest or None, number of rows, number of rows with logits)."""
         self._layers.begin_step(
             [
                 AdapterRun(self._resident[digest] if digest is not None else None, rows, logits)
@@ -211,13 +211,13 @@ class AdapterStore(AdapterNames):
         self._layers.end_step()
 
     def restore(self) -> None:
-        """Forget all that a step refused and set up."""
+        """Clear the state of a failed step."""
         self._failed, self._refused = {}, {}
-        self.has_unnamed = True  # perhaps: `forget_unnamed` checks
+        self.has_unnamed = True  # `forget_unnamed` checks it
         self._layers.reset()
 
     def close(self) -> None:
-        """End the thread that reads adapters, and release those in memory. Idempotent."""
+        """End the reading thread, and release all adapters. Idempotent."""
         self._reader.shutdown(wait=False, cancel_futures=True)
         self._layers.reset()
         for digest in list(self._resident):

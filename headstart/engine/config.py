@@ -14,7 +14,7 @@ from headstart.validation import Number, OneOf, check_fields, option
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 _COUNTS = Number(int, 1)
-_THREADS = Number(int, 1, 1024)  # far more end the process, which cannot start them
+_THREADS = Number(int, 1, 1024)  # with far more, the process cannot start them and aborts
 _SHARES = Number(float, 0, 1, above_low=True)
 _DTYPES = OneOf(("auto", "float32", "bfloat16", "float16"))
 _WEIGHTS = OneOf(("auto", "int8", "int5", "int4"))
@@ -36,7 +36,7 @@ class EngineConfig(CacheOptions):
         _WEIGHTS,
     )
     device: str = option("cpu", "where the model runs: cpu, cuda, cuda:1, ...")
-    # The cache takes any size, the attention kernels these.
+    # The attention kernels support these sizes, the cache any.
     block_size: int = option(16, "tokens in a KV block", OneOf(BLOCK_SIZES))
     num_blocks: int | None = option(
         None, "KV blocks in the pool; default: as many as the memory holds", _COUNTS
@@ -91,7 +91,7 @@ class EngineConfig(CacheOptions):
 
     @property
     def disk_folder(self) -> Path | None:
-        """The folder where K/V outlive the process, None for none."""
+        """The folder of the disk tier; None without a disk tier."""
         return None if self.cache_dir in (None, "", "off") else Path(self.cache_dir).expanduser()
 
     @property
@@ -116,8 +116,8 @@ def make_config(options: dict[str, Any]) -> EngineConfig:
 def count_cores() -> int:
     """Return the physical cores of this process's affinity, at most its control group's quota.
 
-    Each gets one thread. Two threads on one core share its multipliers and gain nothing in a
-    product; with a thread more than the quota, all of them are stopped sooner.
+    A second thread on a core shares its multipliers, so it does not make a product faster. With
+    more threads than the quota, the system stops all of them.
     """
     if hasattr(os, "sched_getaffinity"):
         return cores_of(os.sched_getaffinity(0))
@@ -125,9 +125,9 @@ def count_cores() -> int:
 
 
 def cores_of(cpus: Iterable[int], root: Path = Path("/")) -> int:
-    """Return the physical cores behind these CPUs, at least one.
+    """Return the number of physical cores of these logical CPUs, at least one, within the quota.
 
-    root: the folder of /proc and /sys. Where Linux does not say which CPUs share a core, each CPU
+    root: the folder of /proc and /sys. If Linux does not report which CPUs share a core, each CPU
     counts as a core.
     """
     topology = root / "sys/devices/system/cpu"
@@ -136,13 +136,13 @@ def cores_of(cpus: Iterable[int], root: Path = Path("/")) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the CPU time that this process's control group and its parents may use, in CPUs."""
+    """Yield the CPU quotas of this process's control group and its parents, in CPUs."""
     mount = root / "sys/fs/cgroup"
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, place = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # In a container the path may be the host's, and the mount begins further down.
+        # In a container the path may be that of the host, of which only the end exists here.
         group = Path(place.lstrip("/"))
         for part in (group, *group.parents):
             if controllers:

@@ -30,7 +30,7 @@ Update = RequestOutput | BaseException
 """The output of a request so far, or the error that ended it."""
 
 Receiver = Callable[[Any], object]
-"""Takes a request's updates in the engine's thread: outputs, or the error that ended it.
+"""Receives a request's updates in the engine's thread: outputs, or the error that ended it.
 
 An exception that it raises ends the request.
 """
@@ -63,7 +63,7 @@ class AnyRequest(Protocol):
 
 
 class Core(Protocol):
-    """The steps that a driver runs: those of an engine, or of a pipeline of engines."""
+    """An engine, or a pipeline of engines, whose steps a driver runs."""
 
     def submit(self, group: Any, /) -> None:
         """Queue a prepared request. Raises RequestError when its id is in use."""
@@ -99,21 +99,22 @@ class Driver(Protocol):
     def awaited(self) -> AbstractContextManager[None]:
         """Return a context in which the caller waits for an answer.
 
-        Raises EngineError, also on entering, if the wait would never end: in the engine's thread,
-        in a coroutine that its work began, in a step of another engine that it called.
+        Raises EngineError, here or on entering it, if the wait would never end: in the engine's
+        thread, in a coroutine that its work began, or in a step of another engine for which it
+        waits.
         """
         ...
 
     def submit(self, group: Any, receive: Receiver, *, every_step: bool = True) -> None:
-        """Queue a prepared request; its last update is a finished output or an error.
+        """Queue a prepared request. Its last update is a finished output or an error.
 
         Raises EngineError when the engine is closed, or in the engine's own thread.
         """
 
     def cancel(self, groups: Sequence[Any], *, wait: bool = True) -> None:
-        """Remove the unfinished ones of these requests.
+        """Remove those of these requests that are unfinished.
 
-        wait: return when their memory is released, which takes as long as the current step.
+        wait: return only when their memory is released, after the current step.
         """
 
     def abort(self, request_id: str) -> None:
@@ -125,9 +126,9 @@ class Driver(Protocol):
     def call(self, function: Callable[[], Answer]) -> Answer:
         """Call `function` in the engine's thread between two steps; return its result.
 
-        An exception of `function` is the caller's and resets nothing: a function that changes the
-        engine leaves it valid, as the methods of `EngineCore` do. Raises EngineError if the engine
-        is closed or ends before the call, or in the engine's own thread.
+        An exception of `function` is raised here and does not reset the engine, so it must leave
+        the engine valid, as the methods of `EngineCore` do. Raises EngineError if the engine is
+        closed or ends before the call, or in the engine's own thread.
         """
         ...
 
@@ -140,7 +141,7 @@ class Driver(Protocol):
 
 
 class _Order(NamedTuple):
-    """Work for the engine's thread between two steps; `refuse` is called if it ends before."""
+    """Work for the engine's thread between two steps; `refuse` is called if it cannot be done."""
 
     run: Callable[[], None]
     refuse: Callable[[BaseException], object]
@@ -148,7 +149,7 @@ class _Order(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _InflightRequest:
-    """A request in progress, and the receiver of its updates (after every step, or the last)."""
+    """A request in progress, and the receiver of all its updates, or only of the last."""
 
     group: AnyRequest
     receive: Receiver
@@ -168,15 +169,15 @@ _current: ContextVar[_Work | None] = ContextVar("_current", default=None)
 class WaitGraph:
     """The current work of one engine, to detect calls that would deadlock.
 
-    A coroutine has the context of its creator, in any thread, and counts as awaited by that work. A
-    thread has no context, so its waits are not known.
+    A coroutine inherits the context of its creator, so the creator's work counts as waiting for it.
+    A thread inherits no context, so waits in threads that the work starts are not detected.
     """
 
     def __init__(self) -> None:
         self.current: _Work | None = None
 
     def run(self, work: Callable[[], Answer]) -> Answer:
-        """Call `work`; all that it calls is within it."""
+        """Call `work` as the current work of this engine."""
         self.current = _Work()
         _current.set(self.current)
         try:
@@ -189,12 +190,12 @@ class WaitGraph:
         """Mark that the caller waits for this engine.
 
         Raises EngineError if the wait would never end: within this engine's work, or within work
-        that it waits for, such as when two engines' logits processors call one another.
+        for which it waits, such as when the logits processors of two engines call each other.
         """
         if (caller := _current.get()) is None:
             yield
             return
-        caller.awaited.append(self)  # first, so that of two simultaneous waits one sees the other
+        caller.awaited.append(self)  # first: of two simultaneous waits, one must see the other
         try:
             visited: set[_Work | None] = {None}
             pending = [self]
@@ -227,16 +228,16 @@ class LocalDriver:
         self._engine = engine
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._inflight: dict[str, _InflightRequest] = {}
-        # Held by callers only, so that none can delay the engine's thread. Reentrant, since the
-        # garbage collector may close a stream while its thread holds it.
+        # The engine's thread never takes this lock, so no caller can delay it. It is reentrant: the
+        # garbage collector may close a stream in a thread that holds it.
         self._starting = threading.RLock()
         self._thread: threading.Thread | None = None
-        # Ctrl-C within `join` or `is_alive` of Python 3.11 marks a running thread as ended.
         self._process = 0  # the process that started the thread
+        # Not `Thread.is_alive`: Ctrl-C in it marks a running thread as ended, in Python 3.11.
         self._has_exited = False
-        self._exited: queue.SimpleQueue[None] = queue.SimpleQueue()  # gets an item at the end
-        self._waits = WaitGraph()  # of steps and orders
-        self._ended: EngineError | None = None  # the reason why no order is accepted any more
+        self._exited: queue.SimpleQueue[None] = queue.SimpleQueue()  # gets an item when it exits
+        self._waits = WaitGraph()
+        self._ended: EngineError | None = None  # set once no more orders are accepted
 
     @staticmethod
     def require_request(request: object) -> None:
@@ -251,9 +252,9 @@ class LocalDriver:
             self._post(_Order(lambda: self._follow(inflight), receive))
 
     def cancel(self, groups: Sequence[AnyRequest], *, wait: bool = True) -> None:
-        with suppress(EngineError):  # closed meanwhile, which removed them
+        with suppress(EngineError):  # the engine was closed, which removes all requests
             if wait:
-                with suppress(EngineError):  # waiting is not possible here
+                with suppress(EngineError):  # waiting would deadlock
                     return self.call(lambda: self._forget(groups))
             self._post(_Order(lambda: self._forget(groups), lambda error: None))
 
@@ -291,20 +292,21 @@ class LocalDriver:
             result, has_exited = asyncio.wrap_future(answer), False
             try:
                 while not (await asyncio.wait([result], timeout=_PATIENCE))[0]:
-                    if has_exited:  # before the last wait, so no answer can come any more
+                    if has_exited:  # already before the last wait, so no answer can come
                         raise self.ended()
                     has_exited = not self.is_alive
                 return result.result()
             finally:
-                result.cancel()  # an order without a waiting caller is not begun
+                result.cancel()  # if the caller stops waiting, the order is not carried out
 
     def wait(
         self, items: "queue.SimpleQueue[Item]", groups: Sequence[AnyRequest] | None = None
     ) -> Item:
-        """Return the next item from the engine's thread, for any of `groups` if they are passed.
+        """Return the next item from the engine's thread.
 
-        Raises EngineError if none will come. A simple queue holds no lock while the garbage
-        collector runs, which waits here as well when it closes a stream.
+        Raises EngineError if no item will come: the thread has ended, or all of `groups` have. The
+        garbage collector may call this when it closes a stream, so `items` must be a `SimpleQueue`,
+        which holds no lock while the collector runs.
         """
         with self.awaited():
             while True:
@@ -318,7 +320,7 @@ class LocalDriver:
                         reason = reason or EngineError(
                             "the request has ended, and its last update could not be delivered"
                         )
-                    if reason is not None and items.empty():  # none came since the timeout
+                    if reason is not None and items.empty():  # no item came since the timeout
                         raise reason from None
 
     @property
@@ -328,7 +330,7 @@ class LocalDriver:
         return is_started and not self._has_exited and self._process == os.getpid()
 
     def ended(self) -> EngineError:
-        """Return the reason why the engine accepts no orders any more."""
+        """Return the error for orders after the engine has ended."""
         if self._ended is None:
             return EngineError(
                 "the engine's thread does not run, as it failed or this process was forked after "
@@ -345,17 +347,17 @@ class LocalDriver:
         try:
             with self.awaited():
                 while self.is_alive:
-                    with suppress(queue.Empty):  # or another caller took the item
+                    with suppress(queue.Empty):  # a timeout, or another caller took the item
                         self._exited.get(timeout=_PATIENCE)
         except EngineError:
             return  # the thread closes the engine after its current work
         if self._thread is not None and self._process == os.getpid():
             self._thread.join()
         with self._starting:
-            self._engine.close(str(self._ended))  # again, if the thread broke before it could
+            self._engine.close(str(self._ended))  # in case the thread failed before it could
 
     def _is_inflight(self, group: AnyRequest) -> bool:
-        """Return True if this request is in progress, and not another with its id."""
+        """Return True if this request, not another with its id, is in progress."""
         inflight = self._inflight.get(group.request_id)
         return inflight is not None and inflight.group is group
 
@@ -378,7 +380,7 @@ class LocalDriver:
         if self.is_alive:
             return
         with self._starting:
-            if self._thread is None or self._thread.ident is None:  # or its start was interrupted
+            if self._thread is None or self._thread.ident is None:  # not started, or interrupted
                 self._thread = threading.Thread(
                     target=self._run, name="headstart-engine", daemon=True
                 )
@@ -392,7 +394,7 @@ class LocalDriver:
     def _run(self) -> None:
         """Carry out orders and run steps until closed, or until the engine cannot be reset."""
         if self._thread is not threading.current_thread():
-            return  # its start was interrupted, and another thread was started
+            return  # `start` was interrupted, and another thread was started instead
         reason: BaseException = EngineError("the engine was closed")
         try:
             while self._take_orders():
@@ -408,7 +410,7 @@ class LocalDriver:
                 self._exited.put(None)
 
     def _take_orders(self) -> bool:
-        """Carry out the orders since the last step; wait for one when there is no work."""
+        """Carry out all queued orders; wait for an order if no request is in progress."""
         while self._ended is None:
             try:
                 order = self._orders.get(block=not self._inflight)
@@ -416,7 +418,7 @@ class LocalDriver:
                 return True
             if order is not None:
                 self._do(partial(self._waits.run, order.run))
-            del order  # so that its arguments do not live until the next order
+            del order  # so that its arguments are freed before the next order
         return False
 
     def _do(self, work: Callable[[], None]) -> None:
@@ -430,7 +432,7 @@ class LocalDriver:
                 self._end_one(inflight, engine_error("the engine broke", error))
 
     def _step(self) -> None:
-        results = self._waits.run(self._engine.step)  # delivery is not within the step
+        results = self._waits.run(self._engine.step)  # without the delivery
         for group, error in results:
             self._deliver(group, error)
 
@@ -458,10 +460,10 @@ class LocalDriver:
     def _follow(self, inflight: _InflightRequest) -> None:
         name = inflight.group.request_id
         if name in self._inflight:
-            with suppress(Exception):  # no reader is left
+            with suppress(Exception):  # the receiver is closed
                 inflight.receive(RequestError(f"request id {name!r} is in use"))
             return
-        self._inflight[name] = inflight  # first: if submitting breaks, it gets the error
+        self._inflight[name] = inflight  # first, so that it gets the error if `submit` breaks
         try:
             self._engine.submit(inflight.group)
         except HeadstartError as error:
@@ -480,11 +482,11 @@ class LocalDriver:
 
     def _end_one(self, inflight: _InflightRequest, error: BaseException) -> None:
         self._inflight.pop(inflight.group.request_id, None)
-        with suppress(Exception):  # no reader is left; `wait` ends one that waits
+        with suppress(Exception):  # the receiver is closed; a waiting caller is ended by `wait`
             inflight.receive(error)
 
     def _end(self, reason: BaseException) -> None:
-        """End every request and refuse all orders; the last thing that the thread does."""
+        """End every request and refuse all orders, at the end of the thread."""
         if self._ended is None:
             self._ended = engine_error("the engine ended", reason)
         for inflight in list(self._inflight.values()):

@@ -5,9 +5,9 @@ step      schedule, compute, sample, commit, deliver
 abort     remove a request at any time between steps
 
 A step can fail while it computes and samples: in the model, in a logits processor, by lack of
-memory. Its requests then end with an error that names the cause, and no block that it was to fill
-can be found, since results are committed afterwards. Any other exception is a bug: the engine
-resets its cache, ends all requests with an error, and continues empty.
+memory. Its requests then end with an error that names the cause. Results are committed afterwards,
+so no request can hit a block of a failed step. Any other exception is a bug: the engine resets its
+cache, ends all requests with an error, and continues.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class EngineCore:
             deterministic=config.deterministic,
         )
         self._sampler, self._turns = Sampler(self.model.vocab_size), FairShare(self.manager, config)
-        # Inputs first: a request that waits for them delays no other.
+        # Inputs first: a request that waits for its inputs must not delay others by another limit.
         inputs = [hooks, self.tiers.loads if self.tiers is not None else None]
         limits: list[Limit | None] = [*inputs, self.adapters, self.images, self._turns]
         self._scheduler = Scheduler(
@@ -107,11 +107,11 @@ class EngineCore:
         config: EngineConfig,
         hooks: EngineHooks | None = None,
     ) -> EngineCore:
-        """Return the core of a loaded model. Raises ConfigError or OutOfMemoryError.
+        """Return an engine core for a loaded model. Raises ConfigError or OutOfMemoryError.
 
-        tokenizer: for the text that tiers store with blocks.
+        tokenizer: only for the text that tiers store with blocks.
         """
-        rows = hooks.kept_rows if hooks is not None else None
+        rows = hooks.stored_rows if hooks is not None else None
         return cls(make_engine_parts(decoder, tokenizer, config, rows=rows), config, hooks)
 
     # Requests
@@ -138,7 +138,7 @@ class EngineCore:
         return group.output() if group is not None else None
 
     def unload_adapter(self, name: str) -> None:
-        """Remove an adapter for later requests; those that use it finish.
+        """Remove an adapter's name. Requests that use the adapter finish.
 
         Raises RequestError for a name that is not loaded.
         """
@@ -149,10 +149,10 @@ class EngineCore:
     def reset_prefix_cache(
         self, *, reset_running_requests: bool = False, reset_tiers: bool = False
     ) -> bool:
-        """Forget everything cached; return False, having done nothing, while a request runs.
+        """Empty the cache; return False, and change nothing, while a request runs.
 
-        reset_running_requests: let running requests wait and compute everything again, instead.
-        reset_tiers: clear the tiers too; raises TierError if a tier may not be clear.
+        reset_running_requests: preempt running requests instead, which compute everything again.
+        reset_tiers: clear the tiers too; raises TierError if blocks may be left in a tier.
         """
         self.require_open()
         if reset_running_requests:
@@ -164,7 +164,7 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """True if a step would do something."""
+        """True if there are unfinished requests."""
         return bool(self._groups)
 
     @property
@@ -174,7 +174,7 @@ class EngineCore:
 
     @property
     def requests(self) -> tuple[Sequence[Request], Sequence[Request]]:
-        """Running and waiting answers: to look at, not to change."""
+        """Running and waiting answers. Do not change them."""
         return self._scheduler.running, self._scheduler.waiting
 
     # Steps
@@ -182,10 +182,10 @@ class EngineCore:
     def step(self) -> list[StepResult]:
         """Run one step; return the requests that got a token or ended.
 
-        When the model, a logits processor or the sampler fails, the step's requests end with an
-        EngineError and give their blocks back. A request whose K/V or logits are not finite ends
-        alone. When an image cannot be encoded, that ends the requests that need it, and the others
-        wait again. After any other exception see `reset`.
+        If the model, a logits processor or the sampler fails, the step's requests end with an
+        EngineError. If K/V or logits of a request are not finite, only that request ends. If an
+        image cannot be encoded, the requests that need it end, and the others wait again. After any
+        other exception, see `reset`.
         """
         self.require_open()
         results: list[StepResult] = []
@@ -201,9 +201,9 @@ class EngineCore:
         return results
 
     def reset(self, cause: BaseException) -> list[StepResult]:
-        """End all requests with an EngineError and clear the cache, after an unexpected exception.
+        """End all requests with an EngineError and empty the cache, after an unexpected exception.
 
-        Returns the requests that this ends.
+        Returns these requests.
         """
         _LOG.error("the engine broke: its requests end, its cache is emptied", exc_info=cause)
         self.manager.reset()
@@ -223,8 +223,7 @@ class EngineCore:
     def _step(self, results: list[StepResult]) -> None:
         """Schedule, compute and commit one step; add the requests that moved or ended to `results`.
 
-        Nothing that a step writes can be found before `commit_step`, so a failure until then rolls
-        the step back.
+        A failure before `commit_step` rolls the step back.
         """
         if self.adapters.has_unnamed:
             self.adapters.forget_unnamed(self._groups.values())
@@ -251,16 +250,16 @@ class EngineCore:
             self.tiers.committed(batch, is_last=not self._groups)
 
     def _require_progress(self, results: list[StepResult]) -> None:
-        """Raise EngineError if no request can run, and none ended or waits for its inputs."""
+        """Raise EngineError if nothing can run, and no request ended or waits for inputs."""
         waits = self._scheduler.waits_for_inputs or (self.tiers and self.tiers.is_loading)
         if not results and self._groups and not waits:
             raise EngineError("requests wait, and none can run: the scheduler is stuck")
 
     def _compute(self, batch: Batch) -> tuple[list[Choice], dict[Any, EngineError]]:
-        """Return the batch's tokens, or no tokens and the requests that failed with their errors.
+        """Return the batch's tokens, or the errors of failed requests by request.
 
-        An image that cannot be encoded fails the requests that show it, before the model runs. An
-        exception of the model, a logits processor or the sampler fails all.
+        If an image cannot be encoded, the requests that show it fail, before the model runs. If the
+        model, a logits processor or the sampler raises, all requests of the batch fail.
         """
         try:
             if self.tiers is not None:
@@ -272,7 +271,7 @@ class EngineCore:
             return [], {p.request: engine_error("the step failed", cause) for p in batch.scheduled}
 
     def _roll_back(self) -> None:
-        """Forget a step that failed; all of its requests wait again until they are ended."""
+        """Roll back a failed step; all of its requests wait again until they are ended."""
         self.manager.fail_step()
         self._scheduler.restart()
         if self.tiers is not None:
@@ -306,7 +305,7 @@ class EngineCore:
     def _discard_failed(
         self, results: list[StepResult], batch: Batch, tokens: Sequence[Choice]
     ) -> None:
-        """End the requests whose part failed, before anything that they computed can be found."""
+        """End the requests whose part failed, before other requests can hit their blocks."""
         failed = {
             part.request.group: token
             for part, token in zip(batch.scheduled, tokens, strict=True)
@@ -329,7 +328,7 @@ class EngineCore:
                 continue
             try:
                 request.append(token, now)
-            except Exception as cause:  # a tokenizer that cannot decode ends this request alone
+            except Exception as cause:  # a tokenizer that cannot decode must end only this request
                 moved.pop(request.group, None)
                 error = engine_error("the answer cannot be decoded", cause)
                 self._end(results, request.group, error)
@@ -383,12 +382,12 @@ def load_engine(
 ) -> tuple[EngineCore, PreTrainedTokenizerBase | None]:
     """Load a model by path or name, and its tokenizer; `options` are those of `EngineConfig`.
 
-    The tokenizer is the model's own unless another folder is given. Packed weights lie in
-    `ready_memory` if that is given and fits them. is_observed: see `make_engine_parts`.
-    Raises ConfigError, ModelError or OutOfMemoryError; nothing is left behind.
+    tokenizer_folder: by default the model's. ready_memory: memory for packed weights, used if it is
+    large enough. is_observed: see `make_engine_parts`. Raises ConfigError, ModelError or
+    OutOfMemoryError, and then leaves nothing allocated.
     """
     config = make_config(options)
-    # Nothing else computes yet, and allocating memory for the weights keeps every core busy.
+    # Loading uses all cores: allocating memory for the weights keeps them busy.
     torch.set_num_threads(max(config.threads, count_cores()))
     try:
         tokenizer = load_tokenizer(tokenizer_folder or model)

@@ -1,29 +1,29 @@
-"""Fair shares: the next request is of the owner that was served least for its weight.
+"""Fair shares: the next request comes from the owner with the least service per weight.
 
 Start-time fair queueing (Goyal, Vin, Cheng, 1996). Every request gets a turn when it is queued, a
-point in virtual time, and turns decide the order among requests of one priority:
+point in virtual time. Turns decide the order among requests of one priority:
 
-    turn  = max(now - credit, service of its owner, in tokens for each unit of weight)
+    turn  = max(now - credit, service of its owner / weight of its owner)
     now   = the latest turn that the first prompt of an owner has reached
 
-So an owner that floods the queue only delays its own turns. An owner with few requests is next, and
-may be `CREDIT_STEPS` steps ahead: its burst does not wait for an earlier flood. The service of an
-owner is the tokens computed for it: prompts without their cached part, and answers, whose length is
-estimated from the owner's last ones until they end.
+So an owner that floods the queue delays only itself. The credit of `CREDIT_STEPS` steps lets an
+owner with few requests go before an earlier flood of another. The service of an owner is the number
+of tokens computed for it: prompts without their cached part, and answers. Until an answer ends, its
+length is estimated from the owner's earlier answers.
 
-The queue's order does not suffice, since prompts are computed in chunks over many steps and hits
-come first. So as a limit it delays a prompt while another owner has a prompt of an earlier turn.
-Decoding is never delayed.
+The queue's order does not suffice, since prompts are computed in chunks over many steps and better
+hits are admitted first. So this is also a limit: a prompt waits while another owner has a prompt
+with an earlier turn. Decoding is never delayed.
 
-A request is admitted only if there is space beside the running requests. Some places and blocks
-are reserved for owners without running requests, as well as blocks that another owner cached
-recently within its share of the pool. An owner that waits for space does not accumulate turns.
+A request is admitted only if there is space next to the running requests. Some places and blocks
+are reserved for owners without running requests, as are blocks that another owner cached recently
+within its share of the pool. The turns of an owner that waits for space move with `now`.
 
-A step is not interrupted, so its length bounds the wait of a request that arrives meanwhile. While
-several owners are active, a step has at most a `STEP_SHARE`-th of its tokens for prompts. An owner
-is active while it has requests, and for `ACTIVE_SECONDS` after its last one arrived.
+A request that arrives during a step waits for its end. So while several owners are active, only
+1 / `STEP_SHARE` of a step's tokens may be prompt tokens. An owner is active while it has requests,
+and for `ACTIVE_SECONDS` after its last request arrived.
 
-Owners are those of `headstart.cache.Shares`. Without any, every turn is 0 and nothing is limited.
+Owners are those of `headstart.cache.Shares`. Without owners every turn is 0 and nothing is limited.
 """
 
 from dataclasses import dataclass, field
@@ -35,13 +35,13 @@ from headstart.engine.config import EngineConfig
 from headstart.engine.request import Request
 
 CREDIT_STEPS = 8
-RESERVE = 8  # 1 in this many places and blocks is reserved for owners without running requests
-MEMORY = 8  # an owner's cached blocks are reserved while tokens for this many pools are computed
+RESERVE = 8  # 1 of this many places and blocks is reserved for owners without running requests
+MEMORY = 8  # an owner's cached blocks are reserved until this many pools of tokens are computed
 STEP_SHARE = 32
-SHORTEST_STEP = 64  # tokens of prompts; shorter steps compute prompts slowly
+SHORTEST_STEP = 64  # prompt tokens; smaller chunks are inefficient
 ACTIVE_SECONDS = 120.0
-_FIRST_GUESS = 128.0  # tokens of an owner's first answer
-_SLACK = 64  # ended requests that may remain in a heap
+_FIRST_GUESS = 128.0  # estimated tokens of an owner's first answer
+_SLACK = 64  # stale entries that may remain in a heap
 
 _Entry = tuple[int, float, int, Request]
 
@@ -50,11 +50,11 @@ _Entry = tuple[int, float, int, Request]
 class _Owner:
     """The state of an owner.
 
-    service: tokens for each unit of its weight. expected: tokens of an answer. unread: requests
-    whose prompts are not computed. order: a heap of these, and of some that have ended.
-    lacks_space: at the last attempt another of its requests did not fit. last_served: tokens that
-    had been computed for all owners when it was last served, or queued. last_arrival: time of its
-    latest request.
+    service: tokens per unit of its weight. expected: estimated tokens of an answer. unread:
+    requests whose prompts are not fully computed. order: a heap of these, with stale entries.
+    lacks_space: the last attempt to admit one of its requests failed. last_served: tokens computed
+    for all owners at the time when it was last served or queued a request. last_arrival: time of
+    its latest request.
     """
 
     service: float = 0.0
@@ -86,19 +86,19 @@ class FairShare:
         self._now = 0.0
         self._last_arrival = 0.0  # of any owner's requests
         self._owners: dict[str, _Owner] = {}
-        self._guesses: dict[Request, float] = {}  # tokens of their answers that were counted
-        self._coming: dict[Request, int] = {}  # of each running request: tokens without rows yet
-        self._to_come: dict[str, int] | None = None  # by owner; None until it is needed
-        # Of the last admission: preemptions before it, its cost, and the first computed token.
+        self._guesses: dict[Request, float] = {}  # estimated tokens of answers, already charged
+        self._pending: dict[Request, int] = {}  # tokens that running requests still need space for
+        self._pending_by_owner: dict[str, int] | None = None  # None until it is needed
+        # Each request's last admission: preemptions before it, its cost, its first computed token.
         self._admissions: dict[Request, tuple[int, int, int]] = {}
         self._numbers = count()
 
     def _name(self, request: Request) -> str:
-        """Return the owner's name, "" for none."""
+        """Return the name of the request's owner; "" without an owner."""
         return self._shares.owner(request.sequence.namespace.salt) or ""
 
     def queue(self, request: Request) -> Request:
-        """Give a request its turn, before the scheduler has it; return the request."""
+        """Give a request its turn, before the scheduler gets the request; return the request."""
         if self._shares.owner(request.sequence.namespace.salt) is None:
             return request
         name = self._name(request)
@@ -114,7 +114,7 @@ class FairShare:
         return request
 
     def max_prompt_tokens(self) -> int:
-        """Return the largest number of prompt tokens of the next step."""
+        """Return the limit of prompt tokens in the next step."""
         num_active = 0
         for owner in self._owners.values():
             is_recent = owner.last_arrival >= self._last_arrival - ACTIVE_SECONDS
@@ -124,10 +124,10 @@ class FairShare:
         return self._step
 
     def catch_up(self) -> bool:
-        """Move the turns of owners that lack space on to now; return True if any moved.
+        """Move the turns of owners that lack space to now; return True if any turn moved.
 
-        Work for other owners meanwhile took nothing from them. Without the move they would go first
-        for as long, once there is space, and their requests would be first in the queue.
+        Serving other owners meanwhile took nothing from them. Without the move, they would be
+        served first for as long as they waited, once there is space.
         """
         lacking = [owner for owner in self._owners.values() if owner.lacks_space]
         delayed = {owner: first for owner in lacking if (first := self._first(owner)) is not None}
@@ -135,7 +135,7 @@ class FairShare:
         lag = self._now + self._step - min(turns, default=self._now + self._step)
         if lag < self._step:
             return False
-        # An owner far ahead of now is not moved: now would follow it, and the next lag be twice it.
+        # Owners far ahead of now stay. If they moved, now would follow and the lag would double.
         bound = self._now + self._step + self._credit
         for owner, first in delayed.items():
             shift = min(lag, max(0.0, bound - self._rank(first)[1]))
@@ -159,7 +159,7 @@ class FairShare:
             owner.most_entries = 2 * len(owner.order) + _SLACK
 
     def _is_unread(self, owner: _Owner, request: Request) -> bool:
-        """Return True if the prompt is not computed yet; forget a request that has ended."""
+        """Return True if the prompt is not fully computed; forget a request that has ended."""
         if request in owner.unread and request.finish_reason is not None:
             owner.unread.discard(request)
             _, charged, _ = self._admissions.pop(request, (0, 0, 0))
@@ -175,7 +175,7 @@ class FairShare:
         return request in self._guesses
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
-        """Return `stop`, or None or `start` while another owner goes first."""
+        """Return `stop`; None or `start` while another owner goes first."""
         owner = self._owners[self._name(request)]
         runs = request in owner.running
         if len(self._owners) == 1 or (runs and request not in owner.unread):
@@ -187,8 +187,8 @@ class FairShare:
         for other in self._owners.values():
             if other is owner:
                 continue
-            # Another owner's prompt of a lower rank that could be computed now goes first, unless
-            # it waits for a block that this request may be computing.
+            # A prompt of another owner goes first if it has a lower rank and can be computed now.
+            # It does not if it waits for a block, which this request may be computing.
             first = self._first(other)
             if first is None or self._rank(first) >= rank or first.awaits_writer:
                 continue
@@ -197,9 +197,9 @@ class FairShare:
         return stop
 
     def _rank(self, request: Request) -> tuple[int, float]:
-        """Return the scheduler's rank, with a turn that grows as a prompt is computed.
+        """Return the scheduler's rank, with a turn that grows while a prompt is computed.
 
-        Its hits do not count: they were computed for others, or before it was preempted.
+        Hits do not count: they were computed for other requests, or before a preemption.
         """
         _, _, start = self._admissions.get(request, (0, 0, 0))
         computed = request.sequence.num_computed_tokens - start
@@ -207,7 +207,7 @@ class FairShare:
         return request.group.priority, request.turn + max(0, computed) / weight
 
     def _first(self, owner: _Owner) -> Request | None:
-        """Return the prompt of an owner that is next by its turn."""
+        """Return the unread request of an owner that is next by rank."""
         order = owner.order
         while order and not self._is_unread(owner, order[0][-1]):
             heappop(order)
@@ -216,8 +216,7 @@ class FairShare:
     def _fits(self, request: Request) -> bool:
         """Return True if a waiting request could run together with all running requests.
 
-        No request waits for a request that does not fit, which would be preempted and could lose
-        its work.
+        If not, other requests do not wait for it.
         """
         if len(self._manager.sequences) >= self._places:
             return False
@@ -227,26 +226,26 @@ class FairShare:
         return self._manager.can_admit(self._manager.get_computed_blocks(request.sequence))
 
     def _has_space(self, owner: _Owner, request: Request) -> bool:
-        """Return True if a request leaves the reserve of owners without running requests.
+        """Return True if a request leaves the reserve for owners without running requests.
 
-        Blocks that running requests are yet to get, for their prompts and answers, are not free.
+        Blocks that running requests still need for their prompts and answers do not count as free.
         """
         if not owner.running:
             return True
         running = sum(len(other.running) for other in self._owners.values())
         if running >= self._open_places:
             return False
-        if self._to_come is None:
-            coming = self._coming
-            self._to_come = {
-                name: sum(coming.get(r, 0) for r in other.running)
+        if self._pending_by_owner is None:
+            pending = self._pending
+            self._pending_by_owner = {
+                name: sum(pending.get(r, 0) for r in other.running)
                 for name, other in self._owners.items()
             }
-        tokens = sum(self._to_come.values()) + self._expected_length(request)
+        tokens = sum(self._pending_by_owner.values()) + self._expected_length(request)
         blocks = tokens // self._manager.block_size + running + 1
         start, size = self._computed - self._memory, self._manager.block_size
         recent = {
-            name: -(-self._to_come[name] // size)
+            name: -(-self._pending_by_owner[name] // size)
             for name, other in self._owners.items()
             if other is owner or other.last_served >= start
         }
@@ -256,7 +255,7 @@ class FairShare:
         return blocks + reserved <= self._manager.num_free_blocks
 
     def _expected_length(self, request: Request) -> int:
-        """Return the expected tokens of a request at its end; the maximum before any answer."""
+        """Return a request's expected length; its maximum if its owner has no answer yet."""
         most = request.group.params.max_tokens
         owner = self._owners[self._name(request)]
         answer = owner.expected
@@ -266,7 +265,7 @@ class FairShare:
         return max(len(tokens), len(prompt) + int(answer))
 
     def enter(self, request: Request, start: int, stop: int) -> None:
-        """Count the computed tokens, except those counted before."""
+        """Charge the owner for the tokens, unless they were charged before."""
         name = self._name(request)
         owner = self._owners[name]
         self._computed += stop - start
@@ -274,7 +273,7 @@ class FairShare:
         if request not in owner.running:
             owner.lacks_space = False
             owner.running.add(request)
-            # Charge the admission, in place of an admission that a failed step rolled back.
+            # Charge the admission. It replaces an admission that a failed step rolled back.
             times = request.num_preemptions
             cost = (len(request.sequence.token_ids) if times else 0) - start
             last_times, charged, _ = self._admissions.get(request, (-1, 0, 0))
@@ -284,9 +283,9 @@ class FairShare:
             num_tokens = len(request.sampling.output_token_ids)
             if num_tokens > self._guesses.get(request, 0.0):
                 self._charge(name, stop - start)
-        self._to_come = None
-        self._coming[request] = self._expected_length(request) - stop
-        first = self._first(owner) or request  # other requests may have gone first
+        self._pending_by_owner = None
+        self._pending[request] = self._expected_length(request) - stop
+        first = self._first(owner) or request
         self._now = max(self._now, min(self._rank(first)[1], self._rank(request)[1]))
         if stop == len(request.sequence.token_ids):
             owner.unread.discard(request)
@@ -295,8 +294,8 @@ class FairShare:
         """Queue a preempted request again, or forget a request that has ended."""
         name = self._name(request)
         owner = self._owners[name]
-        self._coming.pop(request, None)
-        self._to_come = None
+        self._pending.pop(request, None)
+        self._pending_by_owner = None
         if request not in owner.running:
             return
         owner.running.discard(request)

@@ -5,20 +5,20 @@
     held       > 0     yes                 yes       no
     cached     0       yes                 yes       oldest first, of the owner with most rows
 
-Rows whose users all store nothing are removed with the last user.
+If none of its users stores content in caches, an entry is removed with its last user.
 
-An image is encoded once for each salt, however many prompts of that salt show it and at any place,
-while its entry exists. An entry of one salt is never found under another, so the time to the first
-token does not reveal the images of another tenant. Where tenants share the cache, the image evicted
-belongs to the tenant with most rows for its weight, including the tenant that needs the space: a
-flood of images only evicts its own.
+All prompts of one salt that show an image share one entry, wherever the image is. An entry of one
+salt is never found under another, so the time to the first token does not reveal the images of
+another tenant. If tenants share the cache, images of the tenant with the most rows per weight are
+evicted first, counting the rows that the current tenant needs. So a flood of images evicts only
+images of its own tenant.
 
-A request that shows an image twice counts as two users. Each leaves when the sequence has computed
-past its place, when the request is preempted, and at its end. A range of tokens is
-scheduled only as far as all images in it have entries.
+A request that shows an image twice counts as two users. A user leaves when the sequence is computed
+beyond the image, when the request is preempted, and when it ends. A step computes tokens only up to
+the first image without an entry.
 
 Two requests cannot wait for each other's rows forever: images are held in the order of the prompt
-and released one by one, so a request that holds some can compute up to their end. The exception,
+and released one by one, so a request that holds images can compute up to their end. The exception,
 several images in one block in deterministic mode, is resolved by preemption.
 
 Source: vLLM's `EncoderCacheManager`.
@@ -42,7 +42,7 @@ from headstart.errors import EngineError, RequestError, engine_error
 from headstart.models.decoder import ProcessedImage, VisionModel
 from headstart.tiers import Faults, Job, ObjectStore, Worker
 
-_MOST = 16  # images that are looked up, or found and not taken; more are loaded within a step
+_MOST = 16  # lookups whose results are not taken yet; further images are loaded within a step
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -66,12 +66,12 @@ class _ImageJob(Job):
 
 
 class ImageLoads:
-    """Rows `[rows, hidden]` of a store that can be queried ahead, so that no step waits for it.
+    """Lookups of image rows `[rows, hidden]` in a store, ahead of the step that needs them.
 
-    A digest covers all that the rows depend on. A request that shows an image is scheduled once the
-    tiers have answered whether they have it; other requests run meanwhile. A lookup is forgotten
-    when its request leaves; another request that waits for the same image then starts a new one.
-    `load` and `save` are for any thread, all else for one. lookups: those not taken yet.
+    A request that shows an image is scheduled once the tiers have answered; other requests run
+    meanwhile. A lookup is dropped when its request leaves; another request that waits for the same
+    image then starts a new lookup. `load` and `save` are thread-safe; one thread must call the
+    other methods. lookups: those whose results were not taken yet.
     """
 
     def __init__(self, objects: ObjectStore, faults: Faults) -> None:
@@ -85,7 +85,7 @@ class ImageLoads:
         return not all(job.done for job in self.lookups.values())
 
     def is_coming(self, key: EncoderKey) -> bool:
-        """Return True while an image is looked up; the first call starts that."""
+        """Return True while an image is looked up; the first call starts the lookup."""
         job = self.lookups.get(key)
         if job is None:
             if len(self.lookups) >= _MOST:
@@ -99,7 +99,7 @@ class ImageLoads:
         return job
 
     def load(self, key: EncoderKey) -> Tensor | None:
-        """Return the rows on the CPU, as they were saved; None if they are not there.
+        """Return the rows as they were saved, on the CPU; None if the store does not have them.
 
         Without an earlier lookup, this waits for the store.
         """
@@ -117,7 +117,7 @@ class ImageLoads:
         return False
 
     def save(self, key: EncoderKey, rows: Tensor, seconds: float) -> None:
-        """Save rows that took so long to compute, unless a value is not finite."""
+        """Save rows that took `seconds` to compute, unless a value is not finite."""
         if str(rows.dtype) in _DTYPES and bool(torch.isfinite(rows).all()):
             head = json.dumps([str(rows.dtype), list(rows.shape)]).encode()
             flat = rows.detach().cpu().contiguous().view(-1)
@@ -129,9 +129,9 @@ class ImageLoads:
             job.done = True
 
     def forget_all(self, timeout: float) -> bool:
-        """Drop all lookups, and wait for current loads; return False if that takes longer.
+        """Drop all lookups, and wait for current loads and the saves that they cause.
 
-        An image of a farther tier is saved in all tiers: that has then ended, too.
+        Return False if that takes longer than `timeout` seconds.
         """
         for key in list(self.lookups):
             self.forget(key)
@@ -154,8 +154,8 @@ User = tuple[object, int]
 class PromptImage:
     """An image at its place in a prompt.
 
-    item: its identity and extent, from its first placeholder to its last. places: the positions of
-    the placeholders, int64 `[rows]`, between which other tokens may stand. salt: the tenant's.
+    item: its identity and its range, from the first placeholder to the last. places: the positions
+    of its placeholders, int64 `[rows]`, which need not be adjacent. salt: the tenant's salt.
     """
 
     item: MultiModalItem
@@ -178,7 +178,7 @@ class PromptImage:
 
 @dataclass(eq=False)
 class _Entry:
-    """One image's rows, and their users. is_stored: the rows stay without users.
+    """One image's rows, and their users. is_stored: the entry stays when it has no users.
 
     image: None once it is encoded.
     """
@@ -192,10 +192,10 @@ class _Entry:
 
 
 class EncoderCache:
-    """Embeddings of images, at most `capacity` rows of them.
+    """Embeddings of images, at most `capacity` rows.
 
-    store: queried before an image is encoded, and given the result; None for none. shares: the
-    tenants and their weights. Not thread-safe: one engine calls it.
+    store: a store to load rows from and save them to, if any. shares: the tenants and their
+    weights. Not thread-safe.
     """
 
     def __init__(
@@ -212,33 +212,33 @@ class EncoderCache:
         self._store = store
         self._shares = shares or Shares()
         self._encoder = encoder
-        # Entries without users are in the order in which their last users left.
+        # Entries without users are in the order in which they lost their last user.
         self._entries: OrderedDict[EncoderKey, _Entry] = OrderedDict()
         self._wanted: list[_Entry] = []
         self._awaiting: set[User] = set()  # users that wait for a lookup in the store
 
     @property
     def num_rows(self) -> int:
-        """Rows of all entries, including images about to be encoded."""
+        """Rows of all entries, including images that are not encoded yet."""
         return sum(entry.num_rows for entry in self._entries.values())
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 
     def rows(self, key: EncoderKey) -> Tensor:
-        """Return the embeddings `[rows, hidden]` of an image that the step holds."""
+        """Return the embeddings `[rows, hidden]` of an image that has users."""
         rows = self._entries[key].rows
         assert rows is not None, "an image's rows are read before it is encoded"
         return rows
 
     def fits(self, images: Iterable[PromptImage]) -> bool:
-        """Return True if all of these fit now. Changes nothing."""
+        """Return True if all of these images fit now. Changes nothing."""
         wanted = {image.key: image.image.num_rows for image in images}
         held = sum(e.num_rows for e in self._entries.values() if e.users and e.key not in wanted)
         return held + sum(wanted.values()) <= self.capacity
 
     def is_coming(self, user: User, image: PromptImage) -> bool:
-        """Return True while the store is looking for the image; the first call starts that."""
+        """Return True while the store looks the image up; the first call starts the lookup."""
         if self._store is None or image.key in self._entries:
             return False
         if not self._store.is_coming(image.key):
@@ -247,9 +247,9 @@ class EncoderCache:
         return True
 
     def hold(self, user: User, image: PromptImage, *, is_stored: bool = True) -> None:
-        """Add a use of an image, after `fits`. Idempotent.
+        """Add a user of an image; `fits` must have returned True. Idempotent.
 
-        is_stored: the user allows that the rows stay for others.
+        is_stored: the rows may stay for other requests.
         """
         key, rows = image.key, image.image.num_rows
         entry = self._entries.get(key)
@@ -263,7 +263,7 @@ class EncoderCache:
         entry.users.add(user)
 
     def _evict(self, rows: int, taker: str | None) -> None:
-        """Evict images until so many rows fit: the oldest of the owner with most rows."""
+        """Evict images until `rows` rows fit: the oldest of the owner with most rows per weight."""
         owner, weight = self._shares.owner, self._shares.weight
         while self.num_rows + rows > self.capacity:
             oldest: dict[str | None, EncoderKey] = {}
@@ -275,9 +275,9 @@ class EncoderCache:
             del self._entries[oldest[max(oldest, key=lambda name: used[name] / weight(name))]]
 
     def leave(self, user: User, image: PromptImage) -> None:
-        """End a use; an entry without users stays until its space is needed. Idempotent."""
+        """Remove a user; an entry without users stays until its space is needed. Idempotent."""
         if self._store is not None and user in self._awaiting:
-            self._awaiting.discard(user)  # once: a decoding request leaves with each token
+            self._awaiting.discard(user)
             self._store.forget(image.key)
         entry = self._entries.get(image.key)
         if entry is None or user not in entry.users:
@@ -294,15 +294,15 @@ class EncoderCache:
     def encode_wanted(self) -> dict[object, EngineError]:
         """Encode the images that are held and have no rows yet.
 
-        Returns the requests that need an image which cannot be encoded, with the reason. Such an
-        image has no rows afterwards, and the step that needs them must not run.
+        Return the requests with an image that cannot be encoded, and the reason. Their step must
+        not run, since the image has no rows.
         """
         failed: dict[object, EngineError] = {}
         for entry in self._wanted:
             try:
                 if entry.rows is None:
                     self._encode(entry)
-            except Exception as error:  # of the vision tower: it ends these requests alone
+            except Exception as error:  # the vision tower failed; it must end only these requests
                 reason = engine_error("an image cannot be encoded", error)
                 failed |= {request: reason for request, _ in entry.users}
         self._wanted.clear()
@@ -371,10 +371,10 @@ class PromptImages:
 
 
 class EncoderBudget:
-    """A limit that holds, for every running request, the images of its next tokens.
+    """A limit that holds the images of each running request's next tokens.
 
-    block_size: set in deterministic mode, where a step computes whole blocks again: the images of a
-    block are then needed until the block is complete.
+    block_size: None except in deterministic mode, where steps compute whole blocks again, so all
+    images of a block are needed until the block is full.
     """
 
     def __init__(self, cache: EncoderCache, block_size: int | None) -> None:
@@ -397,7 +397,7 @@ class EncoderBudget:
         return bool(_images(request))
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
-        """Return the first image that does not fit, or `stop`; None while tiers look for one."""
+        """Return the start of the first image without space, or `stop`; None during a lookup."""
         waits = False
         needed: list[PromptImage] = []
         for index, image in enumerate(_images(request)):
@@ -411,7 +411,7 @@ class EncoderBudget:
         return None if waits else stop
 
     def enter(self, request: Request, start: int, stop: int) -> None:
-        """Hold the images of tokens `start` to `stop - 1`, and leave earlier ones."""
+        """Hold the images of tokens `start` to `stop - 1`, and leave earlier images."""
         first = self._first(start)
         held: list[tuple[int, PromptImage]] = []
         for index, image in enumerate(_images(request)):
@@ -419,7 +419,7 @@ class EncoderBudget:
                 self.cache.leave((request, index), image)
             elif image.start < stop:
                 held.append((index, image))
-        # Cached images first, so that eviction for the others spares them.
+        # Hold cached images first, so that they are not evicted for the others.
         for index, image in sorted(held, key=lambda pair: pair[1].key not in self.cache):
             self.cache.hold((request, index), image, is_stored=request.group.params.is_stored)
 
@@ -439,16 +439,16 @@ def _images(request: Request) -> tuple[PromptImage, ...]:
     return extras.embeddings.images
 
 
-# Images that one process reads and another one encodes. The reader checks an image, names it and
-# knows its placeholders. It sends the pixels, not the image processor's result, which is 8 times as
-# large for Qwen2-VL, and 53 MB for an icon for SmolVLM. The encoder runs its own image processor.
+# Images that one process reads and another process encodes. The reader sends the digest, the
+# placeholders and the pixels of an image. The encoder runs the image processor, whose result is
+# larger: 8 times as large for Qwen2-VL, and 53 MB for an icon with SmolVLM.
 
 
 class SentImage(NamedTuple):
     """An image in a prompt.
 
-    digest: names its embeddings. places: of its placeholders, int64 `[rows]`. pixels: in RGB,
-    uint8 `[height, width, 3]`.
+    digest: identifies its embeddings. places: positions of its placeholders, int64 `[rows]`.
+    pixels: RGB values, uint8 `[height, width, 3]`.
     """
 
     digest: bytes
@@ -457,14 +457,14 @@ class SentImage(NamedTuple):
 
 
 class SentImages(NamedTuple):
-    """A prompt's images, in order, named for the vision model with this fingerprint."""
+    """A prompt's images in order, and the fingerprint of the vision model of their digests."""
 
     fingerprint: bytes
     images: tuple[SentImage, ...]
 
 
 def send_images(fingerprint: bytes, extras: PromptExtras | None) -> SentImages | None:
-    """Return the images of a prompt that was made here, with their pixels; None if it has none."""
+    """Return the images of a prompt that this process made, with their pixels; None without any."""
     if extras is None or not isinstance(extras.embeddings, PromptImages):
         return None
     images = [

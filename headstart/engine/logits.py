@@ -1,12 +1,12 @@
-"""Logits processors, and the places where a step applies them.
+"""Logits processors, and when they are called.
 
-    call         when                                                where
-    (made)       a request is prepared, for each of its answers      the caller's thread
-    change       before a token is sampled                           the step
-    accept       after the answer has taken a token and continues    the step
+    call         when                                              thread
+    __init__     a request is prepared, once for each answer       the caller's
+    change       before a token is sampled                         the engine's
+    accept       after a token, if the answer continues            the engine's
 
-A step that fails while it samples ends its requests, so processors are never rolled back. A
-preempted request retains its processors.
+Processors are never rolled back: if sampling fails, the step's requests end. A preempted request
+retains its processors.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 ALL_BANNED = "every token is banned, or a penalty overflows"
 
 Rows = Sequence[tuple[int, Any]]
-"""Rows of a step's logits, each with the processor of that answer."""
+"""Pairs of a row of a step's logits and its answer's processor."""
 
 Failures = dict[int, EngineError]
-"""Errors by row, for rows without a token to choose. Other rows are unaffected."""
+"""Errors by row, for rows from which no token can be chosen. Other rows are unaffected."""
 
 Word = tuple[int, ...]
 
 
 class Vocabulary(NamedTuple):
-    """The tokens of a model: their texts (None if unknown), their number, and the final ones.
+    """The tokens of a model. tokenizer: None if their texts are unknown.
 
     size: the width of the logits, which may be larger than the tokenizer's vocabulary.
     """
@@ -53,13 +53,13 @@ class Vocabulary(NamedTuple):
 class LogitsProcessor(ABC):
     """A change of one answer's logits before each token.
 
-    Kinds are applied in the order of `rank`, each to all of its rows of the step at once. A
+    Classes are applied in the order of `rank`, each to all of its rows of the step at once. A
     processor never reads or writes a row of another answer.
     """
 
     rank: int
     complete = False
-    """True once only the end may follow: the answer stops, even before `min_tokens`."""
+    """True once only the end may follow. The answer then stops, even before `min_tokens`."""
 
     @classmethod
     @abstractmethod
@@ -70,13 +70,13 @@ class LogitsProcessor(ABC):
         """
 
     def accept(self, token_id: int) -> None:  # noqa: B027 (most have no state)
-        """Note that the answer has taken this token and may continue."""
+        """Note a new token of the answer."""
 
 
 class TokenMask(LogitsProcessor):
     """A processor that bans tokens and leaves the logits of all others unchanged.
 
-    So a model can find the argmax of the allowed tokens without computing all logits.
+    It allows a model to find the argmax without computing all logits.
     """
 
     @classmethod
@@ -84,7 +84,7 @@ class TokenMask(LogitsProcessor):
     def ban(cls, allowed: np.ndarray, rows: Rows) -> Failures:
         """Clear the bits of banned tokens in these rows of `allowed` uint8 `[rows, bytes]`.
 
-        There is a bit for each token, the lowest first, as in `every_token`.
+        There is a bit for each token, the lowest bit of a byte first, as in `every_token`.
         """
 
     @classmethod
@@ -97,7 +97,7 @@ class TokenMask(LogitsProcessor):
 
 
 class AllowedTokens(TokenMask):
-    """A ban of all tokens except some."""
+    """A ban of all tokens except `token_ids`."""
 
     rank = 0
 
@@ -137,11 +137,11 @@ class LogitBias(LogitsProcessor):
 
 
 class BadWords(TokenMask):
-    """A ban of the last token of each word whose other tokens the answer ends with.
+    """A ban of words, given as token ids.
 
-    As in vLLM a word is its tokens at the beginning of a text and after a space; other tokens may
-    still spell the same letters. Words are looked up by their second to last token, so a step
-    checks only the words that the answer's last token may lead to.
+    When the answer ends with all tokens of a word but the last, the last token is banned. As in
+    vLLM, a word is tokenized at the beginning of a text and after a space; other tokens may still
+    spell it. Words are looked up by their second to last token, so a step checks only a few.
     """
 
     rank = 2
@@ -176,10 +176,10 @@ class BadWords(TokenMask):
 class CustomProcessors(LogitsProcessor):
     """The caller's functions, called one after another, each with the previous result.
 
-    A function takes the answer's token ids so far and its logits `[vocab]`; a function with three
-    parameters takes the prompt's token ids before these. It returns logits, possibly the same
-    tensor. Its exception ends only its request. It must not wait for a thread that calls the
-    engine, as the engine is in its step and both would wait forever.
+    A function gets the answer's token ids so far and its logits `[vocab]`; a function with three
+    parameters gets the prompt's token ids first. It returns logits, possibly the same tensor. Its
+    exception ends only its request. It must not wait for a thread that calls the engine: both would
+    wait forever, since the engine is in a step.
     """
 
     rank = 3
@@ -229,7 +229,7 @@ Processor = TypeVar("Processor", bound=LogitsProcessor)
 def allowed_tokens(
     processors: Sequence[Sequence[TokenMask]], size: int
 ) -> tuple[np.ndarray | None, Failures]:
-    """Return the masks of rows, uint8 `[rows, bytes]` over `size` tokens, if there are any."""
+    """Return the masks of rows, uint8 `[rows, bytes]` over `size` tokens; None without any."""
     if not any(processors):
         return None, {}
     allowed = _all_allowed(len(processors), size)
@@ -244,7 +244,7 @@ def _all_allowed(rows: int, size: int) -> np.ndarray:
     return np.tile(every_token(size), (rows, 1))
 
 
-@torch.inference_mode()  # as the logits were computed in it
+@torch.inference_mode()  # the mode in which the logits were computed
 def apply_processors(logits: Tensor, processors: Sequence[Sequence[LogitsProcessor]]) -> Failures:
     """Apply the processors of each row of `logits` float32 `[rows, vocab]`, in place."""
     failed: Failures = {}
@@ -256,7 +256,7 @@ def apply_processors(logits: Tensor, processors: Sequence[Sequence[LogitsProcess
 def _by_kind(
     processors: Sequence[Sequence[Processor]],
 ) -> Iterator[tuple[type[Processor], list[tuple[int, Processor]]]]:
-    """Yield each kind and its rows, in the order of rank."""
+    """Yield each class and its rows, in the order of rank."""
     kinds: dict[type[Processor], list[tuple[int, Processor]]] = {}
     for row, chain in enumerate(processors):
         for processor in chain:

@@ -1,4 +1,4 @@
-"""The engine's counts and current values, under vLLM's names.
+"""The engine's metrics, under vLLM's names where vLLM has them.
 
 `LLM.get_metrics` returns them, the server's `/metrics` formats them for Prometheus.
 """
@@ -74,14 +74,14 @@ class Gauge(Metric):
 
 @dataclass(slots=True)
 class Vector(Metric):
-    """A list of counts. No metric here is one; programs check `isinstance` of each."""
+    """A list of counts. Unused; programs written for vLLM refer to it in `isinstance`."""
 
     values: list[int]
 
 
 @dataclass(slots=True)
 class Histogram(Metric):
-    """Values since the start: how many up to each bound, of which the last is "+Inf"."""
+    """A histogram since the start. buckets: number of values up to each bound, the last "+Inf"."""
 
     count: int
     sum: float
@@ -89,7 +89,7 @@ class Histogram(Metric):
 
 
 def read_metrics(engine: EngineCore) -> list[Metric]:
-    """Return the counts since the start, and current values. For the engine's thread."""
+    """Return all metrics. Call in the engine's thread."""
     manager = engine.manager
     stats, num_blocks = manager.stats, manager.config.num_blocks
     running, waiting = map(len, engine.requests)

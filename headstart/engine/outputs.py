@@ -1,4 +1,4 @@
-"""The outputs of a request, in vLLM's names."""
+"""The outputs of a request, with vLLM's names."""
 
 import time
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ def _add(start: float | None, seconds: float | None) -> float | None:
 
 
 Logprobs = dict[int, Logprob]
-"""Entries by token id: the chosen token first, then the likeliest ones."""
+"""Entries by token id: the chosen token first, then the likeliest tokens."""
 
 
 @dataclass(slots=True)
@@ -38,9 +38,9 @@ class RequestMetrics:
     """Times of a request, in seconds from its arrival.
 
     queue: until its first step began. time_to_first_token: until its first token.
-    time_per_token: mean seconds between later tokens, None before there are two. total: until
-    its last token so far. queued_ts: its arrival on the clock of `time.perf_counter`.
-    num_generation_tokens: of its first answer, so far.
+    time_per_token: mean seconds between tokens; None before the second token. total: until its last
+    token so far. queued_ts: its arrival on the clock of `time.perf_counter`.
+    num_generation_tokens: tokens of its first answer so far.
     """
 
     queue: float | None
@@ -60,8 +60,7 @@ class RequestMetrics:
         """Seconds until the first token, also `time_to_first_token`."""
         return self.time_to_first_token
 
-    # Times of its first step, first token and last token: on the clock of `queued_ts`, then, with
-    # its arrival, on that of `time.time`.
+    # Times on the clock of `queued_ts`, then times on the clock of `time.time`.
 
     @property
     def scheduled_ts(self) -> float | None:
@@ -96,9 +95,9 @@ class RequestMetrics:
 class CompletionOutput:
     """One answer to a prompt.
 
-    finish_reason: None while it runs, "stop" (a stop string or id, or the end of the text),
-    "length" or "abort". stop_reason: the stop string or id, None for the end of the text.
-    logprobs: for each token its own and the likeliest ones' log-probabilities, by token id.
+    finish_reason: None while it runs, then "stop" (a stop string or id, or the end of the text),
+    "length" or "abort". stop_reason: the stop string or id; None for the end of the text.
+    logprobs: for each token, the log-probabilities of this token and of the likeliest, by id.
     """
 
     index: int
@@ -125,8 +124,8 @@ class CompletionOutput:
 class ImageUse:
     """An image in a prompt.
 
-    digest: SHA-256 of its embeddings' source, in hex. position: of its first placeholder.
-    num_tokens: placeholders. is_similar: an earlier image that looks like the given one replaced
+    digest: SHA-256 of all that determines its embeddings, in hex. position: that of its first
+    placeholder. num_tokens: number of placeholders. is_similar: an earlier, similar image replaced
     it, which the request allowed by `similar_images`.
     """
 
@@ -141,9 +140,9 @@ class RequestOutput:
     """A request and its answers so far; in a stream with `output_kind=DELTA`, the new part.
 
     num_cached_tokens: prompt tokens of the first answer that needed no computing. loaded_tokens:
-    those of them that were loaded for this request, by tier: "disk", "remote". why_missed: why it
-    did not hit more. prompt_logprobs: None for the first token. images: those of the prompt, in
-    order.
+    how many of these were loaded for this request, by tier ("disk", "remote"). why_missed: why it
+    did not hit more. prompt_logprobs: log-probabilities of the prompt's tokens, with None for the
+    first. images: the prompt's images, in order.
     """
 
     request_id: str
@@ -191,7 +190,7 @@ def _changed(output: Output, **fields: Any) -> Output:
 
 
 class ShownOutputs:
-    """Converts outputs with all so far into those that a stream shows, by its `output_kind`."""
+    """Conversion of a request's outputs so far into the outputs of a stream, by `output_kind`."""
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self._kind = kind
@@ -200,7 +199,7 @@ class ShownOutputs:
 
     @property
     def wants_every_step(self) -> bool:
-        """True if outputs before the last are shown."""
+        """True if the stream has outputs before the last."""
         return self._kind is not RequestOutputKind.FINAL_ONLY
 
     def next(self, output: RequestOutput) -> RequestOutput | None:
@@ -212,7 +211,7 @@ class ShownOutputs:
         rows = output.prompt_logprobs
         lacks_rows = rows is not None and len(rows) < len(output.prompt_token_ids)
         if lacks_rows and self._is_first and not output.finished:
-            return None  # only the first output has them; other answers may be sooner by a hit
+            return None  # only the first output may have them, so it waits for all of them
         new = [part for part in map(self._new_part, output.outputs) if part is not None]
         if not new and not output.finished:
             return None

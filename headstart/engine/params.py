@@ -1,4 +1,4 @@
-"""Sampling parameters of a request, in vLLM's names and defaults."""
+"""Sampling parameters of a request, with vLLM's names and defaults."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ MAX_BAD_WORDS = 1024
 MAX_LOGPROBS = 1000
 MAX_ANSWERS = 64
 MAX_STOPS = 1024
-MAX_STOP_CHARACTERS = 2**14  # of all stop strings, which are searched for at every token
+MAX_STOP_CHARACTERS = 2**14  # in all stop strings together; each token costs a search
 _LEAST_TEMPERATURE = 1e-5
 
 SEEDS = Number(int, -(2**63), 2**63 - 1)
@@ -23,7 +23,7 @@ SEEDS = Number(int, -(2**63), 2**63 - 1)
 
 
 class _Kind(NamedTuple):
-    """Values that a function accepts, with their text for an error."""
+    """The values that `accepts` accepts, and their description in an error."""
 
     accepts: Callable[[Any], bool]
     text: str
@@ -47,7 +47,7 @@ _FUNCTIONS = _Kind(callable, "functions of token ids and logits")
 def _check_list(
     name: str, values: Any, items: Number | _Kind, allowed: str, least: int = 0, most: float = inf
 ) -> None:
-    """Raise RequestError unless `values` is None or a list of such items."""
+    """Raise RequestError unless `values` is None or a list of `least` to `most` valid items."""
     if values is None:
         return
     is_list = isinstance(values, Sequence) and not isinstance(values, (str, bytes))
@@ -65,9 +65,9 @@ def _check_items(name: str, values: Iterable[Any], items: Number | _Kind) -> Non
 
 
 def _read_bias(bias: object) -> object:
-    """Return a bias whose keys may be texts, as in JSON, with values limited to the range.
+    """Return a bias with integer keys, which are texts in JSON, and values cut to the range.
 
-    Any other value is left to `check`.
+    Invalid values stay for `check`.
     """
     if not isinstance(bias, Mapping):
         return bias
@@ -90,7 +90,7 @@ def check_vocabulary(name: str, token_ids: Sequence[int], vocab_size: int) -> No
 
 
 class RequestOutputKind(Enum):
-    """Contents of the outputs of a stream: all so far, the new part, or the last output only."""
+    """The content of a stream's outputs: all so far, the new part, or only the last output."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -98,7 +98,7 @@ class RequestOutputKind(Enum):
 
 
 class SamplingType(IntEnum):
-    """Ways to choose tokens, in vLLM's names."""
+    """Ways to choose tokens, with vLLM's names."""
 
     GREEDY = 0
     RANDOM = 1
@@ -115,22 +115,21 @@ _ABSENT = (
 class SamplingParams:
     """The sampling of one request. Raises RequestError for a value outside its range.
 
-    Fields may be set and lists changed; a request uses the values at its creation, which are
-    checked then. stop, stop_token_ids and bad_words are lists, empty by default.
+    Fields and lists may be changed until a request is created, which checks them again. stop,
+    stop_token_ids and bad_words become lists, empty by default.
 
-    stop and stop_token_ids end the answer; the text stops before a stop string unless
-    include_stop_str_in_output. logprobs=k gives the k likeliest tokens and the chosen token for
-    every token of the answer, prompt_logprobs=k the same for the prompt. Without a seed a request
-    takes the engine's next one. With skip_storing_prefix_cache a request reads the cache, and no
-    other request finds its blocks. With similar_images an image of an earlier request that looks
-    like an image of this prompt, has the same cache salt and set this field too, replaces it;
-    `images` of the output reports it.
+    stop and stop_token_ids end the answer; the text ends before a stop string unless
+    include_stop_str_in_output is set. logprobs=k returns the log-probabilities of the chosen token
+    and of the k likeliest, for each token of the answer; prompt_logprobs=k does the same for the
+    prompt. Without a seed, a request takes the engine's next seed. With skip_storing_prefix_cache,
+    a request reads the cache, and no other request hits its blocks. With similar_images, an image
+    is replaced by a similar image of an earlier request with the same cache salt that also set this
+    field; `images` of the output reports this.
 
-    These fields change logits: logit_bias adds a number from -100 to 100 to the logits of token
-    ids; allowed_token_ids bans all others; bad_words bans the last token of each word after the
-    others; logits_processors are functions of the answer's token ids so far, or of the prompt's
-    and those, and of its logits `[vocab]`, which return logits and must not wait for a thread that
-    calls the engine; structured_outputs gives the answer a form.
+    The other fields change logits. logit_bias adds a number from -100 to 100 to the logits of token
+    ids. allowed_token_ids bans all other tokens. bad_words bans words. logits_processors are
+    functions; see `headstart.engine.logits.CustomProcessors`. structured_outputs constrains the
+    answer to a format.
     """
 
     n: int = option(1, "answers to one prompt", Number(int, 1, MAX_ANSWERS))
@@ -199,18 +198,18 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **kwargs: Any) -> Self:
-        """Return parameters with these values; None stands for the default.
+        """Return parameters with these values; None means the default.
 
         The keys of a logit_bias may be texts, and its values are limited to -100 to 100.
         """
-        # For max_tokens None is a value: no limit but the model's.
+        # max_tokens=None is not the default: it means no limit but the model's.
         values = {n: v for n, v in kwargs.items() if v is not None or n == "max_tokens"}
         if "logit_bias" in values:
             values["logit_bias"] = _read_bias(values["logit_bias"])
         return cls(**values)
 
     def clone(self) -> Self:
-        """Return a copy that may be changed, lists and all."""
+        """Return a copy that shares no list with this object."""
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         copied._copy_lists()
@@ -227,7 +226,7 @@ class SamplingParams:
 
     @property
     def is_stored(self) -> bool:
-        """True if other requests may find what is computed for this one."""
+        """True if other requests may hit the blocks of this request."""
         return not self.skip_storing_prefix_cache
 
     @property
@@ -242,7 +241,7 @@ class SamplingParams:
         return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
 
     def check(self) -> None:
-        """Raise RequestError for a value outside its range. As in vLLM, -1 is no seed."""
+        """Raise RequestError for a value outside its range. As in vLLM, a seed of -1 means none."""
         if isinstance(self.seed, int) and self.seed == -1:
             self.seed = None
         if self.logprobs is True:
@@ -297,7 +296,7 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """True for greedy sampling, which takes the argmax.
 
-        As in vLLM the limit is a little above 0, as logits divided by less are infinite.
+        As in vLLM, this includes temperatures so low that logits divided by them may overflow.
         """
         return self.temperature < _LEAST_TEMPERATURE
 
@@ -310,7 +309,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """True if a penalty depends on the tokens seen before."""
+        """True if a penalty for earlier tokens is set."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0

@@ -1,9 +1,9 @@
 """A request: its prepared prompt, and its progress to the last token.
 
-Most prompts are only token ids. A prompt may also have embeddings for some of its positions (an
-image's, in place of its placeholders') and special position ids (M-RoPE gives each token three).
-Their sources must be part of the prompt's identity, or a different prompt would hit its K/V; they
-are in `items`.
+Most prompts are only token ids. A prompt may also have embeddings for some positions, such as the
+placeholders of an image, and special position ids, such as the three ids per token of M-RoPE. The
+`items` of a prompt identify their content, so that a prompt with other content does not hit its
+K/V.
 """
 
 from array import array
@@ -43,14 +43,14 @@ class EmbeddingSource(Protocol):
     def between(self, start: int, stop: int) -> Iterable[PlacedRows]:
         """Return the rows within positions `start` to `stop - 1`.
 
-        Called again for the same positions when a preempted sequence is computed again, and, in
-        deterministic mode, for all positions of a block at each of its tokens.
+        May be called several times for the same positions: after a preemption, and in deterministic
+        mode for a whole block at each of its tokens.
         """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrecomputedEmbeddings:
-    """An `EmbeddingSource` of rows that already exist."""
+    """An `EmbeddingSource` with all its rows in memory."""
 
     parts: Sequence[PlacedRows]
 
@@ -63,9 +63,9 @@ class PrecomputedEmbeddings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotaryPositions:
-    """Position ids that are not 0, 1, 2, ...: int64 `[axes, prompt tokens]`.
+    """Special position ids of a prompt: `table` int64 `[axes, prompt tokens]`.
 
-    A token after the prompt, at index p, has the position `p + delta` on every axis.
+    A later token, at index p, has the position `p + delta` on every axis.
     """
 
     table: NDArray[np.int64]
@@ -82,9 +82,9 @@ class RotaryPositions:
 class PromptExtras:
     """The parts of a prompt beyond its token ids.
 
-    items: for the prefix's identity. The digest of an item must cover everything that determines
-    embeddings or positions, and the item must cover all positions that it affects. embeddings: used
-    instead of the token ids. positions: used instead of 0, 1, 2, ...
+    items: content that is part of the prefix's identity. Their digests must cover all that
+    determines embeddings and positions. An item must span all tokens that it affects. embeddings:
+    used instead of the token ids. positions: used instead of 0, 1, 2, ...
     """
 
     items: tuple[MultiModalItem, ...] = ()
@@ -96,7 +96,7 @@ class PromptExtras:
 class PreparedPrompt:
     """A prompt that needs no more processing.
 
-    text: its text, None for token ids. images: its images, as its output reports them.
+    text: None if the prompt was given as token ids. images: its images, for the output.
     """
 
     token_ids: Sequence[int]
@@ -110,7 +110,7 @@ TokenText = Callable[[int], str]
 
 
 class AnswerText(Protocol):
-    """The text of an answer, which the engine does not read; called in the engine's thread."""
+    """The text of an answer, built in the engine's thread; the engine does not read it."""
 
     @property
     def text(self) -> str: ...
@@ -119,11 +119,11 @@ class AnswerText(Protocol):
     def stop_reason(self) -> str | int | None: ...
 
     def push(self, token_id: int, total_tokens: int) -> str | None:
-        """Take a token; return the finish reason if it was the last."""
+        """Add a token; return the finish reason if it is the last."""
         ...
 
     def end(self) -> None:
-        """Complete the answer with the tokens that it has."""
+        """Complete the text: no token follows."""
         ...
 
 
@@ -131,10 +131,10 @@ class AnswerText(Protocol):
 class Request:
     """The progress of one answer: the unit of scheduling.
 
-    group: the user's request, which has a `Request` for each of its `n` answers; they share their
-    prompt by prefix caching. turn: see `headstart.engine.fair_share`. token_gaps: seconds from each
-    token to the next. awaits_writer: at its last admission attempt, another request was computing
-    the block that it needs next. num_read: tokens whose K/V earlier steps have written.
+    group: the user's request, with a `Request` for each of its `n` answers, which share the prompt
+    by prefix caching. turn: see `headstart.engine.fair_share`. token_gaps: seconds from each token
+    to the next. awaits_writer: at its last admission attempt, another request was computing its
+    next block. num_read: tokens whose K/V earlier steps have written.
     """
 
     group: "RequestGroup"
@@ -186,12 +186,12 @@ class Request:
                 self.group.loaded_tokens = dict(+counts)
 
     def withdrawn(self, start: int) -> None:
-        """Forget the first admission if its step, from `start` on, failed: hits may be gone."""
+        """Forget the first admission, at `start`, since its step failed; hits may be evicted."""
         if start == self.num_cached_tokens and not self.num_preemptions:
             self.missed = None
 
     def append(self, token: SampledToken, now: float) -> None:
-        """Append a token; `finish_reason` is set if it was the last. `now` in seconds."""
+        """Append a token; set `finish_reason` if it is the last. now: the time in seconds."""
         self.sequence.append(token.token_id)
         self.sampling.output_token_ids.append(token.token_id)
         if self.last_token_time is None:
@@ -242,11 +242,11 @@ class Request:
 class RequestGroup:
     """A user's request: a prompt, and the parameters of its `n` answers.
 
-    extras: the parts of the prompt beyond its token ids, None for most. adapter: the adapter of its
-    name when the request was created. chat: data of the frontend for the next turn. loaded: the
-    tokens of its prompt that a load has put into the pool, possibly more than it hits, by tier.
-    loaded_tokens: the loaded tokens that it hits, by tier. token_text: the texts of single tokens,
-    None if not needed.
+    extras: the parts of the prompt beyond its token ids; None for most prompts. adapter: resolved
+    when the request was created. chat: data of the frontend for the next turn. loaded: ranges of
+    prompt tokens that a load has put into the pool, with their tiers; possibly more than it hits.
+    loaded_tokens: number of loaded tokens that it hits, by tier. token_text: returns the text of a
+    token; None if not needed.
     """
 
     request_id: str
@@ -272,13 +272,13 @@ class RequestGroup:
 
     @property
     def namespace(self) -> Namespace:
-        """The namespace of the K/V and earlier turns that it may use."""
+        """The namespace of its K/V, and of the earlier turns that it may continue."""
         return self.requests[0].sequence.namespace
 
     def retain(self, num_tokens: int, seconds: float) -> None:
         """Retain its first tokens for `seconds` after its end; call before it is submitted.
 
-        A request that is not stored retains nothing, as its hits belong to other requests.
+        Does nothing for a request that is not stored: its hits belong to other requests.
         """
         for request in self.requests if self.params.is_stored else ():
             request.sequence.marks = [*request.sequence.marks, Mark(num_tokens, seconds)]
@@ -288,7 +288,7 @@ class RequestGroup:
         return None not in [request.finish_reason for request in self.requests]
 
     def add_prompt_logprobs(self, start: int, rows: list[tuple[TokenLogprob, ...]]) -> None:
-        """Add log-probabilities of prompt tokens from position `start` on; existing ones stay."""
+        """Add log-probabilities of prompt tokens from `start` on; skip existing positions."""
         assert self.prompt_logprobs is not None
         for position, entries in enumerate(rows, start):
             if position == len(self.prompt_logprobs):
@@ -304,7 +304,7 @@ class RequestGroup:
 
     @property
     def lora_request(self) -> LoRARequest | None:
-        """The adapter in vLLM's form; adapters have no numbers here."""
+        """The adapter as in vLLM; its number is always 1."""
         return LoRARequest(self.adapter.name, 1, self.adapter.path) if self.adapter else None
 
     def output(self) -> RequestOutput:

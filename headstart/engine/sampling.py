@@ -1,6 +1,6 @@
-"""The sampler: the next token of each request, from its logits and its parameters.
+"""The sampler, which chooses the next token of each request by its logits and parameters.
 
-Warpers of temperature sampling cut off unlikely tokens; log-probabilities are of the raw logits.
+Top-k, top-p and min-p change only the sampling; log-probabilities are those of the raw logits.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ _REMOVED = float("-inf")
 
 
 def apply_repetition_penalty(scores: Tensor, token_ids: Tensor, penalty: float) -> Tensor:
-    """Divide positive and multiply negative scores of `token_ids`, int64 `[rows, any]` (CTRL)."""
+    """Divide positive and multiply negative scores of `token_ids`, int64 `[rows, any]`, as CTRL."""
     width = scores.shape[-1]
-    # Ids that the LM head does not have share a column, which is dropped.
+    # Ids beyond the logits share an extra column, which is dropped at the end.
     columns = token_ids.clamp(max=width)
     padded = torch.nn.functional.pad(scores, (0, 1))
     changed = padded.gather(1, columns)
@@ -45,10 +45,10 @@ def apply_top_k(scores: Tensor, count: int) -> Tensor:
 
 
 def apply_top_p(scores: Tensor, top_p: float) -> Tensor:
-    """Keep the fewest likeliest tokens whose probabilities sum to `top_p`, at least one token.
+    """Keep the smallest set of likeliest tokens whose probabilities sum to `top_p`.
 
-    Mostly a few tokens are enough, so the 1,024 likeliest are found first, which is faster than
-    sorting the vocabulary. If they are not enough, all tokens are sorted.
+    At least one token stays. A few tokens usually suffice, so only the 1,024 likeliest are sorted
+    at first; if they do not suffice, all are.
     """
     best = scores.softmax(-1).topk(min(LIKELIEST, scores.shape[-1]))
     sum_before = best.values.cumsum(-1) - best.values
@@ -76,7 +76,7 @@ def token_logprobs(
 ) -> list[tuple[TokenLogprob, ...]]:
     """Return for each row of `logits` `[rows, vocab]` its token's entry, then the `top` likeliest.
 
-    The token's entry is not repeated. A `top` of -1 stands for all tokens.
+    The token's entry occurs once. A `top` of -1 means all tokens.
     """
     logprobs = logits.log_softmax(-1, dtype=torch.float32)
     width = logprobs.shape[-1]
@@ -95,7 +95,7 @@ def token_logprobs(
 
 
 class SampledToken(NamedTuple):
-    """A token, and its log-probabilities if requested, with its entry first in `top`."""
+    """A token, and its log-probabilities if requested; `top` begins with its own entry."""
 
     token_id: int
     logprob: float | None
@@ -122,7 +122,7 @@ class SamplingState:
 
     @property
     def takes_argmax(self) -> bool:
-        """True if the argmax is taken, once the processors have changed the logits."""
+        """True if the next token is the argmax of the processed logits."""
         return self._is_greedy and len(self.output_token_ids) >= self.params.min_tokens
 
     @property
@@ -132,7 +132,7 @@ class SamplingState:
 
     @property
     def is_complete(self) -> bool:
-        """True if a processor allows only the end."""
+        """True if a processor allows only the end of the answer."""
         return any(processor.complete for processor in self.processors)
 
     def accept(self, token_id: int) -> bool:
@@ -143,7 +143,7 @@ class SamplingState:
 
     @property
     def banned_token_ids(self) -> frozenset[int]:
-        """Tokens that would end the answer before it has `min_tokens`."""
+        """The tokens that end the answer, until it has `min_tokens`."""
         if len(self.output_token_ids) >= self.params.min_tokens or self.is_complete:
             return frozenset()
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
@@ -162,8 +162,8 @@ class Sampler:
         """Return the next token of each row of `logits` float32 `[rows, vocab]`, or its error.
 
         Requests that only need the likeliest token share one argmax. A row that cannot be sampled
-        changes neither another row nor its random numbers. Rows of requests with processors are
-        changed in place; their log-probabilities are of the raw logits.
+        does not affect other rows or their random numbers. Processors change their rows in place;
+        log-probabilities are those of the raw logits.
         """
         raw: dict[int, Tensor] = {}
         failed: dict[int, EngineError] = {}
@@ -188,7 +188,7 @@ class Sampler:
         return results
 
     def accept(self, token_id: int) -> SampledToken | EngineError:
-        """Return a greedy token as a result; -1 stands for logits that are not finite."""
+        """Return a greedy token as a result; an error for -1, when logits are not finite."""
         if token_id < 0:
             return EngineError(
                 "the request's logits are not finite: the model's weights are damaged, or "
@@ -199,9 +199,9 @@ class Sampler:
     def _choose(
         self, logits: Tensor, state: SamplingState, raw: Tensor
     ) -> SampledToken | EngineError:
-        """Choose from a row `[1, vocab]` that needs more than its largest logit.
+        """Choose a token from a row `[1, vocab]` that needs more than its argmax.
 
-        raw: the logits of its log-probabilities.
+        raw: the unprocessed logits, for log-probabilities.
         """
         params = state.params
         try:
@@ -223,7 +223,7 @@ class Sampler:
             return engine_error("sampling failed", error)
 
     def process(self, logits: Tensor, state: SamplingState) -> Tensor:
-        """Return the scores `[1, vocab]` from which a token is drawn, or the largest is taken."""
+        """Return the scores `[1, vocab]` for drawing a token or taking the argmax."""
         params, scores = state.params, logits
         banned = [token_id for token_id in state.banned_token_ids if token_id < self._vocab_size]
         if banned:
@@ -244,7 +244,7 @@ class Sampler:
         return scores
 
     def _apply_penalties(self, scores: Tensor, state: SamplingState) -> Tensor:
-        """Apply the penalties: repetition over prompt and answer, the others over the answer."""
+        """Apply the repetition penalty for prompt and answer, and the others for the answer."""
         params = state.params
         if params.repetition_penalty != 1:
             token_ids = torch.tensor([[*state.prompt_token_ids, *state.output_token_ids]])

@@ -4,26 +4,25 @@
        ▲                  │
        └────preempt───────┘   its blocks are freed; it resumes by hitting them
 
-Running requests come first, in the order of their admission, each with all tokens that it has yet
-to compute, within the step's token budget: a decoding request has one, a long prompt is cut into
-chunks. When blocks run out, the request admitted last gives up its blocks.
+Running requests come first, in the order of their admission. Each computes all of its uncomputed
+tokens, within the step's token budget: one token when it decodes, a chunk of a long prompt. When
+blocks run out, the request admitted last is preempted.
 
-Waiting requests are admitted first come first served, but among the first 16 a better cache hit
-goes first. A request that was bypassed `max_bypassed` times is not bypassed any more. A request
-whose next block another request is computing is left waiting, so that no block is computed twice;
-it is admitted as soon as that is done, or the other is gone.
+Waiting requests are admitted first come first served, except that among the first 16 the best cache
+hit goes first. A request that was bypassed `max_bypassed` times is not bypassed again. A request
+waits while another request computes its next block, so that no block is computed twice.
 
-This holds among requests of one priority, usually 0. A request of a lower value is before all
-others: it is admitted and computed earlier, and gives up its blocks later. Where owners share the
-engine, requests of one priority are in the order of their turns (`fair_share.py`).
+This holds among requests of one priority, usually 0. Requests with a lower value go first: they are
+admitted and computed earlier, and preempted later. If owners share the engine, requests of one
+priority are in the order of their turns (`fair_share.py`).
 
-A limit (`step.py`) may allow fewer tokens of a request now, or none. A running request then waits
-in its place; if nothing can run because of limits, the request admitted last is preempted. A
-waiting request is bypassed, as above. If limits stop all running requests, a waiting request that
-lacks blocks is bypassed too, since they may wait for a request behind it.
+A limit (`step.py`) may allow fewer tokens of a request in a step, or none. A running request then
+waits in its place. If limits stop all running requests, the request admitted last is preempted. A
+waiting request that a limit stops is bypassed, as above. A waiting request that lacks blocks is
+bypassed only if limits stop all running requests, which may wait for a request behind it.
 
-While several owners are active, a step has fewer tokens of prompts, so that the next request of any
-of them finds a short step running. Decoding requests have their token in each step regardless.
+While several owners are active, a step has fewer prompt tokens, so that a new request waits only
+for a short step. Decoding requests always have their token.
 """
 
 from bisect import bisect_left, bisect_right
@@ -42,10 +41,10 @@ LOOKAHEAD = 16  # waiting requests that are looked up to find the best hit
 
 
 class Scheduler:
-    """The waiting and the running requests; every step's batch comes from `schedule`.
+    """The waiting and the running requests; `schedule` returns each step's batch.
 
-    waits_for_inputs: in the last step a request waited for its own inputs. max_prompt_tokens:
-    returns how many tokens of prompts the next step may have.
+    waits_for_inputs: in the last step, a request waited for its own inputs. max_prompt_tokens:
+    returns the limit of prompt tokens in the next step.
     """
 
     def __init__(
@@ -63,15 +62,15 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.waits_for_inputs = False
-        self._admitted: list[tuple[Request, int]] = []  # in the last step, with their first tokens
+        self._admitted: list[tuple[Request, int]] = []  # in the last step, with the first token
         self._manager = manager
         self._max_tokens = max_tokens
         self._max_running = max_running
         self._max_bypassed = max_bypassed
         self._limits = tuple(limits)
         self._max_prompt_tokens = max_prompt_tokens or (lambda: max_tokens)
-        self._limited: dict[Request, tuple[Limit, ...]] = {}  # requests that a limit applies to
-        self._is_held_up = False  # in this step a limit stopped a running request
+        self._limited: dict[Request, tuple[Limit, ...]] = {}  # the limits that apply to a request
+        self._is_held_up = False  # a limit stopped a running request in this step
         self._hooks = hooks
 
     def add(self, request: Request) -> None:
@@ -79,24 +78,24 @@ class Scheduler:
         self.waiting.insert(_place_after(self.waiting, request), request)
 
     def reorder(self) -> None:
-        """Put waiting requests in the order of their ranks, after their turns moved."""
+        """Sort the waiting requests by rank again, after their turns changed."""
         self.waiting = deque(sorted(self.waiting, key=_rank))
 
     def remove(self, request: Request) -> None:
-        """Remove a finished or aborted request, and free its blocks. Not during its step."""
+        """Remove a finished or aborted request, and free its blocks. Call only between steps."""
         if request in self.running:
             self._free(request)
             self._leave_limits(request)
             self.running.remove(request)
         elif request in self.waiting:
-            self._leave_limits(request)  # it may wait for a load, which holds blocks
+            self._leave_limits(request)  # this ends its load, which may hold blocks
             self.waiting.remove(request)
         self._limited.pop(request, None)
 
     def restart(self) -> None:
-        """Queue the requests of a failed step again, once the manager has their blocks back.
+        """Queue the requests of a failed step again, after the manager has freed their blocks.
 
-        Requests that the step was to admit did not run, so they were not preempted either.
+        Requests that the step was to admit never ran, so this is no preemption for them.
         """
         admitted = dict(self._admitted)
         lost = [r for r in self.running if not self._manager.is_known(r.sequence)]
@@ -112,7 +111,7 @@ class Scheduler:
         self._admitted.clear()
 
     def reset(self) -> None:
-        """Forget all requests, in any state after an exception."""
+        """Forget all requests, whatever state an exception left."""
         for request in self._limited:
             self._leave_limits(request)
         self._limited.clear()
@@ -130,7 +129,7 @@ class Scheduler:
             self._limited[request] = limits
 
     def schedule(self) -> Batch:
-        """Return the next step, with slots for each of its tokens; empty if nothing can run."""
+        """Return the next batch, with slots for its tokens; it is empty if nothing can run."""
         self._admitted.clear()
         self.waits_for_inputs = False
         preempted = self.num_preemptions
@@ -138,7 +137,7 @@ class Scheduler:
         while not batch.scheduled and self._is_held_up:
             if self.num_preemptions == preempted:
                 self._preempt(self.running.pop())
-            # Else the request that stopped another was preempted itself.
+            # Otherwise a preemption may have removed the cause, so schedule again.
             preempted = self.num_preemptions
             batch = self._schedule()
         return batch
@@ -153,7 +152,7 @@ class Scheduler:
         return Batch(tuple(scheduled), tuple(copies))
 
     def _schedule_running(self) -> tuple[list[ScheduledTokens], int]:
-        """Schedule running requests; return their tokens and the rest of the prompt budget."""
+        """Schedule running requests; return their tokens and the remaining prompt budget."""
         budget = self._max_tokens
         prompt_budget = self._max_prompt_tokens()
         append_slots, limited = self._manager.append_slots, self._limited
@@ -189,7 +188,7 @@ class Scheduler:
         return scheduled, min(budget, prompt_budget)
 
     def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks; queue it before the waiting requests of its rank."""
+        """Free a running request's blocks; queue it before the waiting requests of its rank."""
         self._free(request)
         self._leave_limits(request)
         self._count_preemption(request)
@@ -197,7 +196,7 @@ class Scheduler:
         self.waiting.insert(bisect_left(self.waiting, request.rank, key=_rank), request)
 
     def preempt_all(self) -> None:
-        """Make all requests wait, without blocks. Not during a step."""
+        """Make all requests wait without blocks. Call only between steps."""
         while self.running:
             self._preempt(self.running.pop())
         for request in self.waiting:
@@ -213,10 +212,10 @@ class Scheduler:
 
     def _admit(self, scheduled: list[ScheduledTokens], copies: list[RowCopy], budget: int) -> None:
         waiting = 0
-        while self._has_room(budget) and len(self.waiting) != waiting:  # a round admitted none
+        while self._can_admit_more(budget) and len(self.waiting) != waiting:  # until none is left
             waiting = len(self.waiting)
             for request in self._admission_order():
-                if not self._has_room(budget):
+                if not self._can_admit_more(budget):
                     return
                 computed = self._look_up(request)
                 is_saved = self._manager.save_fork(computed)
@@ -229,17 +228,17 @@ class Scheduler:
                     continue
                 allocation = self._allocate(request, computed, stop - start)
                 if allocation is None and stop == start:
-                    # A limit excludes it. If requests could bypass it without end, they could
-                    # keep it excluded for ever.
+                    # A limit stops it. Requests that bypass it could keep the limit's resources
+                    # in use for ever, so the number of bypasses is limited.
                     if request.times_bypassed >= self._max_bypassed:
                         return
                     continue
-                if allocation is None:  # for lack of blocks: requests behind it do not pass it
+                if allocation is None:  # too few blocks are free; other requests must not take them
                     if scheduled or not self._is_held_up:
                         return
                     continue
                 self._enter(request, start, stop)
-                is_due = False  # a request that this one bypasses was bypassed for the last time
+                is_due = False  # True if a bypassed request must not be bypassed again
                 for other in takewhile(partial(is_not, request), self.waiting):
                     other.times_bypassed += 1
                     is_due |= other.times_bypassed == self._max_bypassed
@@ -253,10 +252,10 @@ class Scheduler:
                 copies += allocation.copies
                 budget -= stop - start
                 if is_due:
-                    break  # the bypassed request is before all others that are left
+                    break  # compute the order again: the bypassed request is first now
 
     def _reach(self, request: Request, start: int, stop: int) -> int | None:
-        """Return how far all limits allow the request; see `Limit.reach`."""
+        """Return the position up to which all limits allow the request; see `Limit.reach`."""
         for limit in self._limited.get(request, ()):
             reached = limit.reach(request, start, stop)
             if reached is None:
@@ -275,11 +274,11 @@ class Scheduler:
         for limit in self._limited.get(request, ()):
             limit.leave(request)
 
-    def _has_room(self, budget: int) -> bool:
+    def _can_admit_more(self, budget: int) -> bool:
         return budget > 0 and len(self.running) < self._max_running
 
     def _admission_order(self) -> list[Request]:
-        """Return the first waiting requests, best hit first; none passes one at `max_bypassed`."""
+        """Return the first waiting requests, best hit first, without a forbidden bypass."""
         ranked = []
         era = 0
         for index, request in enumerate(islice(self.waiting, LOOKAHEAD)):
@@ -290,7 +289,7 @@ class Scheduler:
         return [entry[-1] for entry in sorted(ranked, key=lambda entry: entry[:-1])]
 
     def _look_up(self, request: Request) -> ComputedBlocks:
-        """Look up the request; no hit if it is to compute its whole prompt."""
+        """Look up the request; return no hit if it must compute its whole prompt."""
         computed = self._manager.get_computed_blocks(request.sequence)
         if not request.reads_cache:
             return self._manager.cut(computed, 0)
@@ -303,9 +302,9 @@ class Scheduler:
     def _allocate(
         self, request: Request, computed: ComputedBlocks, count: int
     ) -> Allocation | None:
-        """Allocate slots for the first tokens, if the free blocks suffice for all its tokens.
+        """Allocate slots for the first `count` tokens, if the free blocks suffice for all tokens.
 
-        Otherwise two long prompts could be admitted of which only one can be computed.
+        Otherwise two long prompts could be admitted although only one of them fits the pool.
         """
         if not count or not self._manager.can_admit(computed):
             return None
@@ -314,7 +313,7 @@ class Scheduler:
 
 
 def _place_after(queue: Sequence[Request], request: Request) -> int:
-    """Return a request's place in a queue: after those whose rank is at most its own."""
+    """Return a request's place in a queue: behind all requests of the same or a lower rank."""
     if not queue or queue[-1].rank <= request.rank:
         return len(queue)
     return bisect_right(queue, request.rank, key=_rank)

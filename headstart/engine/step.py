@@ -1,8 +1,8 @@
-"""One step: its batch, its results, and the protocols of what takes part in it.
+"""One step: its batch, its results, and the protocols of its limits and hooks.
 
-A limit may reduce the tokens of a request that a step computes: adapters (`adapter_store.py`), the
-encoder budget of images (`image_cache.py`), the turns of owners (`fair_share.py`), prefixes that
-are being loaded (`tiering/loads.py`), and in a pipeline the inputs from another stage.
+A limit may reduce the tokens of a request that a step computes. There are limits for adapters
+(`adapter_store.py`), image embeddings (`image_cache.py`), fair shares (`fair_share.py`), prefixes
+that are being loaded (`tiering/loads.py`), and, in a pipeline, inputs from another stage.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from headstart.errors import EngineError
 class ScheduledTokens(NamedTuple):
     """Tokens `start` to `stop - 1` of a request, computed in this step.
 
-    samples: the last of them is the request's last token, so its logits give the next one.
+    samples: True if these include the request's last token, whose logits give the next token.
     """
 
     request: Request
@@ -28,7 +28,7 @@ class ScheduledTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's work: rows to copy first, then the tokens of each request, in order."""
+    """A step's work: rows to copy first, then the tokens to compute, request by request."""
 
     scheduled: tuple[ScheduledTokens, ...]
     copies: tuple[RowCopy, ...]
@@ -40,9 +40,9 @@ class Batch:
 
 
 class StepResult(NamedTuple):
-    """A request that a step moved, and the error that ended it, if any.
+    """A request that got a token or ended in a step, and the error that ended it, if any.
 
-    Its `group.output()` has everything so far; read it before the next step.
+    `group.output()` returns its answers so far; call it before the next step.
     """
 
     group: RequestGroup
@@ -50,23 +50,23 @@ class StepResult(NamedTuple):
 
 
 class Limit(Protocol):
-    """A decision how far a request may be computed in a step. No method waits."""
+    """A limit of the tokens of a request that a step may compute. No method blocks."""
 
     def applies(self, request: Request) -> bool:
-        """Return True if the request can be limited; called when it is queued or preempted.
+        """Return True if the limit may affect the request; called when it is queued or preempted.
 
-        The other methods are not called for other requests.
+        If False, the other methods are not called for it.
         """
         ...
 
     def reach(self, request: Request, start: int, stop: int) -> int | None:
-        """Return how far the request's tokens can be computed now; called before each step.
+        """Return the position up to which the request can be computed; called before each step.
 
-            start    not now: it waits for something that others hold, and may be bypassed
-            between  up to there, at most to `stop`
-            None     it waits for its own inputs, and no other request waits for it
+            start   nothing: the request waits for resources that others hold, and may be bypassed
+            > start up to this position, at most `stop`
+            None    nothing: the request waits for its own inputs, and others need not wait for it
 
-        The limit may fetch what the request will need, but holds nothing for it yet.
+        The limit may begin to fetch what the request needs, but reserves nothing for it yet.
         """
         ...
 
@@ -80,23 +80,23 @@ class Limit(Protocol):
 
 
 class EngineHooks(Limit, Protocol):
-    """Callbacks of a pipeline, called in each step. An engine alone has none.
+    """Callbacks of a pipeline, called in each step. An engine outside a pipeline has none.
 
-    As a limit, they make a request wait until the inputs of all its tokens are there. kept_rows:
-    the rows that tiers store with K/V; read before the first step.
+    They are also a limit: a request waits until the inputs of all its tokens have arrived.
+    stored_rows: the rows that tiers store with K/V; read before the first step.
     """
 
     @property
-    def kept_rows(self) -> BlockRows | None: ...
+    def stored_rows(self) -> BlockRows | None: ...
 
     def usable_blocks(self, request: Request, found: ComputedBlocks) -> int:
         """Return how many of the cached blocks the request may skip. Changes nothing."""
         ...
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
-        """Note that the request runs from this token on, for the first time or again."""
+        """Note that the request was admitted, perhaps again, and is computed from this token on."""
         ...
 
     def computed(self, batch: Batch) -> None:
-        """Note that the model has computed a step; an exception fails the step."""
+        """Note that the model has computed a step. An exception fails the step."""
         ...

@@ -1,4 +1,4 @@
-"""The form of an answer, in vLLM's names. Needs no torch."""
+"""Constraints on an answer, with vLLM's names. Imports no torch."""
 
 import json as json_text
 import re
@@ -11,16 +11,16 @@ from headstart.errors import RequestError
 from headstart.validation import check_utf8, describe, shorten
 
 MAX_BYTES = 65_536
-MAX_CHOICE_BYTES = 2**20  # one terminal, whose masks cost no more for more texts
+MAX_CHOICE_BYTES = 2**20  # all choices are one terminal, so more text does not slow the masks
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _ANY_OBJECT = '{"type": "object"}'
 WHITESPACE = r"[ \t]|\r?\n[ \t]{0,20}"
-"""Default white space between JSON's tokens: a space, or a line's end and some indentation.
-Without a limit, small models may write white space forever."""
+"""Default white space between JSON's tokens: a space, or a line's end and some indentation. The
+limit prevents small models from writing white space forever."""
 
 
 class OutputConstraint(NamedTuple):
-    """A constraint as text, which is the key of its compiled grammar.
+    """A constraint as text; the key of its compiled grammar.
 
     kind: json, regex, choice (a JSON list), grammar or structural_tag. whitespace: a regular
     expression for the white space between JSON's tokens, "" for none.
@@ -51,21 +51,22 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "grammar": (lambda value: _is_text(value) and value.strip() != "", f"{_TEXT[1]}, not blank"),
     "choice": (_is_choice, "a list of at least one text"),
 }
-"""The check of each field that is not None, and its text for an error."""
+"""The checks of fields that are not None, each with the allowed values for an error."""
 
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The constraint of an answer: exactly one of six. Raises RequestError.
+    """The constraint of an answer: exactly one of the following six. Raises RequestError.
 
-    json: a JSON schema as a dict or as text, or a pydantic model; regex: a regular expression that
-    the whole answer matches; choice: texts of which the answer is one; grammar: a context-free
-    grammar in Lark's or GBNF's notation; json_object=True: any JSON object; structural_tag: free
-    text with parts in JSON, see `read_tags`.
-    Between JSON's tokens there may be a space, or a line's end and indentation;
-    disable_any_whitespace forbids it, whitespace_pattern is a regular expression for it.
-    With disable_additional_properties an object whose properties the schema lists has no other
-    properties, unless the schema sets additionalProperties.
+    json: a JSON schema as a dict or as text, or a pydantic model. regex: a regular expression that
+    the whole answer matches. choice: texts of which the answer is one. grammar: a context-free
+    grammar in Lark's or GBNF's notation. json_object: True for any JSON object. structural_tag:
+    free text with parts in JSON, see `read_tags`.
+
+    Between JSON's tokens there may be a space, or a line's end and indentation.
+    disable_any_whitespace forbids this; whitespace_pattern, a regular expression, replaces it. With
+    disable_additional_properties, objects with listed properties allow no other properties, unless
+    the schema sets additionalProperties.
 
     >>> StructuredOutputsParams(choice=["yes", "no"]).constraint.text
     '["yes", "no"]'
@@ -128,7 +129,7 @@ class StructuredOutputsParams:
 def _schema_text(schema: Any, *, is_closed: bool) -> str:
     """Return a JSON schema as text. Raises RequestError for a value of another type.
 
-    is_closed: objects have only the properties that the schema lists.
+    is_closed: objects may only have the properties that the schema lists.
     """
     try:
         if isinstance(schema, str):
@@ -140,7 +141,7 @@ def _schema_text(schema: Any, *, is_closed: bool) -> str:
         if is_closed or '"format"' in text:
             adapted = adapt_schema(parsed, is_closed=is_closed)
             text = json_text.dumps(adapted, ensure_ascii=False, allow_nan=False)
-    except Exception as error:  # RecursionError, and any exception of a class
+    except Exception as error:  # RecursionError, or any exception of a caller's class
         raise RequestError(
             f"structured_outputs.json is {describe(schema)}; allowed: a JSON schema "
             f"({type(error).__name__}: {shorten(str(error))})"
@@ -161,15 +162,15 @@ FORMATS = frozenset(
 )
 """Formats of strings that are enforced."""
 
-# Keywords of a schema whose values are data, and keywords that hold schemas by name.
+# Keywords whose values are data, and keywords whose values are schemas by name.
 _DATA = ("const", "default", "enum", "examples")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 def adapt_schema(schema: Any, *, is_closed: bool = False) -> Any:
-    """Return the schema without formats that are annotations only, which llguidance refuses.
+    """Return the schema without formats that llguidance refuses; they are only annotations.
 
-    is_closed: add `additionalProperties: false` to objects that list properties without it.
+    is_closed: add `additionalProperties: false` to objects that list properties and do not set it.
     """
     adapt = partial(adapt_schema, is_closed=is_closed)
     if isinstance(schema, (list, tuple)):
@@ -238,8 +239,8 @@ def read_tags(tags: Any, read_schema: Callable[[Any], str]) -> str:
 def write_tags(text: str, whitespace: str, special: Mapping[str, int]) -> str:
     """Return the result of `read_tags` as a grammar of llguidance.
 
-    special: ids of the tokens that spell no text. Raises RequestError for a trigger that has a
-    special token after its beginning.
+    special: ids of special tokens by name. Raises RequestError for a trigger that has a special
+    token anywhere but at its beginning.
     """
     spacing: dict[str, Any] = {"whitespace_flexible": whitespace != ""}
     if whitespace:

@@ -1,7 +1,7 @@
-"""A fair queue of jobs of many tenants that share a few threads.
+"""A queue of jobs that shares a few threads fairly between tenants.
 
-In the order of arrival, many jobs of one tenant would delay all others: a large request body takes
-long to parse, and a grammar may take seconds to compile.
+Parsing a large request body takes long, and compiling a grammar may take seconds. Run in the order
+of arrival, many such jobs of one tenant would delay all other tenants.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
-"""The tenant of jobs submitted in this context; jobs without a tenant have the tenant ""."""
+"""The tenant of jobs submitted in this context; "" for jobs without a tenant."""
 
 
 class _Job(NamedTuple):
-    """A call that waits for a thread, and the future of its result."""
+    """A queued call, and the future of its result."""
 
     future: Future[Any]
     call: Callable[[], Any]
@@ -31,18 +31,18 @@ class _Job(NamedTuple):
                 result = self.call()
             except BaseException as error:  # the caller handles it
                 self.future.set_exception(error)
-                del self  # error and job would hold each other, with all arguments of the call
+                del self  # breaks a cycle of error and job, which holds the arguments
             else:
                 self.future.set_result(result)
 
 
 class TenantQueue(ThreadPoolExecutor):
-    """An executor whose free thread runs the next tenant's first job.
+    """An executor that serves tenants in turn.
 
-    per_tenant: threads that one tenant may use at a time, so that another tenant finds one free.
-    Threads start when they are needed. They are daemons: a job that cannot be stopped does not
-    delay the exit of the process, which joins the threads of `concurrent.futures`. The class is a
-    `ThreadPoolExecutor` because event loops accept no other default executor.
+    per_tenant: threads that one tenant may use at a time, by default half, so that other tenants
+    find a free thread. Threads start when they are needed. They are daemons, unlike those of
+    `concurrent.futures`, so a job that cannot be stopped does not delay the exit of the process.
+    The base class is `ThreadPoolExecutor` because event loops accept no other default executor.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TenantQueue(ThreadPoolExecutor):
         self._running: Counter[str] = Counter()  # jobs by tenant
         self._futures: set[Future[Any]] = set()  # of jobs that wait or run
         self._workers: list[threading.Thread] = []
-        self._closed: Exception | None = None  # what `submit` raises once it is closed
+        self._closed: Exception | None = None  # raised by `submit` once the queue is closed
         self._changed = threading.Condition()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -90,7 +90,7 @@ class TenantQueue(ThreadPoolExecutor):
                 future.set_exception(error)
 
     def _close(self, error: Exception, *, drop: bool) -> list[_Job]:
-        """Accept no more jobs; return those that waited if they are to be dropped."""
+        """Accept no more jobs. With `drop`, remove the waiting jobs and return them."""
         with self._changed:
             self._closed = self._closed or error
             dropped = [job for jobs in self._waiting.values() for job in jobs] if drop else []
@@ -104,14 +104,14 @@ class TenantQueue(ThreadPoolExecutor):
         while (entry := self._take()) is not None:
             tenant, job = entry
             job.run()
-            del job, entry  # which would hold the arguments until the next job
+            del job, entry  # so that the arguments are freed before the next job
             with self._changed:
                 self._running[tenant] -= 1
-                self._running += Counter()  # drops tenants without any
+                self._running += Counter()  # removes counts of 0
                 self._changed.notify_all()
 
     def _take(self) -> tuple[str, _Job] | None:
-        """Wait for a job that may run, of the tenant that has waited longest for a thread."""
+        """Wait for a job that may run, of the tenant that was served longest ago; return both."""
         with self._changed:
             while self._waiting or self._closed is None:
                 may_run = (t for t in self._waiting if self._running[t] < self._per_tenant)

@@ -304,7 +304,7 @@ class EngineStage(Stage):
         self.rows = StageRows(
             store_name, config.block_size, spec.gives, used, find_outputs=spec.find_outputs
         )
-        self.kept_rows: TierRows | None = None
+        self.stored_rows: TierRows | None = None
         self._is_named = caching
         if caching and (config.disk_folder or config.remote_cache):
             if used is None or spec.find_outputs:
@@ -315,7 +315,7 @@ class EngineStage(Stage):
                 self._is_named = False
             else:
                 like = decoder.outputs_of_one()
-                self.kept_rows = TierRows(spec, config.block_size, like, used, store_name)
+                self.stored_rows = TierRows(spec, config.block_size, like, used, store_name)
         self._states: dict[str, _State] = {}
         self._events: list[Event] = []
         self.engine = EngineCore.of_model(decoder, tokenizer, config, self)

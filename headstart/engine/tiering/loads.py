@@ -1,25 +1,24 @@
 """The pool's blocks and their tiers: offers to stores, and loads from them.
 
-A step's blocks are offered a few at a time when they are written, and all when no request is left.
-If the saver has no room then, a block is offered again just before the pool reuses it. Its bytes
-are copied in the engine's thread, and saved in the saver's.
+Written blocks are offered to the saver in batches, and all of them when no request is left. If the
+saver has no space, a block is offered again just before the pool reuses it. The engine's thread
+copies the bytes, and the saver's thread saves them.
 
-A block's bytes are those of its K/V, followed by those of its rows: the values that a stage of a
-pipeline made of the block's tokens for the next stage, without which its K/V are useless there. One
-record holds both, so a store has either both or nothing.
+A block's bytes are its K/V, followed by its rows: the outputs of a pipeline's stage for the block's
+tokens, which the next stage needs. One record holds both, so a store has either both or neither.
 
-A load is a sequence of the cache that is not computed: it takes blocks, they get their rows from
-the store, and when all are there it gives them back, cached. So a request with the same beginning
-waits for a load as it waits for another request that computes its prefix, and hits the loaded
-blocks like any others. A load takes blocks only if they suffice for its request.
+A load uses a sequence of the cache that is not computed. It takes blocks, writes the store's bytes
+to them, and is freed when all have arrived, which leaves the blocks cached. So a request waits for
+a load as for another request that computes its prefix, and hits the loaded blocks like any others.
+A load takes blocks only if the free blocks suffice for its request.
 
-    queue     a request arrives: look for the blocks that the pool lacks, in the loader's thread
-    take_in   between two steps: put arrived blocks into the pool
-    reach     as a limit, the request waits meanwhile; others run. While the pool has no room for it
-              they bypass it a few times, like any request that waits for blocks. A preempted
-              request looks for the blocks that the pool lost, once there is room for it again
+    queue     a request arrives: look up the blocks that the pool lacks, in the loader's thread
+    take_in   between two steps: write arrived blocks to the pool
+    reach     as a limit: the request waits, while others run. If it lacks space in the pool, they
+              bypass it a few times, like any request that waits for blocks. A preempted request
+              looks up the blocks that the pool lost once there is space for it again
 
-Blocks that do not come are computed. Nothing here fails a request.
+Blocks that do not arrive are computed. No error here ends a request.
 """
 
 from __future__ import annotations
@@ -40,20 +39,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_TOGETHER = 32  # blocks that are copied at once
-_LEAST_TOKENS = 32  # of a step that shows how fast prompts are computed
-_WEIGHT = 0.3  # of the last step
-_LONGEST_TEXT = 80  # characters of a block
+_BATCH = 32  # blocks that are copied and offered at once
+_LEAST_TOKENS = 32  # in a step whose speed is measured
+_WEIGHT = 0.3  # of the last step in the moving average
+_LONGEST_TEXT = 80  # characters stored with a block
 
 BlockText = Callable[[Sequence[int]], str]
-"""Returns the text of some tokens from anywhere in a prompt. Raises nothing."""
+"""Returns the text of consecutive tokens of a prompt. Does not raise."""
 
 
 class BlockRows(Protocol):
     """Rows that are stored with K/V.
 
-    layout: their stage, and the order of a block's bytes; part of the fingerprint. title: the same
-    for people. nbytes: of one block, may be 0.
+    layout: identifies their stage and the order of a block's bytes; part of the fingerprint. title:
+    their display name. nbytes: bytes of the rows of one block, may be 0.
     """
 
     layout: str
@@ -61,16 +60,16 @@ class BlockRows(Protocol):
     nbytes: int
 
     def read(self, blocks: Sequence[UnsavedBlock]) -> Sequence[bytes | None]:
-        """Return the rows of each block; None for a block whose rows are not there."""
+        """Return the rows of each block; None for a block whose rows were dropped."""
         ...
 
     def write(self, sequence: TokenSequence, first: int, blocks: Sequence[memoryview]) -> None:
-        """Take rows, as `read` returned them, of the sequence's blocks from `first` on."""
+        """Store rows, as `read` returned them, for the sequence's blocks from `first` on."""
         ...
 
 
 class BlockPayload:
-    """Bytes of the pool's blocks, to read and write. rows: None for K/V alone."""
+    """Read and write access to the bytes of the pool's blocks. rows: None for only K/V."""
 
     def __init__(self, memory: PagedKVMemory, rows: BlockRows | None = None) -> None:
         self.rows = rows
@@ -80,7 +79,7 @@ class BlockPayload:
         self._memory = memory
 
     def read(self, blocks: Sequence[UnsavedBlock]) -> list[memoryview | None]:
-        """Return a copy of each block; None for a block without its rows, which is not saved."""
+        """Return a copy of each block; None for a block that lacks its rows."""
         rows = self.rows.read(blocks) if self.rows is not None else [b""] * len(blocks)
         ids = [b.block_id for b, data in zip(blocks, rows, strict=True) if data is not None]
         if not ids:
@@ -99,40 +98,40 @@ class BlockPayload:
         block_ids: Sequence[int],
         payloads: Sequence[memoryview],
     ) -> None:
-        """Write the sequence's blocks from `first` on, which have these ids."""
+        """Write the sequence's blocks from `first` on; these are their ids and bytes."""
         size = self._memory.block_bytes
-        if self.rows is not None:  # before their K/V can be found
+        if self.rows is not None:  # first, before a request can hit the K/V
             self.rows.write(sequence, first, [payload[size:] for payload in payloads])
         self._memory.write_blocks(block_ids, [payload[:size] for payload in payloads])
 
 
 def block_text(tokenizer: PreTrainedTokenizerBase | None, is_on: bool) -> BlockText | None:
-    """Return the function that formats the text of a block; None if no text is to be stored."""
+    """Return a function that returns the text of a block; None if texts are not stored."""
     if tokenizer is None or not is_on:
         return None
 
     def format_text(token_ids: Sequence[int]) -> str:
         try:
-            # Behind another token, or the first word would lose the space before it.
+            # Some tokenizers drop the space before the first word, so put a token before it.
             anchor, text = (
                 tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
                 for ids in ([token_ids[0]], [token_ids[0], *token_ids])
             )
             return str(text[len(anchor) : len(anchor) + _LONGEST_TEXT])
-        except Exception:  # from a tokenizer: a step must not fail for a label
+        except Exception:  # a tokenizer's error must not fail the step
             return ""
 
     return format_text
 
 
 class ComputeRate:
-    """Tokens of prompts computed in a second: a moving average."""
+    """A moving average of the prompt tokens computed per second."""
 
     def __init__(self) -> None:
         self.value: float | None = None
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Add a step that computed so many tokens; steps that mostly decode do not count."""
+        """Add a step; steps with few tokens do not count, since they mostly decode."""
         if tokens < _LEAST_TOKENS:
             return
         rate = tokens / max(seconds, 1e-9)
@@ -140,11 +139,11 @@ class ComputeRate:
 
 
 class Offers:
-    """Blocks that the store does not have, passed to its saver. Times are in seconds since 1970.
+    """Offers to the saver of blocks that the store does not have.
 
-    manager: collects events, which only this object takes. text: formats the text that is stored
-    with a block; None to store none. num_dropped: blocks that the pool reused before the saver had
-    room for them, or whose rows were gone by then.
+    manager: no other object may take its events. text: returns the text that is stored with a
+    block; None to store no text. num_dropped: blocks that were not saved, since the pool reused
+    them before the saver had space, or since their rows were dropped.
     """
 
     def __init__(
@@ -163,20 +162,21 @@ class Offers:
         self._text = text
         self._unsaved = UnsavedBlocks(manager.hasher, with_tokens=text is not None)
 
-    def note(self, asked: float, *, is_saved: bool = False) -> None:
-        """Offer the blocks that the step is about to overwrite; call before anything is written.
+    def note(self, requested_at: float, *, is_saved: bool = False) -> None:
+        """Offer the blocks that the step will overwrite; call before anything is written.
 
-        asked: when the oldest request of the step came. is_saved: the store has the new blocks.
+        requested_at: the arrival of the step's oldest request, in seconds since 1970. is_saved: the
+        store has the new blocks.
         """
         events = self._manager.take_events()
-        leaving = self._unsaved.note(events, asked, is_saved=is_saved)
+        leaving = self._unsaved.note(events, requested_at, is_saved=is_saved)
         if leaving and not self._offer(leaving):
             self.num_dropped += len(leaving)
 
     def commit(self) -> None:
-        """Note that the blocks which the current step filled are written."""
+        """Note that the current step has written its blocks."""
         self._unsaved.commit()
-        if len(self._unsaved) >= _TOGETHER:
+        if len(self._unsaved) >= _BATCH:
             self.flush()
 
     def roll_back(self) -> None:
@@ -184,14 +184,14 @@ class Offers:
         self._unsaved.roll_back(self._manager.take_events())
 
     def flush(self) -> None:
-        """Offer all that is written, while the saver has room."""
-        while blocks := self._unsaved.pending(_TOGETHER):
+        """Offer all written blocks, as long as the saver has space."""
+        while blocks := self._unsaved.pending(_BATCH):
             if not self._offer(blocks):
                 return
             self._unsaved.handed_on(len(blocks))
 
     def _offer(self, blocks: Sequence[UnsavedBlock]) -> bool:
-        """Copy blocks and offer them; return False if the saver has no room."""
+        """Copy blocks and offer them; return False if the saver has no space."""
         if not self._saver.has_space(len(blocks) * self._payload.nbytes):
             return False
         seconds = self._manager.block_size / self._rate.value if self._rate.value else 0.0
@@ -208,12 +208,12 @@ class Offers:
 
 
 class Load:
-    """One prefix on its way from the store.
+    """The load of one prefix.
 
-    first: the block of the prompt that the job begins with. next: the block that is taken in next.
-    written: the tiers of the blocks before that which it has put into the pool. sequence: holds the
-    blocks; None before the first has arrived. requests: the requests that wait. lacks_room: the
-    free blocks do not suffice for its request.
+    first: index in the prompt of the first block that the job loads. next: index of the block that
+    is written to the pool next. written: the tiers of the blocks written before it. sequence: holds
+    the blocks; None before the first block has arrived. requests: the requests that wait for it.
+    lacks_space: the free blocks do not suffice for its request.
     """
 
     def __init__(self, request: Request, first: int, job: LoadJob) -> None:
@@ -221,7 +221,7 @@ class Load:
         self.first = self.next = first
         self.job = job
         self.sequence: TokenSequence | None = None
-        self.lacks_room = False
+        self.lacks_space = False
         self.requests = {request}
         self.written: list[str] = []
 
@@ -232,11 +232,11 @@ class Load:
 
     @property
     def has_all(self) -> bool:
-        """True if nothing more arrives."""
+        """True if all blocks that arrived were taken, and no more will arrive."""
         return self.job.done and not self.job.arrived
 
     def segments(self, block_size: int) -> list[tuple[str, range]]:
-        """Return the tokens that it has put into the pool, by tier."""
+        """Return the ranges of tokens that it has written to the pool, with their tiers."""
         segments, start = [], self.next - len(self.written)
         for tier, blocks in itertools.groupby(self.written):
             stop = start + len(list(blocks))
@@ -248,8 +248,8 @@ class Load:
 class Loads:
     """The current loads; a `Limit` of the engine's scheduler.
 
-    waiting: the load that a request waits for. before_writing: called when blocks were taken,
-    before their rows are overwritten.
+    waiting: the load that each request waits for. before_writing: called when a load has taken
+    blocks, before it overwrites them.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class Loads:
         self._before_writing = before_writing
         self._loads: dict[BlockHash, Load] = {}
         self.waiting: dict[Request, Load] = {}
-        self._tried: dict[Request, int] = {}  # preempted, and how many blocks it hit at its load
+        self._tried: dict[Request, int] = {}  # blocks hit by a preempted request at its last load
 
     @property
     def are_under_way(self) -> bool:
@@ -275,7 +275,7 @@ class Loads:
         return bool(self.waiting)
 
     def queue(self, group: RequestGroup) -> None:
-        """Look for the blocks of a new request's prompt that the pool lacks."""
+        """Start a load of the blocks of a new request's prompt that the pool lacks."""
         request = group.requests[0]
         load = self._begin(request, len(request.sequence.token_ids) - 1)
         if load is not None:
@@ -283,7 +283,7 @@ class Loads:
             self.waiting |= dict.fromkeys(group.requests, load)
 
     def _begin(self, request: Request, num_tokens: int) -> Load | None:
-        """Look for a request's first tokens that the pool lacks; return None if it has all."""
+        """Start a load of a request's first tokens; return None if there is nothing to load."""
         sequence = request.sequence
         most = num_tokens // self._manager.block_size
         if not request.reads_cache or most == 0:
@@ -307,16 +307,16 @@ class Loads:
     def reach(self, request: Request, start: int, stop: int) -> int | None:
         load = self.waiting.get(request)
         if load is not None:
-            return start if load.lacks_room else None
+            return start if load.lacks_space else None
         if request.num_preemptions and start < request.num_read and self._load_again(request):
             return None
         return stop
 
     def _load_again(self, request: Request) -> bool:
-        """Look for the lost blocks of a preempted request; return True if it waits for them.
+        """Load the lost blocks of a preempted request; return True if it waits for them.
 
-        Not before there is room for it, or others would take the blocks again; and once for the
-        same loss, or a request whose blocks the store does not have would wait forever.
+        Only when there is space for the request, or others would take the blocks again. Only once
+        for each loss: if the store does not have the blocks, the request must not wait again.
         """
         manager, sequence = self._manager, request.sequence
         if manager.is_known(sequence):
@@ -335,11 +335,11 @@ class Loads:
         return True
 
     def enter(self, request: Request, start: int, stop: int) -> None:
-        """Let a request look for its blocks again after another preemption."""
+        """Allow a load after the request's next preemption."""
         self._tried.pop(request, None)
 
     def leave(self, request: Request) -> None:
-        """Stop waiting; a load that no request waits for gives its blocks back."""
+        """Stop waiting. A load for which no other request waits ends."""
         load = self.waiting.get(request)
         if load is None:
             return
@@ -351,20 +351,20 @@ class Loads:
     # Between two steps
 
     def take_in(self) -> Counter[str]:
-        """Put arrived blocks into the pool; return their numbers by tier, to be committed."""
+        """Write arrived blocks to the pool; return their number by tier. The caller commits."""
         written: Counter[str] = Counter()
         preferred: LoadJob | None = None
         for load in list(dict.fromkeys(self.waiting.values())):
-            if load.is_wanted and self._has_room(load):
+            if load.is_wanted and self._can_take_in(load):
                 written.update(block.tier for block in self._insert(load))
                 preferred = preferred or load.job
         self._loader.prefer(preferred)
         return written
 
-    def end_those_done(self) -> list[Load]:
-        """End the loads that have all, or that no request wants any more, and return them.
+    def end_done(self) -> list[Load]:
+        """End and return the loads that are complete or that no request waits for.
 
-        Their blocks are committed.
+        Call after their blocks are committed.
         """
         loads = dict.fromkeys(self.waiting.values())
         ended = [load for load in loads if load.has_all or not load.is_wanted]
@@ -373,7 +373,7 @@ class Loads:
         return ended
 
     def _insert(self, load: Load) -> list[LoadedBlock]:
-        """Take blocks for the arrived ones of a load, and write these; return them."""
+        """Write the arrived blocks of a load to the pool; return them."""
         if not load.job.arrived:
             return []
         blocks = self._take_slots(load, self._loader.take(load.job, len(load.job.names)))
@@ -388,11 +388,11 @@ class Loads:
         load.written += [block.tier for block in blocks]
         return blocks
 
-    def _has_room(self, load: Load) -> bool:
-        """Return True if its blocks, arrived or arriving once it is preferred, can be taken in.
+    def _can_take_in(self, load: Load) -> bool:
+        """Return True if blocks of a load can be written to the pool.
 
-        That is if the request could be admitted. One load takes blocks at a time, or two could each
-        hold blocks that the other needs.
+        The pool must have space for its whole request. Only one load holds blocks at a time, since
+        two could each hold blocks that the other needs.
         """
         if load.sequence is not None:
             return True
@@ -401,11 +401,11 @@ class Loads:
         if any(other.sequence is not None for other in self.waiting.values()):
             return False
         computed = self._manager.get_computed_blocks(load.request.sequence)
-        load.lacks_room = not self._manager.can_admit(computed)
-        return not load.lacks_room
+        load.lacks_space = not self._manager.can_admit(computed)
+        return not load.lacks_space
 
     def _take_slots(self, load: Load, blocks: list[LoadedBlock]) -> list[LoadedBlock]:
-        """Have the load hold blocks for these; return those that the pool lacks, if it has room."""
+        """Take slots for arrived blocks; return those that the pool lacks, none without space."""
         size = self._manager.block_size
         if load.sequence is None:
             wanted = load.request.sequence
@@ -415,11 +415,11 @@ class Loads:
                 wanted.token_ids,
                 adapter=wanted.namespace.adapter,
                 salt=wanted.namespace.salt,
-                # Others are of tokens yet to come, in a stage whose inputs arrive one by one.
+                # In a pipeline, later items may belong to tokens that have not arrived yet.
                 items=[item for item in wanted.items if item.offset + item.length <= length],
                 public=wanted.public,
             )
-            sequence.is_counted = False  # the request that waits is
+            sequence.is_counted = False  # the waiting request is counted instead
             computed = self._manager.get_computed_blocks(sequence)
             load.next = len(computed.blocks)
             blocks = blocks[load.next - load.first :] if load.next >= load.first else []
@@ -433,7 +433,7 @@ class Loads:
         return []
 
     def _end(self, load: Load) -> None:
-        """Release all that the load and its waiting requests hold."""
+        """End a load: release its blocks and its waiting requests."""
         self._loader.cancel(load.job)
         if load.sequence is not None and self._manager.is_known(load.sequence):
             self._manager.free(load.sequence)
@@ -444,7 +444,7 @@ class Loads:
                 del self.waiting[request]
 
     def end_all(self) -> None:
-        """End every load; blocks in the pool stay."""
+        """End all loads; blocks in the pool stay."""
         self._tried.clear()
         for load in {*self._loads.values(), *self.waiting.values()}:
             self._end(load)

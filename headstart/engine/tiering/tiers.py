@@ -1,4 +1,4 @@
-"""The tiers of an engine: its offers to stores, its loads from them, and the counts."""
+"""The tiers of an engine: offers to stores, loads from stores, and counts."""
 
 import time
 from collections import Counter
@@ -27,25 +27,25 @@ from headstart.tiers import (
 )
 from headstart.tiers.store import SILENT, SLOW
 
-_QUEUED_BYTES = 256 << 20  # at most, that wait to be saved, and as many that wait to be taken in
+_QUEUED_BYTES = 256 << 20  # limit of each queue: blocks to save, blocks to take in
 _LEAST_QUEUED_BYTES = 16 << 20
-_QUEUE_SHARE = 4  # a queue has this part of the pool's bytes, between those two
+_QUEUE_SHARE = 4  # a queue is the pool's bytes divided by this, between these limits
 _PATIENCE = 0.05  # seconds that a step waits for a load when nothing else can run
-_LAST_SAVES = 10.0  # seconds that closing takes at most, and clearing for the current save
-_TRY_AGAIN = 16  # loads that were not worth it, after which one is tried
-_SLOWEST = 16.0  # tokens a second: the assumed speed of computing before it was measured
-_OVERHEAD = 0.002  # seconds that a load takes besides its bytes
+_LAST_SAVES = 10.0  # seconds that closing may take, and that clearing waits for the current save
+_TRY_AGAIN = 16  # of this many declined loads, one is done to measure the rate
+_SLOWEST = 16.0  # tokens per second that computing is assumed to reach before it is measured
+_OVERHEAD = 0.002  # seconds of a load without its bytes
 
 
 @dataclass(slots=True)
 class TierStats:
     """Counts since the start.
 
-    loaded_tokens: put into the pool, by the tier that had them, also if their request was aborted
-    meanwhile. declined_tokens: they were in the store, and computing them was faster. late_answers:
-    times that a store was silent for too long, or slower than computing. unsaved_blocks: by the
-    tier, blocks (of K/V and of objects) that it was not given, since it failed or was paused.
-    faults: by tier and kind; those of no single tier under "all".
+    loaded_tokens: tokens written to the pool, by their tier, even if their request was aborted.
+    declined_tokens: stored tokens that were computed, since this was faster. late_answers: times
+    that a store did not answer, or was slower than computing. unsaved_blocks: blocks of K/V and
+    objects that were not saved in a tier, since it failed or was paused. faults: by tier and kind;
+    faults that concern no single tier have the tier "all".
     """
 
     loaded_tokens: Counter[str] = field(default_factory=Counter)
@@ -58,12 +58,11 @@ class TierStats:
 
 
 class Tiers:
-    """The tiers of one engine, which calls these methods in the order of a step, in its thread.
+    """The tiers of one engine, which calls these methods in its thread.
 
-    kv and objects: one store for each tier, nearest first: for K/V of one model, and for objects
-    such as image embeddings. text: formats the text stored with K/V; None for none.
-    queue_bytes: bound of each queue: blocks to save, objects to save, blocks to take in. saver: of
-    the blocks.
+    kv, objects: the stores of K/V and of objects such as image embeddings, one for each tier,
+    nearest first. text: returns the text stored with K/V; None to store no text. queue_bytes: limit
+    of each queue: blocks to save, objects to save, blocks to take in. saver: saves the blocks.
     """
 
     def __init__(
@@ -95,13 +94,15 @@ class Tiers:
         )
         self._offers = Offers(manager, payload, self.saver, self._rate, text)
         self.loads = Loads(manager, payload, self._loader, self._choose, self._take_slots)
-        self._began = 0.0  # when the current step had its blocks
+        self._began = 0.0  # start of the current step
         self._times_declined = 0
-        self._until: float | None = None  # the deadline of closing, by `time.monotonic`
+        self._until: float | None = (
+            None  # the deadline of closing, on the clock of `time.monotonic`
+        )
 
     @staticmethod
     def bound_queue(pool_bytes: int) -> int:
-        """Return how many bytes a queue may hold for a pool of this size."""
+        """Return the limit of a queue, in bytes, for a pool of this size."""
         return min(max(pool_bytes // _QUEUE_SHARE, _LEAST_QUEUED_BYTES), _QUEUED_BYTES)
 
     @property
@@ -126,7 +127,7 @@ class Tiers:
         return self.loads.are_under_way or self.image_loads.are_under_way
 
     def _choose(self, num_stored: int) -> int:
-        """Return how many of the blocks found to load: all, or none if computing is faster."""
+        """Return how many of the stored blocks to load: all, or 0 if computing is faster."""
         tokens = num_stored * self._manager.block_size
         nbytes = num_stored * self._payload.nbytes
         if is_worth_loading(tokens, nbytes, self._compute_rate, self._loader.rate):
@@ -139,7 +140,7 @@ class Tiers:
 
     @property
     def _compute_rate(self) -> float | None:
-        """Tokens a second that are computed: measured here, or by the engines that saved blocks."""
+        """Computed tokens per second, measured here or by the engines that saved blocks."""
         if self._rate.value is None and (seconds := self._chain.block_seconds):
             return self._manager.block_size / seconds
         return self._rate.value
@@ -148,9 +149,9 @@ class Tiers:
         return blocks * self._manager.block_size / (self._compute_rate or _SLOWEST)
 
     def count_stored(self, names: Sequence[BlockHash]) -> dict[str, int]:
-        """Return the tokens of a prompt that each tier would give, from the first block on.
+        """Return how many tokens of a prompt would be loaded from each tier.
 
-        A tier continues where the one before it ends. For any thread.
+        A tier continues where the tier before it ends. May be called from any thread.
         """
         counts: dict[str, int] = {}
         for store in self._tiers:
@@ -160,7 +161,7 @@ class Tiers:
         return counts
 
     def take_in(self) -> None:
-        """Put loaded blocks into the pool, before a step is scheduled."""
+        """Write loaded blocks to the pool, before a step is scheduled."""
         if not self.loads.are_under_way:
             return
         if written := self.loads.take_in():
@@ -171,8 +172,8 @@ class Tiers:
         self._end_loads()
 
     def _end_loads(self) -> None:
-        """End the loads that have all, or that no request waits for."""
-        for load in self.loads.end_those_done():
+        """End the loads that are complete, or that no request waits for."""
+        for load in self.loads.end_done():
             self.saver.touch(load.job.names[: load.next - load.first])
             segments = load.segments(self._manager.block_size)
             for request in load.requests:
@@ -180,12 +181,12 @@ class Tiers:
                     request.group.loaded = segments
 
     def _take_slots(self, request: Request, blocks: list[LoadedBlock]) -> None:
-        """Note the blocks that a load took; those of a farther tier are offered to the nearest."""
+        """Note the blocks that a load took; blocks of farther tiers are saved in the nearest."""
         is_saved = all(block.tier == self._tiers[0].tier for block in blocks)
         self._offers.note(_wall_time(request.group.arrival_time), is_saved=is_saved)
 
     def wait(self) -> bool:
-        """Wait a moment for a load; return False if there is none. For when nothing can run."""
+        """Wait a moment for a load, when nothing can run; return False if there is no load."""
         if self.loads.are_under_way:
             self._loader.wait(_PATIENCE)
         elif self.image_loads.are_under_way:
@@ -195,28 +196,28 @@ class Tiers:
         return True
 
     def scheduled(self, batch: Batch) -> None:
-        """Note that the step has its blocks, and writes nothing yet."""
+        """Note that a step is scheduled. Call before it writes."""
         self._began = time.perf_counter()
         self._rest(self._payload.on_cpu)
         self._offers.note(_wall_time(min(p.request.group.arrival_time for p in batch.scheduled)))
 
     def committed(self, batch: Batch, *, is_last: bool) -> None:
-        """Note that the step is written; is_last: no request is left."""
+        """Note that a step is committed. is_last: no request is left."""
         self._rate.add(batch.num_tokens, time.perf_counter() - self._began)
-        with suppress(MemoryError, RuntimeError):  # torch's: the blocks are offered again
+        with suppress(MemoryError, RuntimeError):  # no memory: the blocks are offered again later
             self._offers.commit()
         if is_last:
             self.idle()
 
     def idle(self) -> None:
-        """Save all that is written, since no request is left."""
+        """Save all written blocks, since no request is left."""
         self._end_loads()
-        with suppress(MemoryError, RuntimeError):  # torch's: the blocks are offered again
+        with suppress(MemoryError, RuntimeError):  # no memory: the blocks are offered again later
             self._offers.flush()
         self._rest(False)
 
     def _rest(self, on: bool) -> None:
-        """Make saving leave the cores to the steps, or no longer."""
+        """Turn the savers' rests, which leave the cores to the steps, on or off."""
         for saver in self._savers:
             saver.rest(on)
 
@@ -231,7 +232,7 @@ class Tiers:
         self.roll_back()
 
     def clear(self) -> None:
-        """Clear all stores. Raises TierError if some blocks may be left; all stores are called."""
+        """Clear all stores. Raises TierError, after calling all, if blocks may be left."""
         self.loads.end_all()
         self._offers.roll_back()
         done = [self.image_loads.forget_all(_LAST_SAVES)]
@@ -244,7 +245,7 @@ class Tiers:
             )
 
     def flush(self, timeout: float) -> bool:
-        """Save all that is written; return False if that takes longer than so many seconds."""
+        """Save all written blocks; return False if that takes longer than `timeout` seconds."""
         self._offers.flush()
         return all(saver.flush(timeout) for saver in self._savers)
 
@@ -261,9 +262,10 @@ class Tiers:
 
 
 def is_worth_loading(tokens: int, nbytes: int, compute: float | None, load: float | None) -> bool:
-    """Return True if so many bytes come sooner than so many tokens are computed.
+    """Return True if loading `nbytes` bytes is faster than computing `tokens` tokens.
 
-    compute: tokens a second, load: bytes a second. A rate that was never measured is tried.
+    compute: tokens per second. load: bytes per second. Also True while a rate is None, so that it
+    gets measured.
     """
     if compute is None or load is None:
         return True
@@ -271,5 +273,5 @@ def is_worth_loading(tokens: int, nbytes: int, compute: float | None, load: floa
 
 
 def _wall_time(arrival: float) -> float:
-    """Return a time of `time.perf_counter` in seconds since 1970."""
+    """Convert a time of `time.perf_counter` to seconds since 1970."""
     return time.time() - (time.perf_counter() - arrival)

@@ -57,14 +57,14 @@ class DecoderLayer(FamilyModule):
             self.per_layer_projection = read.linear(projection, width, hidden, bias=False)
             self.post_per_layer_input_norm = norm("post_per_layer_input_norm")
 
-    def forward(self, x: Tensor, step: LayerStep, kept_rows: Tensor | None = None) -> Tensor:
-        """Return the rows `[rows, hidden]` after the layer, or only `kept_rows` of them."""
+    def forward(self, x: Tensor, step: LayerStep, output_rows: Tensor | None = None) -> Tensor:
+        """Return the rows `[rows, hidden]` after the layer, or only `output_rows` of them."""
         before, after, around = (self._norms == place for place in ("before", "after", "around"))
         attend = self.mixer if self.is_recurrent else self.self_attn
-        update = attend(x if after else self.input_layernorm(x), step, kept_rows)
+        update = attend(x if after else self.input_layernorm(x), step, output_rows)
         if not before:
             update = self.post_attention_layernorm(update)
-        x = self._add(x if kept_rows is None else x.index_select(0, kept_rows), update)
+        x = self._add(x if output_rows is None else x.index_select(0, output_rows), update)
         if before:
             update = self.mlp(self.post_attention_layernorm(x), step.hooked)
         else:
@@ -74,7 +74,7 @@ class DecoderLayer(FamilyModule):
         if self._has_input:
             assert step.inputs is not None
             inputs = step.inputs[:, self._index]
-            inputs = inputs if kept_rows is None else inputs.index_select(0, kept_rows)
+            inputs = inputs if output_rows is None else inputs.index_select(0, output_rows)
             update = self._activation(self.per_layer_input_gate(x)).mul_(inputs)
             x = self._add(x, self.post_per_layer_input_norm(self.per_layer_projection(update)))
         return x if self._scalar == 1.0 else x * self._scalar

@@ -77,13 +77,13 @@ class ShortConv(Mixer):
         self.conv = CausalConv(hidden, conv.width, conv.bias, f"{name}.conv", read)
         self.out_proj = read.linear(f"{name}.out_proj", hidden, hidden, conv.bias)
 
-    def forward(self, x: Tensor, step: LayerStep, kept_rows: Tensor | None = None) -> Tensor:
-        """Return the update of all rows, or of `kept_rows`; write the states of all sequences."""
+    def forward(self, x: Tensor, step: LayerStep, output_rows: Tensor | None = None) -> Tensor:
+        """Return the update of all rows, or of `output_rows`; write the states of all sequences."""
         (states,), recurrence = self.find_states(step)
         before, after, value = self.in_proj(x).chunk(3, dim=-1)
         mixed = after * self.conv(before * value, states, recurrence, silu=False)
-        if kept_rows is not None:
-            mixed = mixed.index_select(0, kept_rows)
+        if output_rows is not None:
+            mixed = mixed.index_select(0, output_rows)
         out: Tensor = self.out_proj(mixed)
         return out
 
@@ -111,8 +111,8 @@ class GatedDelta(Mixer):
         self.norm = RMSNorm(read.vector(f"{name}.norm", delta.value_dim), shape.epsilon, "llama")
         self.out_proj = read.linear(f"{name}.out_proj", values, hidden, bias=False)
 
-    def forward(self, x: Tensor, step: LayerStep, kept_rows: Tensor | None = None) -> Tensor:
-        """Return the update of all rows, or of `kept_rows`; write the states of all sequences."""
+    def forward(self, x: Tensor, step: LayerStep, output_rows: Tensor | None = None) -> Tensor:
+        """Return the update of all rows, or of `output_rows`; write the states of all sequences."""
         (inputs, states), recurrence = self.find_states(step)
         delta = self._delta
         mixed = self.conv1d(self.in_proj_qkv(x), inputs, recurrence, silu=True)
@@ -127,8 +127,8 @@ class GatedDelta(Mixer):
             states,
             recurrence,
         )
-        if kept_rows is not None:
-            mixed, x = mixed.index_select(0, kept_rows), x.index_select(0, kept_rows)
+        if output_rows is not None:
+            mixed, x = mixed.index_select(0, output_rows), x.index_select(0, output_rows)
         gate = self.in_proj_z(x).view(mixed.shape).float()
         mixed = (self.norm(mixed) * functional.silu(gate)).to(x.dtype)
         out: Tensor = self.out_proj(mixed.flatten(1))
@@ -171,8 +171,8 @@ class Mamba2(Mixer):
         self.norm = GatedNorm(weight, shape.epsilon, scan.groups)
         self.out_proj = read.linear(f"{name}.out_proj", inner, hidden, scan.bias)
 
-    def forward(self, x: Tensor, step: LayerStep, kept_rows: Tensor | None = None) -> Tensor:
-        """Return the update of all rows, or of `kept_rows`; write the states of all sequences."""
+    def forward(self, x: Tensor, step: LayerStep, output_rows: Tensor | None = None) -> Tensor:
+        """Return the update of all rows, or of `output_rows`; write the states of all sequences."""
         (inputs, states), recurrence = self.find_states(step)
         scan = self._scan
         gate, mixed, dt = self.in_proj(x).split(self._projected, dim=-1)
@@ -187,8 +187,8 @@ class Mamba2(Mixer):
             states,
             recurrence,
         ).flatten(1)
-        if kept_rows is not None:
-            mixed, gate = mixed.index_select(0, kept_rows), gate.index_select(0, kept_rows)
+        if output_rows is not None:
+            mixed, gate = mixed.index_select(0, output_rows), gate.index_select(0, output_rows)
         out: Tensor = self.out_proj(self.norm(mixed, gate))
         return out
 

@@ -250,8 +250,8 @@ class Attention(FamilyModule):
                 weight = read.vector(f"{name}.{part}_norm", count)
                 setattr(self, f"{part}_norm", RMSNorm(weight, shape.epsilon, shape.norm))
 
-    def forward(self, x: Tensor, step: LayerStep, kept_rows: Tensor | None = None) -> Tensor:
-        """Return the update of all rows, or of `kept_rows`; write K and V of all rows."""
+    def forward(self, x: Tensor, step: LayerStep, output_rows: Tensor | None = None) -> Tensor:
+        """Return the update of all rows, or of `output_rows`; write K and V of all rows."""
         query, *others = self._project(x)
         if self._gated:
             query, gate = query.reshape(len(x), -1, 2 * self.head_dim).chunk(2, dim=-1)
@@ -268,12 +268,12 @@ class Attention(FamilyModule):
         if step.kept is not None:
             # Attention takes a query of every row; those of the others are not used.
             every = query.new_zeros((len(key), *query.shape[1:]))
-            query, kept_rows = every.index_copy(0, step.kept, query), step.kept
+            query, output_rows = every.index_copy(0, step.kept, query), step.kept
         attended = step.backend.attend(self.layer_idx, query, key, value, self.options)
         if self._gated:
             attended = attended * torch.sigmoid(gate)
-        if kept_rows is not None:
-            attended = attended.index_select(0, kept_rows)
+        if output_rows is not None:
+            attended = attended.index_select(0, output_rows)
         out: Tensor = self.o_proj(attended.flatten(1))
         return out
 

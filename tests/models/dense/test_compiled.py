@@ -264,7 +264,7 @@ SHAPE = DecoderShape(
 )
 
 
-def test_kept_rows_are_those_of_all_and_many_rows_are_left_to_modules() -> None:
+def test_output_rows_are_those_of_all_and_many_rows_are_left_to_modules() -> None:
     reader = RandomReader(1, "bfloat16")
     layers = [DecoderLayer(SHAPE, at, "", reader) for at in range(2)]
     compiled = compile_layers(layers, SHAPE, torch.float32)

@@ -55,7 +55,7 @@ def test_who_hands_on_which_rows_is_in_the_fingerprint(tmp_path: Path) -> None:
         memory = kv_memory(engine)
         records = [
             identify(engine.model, memory, engine.config, None, rows)
-            for rows in (None, speech.thinker.kept_rows, speech.talker.kept_rows)
+            for rows in (None, speech.thinker.stored_rows, speech.talker.stored_rows)
         ]
         assert len({record.fingerprint for record in records}) == 3
         assert records[1].fingerprint == engine.manager.hasher.model

@@ -30,7 +30,7 @@ from headstart.weights.scheme import UnsupportedLayerError
 
 # transformers' model_type where it is another name.
 _MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen35": "qwen3_5_text"}
-_MODEL_TYPES |= {"granitehybrid": "granitemoehybrid"}
+_MODEL_TYPES |= {"granitehybrid": "granitemoehybrid", "gemma4": "gemma4_text"}
 # Texts of tokens that end a reply, as llama.cpp lists them (special_eog_ids).
 _ENDS = frozenset(
     {
@@ -41,6 +41,7 @@ _ENDS = frozenset(
         *("<fim_pad>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<|file_sep|>"),
     }
 )
+_STILL = 1e20  # by which angles are divided where nothing turns
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROWS = "token_embd.weight"
 
@@ -55,14 +56,15 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
     heads, width = metadata.count("attention.head_count"), metadata.count("embedding_length")
     tokens = Metadata(reader, "tokenizer.ggml")
     rows = tensors[_ROWS].shape[-1] if _ROWS in tensors else len(tokens.get("tokens"))
+    differ = architecture == "gemma4"  # its layers, in widths
     content = {
         "model_type": _MODEL_TYPES.get(architecture, architecture),
         "vocab_size": int(rows),
         "hidden_size": width,
-        "intermediate_size": metadata.count("feed_forward_length"),
+        "intermediate_size": None if differ else metadata.count("feed_forward_length"),
         "num_hidden_layers": _at_most(metadata, "block_count", len(tensors)),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.kv_heads(heads),
+        "num_key_value_heads": None if differ else metadata.kv_heads(heads),
         "head_dim": metadata.count("attention.key_length", width // max(heads, 1)),
         "max_position_embeddings": metadata.count("context_length"),
         "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon"),
@@ -76,6 +78,8 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
     }
     content["rope_parameters"] = _read_angles(metadata, tensors, content)
     content |= _read_architecture_keys(architecture, metadata, content)
+    if architecture == "gemma4":
+        content |= _read_gemma4_keys(metadata, content, tensors)
     if architecture in _RECURRENT:
         content |= _read_recurrent_keys(architecture, metadata, content, tensors)
     return content
@@ -184,10 +188,68 @@ def _read_architecture_keys(
             angles |= {"rope_type": "linear", "factor": float(get("rope.scaling.factor", 1.0))}
         near = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 10_000.0)}
         keys["rope_parameters"] = {"full_attention": angles, "sliding_attention": near}
-        slides = get("attention.sliding_window_pattern", 6)
-        if type(slides) is int:
-            slides = [bool(layer % slides) for layer in range(1, content["num_hidden_layers"] + 1)]
-        keys["layer_types"] = ["sliding_attention" if s else "full_attention" for s in slides]
+        keys["layer_types"] = _read_layer_types(metadata, content)
+    return keys
+
+
+def _read_layer_types(metadata: Metadata, content: Mapping[str, Any]) -> list[str]:
+    """Return the types of the layers with attention, by a list or by the distance of full ones."""
+    slides = metadata.get("attention.sliding_window_pattern", 6)
+    if type(slides) is int:
+        slides = [bool(layer % slides) for layer in range(1, content["num_hidden_layers"] + 1)]
+    return ["sliding_attention" if s else "full_attention" for s in slides]
+
+
+def _read_gemma4_keys(
+    metadata: Metadata, content: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the keys of Gemma 4, whose layers differ in the widths of heads and MLPs."""
+    kinds = _read_layer_types(metadata, content)
+    kv_heads = metadata.by_layer("attention.head_count_kv", len(kinds))
+    inner = metadata.by_layer("feed_forward_length", len(kinds))
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    near = [layer for layer, kind in enumerate(kinds) if kind != "full_attention"]
+    if not full or not near or not len({kv_heads[layer] for layer in full}) == 1:
+        raise UnsupportedLayerError(f"its layers are {kinds}, with {kv_heads} heads of K and V")
+    head_dim = metadata.count("attention.key_length_swa")
+    if metadata.count("rope.dimension_count_swa", head_dim) != head_dim:
+        raise UnsupportedLayerError("a part of a head is rotated in layers with a window")
+    part = 1.0
+    if ROPE_FACTORS in tensors:  # 1 for pairs that turn, and nearly infinite for the others
+        factors = tensors[ROPE_FACTORS].data.reshape(-1)
+        part = int((factors == 1.0).sum()) / len(factors)
+        if not (factors[int(part * len(factors)) :] > _STILL).all():
+            raise UnsupportedLayerError(f"its {ROPE_FACTORS} are {sorted(set(factors.tolist()))}")
+    angles = {"rope_theta": float(metadata.get("rope.freq_base", 1_000_000.0))}
+    near_angles = {"rope_theta": float(metadata.get("rope.freq_base_swa", 10_000.0))}
+    width = metadata.count("embedding_length_per_layer_input", 0)
+    keys = {
+        "layer_types": kinds,
+        "num_key_value_heads": kv_heads[near[0]],
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": inner[-1] != inner[0],
+        "head_dim": head_dim,
+        "per_layer_config": {
+            str(layer): {"head_dim": content["head_dim"], "num_key_value_heads": kv_heads[layer]}
+            for layer in full
+        },
+        "attention_k_eq_v": f"blk.{full[0]}.attn_v.weight" not in tensors,
+        "num_kv_shared_layers": metadata.count("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": width,
+        "vocab_size_per_layer_input": content["vocab_size"],
+        "final_logit_softcapping": metadata.get("final_logit_softcapping"),
+        "sliding_window": metadata.count("attention.sliding_window"),
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": part,
+                **angles,
+            },
+            "sliding_attention": {"rope_type": "default", **near_angles},
+        },
+    }
+    if experts := metadata.count("expert_count", 0):
+        keys |= {"enable_moe_block": True, "num_experts": experts}
     return keys
 
 

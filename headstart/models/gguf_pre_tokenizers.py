@@ -166,5 +166,5 @@ _SPLITS: tuple[tuple[str, PreTokenizer], ...] = (
 )
 
 PRE_TOKENIZERS = {name: split for names, split in _SPLITS for name in names.split()}
-"""By name. Not here are `gemma4`, `sarvam-moe`, `granite-embed-multi-*` and `whitespace`, whose
-models have an architecture that is not read."""
+"""By name. Not here are `sarvam-moe`, `granite-embed-multi-*` and `whitespace`, whose models have
+an architecture that is not read, and `gemma4`, whose tokenizer does not split texts so."""

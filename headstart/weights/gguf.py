@@ -68,6 +68,15 @@ _GEMMA = _NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GEMMA4 = _GEMMA | {
+    "layer_output_scale.weight": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 _PHI3 = _NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _OLMO2 = _NAMES | {
     "post_attention_norm": "post_attention_layernorm",
@@ -107,6 +116,7 @@ ARCHITECTURES = {
     "qwen3": _NAMES,
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
+    "gemma4": _GEMMA4,
     "phi3": _PHI3,
     "granite": _NAMES,
     "olmo2": _OLMO2,
@@ -136,6 +146,7 @@ _FACTORS = ("rope.scaling.factor", "rope.scale_linear")
 _QUERY = "model.layers.0.self_attn.q_proj.weight"
 _PLACE = re.compile(r"(?:blk\.(\d{1,9})\.)?([a-z_0-9.]+?)(\.weight|\.bias)?")
 _CONVOLUTIONS = (".conv.weight", ".conv1d.weight")
+_TABLES = ("model.embed_tokens.weight", "model.embed_tokens_per_layer.weight")
 _FLAT = (".mixer.A_log", ".mixer.D", ".mixer.norm.weight")  # have a second side in some files
 
 
@@ -158,6 +169,17 @@ class Metadata:
                 f"its {self._prefix}.{name} is {value!r}; allowed: a whole number"
             )
         return value
+
+    def by_layer(self, name: str, layers: int) -> list[int]:
+        """Return a whole number for each layer, where the file may have one for all."""
+        values = self.get(name)
+        if not isinstance(values, list):
+            return [self.count(name)] * layers
+        if len(values) != layers or any(type(value) is not int for value in values):
+            raise UnsupportedLayerError(
+                f"its {self._prefix}.{name} is {values}; allowed: {layers} whole numbers"
+            )
+        return values
 
     def kv_heads(self, heads: int) -> int:
         """Return the heads of K and V in layers with attention."""
@@ -211,7 +233,7 @@ class GGUFCheckpoint(Checkpoint):
         metadata = Metadata(reader, self._architecture)
         self._check_keys(metadata)
         self._heads = heads = metadata.count("attention.head_count")
-        self._kv_heads = metadata.kv_heads(heads)
+        self._kv_heads = metadata.kv_heads(heads) if self._architecture in _PERMUTED else 0
         self._tiled = None
         if self._architecture == "qwen35":
             values = metadata.count("ssm.time_step_rank")
@@ -231,8 +253,8 @@ class GGUFCheckpoint(Checkpoint):
                     raise UnsupportedLayerError(f"it has two tensors for {name}")
                 self._tensors[name] = tensor
         rotated, query = metadata.get("rope.dimension_count"), self.shapes.get(_QUERY)
-        if self._architecture == "qwen35":
-            rotated = None  # of a head, which is partly rotated
+        if self._architecture in ("qwen35", "gemma4"):
+            rotated = None  # of a head that is partly rotated, or of another layer
         if rotated is not None and query is not None and rotated * heads != query[0]:
             raise UnsupportedLayerError(f"{rotated} elements of each head are rotated, and not all")
 
@@ -280,8 +302,8 @@ class GGUFCheckpoint(Checkpoint):
         tensor = torch.from_numpy(data.astype("float32")).view(self.shapes[name])
         if name.endswith(".A_log"):  # llama.cpp stores -exp of it
             return (-tensor).log()
-        # llama.cpp stores Gemma's norms with the 1 that the model adds to them, and Qwen3.5's.
-        adds_one = self._architecture.startswith("gemma") or self._architecture == "qwen35"
+        # llama.cpp stores norms with the 1 that the model adds to them.
+        adds_one = self._architecture in ("gemma2", "gemma3", "qwen35")
         return tensor - 1 if adds_one and "norm" in name and ".mixer." not in name else tensor
 
     def kind(self, name: str) -> WeightKind | None:
@@ -318,11 +340,11 @@ class GGUFCheckpoint(Checkpoint):
         type_name, kind = self._type(name), self.kind(name)
         if kind is None:
             return "stay float"
-        if name == "model.embed_tokens.weight" and not tied:
+        if name in _TABLES and not tied:
             return "made float"
         if type_name in FORMATS:
             return f"kept as {kind}"
-        is_head = name in ("lm_head.weight", "model.embed_tokens.weight")
+        is_head = name == "lm_head.weight" or name in _TABLES
         return f"{_ROUNDED} to {'int8' if is_head else kind}"
 
     def release(self) -> None:

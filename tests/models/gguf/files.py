@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
@@ -54,6 +55,20 @@ CONFIGS: dict[str, PreTrainedConfig] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
+    ),
+    "gemma4": Gemma4TextConfig(
+        **BASE | {"num_hidden_layers": 6},
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=32,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        sliding_window=8,
+        final_logit_softcapping=3.0,
+        pad_token_id=0,
     ),
     "phi3": Phi3Config(**BASE, pad_token_id=0, sliding_window=8),
     "granite": GraniteConfig(
@@ -115,6 +130,9 @@ def make_model(architecture: str, config: PreTrainedConfig | None = None, **chan
     model = AutoModelForCausalLM.from_config(config).eval()
     for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, 0.5 * ("norm" in name), max(weight.shape[-1], 16) ** -0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     return model
 
 
@@ -142,14 +160,20 @@ def write_gguf(
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    inner = config.intermediate_size
+    if architecture == "gemma4":  # by layer
+        inner = [inner] * 4 + [2 * inner] * 2
+    writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
+    config.allow_global_per_layer_attribute_access = True
     kv_heads = config.num_key_value_heads
+    if architecture == "gemma4":
+        kv_heads = [part.num_key_value_heads for part in config.per_layer_config]
     if architecture in ("lfm2", "granitehybrid"):  # by layer
         kv_heads = [kv_heads * (kind == "full_attention") for kind in config.layer_types]
     writer.add_head_count_kv(kv_heads)
     head_dim = config.hidden_size // config.num_attention_heads
-    if architecture not in ("granite", "granitehybrid", "phi3", "olmo2"):
+    if architecture not in ("granite", "granitehybrid", "phi3", "olmo2", "gemma4"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     angles = config.rope_parameters
@@ -184,7 +208,7 @@ def write_gguf(
     for name, tensor in tensors.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        named, data = name, tensor.numpy()
+        named, data = name + ".weight" * name.endswith("layer_scalar"), tensor.numpy()
         if data.ndim == 3:  # of a convolution
             data = data.squeeze(1)
         if architecture == "qwen35":
@@ -195,7 +219,7 @@ def write_gguf(
         if architecture in _HALVED and ("q_proj." in name or "k_proj." in name):
             data = data.reshape(-1, 2, head_dim // 2, *data.shape[1:])
             data = data.swapaxes(1, 2).reshape(tensor.shape)
-        if architecture.startswith("gemma") and "norm" in name:
+        if architecture in ("gemma2", "gemma3") and "norm" in name:
             data = data + 1
         if data.ndim == 1 or tensor.ndim == 3 or name.endswith(_SMALL):
             writer.add_tensor(theirs, data)
@@ -267,6 +291,8 @@ def _add_own_keys(writer: Any, architecture: str, config: Any) -> None:
     if architecture == "gemma3":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rope_parameters["full_attention"]["factor"])
+    if architecture == "gemma4":
+        _add_gemma4_keys(writer, config)
     if architecture == "granitehybrid":
         writer.add_ssm_conv_kernel(config.mamba_d_conv)
         writer.add_ssm_state_size(config.mamba_d_state)
@@ -301,3 +327,20 @@ def _add_own_keys(writer: Any, architecture: str, config: Any) -> None:
             for kind in ("long", "short"):
                 factors = torch.tensor(angles[f"{kind}_factor"], dtype=torch.float32)
                 writer.add_tensor(f"rope_factors_{kind}.weight", factors.numpy())
+
+
+def _add_gemma4_keys(writer: Any, config: Any) -> None:
+    full = config.per_layer_config[1].head_dim
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_key_length(full)
+    writer.add_value_length(full)
+    writer.add_key_length_swa(config.head_dim)
+    writer.add_value_length_swa(config.head_dim)
+    writer.add_rope_dimension_count(full)
+    writer.add_rope_dimension_count_swa(config.head_dim)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    turns = int(full * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
+    factors = torch.tensor([1.0] * turns + [1e30] * (full // 2 - turns))
+    writer.add_tensor("rope_freqs.weight", factors.numpy())

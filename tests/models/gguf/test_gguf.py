@@ -62,7 +62,7 @@ def test_a_file_of_floats_is_the_model(architecture: str, tmp_path: Path) -> Non
         ("F16", None, 0),
     ],
 )
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "lfm2", "qwen35"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma4", "lfm2", "qwen35"])
 def test_weights_are_those_of_the_file(
     architecture: str, kind: str, wanted: str | None, apart: float, tmp_path: Path
 ) -> None:
@@ -440,3 +440,46 @@ def test_ends_of_turns_end_a_reply(
     model, methods = make_model("llama"), {"add_token_list": add}
     file = write_gguf(tmp_path / "a.gguf", "llama", model, "F32", methods=methods)
     assert load_model(file).eos_token_ids == ends
+
+
+def test_gemma_4_splits_texts_as_transformers_does(tmp_path: Path) -> None:
+    """Spaces are letters, merges are the file's, and letters that it lacks become bytes."""
+    letters = ["\u2581", *"abc", "ab", "\u2581ab", "\u2581\u2581", "<turn|>"]
+    tokens = [*letters, *(f"<0x{byte:02X}>" for byte in range(149))]
+    merges = ["a b", "\u2581 ab", "\u2581 \u2581"]
+
+    def add_model(writer: Any, _name: str) -> None:
+        gguf.GGUFWriter.add_tokenizer_model(writer, "gemma4")
+        writer.add_token_scores([0.0] * VOCABULARY)
+        writer.add_add_space_prefix(False)
+        writer.add_add_bos_token(True)
+
+    methods = {"add_tokenizer_model": add_model, "add_tokenizer_pre": lambda *_: None}
+    file = write_gguf(
+        tmp_path / "tiny.gguf",
+        "gemma4",
+        make_model("gemma4"),
+        "F32",
+        words=(tokens, merges),
+        methods=methods,
+    )
+    tokenizer = load_tokenizer(gguf_folder(file))
+    assert tokenizer is not None
+    found = tokenizer.convert_ids_to_tokens(tokenizer.encode("ab c  ab!", add_special_tokens=False))
+    assert found == ["ab", "\u2581", "c", "\u2581", "\u2581ab", "<0x21>"]
+    assert tokenizer.decode(tokenizer.encode("ab c  ab!"), skip_special_tokens=True) == "ab c  ab!"
+
+
+@pytest.mark.parametrize("factors", [[1.0, 8.0, 8.0], [2.0, 1e30, 1e30]])
+def test_other_frequencies_of_gemma_4_are_refused(factors: list[float], tmp_path: Path) -> None:
+    add_tensor = gguf.GGUFWriter.add_tensor
+
+    def add(writer: Any, name: str, data: Any, **options: Any) -> None:
+        if name == "rope_freqs.weight":
+            data = np.float32(factors)
+        add_tensor(writer, name, data, **options)
+
+    model = make_model("gemma4")
+    file = write_gguf(tmp_path / "tiny.gguf", "gemma4", model, "F32", methods={"add_tensor": add})
+    with pytest.raises(UnsupportedModelError, match=r"its rope_freqs.weight are \["):
+        load_model(file)

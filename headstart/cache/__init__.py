@@ -10,7 +10,7 @@ Glossary:
     computed tokens tokens whose K/V need no computing
 """
 
-from headstart.cache.block import KVCacheBlock, PrefixNode
+from headstart.cache.block import KVCacheBlock, PrefixNode, RowCopy
 from headstart.cache.config import CacheConfig
 from headstart.cache.events import AllBlocksCleared, BlockEvicted, BlockStored, CacheEvent
 from headstart.cache.eviction import EvictionPolicy
@@ -27,8 +27,8 @@ from headstart.cache.identity import (
     read_tokens,
 )
 from headstart.cache.index import PathSegment, PrefixTree
-from headstart.cache.lookup import ComputedBlocks, PartialHit
-from headstart.cache.manager import Allocation, KVCacheManager, RowCopy
+from headstart.cache.lookup import Allocation, ComputedBlocks, PartialHit
+from headstart.cache.manager import KVCacheManager
 from headstart.cache.pool import BlockPicture, BlockPool, BlockState
 from headstart.cache.sequence import Mark, TokenSequence
 from headstart.cache.shares import Shares
@@ -41,6 +41,7 @@ from headstart.cache.stats import (
     PrefixCacheStats,
 )
 from headstart.cache.unsaved import UnsavedBlock, UnsavedBlocks
+from headstart.cache.windows import WindowPool
 
 __all__ = [
     "AGE_BOUNDS",
@@ -81,6 +82,7 @@ __all__ = [
     "TokenSequence",
     "UnsavedBlock",
     "UnsavedBlocks",
+    "WindowPool",
     "extra_keys",
     "read_tokens",
 ]

@@ -9,6 +9,7 @@ Source: "Automatic Prefix Caching" (vLLM v1 design), data structure.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from headstart.cache.identity import BlockHash, BlockKey, Namespace, cut_salt
 from headstart.mypyc_hints import mypyc_attr
@@ -99,6 +100,19 @@ class Branches(PrefixNode):
         self.place(parent, BlockKey(b""))
         self.nodes: dict[BlockKey, PrefixNode] = {}
         self.order: list[BlockKey] = []
+
+
+class RowCopy(NamedTuple):
+    """The first `num_rows` slots of a block, to copy to another block before the step.
+
+    source_window and target_window: the window blocks of these blocks; -1 without sliding windows.
+    """
+
+    source_block: int
+    target_block: int
+    num_rows: int
+    source_window: int = -1
+    target_window: int = -1
 
 
 def block_ids(blocks: Iterable[KVCacheBlock]) -> list[int]:

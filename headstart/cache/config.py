@@ -46,6 +46,9 @@ class CacheConfig(CacheOptions):
     state_interval: tokens between two regular checkpoints of a long prompt.
     states_at_borders: states are stored at block borders only, for an engine that computes whole
         blocks.
+    window: tokens that a row of the sliding-window layers sees; 0 without such layers.
+    num_window_blocks: blocks of the pool of these layers; 0 if their K/V are in the blocks of the
+        others. See `headstart.cache.windows`.
 
     Raises ConfigError.
     """
@@ -56,6 +59,8 @@ class CacheConfig(CacheOptions):
     num_states: int = option(0, allowed=Number(int, 0))
     state_interval: int = option(1024, allowed=Number(int, 1))
     states_at_borders: bool = False
+    window: int = option(0, allowed=Number(int, 0))
+    num_window_blocks: int = option(0, allowed=Number(int, 0))
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from headstart.cache.block import Branches, KVCacheBlock, PrefixNode, RootNode
+from headstart.cache.block import Branches, KVCacheBlock, PrefixNode, RootNode, RowCopy
 from headstart.cache.identity import (
     PUBLIC,
     BlockKey,
@@ -20,8 +20,9 @@ from headstart.cache.identity import (
 )
 from headstart.cache.index import PrefixIndex
 from headstart.cache.sequence import TokenSequence
-from headstart.cache.states import Checkpoint
+from headstart.cache.states import Checkpoint, StatePool
 from headstart.cache.stats import MissExplanation, MissReason
+from headstart.cache.windows import WindowPool
 
 MAX_ADAPTERS = 4  # adapters that are searched to explain a miss
 MAX_DEPTH = 16  # after a hit of more blocks, other adapters are not searched
@@ -85,6 +86,13 @@ class ComputedBlocks(NamedTuple):
         )
 
 
+class Allocation(NamedTuple):
+    """The result of an admission: rows to copy before the step, and why it did not hit more."""
+
+    copies: tuple[RowCopy, ...]
+    missed: MissExplanation
+
+
 def _nearest_children(index: PrefixIndex, parent: PrefixNode, key: BlockKey) -> list[PrefixNode]:
     """Return the written children next to the position where the key would be inserted."""
     child = parent.child
@@ -125,6 +133,30 @@ def find_partial(
     if hit is None:
         return None
     return PartialHit(hit.block, min(hit.num_rows, limit))
+
+
+def find_resume(
+    computed: ComputedBlocks, known: int, states: StatePool | None, windows: WindowPool | None
+) -> ComputedBlocks:
+    """Return a lookup with the deepest position within `known` tokens to resume from."""
+    state = writer = None
+    if windows is not None:
+        head = computed.partial.block if computed.partial is not None else None
+        position = windows.find(computed.blocks, head, known)
+    elif states is not None:
+        state, writer = states.find(computed.sequence, computed.blocks, known)
+        position = state.position if state is not None else 0
+    else:
+        return computed
+    partial, rows = computed.partial, position - len(computed.blocks) * computed.sequence.block_size
+    return computed._replace(
+        num_tokens=position,
+        known_tokens=known,
+        state=state,
+        writer=computed.writer or writer,
+        is_fork=computed.writer is None,
+        partial=partial._replace(num_rows=rows) if partial is not None and rows > 0 else None,
+    )
 
 
 def explain_end(

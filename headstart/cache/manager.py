@@ -18,9 +18,16 @@ Source: "Automatic Prefix Caching" (vLLM v1 design), operations.
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
-from headstart.cache.block import KVCacheBlock, PartialNode, PrefixNode, block_ids, count_free
+from headstart.cache.block import (
+    KVCacheBlock,
+    PartialNode,
+    PrefixNode,
+    RowCopy,
+    block_ids,
+    count_free,
+)
 from headstart.cache.config import CacheConfig
 from headstart.cache.events import CacheEvent
 from headstart.cache.free_queue import Clock
@@ -29,9 +36,11 @@ from headstart.cache.identity import BlockHash, BlockKey, Namespace
 from headstart.cache.index import PathSegment, PrefixIndex
 from headstart.cache.invariants import check_everything
 from headstart.cache.lookup import (
+    Allocation,
     ComputedBlocks,
     explain_end,
     find_partial,
+    find_resume,
     is_in_other_salt,
     longest_head,
 )
@@ -39,23 +48,9 @@ from headstart.cache.pool import BlockPicture, BlockPool
 from headstart.cache.sequence import TokenSequence
 from headstart.cache.states import MIN_GAIN, StatePool
 from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
+from headstart.cache.windows import WindowPool
 from headstart.errors import CacheError, ConfigError
 from headstart.mypyc_hints import mypyc_attr
-
-
-class RowCopy(NamedTuple):
-    """The first `num_rows` slots of a block, to copy to another block before the step."""
-
-    source_block: int
-    target_block: int
-    num_rows: int
-
-
-class Allocation(NamedTuple):
-    """The result of an admission: rows to copy before the step, and why it did not hit more."""
-
-    copies: tuple[RowCopy, ...]
-    missed: MissExplanation
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -97,6 +92,12 @@ class KVCacheManager:
                 config.block_size,
                 only_borders=config.states_at_borders,
             )
+        self.windows: WindowPool | None = None
+        if config.num_window_blocks:
+            self.windows = self.pool.windows = WindowPool(
+                config.num_window_blocks, config.window, config.block_size
+            )
+        self._has_one_group = self.states is None and self.windows is None
         self._caching = config.enable_prefix_caching
         self._sequences: dict[str, TokenSequence] = {}
         self._mark = object()  # the `holder` of sequences that hold blocks here
@@ -132,12 +133,18 @@ class KVCacheManager:
         """Return True if this sequence, not another with its id, holds blocks."""
         return sequence.holder is self._mark
 
+    @property
+    def _version(self) -> int:
+        """A number that changes with each eviction, so that a stale lookup is recognized."""
+        evicted = self.windows.version if self.windows is not None else 0
+        return self.pool.version + evicted
+
     def get_computed_blocks(self, sequence: TokenSequence) -> ComputedBlocks:
         """Look up the sequence's cached prefix. Changes neither statistics nor the eviction order.
 
         At least one token is left to compute. Costs about 0.1 us a cached block.
         """
-        version, index = self.pool.version, self.pool.index
+        version, index = self._version, self.pool.index
         if not self._caching:
             return ComputedBlocks(sequence, [], 0, None, None, None, version, index)
         keys = sequence.cut(self.block_size)
@@ -159,29 +166,12 @@ class KVCacheManager:
         computed = ComputedBlocks(
             sequence, blocks, num_tokens, partial, writer, node, version, index
         )
-        return self._find_state(computed, num_tokens)
-
-    def _find_state(self, computed: ComputedBlocks, known: int) -> ComputedBlocks:
-        """Return a lookup with the deepest state within `known` tokens, from which to resume."""
-        states = self.states
-        if states is None:
-            return computed
-        state, writer = states.find(computed.sequence, computed.blocks, known)
-        position = state.position if state is not None else 0
-        partial, rows = computed.partial, position - len(computed.blocks) * self.block_size
-        return computed._replace(
-            num_tokens=position,
-            known_tokens=known,
-            state=state,
-            writer=computed.writer or writer,
-            is_fork=computed.writer is None,
-            partial=partial._replace(num_rows=rows) if partial is not None and rows > 0 else None,
-        )
+        return find_resume(computed, num_tokens, self.states, self.windows)
 
     def cut(self, computed: ComputedBlocks, count: int) -> ComputedBlocks:
         """Return a lookup truncated to its first `count` blocks."""
         computed = computed.cut(count, self.block_size)
-        return self._find_state(computed, computed.known_tokens)
+        return find_resume(computed, computed.known_tokens, self.states, self.windows)
 
     def save_fork(self, computed: ComputedBlocks) -> bool:
         """Have the step under way save a checkpoint where the lookup's K/V end.
@@ -207,7 +197,12 @@ class KVCacheManager:
         return explanation
 
     def _explain(self, computed: ComputedBlocks | None) -> MissExplanation:
-        return explain_end(self.pool.index, computed, self.block_size, is_caching=self._caching)
+        explanation = explain_end(
+            self.pool.index, computed, self.block_size, is_caching=self._caching
+        )
+        if self.windows is not None and explanation.reason is MissReason.STATE:
+            return replace(explanation, reason=MissReason.WINDOW)
+        return explanation
 
     def block_hashes(self, sequence: TokenSequence) -> list[BlockHash]:
         """Return the portable hashes of the sequence's full blocks, cached or not.
@@ -245,6 +240,11 @@ class KVCacheManager:
         self._check_source(computed)
         blocks = -(-len(computed.sequence.token_ids) // self.block_size)
         needed = blocks - len(computed.blocks) + count_free(computed.blocks)
+        windows, start = self.windows, computed.num_tokens
+        if windows is not None:  # for one window at least
+            end = min(len(computed.sequence.token_ids), start + windows.width)
+            if not windows.can_start(computed.blocks, start, end):
+                return False
         return needed <= len(self.pool.free)
 
     def allocate_slots(
@@ -263,8 +263,10 @@ class KVCacheManager:
         num_new = max(0, -(-end // self.block_size) - len(hits))
         if num_new + count_free(hits) > len(self.pool.free):
             return None
-        states = self.states
+        states, windows = self.states, self.windows
         if states is not None and not states.can_start(computed.state if computed else None):
+            return None
+        if windows is not None and not windows.can_start(hits, hit_tokens, end):
             return None
         missed = self._explain(computed)
         if sequence.is_counted:
@@ -278,15 +280,28 @@ class KVCacheManager:
         sequence.capacity = len(sequence.blocks) * self.block_size
         sequence.num_indexed = sequence.num_reused = len(hits)
         sequence.node = computed.node if computed is not None and hits else None
+        known = computed.known_tokens if computed is not None else 0
         if states is not None:
-            state, known = (computed.state, computed.known_tokens) if computed else (None, 0)
-            states.start(sequence, state, known)
+            states.start(sequence, computed.state if computed is not None else None, known)
+            sequence.num_computed_tokens = hit_tokens
+        if windows is not None:
+            windows.start(sequence, hit_tokens, known, end)
+            target = sequence.window_table()[len(hits)] if copies else -1
+            copies = tuple(copy._replace(target_window=target) for copy in copies)
             sequence.num_computed_tokens = hit_tokens
         self._extend_to(sequence, end)
         self._announce(sequence)
         if copies and sequence.blocks[len(hits)] is not new[0]:  # cached since the lookup
-            copies = ()
+            copies = self._copy_window(sequence, copies[0], len(hits))
         return Allocation(copies, missed)
+
+    def _copy_window(
+        self, sequence: TokenSequence, copy: RowCopy, index: int
+    ) -> tuple[RowCopy, ...]:
+        """Return a copy whose block was cached meanwhile: for window blocks alone, or none."""
+        if self.windows is None or sequence.window_table()[index] != copy.target_window:
+            return ()
+        return (copy._replace(target_block=copy.source_block),)
 
     def _check_admission(
         self, sequence: TokenSequence, num_new_tokens: int, computed: ComputedBlocks | None
@@ -301,7 +316,7 @@ class KVCacheManager:
                 raise CacheError(f"the lookup given for {name!r} is another sequence's")
             self._check_source(computed)
             state = computed.state
-            if computed.version != self.pool.version or (state and state.node is None):
+            if computed.version != self._version or (state and state.node is None):
                 raise CacheError(f"the lookup of {name!r} is older than an eviction: look again")
         check_count(sequence, num_new_tokens, computed.num_tokens if computed is not None else 0)
         if self._caching:
@@ -323,6 +338,7 @@ class KVCacheManager:
         if computed is None or computed.partial is None:
             return self.pool.take(count, sequence.namespace.salt), ()
         source, num_rows = computed.partial
+        window = self.windows.window_block(source) if self.windows is not None else -1
         is_last = source.ref_cnt == 0 and len(self.pool.free) == count
         self.pool.touch([source])
         if is_last:
@@ -330,7 +346,7 @@ class KVCacheManager:
         new = self.pool.take(count, sequence.namespace.salt)
         if not is_last:
             self.pool.release([source])
-        return new, (RowCopy(source.block_id, new[0].block_id, num_rows),)
+        return new, (RowCopy(source.block_id, new[0].block_id, num_rows, window),)
 
     def append_slots(self, sequence: TokenSequence, num_new_tokens: int = 1) -> bool:
         """Give a running sequence slots for its next tokens.
@@ -341,7 +357,8 @@ class KVCacheManager:
         end = sequence.num_computed_tokens + num_new_tokens
         if num_new_tokens < 1 or end > len(sequence.token_ids):
             check_count(sequence, num_new_tokens, sequence.num_computed_tokens)
-        if end < sequence.capacity and sequence.holder is self._mark and self.states is None:
+        has_slots = end < sequence.capacity and sequence.holder is self._mark
+        if has_slots and (self._has_one_group or self._has_window(sequence, end)):
             sequence.step = self._step
             sequence.num_computed_tokens = end
             return True
@@ -349,18 +366,26 @@ class KVCacheManager:
             raise CacheError(f"{sequence.request_id!r} holds no blocks: allocate_slots comes first")
         if self._caching:
             sequence.cut(self.block_size)  # for the index; it may raise, so before any change
-        if end > sequence.capacity:
-            num_new = -(-(end - sequence.capacity) // self.block_size)
-            if num_new > len(self.pool.free):
-                return False
+        num_new = max(0, -(-(end - sequence.capacity) // self.block_size))
+        if num_new > len(self.pool.free):
+            return False
+        if self.windows is not None and not self.windows.extend(sequence, end):
+            return False
+        if num_new:
             new = self.pool.take(num_new, sequence.namespace.salt)
             sequence.blocks += new
             sequence.block_ids += block_ids(new)
             sequence.capacity += num_new * self.block_size
+        if self.windows is not None:
+            self.windows.fill(sequence, end)
         self._extend_to(sequence, end)
         if sequence.in_progress is not None or sequence.num_indexed < len(sequence.keys):
             self._announce(sequence)
         return True
+
+    def _has_window(self, sequence: TokenSequence, end: int) -> bool:
+        """Return True if the sequence's last window block has free slots up to `end`."""
+        return self.states is None and end < len(sequence.window_table()) * self.block_size
 
     # The index
 
@@ -374,6 +399,8 @@ class KVCacheManager:
             self._index_blocks(sequence, full)
         if self.states is not None:
             self.states.extend(sequence, start, end)
+        if self.windows is not None:
+            self.windows.attach(sequence, start // self.block_size, full)
 
     def _index_blocks(self, sequence: TokenSequence, full: int) -> None:
         """Index the sequence's new full blocks, up to its first `full` ones."""
@@ -414,6 +441,9 @@ class KVCacheManager:
         if cached is None or cached.num_rows < rows:
             partial = index.child(node, key, PartialNode)
             index.attach(partial, sequence.blocks[sequence.num_indexed])
+            if self.windows is not None:
+                self.windows.attach(sequence, sequence.num_indexed, sequence.num_indexed + 1)
+                self.windows.commit()
             self._drop_covered(partial)
 
     def _drop_covered(self, node: PrefixNode) -> None:
@@ -446,6 +476,8 @@ class KVCacheManager:
         self.pool.index.commit()
         if self.states is not None:
             self.states.commit()
+        if self.windows is not None:
+            self.windows.commit()
         self.stats.commit()
         self._step += 1
 
@@ -459,6 +491,8 @@ class KVCacheManager:
         filled = dict.fromkeys(b for s in failed for b in s.blocks if b in index.unwritten)
         self.pool.forget(list(filled))
         index.commit()
+        if self.windows is not None:
+            self.windows.fail()
         self.stats.take_back()
         self._step += 1
         for sequence in failed:
@@ -507,6 +541,8 @@ class KVCacheManager:
         # Before any block is freed: its identity would pass to a copy, perhaps one of these.
         self.pool.forget([b for b in computed if b.node is not None and b.ref_cnt == held[b]])
         for sequence in sequences:
+            if self.windows is not None:
+                self.windows.discard(sequence)
             self._give_back(sequence)
         unwritten.difference_update([b for b in computed if b.node is None])
 
@@ -519,6 +555,8 @@ class KVCacheManager:
         self._withdraw(sequence)
         if self.states is not None:
             self.states.end(sequence, is_cached=is_cached)
+        if self.windows is not None:
+            self.windows.end(sequence)
         for mark in sequence.marks:
             self.pool.free.retain(sequence.marked(mark, self.block_size), mark.seconds)
         self.pool.release(sequence.give_up()[::-1])
@@ -536,6 +574,8 @@ class KVCacheManager:
         check_everything(self.config, self.pool, self.sequences)
         if self.states is not None:
             self.states.check()
+        if self.windows is not None:
+            self.windows.check()
         assert all(self.is_known(s) for s in self.sequences), "a sequence has no mark"
         for block, sequence in self._in_progress.items():
             name = sequence.request_id

@@ -18,6 +18,7 @@ from headstart.cache.index import PrefixIndex
 from headstart.cache.shares import Shares
 from headstart.cache.states import StatePool
 from headstart.cache.stats import EvictionAges
+from headstart.cache.windows import WindowPool
 from headstart.mypyc_hints import mypyc_attr
 
 AGE_SAMPLE = 64
@@ -67,6 +68,7 @@ class BlockPool:
         self._freed = dict.fromkeys(self._sample, 0.0)  # the times at which blocks were freed
         self.hasher: BlockHasher | None = None
         self.states: StatePool | None = None
+        self.windows: WindowPool | None = None
         self.events: list[CacheEvent] = []
 
     def picture(self) -> list[BlockPicture]:
@@ -190,6 +192,8 @@ class BlockPool:
         if not blocks:
             return
         self.version += 1
+        if self.windows is not None:
+            self.windows.forget(blocks)
         if self.copies:
             blocks = [block for block in blocks if not self._forget_copy(block)]
         if self.hasher is not None:
@@ -228,6 +232,8 @@ class BlockPool:
         self.index.clear()
         if self.states is not None:
             self.states.clear()
+        if self.windows is not None:
+            self.windows.clear()
         self.version += 1
         if self.hasher is not None:
             self.events.append(AllBlocksCleared())

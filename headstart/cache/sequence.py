@@ -32,6 +32,24 @@ class Mark(NamedTuple):
     seconds: float
 
 
+class SequenceWindow:
+    """The window blocks of a running sequence; see `headstart.cache.windows`.
+
+    ids: by the index of its block; 0 before `first`, where the window begins. shared: indices of
+    those with cached K/V, to which it writes nothing. wanted: positions before which the window
+    stays cached, as well as at every `interval`.
+    """
+
+    __slots__ = ("first", "ids", "interval", "shared", "wanted")
+
+    def __init__(self, first: int, wanted: Sequence[int], interval: int) -> None:
+        self.ids = [0] * first
+        self.first = first
+        self.shared: set[int] = set()
+        self.wanted = wanted
+        self.interval = interval
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class TokenSequence:
     """The tokens of one request, prompt and output, and its block table.
@@ -76,6 +94,7 @@ class TokenSequence:
         "step",
         "switched",
         "token_ids",
+        "window",
     )
 
     def __init__(
@@ -122,6 +141,7 @@ class TokenSequence:
         self.switched: set[int] = set()  # indices where a cached block replaced its own
         self.in_progress: tuple[PrefixNode | Namespace, BlockKey] | None = None
         self.step = -1  # the last step that gave it slots
+        self.window: SequenceWindow | None = None  # of layers with a sliding window
 
     def append(self, token_id: SupportsIndex) -> None:
         """Add a generated token. Raises CacheError when it is no token id."""
@@ -198,7 +218,7 @@ class TokenSequence:
         """Return the sequence's blocks, and reset it to hold none."""
         blocks, self.blocks, self.block_ids = self.blocks, [], []
         self.capacity = self.num_computed_tokens = self.num_indexed = self.num_reused = 0
-        self.node = self.in_progress = self.holder = None
+        self.node = self.in_progress = self.holder = self.window = None
         self.switched.clear()
         return blocks
 
@@ -229,6 +249,26 @@ class TokenSequence:
                 slots += [scratch] * count
             else:
                 first = self.block_ids[index] * block_size + offset
+                slots += range(first, first + count)
+            start += count
+        return slots
+
+    def window_table(self) -> Sequence[int]:
+        """Return the ids of its window blocks, by the index of the block; 0 before the window."""
+        return self.window.ids if self.window is not None else []
+
+    def window_slots(self, start: int, stop: int, block_size: int, scratch: int) -> list[int]:
+        """Return what `slots` does, for the layers with a sliding window."""
+        window = self.window
+        assert window is not None
+        slots: list[int] = []
+        while start < stop:
+            index, offset = divmod(start, block_size)
+            count = min(stop - start, block_size - offset)
+            if index in window.shared:
+                slots += [scratch] * count
+            else:
+                first = window.ids[index] * block_size + offset
                 slots += range(first, first + count)
             start += count
         return slots

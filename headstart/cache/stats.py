@@ -28,6 +28,7 @@ class MissReason(Enum):
     IN_PROGRESS = "another request is computing it"
     OUTPUTS = "cached, but not what the next stage needs of it"
     STATE = "cached, but no checkpoint to resume from"
+    WINDOW = "cached, but not in the layers with a sliding window"
 
     __hash__ = object.__hash__  # in C, as each admission counts a reason
 
@@ -37,7 +38,7 @@ class MissExplanation:
     """The reason why a request did not hit more, and the first token that it applies to.
 
     adapter: for ADAPTER, the adapter that has more of the prefix; None for the model without
-    adapters. known_tokens: for STATE, the number of tokens with cached K/V.
+    adapters. known_tokens: for STATE and WINDOW, the number of tokens with cached K/V.
     """
 
     reason: MissReason
@@ -54,6 +55,8 @@ class MissExplanation:
             text = "cached without an adapter" if plain else f"{text}, {self.adapter}"
         if self.reason is MissReason.STATE:
             text = f"cached up to token {self.known_tokens}, but no checkpoint to resume from"
+        if self.reason is MissReason.WINDOW:
+            text = f"cached up to token {self.known_tokens}, but not in layers with a sliding window"
         return f"from token {self.position} on: {text}"
 
 

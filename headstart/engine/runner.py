@@ -98,7 +98,7 @@ class Runner:
         it gets those of its last row if it samples, and none if it does not.
         """
         self._nonfinite.clear()
-        self._memory.copy_rows(batch.copies)
+        self._memory.copy_rows([copy[:3] for copy in batch.copies])
         parts: list[_Rows] = []
         greedy_only = not self._deterministic
         for request, start, stop, samples in batch.scheduled:

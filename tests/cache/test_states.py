@@ -279,7 +279,10 @@ class StateMachine(RuleBasedStateMachine):
 
     @initialize(config=CONFIGS)
     def start(self, config: dict[str, object]) -> None:
-        self.engine = make_engine(**config)
+        self.begin(make_engine(**config))
+
+    def begin(self, engine: TinyEngine) -> None:
+        self.engine = engine
         self.engine.may_forget = True
         self.manager = self.engine.manager
         self.running: list[TokenSequence] = []

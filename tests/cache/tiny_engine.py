@@ -5,6 +5,7 @@ from headstart.cache import (
     BlockStored,
     CacheEvent,
     KVCacheManager,
+    RowCopy,
     TokenSequence,
 )
 from headstart.cache.identity import PUBLIC
@@ -21,7 +22,7 @@ class TinyEngine:
         self.memory: dict[int, object] = {}
         self.mirror: set[bytes] = set()
         self._events: list[CacheEvent] = []
-        self._copies: list[tuple[int, int, int]] = []
+        self._copies: list[RowCopy] = []
         self._chunks: list[tuple[TokenSequence, int, int]] = []
         self._slots: list[int] = []  # that the step under way may have written to
         self._kept: set[object] = set()
@@ -59,9 +60,13 @@ class TinyEngine:
     def commit(self) -> None:
         """The model writes, then the manager commits."""
         size = self.size
-        read = [[self.memory.get(s * size + row) for row in range(n)] for s, _, n in self._copies]
-        for (_, target, _), rows in zip(self._copies, read, strict=True):
-            self.memory |= {target * size + row: content for row, content in enumerate(rows)}
+        read = [
+            [self.memory.get(copy.source_block * size + row) for row in range(copy.num_rows)]
+            for copy in self._copies
+        ]
+        for copy, rows in zip(self._copies, read, strict=True):
+            target = copy.target_block * size
+            self.memory |= {target + row: content for row, content in enumerate(rows)}
         for sequence, start, stop in self._chunks:
             if sequence.blocks:
                 for at, slot in enumerate(sequence.slots(start, stop, size, -1), start):

@@ -1,0 +1,275 @@
+"""Blocks of the sliding-window layers: a pool of their own, which holds little more than windows.
+
+A layer with a sliding window of w tokens reads the last w - 1 tokens before a row. So its K/V need
+not stay for the whole prefix. The K/V of all such layers are in *window blocks*. A running sequence
+has one for each of its blocks that the window of its next rows reaches. It releases the others as
+it goes on.
+
+A full window block is attached to the block with the same tokens. It stays cached when no sequence
+uses it any more, until its memory is needed. A request resumes at a position only if the window
+before it is cached: all of its window blocks.
+
+Window blocks that running sequences left behind are evicted first, and then, least recently used
+first, the windows where later prompts may branch: at the ends of prompts and replies, at marks, at
+forks and at intervals.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from headstart.cache.block import KVCacheBlock
+from headstart.cache.sequence import SequenceWindow, TokenSequence
+
+
+class WindowPool:
+    """All window blocks, and those that are attached to blocks.
+
+    width: the tokens that a row sees, itself included. version: changes when a block is evicted.
+    """
+
+    def __init__(self, num_blocks: int, width: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.width = width
+        self.block_size = block_size
+        self.version = 0
+        self.num_evicted = 0
+        self._attached: dict[KVCacheBlock, int] = {}
+        self._owners: list[KVCacheBlock | None] = []  # the inverse, by window block
+        self._users: list[int] = []  # sequences that have each window block in their window
+        self._empty: list[int] = []
+        self._passed: OrderedDict[int, None] = OrderedDict()  # unused, evicted first
+        self._ends: OrderedDict[int, None] = OrderedDict()  # unused, at the end of a window
+        self._fresh: list[int] = []  # attached in the step under way
+        self._sequences: dict[TokenSequence, SequenceWindow] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all content and all sequences."""
+        self._attached.clear()
+        self._owners = [None] * self.num_blocks
+        self._users = [0] * self.num_blocks
+        self._empty = list(range(self.num_blocks))[::-1]
+        self._passed.clear()
+        self._ends.clear()
+        self._fresh.clear()
+        self._sequences.clear()
+
+    @property
+    def num_free(self) -> int:
+        """The number of window blocks that no sequence uses, cached ones included."""
+        return len(self._empty) + len(self._passed) + len(self._ends)
+
+    @property
+    def num_cached(self) -> int:
+        """The number of window blocks that a lookup can find."""
+        return len(self._attached)
+
+    def window_block(self, block: KVCacheBlock) -> int:
+        """Return the window block that is attached to a block; -1 without one."""
+        return self._attached.get(block, -1)
+
+    def first(self, position: int) -> int:
+        """Return the index of the first block that the row at this position reads.
+
+        Counted from the start of the row's block, as an engine may compute whole blocks.
+        """
+        start = position - position % self.block_size
+        return max(0, start - self.width + 1) // self.block_size
+
+    def find(self, blocks: Sequence[KVCacheBlock], head: KVCacheBlock | None, known: int) -> int:
+        """Return the largest position up to `known` with a cached window before it.
+
+        blocks: the cached blocks of the prefix. head: the block whose first rows are copied to the
+        block after them.
+        """
+        end = known
+        if end > len(blocks) * self.block_size and head not in self._attached:
+            end = len(blocks) * self.block_size
+        for index in range(min(len(blocks), -(-end // self.block_size)) - 1, -1, -1):
+            if index < self.first(end):
+                break
+            if blocks[index] not in self._attached:
+                end = index * self.block_size
+        return end
+
+    # Steps
+
+    def can_start(self, hits: Sequence[KVCacheBlock], start: int, end: int) -> bool:
+        """Return True if there are window blocks to compute tokens `start` to `end - 1`."""
+        return self._has_room(hits, len(hits), self.first(start), end)
+
+    def _has_room(
+        self, blocks: Sequence[KVCacheBlock], num_hits: int, first: int, end: int
+    ) -> bool:
+        """Return True if there are window blocks from block `first` up to token `end - 1`."""
+        stop = -(-end // self.block_size)
+        hits = blocks[first : min(stop, num_hits)]
+        attached = [self._attached.get(block, -1) for block in hits]
+        num_used = sum(block_id >= 0 and self._users[block_id] > 0 for block_id in attached)
+        return stop - first - num_used <= self.num_free
+
+    def start(self, sequence: TokenSequence, start: int, known: int, end: int) -> None:
+        """Give a sequence its window; see `can_start`. K/V of `known` tokens are cached."""
+        length = len(sequence.token_ids)
+        wanted = [length - 1, known, *sequence.forks, *(m.num_tokens for m in sequence.marks)]
+        per_window = self.width // self.block_size + 2
+        most = max(1, self.num_blocks // (4 * per_window))  # windows at intervals
+        interval = max(4 * self.width, -(-length // (most + 1)))
+        window = SequenceWindow(self.first(start), wanted, interval)
+        sequence.window = self._sequences[sequence] = window
+        self._fill(sequence, window, end)
+
+    def extend(self, sequence: TokenSequence, end: int) -> bool:
+        """Move a sequence's window to its next tokens, up to `end - 1`.
+
+        False if window blocks are short; the window then has no block more.
+        """
+        window = self._sequences[sequence]
+        first = self.first(sequence.num_computed_tokens)
+        for index in range(window.first, first):
+            self._release(window.ids[index], is_end=self._is_wanted(window, index))
+            window.shared.discard(index)
+            window.ids[index] = 0
+        window.first = max(first, window.first)
+        return self._has_room(sequence.blocks, sequence.num_reused, len(window.ids), end)
+
+    def fill(self, sequence: TokenSequence, end: int) -> None:
+        """Give a sequence the window blocks of its blocks up to token `end - 1`; see `extend`."""
+        self._fill(sequence, self._sequences[sequence], end)
+
+    def _fill(self, sequence: TokenSequence, window: SequenceWindow, end: int) -> None:
+        indices = range(len(window.ids), -(-end // self.block_size))
+        window.ids += [self._attached.get(sequence.blocks[index], -1) for index in indices]
+        missing = []
+        for index in indices:  # first those that are cached, so that they are not evicted
+            if window.ids[index] < 0:
+                missing.append(index)
+            else:
+                window.shared.add(index)
+                self._claim(window.ids[index])
+        for index in missing:
+            window.ids[index] = self._take()
+
+    def _is_wanted(self, window: SequenceWindow, index: int) -> bool:
+        """Return True if a block lies before a position where later prompts may branch."""
+        start = index * self.block_size
+        regular = (start // window.interval + 1) * window.interval
+        return any(start < p and self.first(p) <= index for p in (*window.wanted, regular))
+
+    def attach(self, sequence: TokenSequence, start: int, stop: int) -> None:
+        """Attach the window blocks of blocks `start` to `stop - 1`, which this step fills.
+
+        Where the block has another window block already, the sequence uses that.
+        """
+        window = self._sequences[sequence]
+        for index in range(start, stop):
+            block, own = sequence.blocks[index], window.ids[index]
+            if index in window.shared or block.node is None:
+                continue
+            attached = self._attached.get(block)
+            if attached is None:
+                self._attached[block] = own
+                self._owners[own] = block
+                self._fresh.append(own)
+            elif attached != own:
+                self._claim(attached)
+                self._release(own, is_end=False)
+                window.ids[index] = attached
+                window.shared.add(index)
+
+    def commit(self) -> None:
+        """Note that the step's rows are written."""
+        self._fresh.clear()
+
+    def fail(self) -> None:
+        """Detach what the step attached: its rows are not written."""
+        for block_id in self._fresh:
+            self._detach(block_id)
+        self._fresh.clear()
+
+    def discard(self, sequence: TokenSequence) -> None:
+        """Detach the window blocks that the sequence has written."""
+        window = self._sequences[sequence]
+        for index in range(window.first, len(window.ids)):
+            if index not in window.shared:
+                self._detach(window.ids[index])
+
+    def end(self, sequence: TokenSequence) -> None:
+        """Release the window of a sequence that still has its blocks."""
+        window = self._sequences.pop(sequence)
+        for block_id in window.ids[window.first :]:
+            self._release(block_id, is_end=True)
+
+    def forget(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Detach the window blocks of blocks that lose their identity."""
+        for block in blocks:
+            block_id = self._attached.get(block)
+            if block_id is not None:
+                self._detach(block_id)
+
+    # Window blocks
+
+    def _claim(self, block_id: int) -> None:
+        if not self._users[block_id]:
+            self._passed.pop(block_id, None)
+            self._ends.pop(block_id, None)
+        self._users[block_id] += 1
+
+    def _release(self, block_id: int, *, is_end: bool) -> None:
+        self._users[block_id] -= 1
+        if self._users[block_id]:
+            return
+        if self._owners[block_id] is None:
+            self._empty.append(block_id)
+        elif is_end:
+            self._ends[block_id] = None
+        else:
+            self._passed[block_id] = None
+
+    def _take(self) -> int:
+        """Return a window block to write to; what it had is evicted."""
+        if not self._empty:
+            block_id, _ = (self._passed or self._ends).popitem(last=False)
+            self.version += 1
+            self.num_evicted += 1
+            self._empty.append(block_id)
+            self._unlink(block_id)
+        block_id = self._empty.pop()
+        self._users[block_id] = 1
+        return block_id
+
+    def _unlink(self, block_id: int) -> None:
+        block = self._owners[block_id]
+        if block is not None:
+            del self._attached[block]
+            self._owners[block_id] = None
+
+    def _detach(self, block_id: int) -> None:
+        """Remove a window block from its block; it is empty once no sequence uses it."""
+        if self._owners[block_id] is None:
+            return
+        self._unlink(block_id)
+        if not self._users[block_id]:
+            self._passed.pop(block_id, None)
+            self._ends.pop(block_id, None)
+            self._empty.append(block_id)
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        users = [0] * self.num_blocks
+        for sequence, window in self._sequences.items():
+            assert sequence.window is window, f"{sequence.request_id} has another window"
+            assert len(window.ids) <= len(sequence.blocks), "a window extends beyond the blocks"
+            for index in range(window.first, len(window.ids)):
+                users[window.ids[index]] += 1
+        assert users == self._users, "a window block has another number of users"
+        unused = [*self._empty, *self._passed, *self._ends]
+        assert sorted(unused) == [i for i, count in enumerate(users) if not count], (
+            "a block is lost"
+        )
+        for block, block_id in self._attached.items():
+            assert self._owners[block_id] is block, "a window block has another owner"
+            assert block.node is not None, "a window block's block is not cached"
+        assert len(self._attached) == self.num_blocks - self._owners.count(None)
+        assert all(self._owners[i] is None for i in self._empty), "an empty block is attached"
+        assert all(self._owners[i] for i in (*self._passed, *self._ends)), "a cached block is not"

@@ -88,8 +88,8 @@ def _check_place(config: CacheConfig, pool: BlockPool, node: PrefixNode) -> None
 def _check_sequence(config: CacheConfig, sequence: TokenSequence) -> None:
     """Check that the block table covers the computed tokens, with the right full blocks."""
     name, size = sequence.request_id, config.block_size
-    # With recurrent layers, a sequence may hold cached blocks beyond its computed tokens.
-    ahead = sequence.num_reused if config.num_states else 0
+    # With states or windows, a sequence may hold cached blocks beyond its computed tokens.
+    ahead = sequence.num_reused if config.num_states or config.num_window_blocks else 0
     used = max(-(-sequence.num_computed_tokens // size), ahead)
     assert len(sequence.blocks) == used, f"{name} holds {len(sequence.blocks)} blocks, uses {used}"
     assert sequence.capacity == used * size, f"{name} counts its slots wrong"

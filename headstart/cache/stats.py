@@ -28,7 +28,7 @@ class MissReason(Enum):
     IN_PROGRESS = "another request is computing it"
     OUTPUTS = "cached, but not what the next stage needs of it"
     STATE = "cached, but no checkpoint to resume from"
-    WINDOW = "cached, but not in the layers with a sliding window"
+    WINDOW = "cached, but not in sliding-window layers"
 
     __hash__ = object.__hash__  # in C, as each admission counts a reason
 
@@ -56,7 +56,7 @@ class MissExplanation:
         if self.reason is MissReason.STATE:
             text = f"cached up to token {self.known_tokens}, but no checkpoint to resume from"
         if self.reason is MissReason.WINDOW:
-            text = f"cached up to token {self.known_tokens}, but not in layers with a sliding window"
+            text = f"cached up to token {self.known_tokens}, but not in sliding-window layers"
         return f"from token {self.position} on: {text}"
 
 

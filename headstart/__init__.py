@@ -1,7 +1,7 @@
 """headstart: an LLM inference engine whose KV cache never computes the same prefix twice.
 
-Names are resolved when first used, so that `import headstart.cache` loads
-neither torch nor transformers.
+Names are imported when first used, so that `import headstart.cache` loads neither torch nor
+transformers.
 
 >>> import headstart
 >>> headstart.SamplingParams(max_tokens=8).max_tokens
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from headstart.imports import load_module
 from headstart.version import __version__, __version_tuple__
 
-# torch's threads spin while they wait for one another. With a busy neighbor on the machine the
-# one they wait for is not running, and a step takes 2 to 10 times as long; giving the core up
-# after a thousand turns costs nothing on an idle machine. Read when torch is loaded: so here.
+# torch's threads spin while they wait for one another. If another process takes the core of the
+# thread they wait for, a step takes 2 to 10 times as long. So they give up the core after a
+# thousand iterations; on an idle machine that costs nothing. OpenMP reads this with torch's import.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:

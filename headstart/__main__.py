@@ -1,4 +1,4 @@
-"""`python -m headstart` is the command `headstart`; Ctrl-C ends it while it still imports."""
+"""The command `headstart`, also as `python -m headstart`. Ctrl-C works during the imports too."""
 
 import sys
 
@@ -14,7 +14,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("headstart"):
             raise
-        # Installed with --no-deps, as `headstart.cache` alone may be.
+        # Installed with --no-deps, for example to use `headstart.cache` alone.
         print(
             f"headstart: its commands need {error.name}, which is not installed: pip install . in "
             "the folder of the clone",

@@ -1,6 +1,6 @@
-"""The environment variables that headstart reads, as attributes: `vllm.envs` of vLLM's.
+"""The environment variables that headstart reads, as attributes, like `vllm.envs`.
 
-Every flag of the command line may stand in the environment too; those are no attributes here.
+Every flag of the command line can also be set in the environment; these are not attributes here.
 """
 
 import os
@@ -17,7 +17,7 @@ __all__ += list(_DEFAULTS)
 
 
 def is_set(name: str) -> bool:
-    """Return True if the environment has a variable that is an attribute here."""
+    """Return True if an attribute of this module is set in the environment."""
     return name in _DEFAULTS and name in os.environ
 
 

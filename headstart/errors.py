@@ -12,19 +12,19 @@
      │  ├ AdapterNotFoundError    wrong path, or a folder without an adapter
      │  ├ DamagedAdapterError     truncated weights, broken JSON, configuration and weights differ
      │  └ UnsupportedAdapterError parts that cannot be added to this model, and why
-     ├ OutOfMemoryError        no memory for the model, or for even one such request
+     ├ OutOfMemoryError        not enough memory for the model, or for one request alone
      ├ CacheError              misuse of the cache manager: double free, unknown sequence
      └ EngineError             a step failed and its requests ended, or the engine is closed
-        ├ NoTokenError            a request's own bans leave no next token; it ends alone
+        ├ NoTokenError            a request's own bans leave no next token; only it ends
         ├ ReplicaLostError        the replica that answered died; only its own requests end
         └ TierError               a tier may still hold blocks that it should have dropped
 
-The text of an error holds the value that was wrong and the range that is allowed.
+The text of an error names the wrong value and the allowed range.
 """
 
 
 class HeadstartError(Exception):
-    """The root: catching it catches everything that headstart raises on purpose."""
+    """The base class of all exceptions that headstart raises on purpose."""
 
 
 class ConfigError(HeadstartError, ValueError):
@@ -36,7 +36,7 @@ class RequestError(HeadstartError, ValueError):
 
 
 class PromptTooLongError(RequestError):
-    """The prompt leaves no room for an answer in `max_model_len` tokens."""
+    """The prompt is so long that no token of an answer fits into `max_model_len`."""
 
     def __init__(self, text: str, max_model_len: int = 0) -> None:
         super().__init__(text)
@@ -52,7 +52,7 @@ class ModelNotFoundError(ModelError):
 
 
 class DamagedModelError(ModelError):
-    """Files of the model are missing, truncated or not what they say."""
+    """Files of the model are missing, truncated or inconsistent."""
 
 
 class UnsupportedModelError(ModelError):
@@ -60,7 +60,7 @@ class UnsupportedModelError(ModelError):
 
 
 class AdapterError(HeadstartError):
-    """A LoRA adapter cannot be loaded; adapters loaded before are unchanged."""
+    """A LoRA adapter cannot be loaded. Loaded adapters are not affected."""
 
 
 class AdapterNotFoundError(AdapterError):
@@ -68,7 +68,7 @@ class AdapterNotFoundError(AdapterError):
 
 
 class DamagedAdapterError(AdapterError):
-    """Files of the adapter are truncated, or do not say the same, or are not what they were."""
+    """Files of the adapter are truncated, inconsistent, or changed after they were loaded."""
 
 
 class UnsupportedAdapterError(AdapterError):
@@ -76,11 +76,11 @@ class UnsupportedAdapterError(AdapterError):
 
 
 class OutOfMemoryError(HeadstartError, MemoryError):
-    """Memory is too small for the model, or the empty block pool for one request."""
+    """Memory is too small for the model, or the whole block pool is too small for one request."""
 
 
 class CacheError(HeadstartError):
-    """The cache manager was misused; it is as it was before the call."""
+    """The cache manager was misused. The failed call changed nothing."""
 
 
 class EngineError(HeadstartError):
@@ -88,15 +88,15 @@ class EngineError(HeadstartError):
 
 
 class NoTokenError(EngineError):
-    """The bans of a request, or the form of its answer, leave no next token; it alone ended."""
+    """A request's bans or structured outputs leave no next token. Only this request ended."""
 
 
 class ReplicaLostError(EngineError):
-    """The replica that computed an answer died in the middle of it; the request may come again."""
+    """The replica died while it computed the answer. The client may send the request again."""
 
 
 class TierError(EngineError):
-    """A tier may still hold blocks that it should have dropped; those in memory are gone."""
+    """A tier may still hold blocks that it should have dropped; the pool's blocks are dropped."""
 
 
 def engine_error(summary: str, cause: BaseException) -> EngineError:

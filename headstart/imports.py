@@ -1,4 +1,4 @@
-"""Imports at run time: modules that take seconds to load, and optional packages."""
+"""Imports at run time, of slow modules and optional packages."""
 
 import gc
 import inspect
@@ -9,25 +9,25 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType, ModuleType
 
-# transformers imports torchao wherever it is installed: it warns of kernels for other machines, and
-# torch of the way in which it registers its classes.
+# transformers imports torchao if it is installed. torchao warns about kernels for other machines,
+# and torch about the way in which torchao registers its classes.
 _WARNS_ON_IMPORT = ("torchao", "torch.utils._pytree")
 _MAY_CONTINUE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra; headstart is on no package index."""
+    """Return the command that installs an extra from the clone: no package index has headstart."""
     return f'pip install ".[{extra}]" in the folder of the clone'
 
 
 def load_module(name: str) -> ModuleType:
     """Import a module with garbage collection off, and without warnings of optional packages.
 
-    The definitions of 3,000 modules stay for good. Collections took a quarter of the import time,
-    and 0.1 s in some later step, so these objects are frozen; garbage is collected before.
+    The objects of 3,000 modules are never freed. Scanning them took a quarter of the import time,
+    and 0.1 s in a later step, so they are frozen. Garbage is collected before.
     """
     if name in sys.modules:
-        return import_module(name)  # waits, where another thread is still at it
+        return import_module(name)  # waits if another thread is importing it
     was_enabled = gc.isenabled()
     if was_enabled:
         gc.collect()
@@ -36,12 +36,12 @@ def load_module(name: str) -> ModuleType:
         with _silent_packages():
             module = import_module(name)
         if was_enabled:
-            # Frames in reference cycles that the import left behind, as torch.fx does. Once frozen,
-            # they would keep all objects of their callers alive, such as the first engine of a
-            # process. Collecting all garbage instead would take several times as long.
+            # Clear frames that the import left in reference cycles, as torch.fx does. Frozen frames
+            # would keep all objects of their callers alive, such as the first engine of a process.
+            # Collecting all garbage instead would take several times as long.
             for entry in gc.get_objects(generation=0):  # older objects were collected before
                 if type(entry) is FrameType and not entry.f_code.co_flags & _MAY_CONTINUE:
-                    with suppress(RuntimeError):  # it runs
+                    with suppress(RuntimeError):  # the frame is still running
                         entry.clear()
         return module
     finally:

@@ -11,17 +11,17 @@ __all__ = ["init_logger"]
 def init_logger(name: str) -> logging.Logger:
     """Return the logger of this name, with `info_once` and the like.
 
-    Its messages go where Python's `logging` is configured to send them.
+    Python's `logging` configuration decides where its messages go.
     """
     logger = logging.getLogger(name)
-    if "info_once" not in vars(logger):  # transformers gives all loggers others
+    if "info_once" not in vars(logger):  # transformers gives all loggers its own methods
         for level in ("debug", "info", "warning", "error"):
             setattr(logger, f"{level}_once", _log_once(getattr(logger, level)))
     return logger
 
 
 def _log_once(log: Callable[..., None]) -> Callable[..., None]:
-    """Make a method of a logger that writes equal messages once."""
+    """Return a logger method that logs equal messages once."""
     log_text = cache(lambda text: log("%s", text, stacklevel=3))
 
     def log_once(message: str, *args: Any, scope: str = "process") -> None:

@@ -1,4 +1,4 @@
-"""The machine: its CPU's instruction sets, free memory, a place for data. Imports no torch."""
+"""The machine: instruction sets of the CPU, free memory, the user's data folder. Needs no torch."""
 
 import ctypes
 import os
@@ -21,7 +21,7 @@ def _read_lines(cpuinfo: Path) -> list[str]:
 
 @cache
 def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
-    """Return the instruction sets that all cores have, in Linux's names; empty elsewhere."""
+    """Return the instruction sets of all cores, in Linux's names; empty on other systems."""
     fields = [line.partition(":") for line in _read_lines(cpuinfo)]
     flags = [set(value.split()) for name, _, value in fields if name.strip() in _FLAG_FIELDS]
     return frozenset(set.intersection(*flags)) if flags else frozenset()
@@ -32,17 +32,17 @@ _BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})  # on x86
 
 
 def cpu_name(cpuinfo: Path = _CPUINFO) -> str:
-    """Return the name of the CPU; its architecture where Linux does not report it."""
+    """Return the name of the CPU, or its architecture if the name is unknown."""
     lines = _read_lines(cpuinfo)
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
 
 
 def multiplies_bfloat16() -> bool | None:
-    """Return True if products of bfloat16 are fast here; None where that is unknown.
+    """Return True if this CPU multiplies bfloat16 fast; None if that is unknown.
 
-    Without instructions for them, torch's products in bfloat16 take 6 to 25 times as long as in
-    float32. `HEADSTART_CPU=avx2` leaves such instructions unused.
+    Without instructions for bfloat16, torch's products take 6 to 25 times as long as in float32.
+    `HEADSTART_CPU=avx2` disables such instructions.
     """
     flags = cpu_flags()
     if not flags:
@@ -55,7 +55,7 @@ def multiplies_bfloat16() -> bool | None:
 def why_no_bfloat16() -> str:
     """Return the reason why `multiplies_bfloat16` is False, in a few words."""
     if _is_capped() and not cpu_flags().isdisjoint(_BFLOAT16):
-        return "HEADSTART_CPU=avx2 leaves its products of bfloat16 unused"
+        return "HEADSTART_CPU=avx2 disables its products of bfloat16"
     return "no AVX512-BF16, no AMX-BF16" if platform.machine() in X86 else "no products of it"
 
 
@@ -72,7 +72,7 @@ def available_memory() -> int:
 
 
 def data_folder() -> Path:
-    """Return the folder of a user's own data, by the XDG base directories. It may not exist yet.
+    """Return the user's data folder (XDG base directories). It may not exist yet.
 
     Raises RuntimeError if the user has no home.
     """
@@ -83,12 +83,12 @@ def data_folder() -> Path:
 def return_freed_memory() -> bool:
     """Return freed memory of this process to the system; True if there was any.
 
-    GNU's C library retains freed memory that is below memory in use: some 125 MB after
-    Qwen2.5-0.5B's weights are read into 8 bits. Others have no such call, and need none.
+    GNU's C library retains freed memory below memory in use: about 125 MB after it converted
+    Qwen2.5-0.5B's weights to 8 bits. Other C libraries have no such call and need none.
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError, TypeError):  # TypeError: Windows has no library None
+    except (OSError, AttributeError, TypeError):  # TypeError: on Windows
         return False
     trim.argtypes, trim.restype = (ctypes.c_size_t,), ctypes.c_int
     return bool(trim(0))

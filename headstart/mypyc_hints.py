@@ -1,6 +1,6 @@
 """Hints in `headstart.cache` for mypyc, which compiles that package for some wheels.
 
-In interpreted modules `mypyc_attr` changes nothing and needs no package.
+In interpreted modules, `mypyc_attr` has no effect and needs no package.
 """
 
 from typing import TYPE_CHECKING
@@ -12,5 +12,5 @@ if TYPE_CHECKING:
 else:
 
     def mypyc_attr(**_):
-        """Return a decorator that changes nothing."""
+        """Return a decorator without effect."""
         return lambda decorated: decorated

@@ -1,7 +1,7 @@
-"""Checks of public options and requests, and the text of a wrong value in an error.
+"""Checks of public options and requests, and descriptions of wrong values for errors.
 
-A dataclass of options is checked from its fields: the annotation gives the type, and a range
-stands next to the default.
+A dataclass of options is checked by its fields: the annotation gives the type, and `option` gives
+the default and the range.
 
 >>> @dataclass
 ... class Options:
@@ -29,7 +29,7 @@ from headstart.errors import HeadstartError, RequestError
 NOT_AN_OPTION = "not an option of headstart; docs/vllm.md lists them"
 
 _MAX_TEXT = 300
-_MAX_INTEGER_BITS = 256  # Python does not write integers of more than 4,300 digits
+_MAX_INTEGER_BITS = 256  # Python refuses to write integers of more than 4,300 digits
 _MAX_FLOAT = sys.float_info.max
 
 
@@ -45,7 +45,7 @@ _REPR.maxstring = _REPR.maxother = 80
 
 
 def describe(value: Any) -> str:
-    """Return a value for the text of an error, short and on one line."""
+    """Describe a value for an error, short and on one line."""
     return shorten(" ".join(line.strip() for line in _REPR.repr(value).splitlines()))
 
 
@@ -56,7 +56,7 @@ def shorten(text: str) -> str:
 
 
 def in_one_line(text: str) -> str:
-    """Return the same with escapes for line ends and all else that cannot be printed."""
+    """Return the result of `shorten`, with line ends and other unprintable characters escaped."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode()
         for char in shorten(text)
@@ -76,8 +76,8 @@ def check_utf8(name: str, text: str, error: type[HeadstartError] = RequestError)
 
 
 Name = str | None
-"""The argument of `check_name`. The compiler of `headstart.cache` does not look into this name, so
-`check_name` refuses a wrong value there, too, before a TypeError does."""
+"""The type of a name for `check_name`. mypyc does not check a type with this alias, so
+`check_name` raises its own error in a compiled cache too."""
 
 
 def check_name(
@@ -112,7 +112,7 @@ def check_flag(name: str, value: object) -> bool:
 def check_absent(values: Mapping[str, object], error: type[HeadstartError] = RequestError) -> None:
     """Raise `error` for an option of vLLM's that headstart lacks.
 
-    None, False and empty texts and collections ask for nothing and are allowed.
+    None, False, and empty texts and collections are allowed.
     """
     for name, value in values.items():
         is_empty = isinstance(value, (str, list, tuple, dict, set)) and not value
@@ -121,7 +121,7 @@ def check_absent(values: Mapping[str, object], error: type[HeadstartError] = Req
 
 
 class Allowed(Protocol):
-    """A set of values, with its text for an error."""
+    """A set of values, whose `str` describes it in errors."""
 
     def __contains__(self, value: object) -> bool: ...
 
@@ -129,7 +129,7 @@ class Allowed(Protocol):
 
 
 class Number(NamedTuple):
-    """Finite numbers from `low`, or just above it, to `high`. Whole numbers have 64 bits."""
+    """Finite numbers from `low` (excluded if `above_low`) to `high`. Integers have 64 bits."""
 
     kind: type[int] | type[float]
     low: float
@@ -156,7 +156,7 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """A few values."""
+    """The values of a list."""
 
     values: tuple[Any, ...]
 
@@ -180,14 +180,14 @@ class _Instance(NamedTuple):
 
 
 def option(default: Any = MISSING, help_text: str = "", allowed: Allowed | None = None) -> Any:
-    """Make a dataclass field with its help, and its range if the type does not say it."""
+    """Return a dataclass field with its help text, and its range if the type is not enough."""
     return field(default=default, metadata={"help": help_text, "allowed": allowed})
 
 
 def check_fields(options: Any, error: type[Exception]) -> None:
     """Raise `error` if a field of a dataclass has a value outside its type or range.
 
-    A field that may be of several types, besides None, is left to a check of its own.
+    A field with several types (besides None) is not checked.
     """
     kind: Any = type(options)
     for name, (allowed, is_optional, default) in _allowed_values(kind).items():

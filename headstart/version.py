@@ -1,4 +1,4 @@
-"""The version of headstart: the one place that holds it."""
+"""The version of headstart."""
 
 __all__ = ["__version__", "__version_tuple__"]
 

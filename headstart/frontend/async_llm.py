@@ -1,9 +1,8 @@
-"""The engine for asyncio: every request streams its outputs, all share the same steps.
+"""The engine for asyncio: every request streams its outputs, and all share the same steps.
 
-The driver of `LLM` runs the same engine in a thread; outputs cross back to the caller's event loop.
-Tokenizing and reading images happen in other threads, so the loop never waits. Requests whose
-answers have a form have a few separate threads: compiling a form may take long, and only others of
-the kind wait for it.
+A driver runs the engine in a thread, and outputs are passed to the caller's event loop. Prompts
+are tokenized and images read in other threads, so the loop never waits. Structured outputs have a
+few separate threads: compiling a grammar may take long and must not delay other requests.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from headstart.frontend.chat.messages import TemplateOptions
 from headstart.frontend.facade import Facade, Started, check_call
 from headstart.frontend.streams import AsyncRequestStream
 
-# These import torch, which waits until the model's name is checked: see `start_engine`.
+# These modules import torch, which `start_engine` delays until the model's name is checked.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -37,15 +36,15 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
-_FEW_IDS = 4096  # token ids that are checked in half a millisecond
+_FEW_IDS = 4096  # token ids; checking so many takes half a millisecond
 
 
 class AsyncLLM(Facade):
-    """Streams token by token for many callers at once.
+    """An engine that streams answers to many callers at once.
 
-    `async for output in llm.generate(prompt, params)`: each output has all of the text so far.
-    Leaving the loop, or cancelling the task, aborts the request and frees its blocks, and its id is
-    free at once. After `close` every call raises EngineError. Parameters of calls are as in `LLM`.
+    `async for output in llm.generate(prompt, params)`: each output has the whole text so far.
+    Leaving the loop or cancelling the task aborts the request and frees its blocks and its id at
+    once. After `close` every call raises EngineError. Parameters of calls are as in `LLM`.
     """
 
     @classmethod
@@ -57,7 +56,7 @@ class AsyncLLM(Facade):
 
     def _take(self, started: Started) -> None:
         super()._take(started)
-        # Compiling a form may take long, and cannot be stopped: these threads are not joined.
+        # Compiling a grammar may take long and cannot be stopped, so these threads are not joined.
         count = max(2, count_cores() // 2)
         self._forms = TenantQueue("headstart-forms", count + 1, per_tenant=count)
         weakref.finalize(self, self._forms.abandon, EngineError("the engine is closed"))
@@ -145,8 +144,8 @@ class AsyncLLM(Facade):
     ) -> RequestGroup:
         """Check and tokenize a request in another thread, for `outputs`. Raises RequestError.
 
-        template: `prompt` is a conversation. Requests with forms have separate threads, and few
-        token ids need none: it would take longer to wake.
+        template: given if `prompt` is a conversation. Structured outputs have separate threads. A
+        few token ids are checked without a thread, as waking one would take longer.
         """
         self.frontend.require_open()
         [(params, choice, rank)] = self._spread(1, sampling_params, adapter, lora_request, priority)
@@ -165,18 +164,18 @@ class AsyncLLM(Facade):
         )
         is_short = template is None and isinstance(prompt, list) and len(prompt) <= _FEW_IDS
         if not isinstance(params, SamplingParams):
-            return make()  # which raises RequestError
+            return make()
         if params.structured_outputs is not None:
             return await asyncio.wrap_future(self._forms.submit(make))
-        if is_short and params.n == 1 and not params.bad_words:  # which take a tokenizer
+        if is_short and params.n == 1 and not params.bad_words:  # bad_words need the tokenizer
             return make()
         return await asyncio.to_thread(make)
 
     def outputs(self, request: RequestGroup, *, paced: bool = False) -> AsyncRequestStream:
         """Queue a prepared request and stream its outputs; leaving the loop aborts it.
 
-        paced: between the first output and the last, those that come within 5 ms of others (1 ms
-        for each of more than five readers) may be joined, which spares the event loop work.
+        paced: join outputs between the first and the last that arrive within 5 ms (with more than
+        five readers, 1 ms for each reader), which saves time of the event loop.
         """
 
         async def prepared() -> RequestGroup:
@@ -190,18 +189,18 @@ class AsyncLLM(Facade):
         return AsyncRequestStream(self.driver, prepare, self.chats, owner=self, paced=paced)
 
     async def call(self, function: Callable[[], Answer]) -> Answer:
-        """Call `function` in the engine's thread between two steps; for what reads the cache."""
+        """Call `function` in the engine's thread between two steps, where it may use the cache."""
         return await self.driver.call_async(function)
 
     def read_metrics(self) -> list[Metric]:
-        """Return the engine's counts and values. For the engine's thread: see `call`."""
+        """Return the engine's metrics. Must run in the engine's thread: see `call`."""
         return read_metrics(self.engine)
 
     def publish(self, prefix: str | Sequence[int]) -> int:
-        """Let requests of all salts share the blocks that lie wholly in a prefix; return how many.
+        """Let later requests of all salts share the full blocks of a prefix; return their number.
 
-        prefix: what prompts begin with, as token ids or as a text, which is also what the system
-        says first in chats. For requests that are made later. Raises RequestError or CacheError.
+        prefix: the beginning of prompts, as token ids or as a text. A text is also the beginning
+        of system messages. Raises RequestError or CacheError.
         """
         return self.chats.publish(prefix)
 
@@ -211,7 +210,7 @@ class AsyncLLM(Facade):
         return await asyncio.to_thread(self.frontend.adapters.load, name, path, self.driver.call)
 
     async def unload_adapter(self, name: str) -> None:
-        """Take an adapter's name away, as `LLM.unload_adapter` does."""
+        """Unload an adapter, as `LLM.unload_adapter` does."""
         await asyncio.to_thread(self.driver.call, lambda: self.engine.unload_adapter(name))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
@@ -221,18 +220,18 @@ class AsyncLLM(Facade):
         return True
 
     async def _load(self, choice: str | LoRARequest | None) -> str | None:
-        if isinstance(choice, LoRARequest):  # which may read files
+        if isinstance(choice, LoRARequest):  # loading it may read files
             return await asyncio.to_thread(self.frontend.adapters.require, choice, self.driver.call)
         return choice
 
     async def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Return the model's tokenizer, None if it came without one."""
+        """Return the model's tokenizer; None if it has none."""
         return self.tokenizer
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget everything cached, as `LLM.reset_prefix_cache` does."""
+        """Empty the cache, as `LLM.reset_prefix_cache` does."""
         return await asyncio.to_thread(self._reset_cache, reset_running_requests, reset_connector)
 
     async def forget_inputs(self) -> None:
@@ -243,22 +242,22 @@ class AsyncLLM(Facade):
             await self.call(images.clear)
 
     async def check_health(self) -> None:
-        """Raise EngineError when no request can be answered any more."""
+        """Raise EngineError if the engine cannot answer requests any more."""
         self.frontend.require_open()
 
     @property
     def is_running(self) -> bool:
-        """True until it is closed."""
+        """True until the engine is closed."""
         return not self.is_stopped
 
     @property
     def has_engine(self) -> bool:
-        """True if a request would be computed now; replicas may all be starting."""
+        """True if a request would be computed now; False while all replicas are starting."""
         return True
 
     @property
     def is_stopped(self) -> bool:
-        """True if it is closed or broke."""
+        """True if the engine is closed or failed."""
         try:
             self.frontend.require_open()
         except EngineError:
@@ -267,7 +266,7 @@ class AsyncLLM(Facade):
 
     @property
     def errored(self) -> bool:
-        """True if it is stopped."""
+        """True if the engine is closed or failed."""
         return self.is_stopped
 
     async def abort(self, request_id: str) -> None:
@@ -275,15 +274,15 @@ class AsyncLLM(Facade):
         self.driver.abort(request_id)
 
     def close(self) -> None:
-        """Stop the threads; requests under way end with an EngineError. Idempotent.
+        """Stop the threads; unfinished requests end with an EngineError. Idempotent.
 
-        A form that is being compiled cannot be stopped: its thread ends when that is done.
+        A thread that compiles a grammar cannot be stopped: it ends after the compilation.
         """
         self.driver.close()
         self._forms.abandon(EngineError("the engine is closed"))
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Close, after the step under way."""
+        """Close after the current step."""
         self.close()
 
 

@@ -1,8 +1,8 @@
 """Beam search over an engine with a prefix cache: a beam is a prompt of token ids.
 
-Each step extends every live beam by one token and retains the likeliest. The beams of a step go to
-the engine as prompts that differ in their last tokens, so all but the last block of each is found
-in the cache: a step of k beams computes about k tokens instead of k prompts.
+Each step extends every live beam by one token and retains the likeliest. The beams of a step are
+prompts that differ only in their last tokens, so each hits the cache except for its last block. A
+step of k beams thus computes about k tokens instead of k prompts.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Generate = Callable[..., list[RequestOutput]]
 class BeamSearchParams:
     """Parameters of a beam search, in vLLM's names. Raises RequestError.
 
-    length_penalty: beams are ranked by the sum of log-probabilities over the number of tokens to
-    this power. include_stop_str_in_output keeps the token that ended the text. temperature and
-    watermarking have no effect, as log-probabilities are those of the raw logits.
+    length_penalty: a beam's score is the sum of its log-probabilities, divided by its number of
+    tokens to this power. include_stop_str_in_output: retain the token that ended the text.
+    temperature and watermarking have no effect: log-probabilities are those of the raw logits.
     structured_outputs and allowed_token_ids must be None.
     """
 
@@ -56,7 +56,7 @@ class BeamSearchParams:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One beam. tokens: the prompt's, then the answer's; text: of all of them."""
+    """One beam. tokens: of the prompt, then of the answer. text: the text of all tokens."""
 
     tokens: list[int]
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -66,7 +66,7 @@ class BeamSearchSequence:
     stop_reason: int | str | None = None
 
     def score(self, length_penalty: float) -> float:
-        """Return the rank of a beam; the token that ends the text counts."""
+        """Return the score of a beam; the token that ends the text counts as a token."""
         count = max(len(self.logprobs), 1)
         return float(self.cum_logprob / count**length_penalty)
 
@@ -80,7 +80,7 @@ class BeamSearchOutput:
 
 @dataclass(slots=True)
 class _Search:
-    """The live and the ended beams of one prompt."""
+    """The live and ended beams of one prompt."""
 
     prompt: Any
     adapter: Any
@@ -97,9 +97,10 @@ def search_beams(
     options: Sequence[tuple[SamplingParams, str | LoRARequest | None, int]],
     salt: str | None,
 ) -> list[BeamSearchOutput]:
-    """Return the best beams of each prompt; `generate` is that of the `LLM` with this frontend.
+    """Return the best beams of each prompt. Raises RequestError.
 
-    options: of each prompt, of which adapter and priority count. Raises RequestError.
+    generate: the method of the `LLM` with this frontend. options: the sampling parameters, adapter
+    and priority of each prompt; the sampling parameters have no effect.
     """
     if not isinstance(params, BeamSearchParams):
         raise RequestError(f"params are {describe(params)}; allowed: a BeamSearchParams")
@@ -151,7 +152,7 @@ def _extend(
     params: BeamSearchParams,
     eos: frozenset[int],
 ) -> None:
-    """Replace the live beams by their likeliest extensions, apart from those that end."""
+    """Replace the live beams by their likeliest extensions; move extensions that end to `ended`."""
     candidates = []
     for beam, output in zip(search.live, outputs, strict=True):
         [logprobs] = output.outputs[0].logprobs or [{}]
@@ -163,7 +164,7 @@ def _extend(
     search.live = []
     for rank, (total, token_id, logprobs, tokens, beam) in enumerate(best):
         ends = token_id in eos
-        # As in transformers: an end that is less likely than `beam_width` others does not count.
+        # As in transformers: ignore an end if `beam_width` extensions are likelier.
         if (rank if ends else len(search.live)) >= params.beam_width:
             continue
         shown = [token_id] if not ends or params.include_stop_str_in_output else []

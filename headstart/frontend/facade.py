@@ -26,7 +26,7 @@ from headstart.imports import load_module
 from headstart.models.prefetch import read_ahead
 from headstart.validation import check_absent, check_flag
 
-# These import torch, which waits until the model's name is checked: see `start_engine`.
+# These modules import torch, which `start_engine` delays until the model's name is checked.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 class Started(NamedTuple):
     """A frontend, its chats, and the driver of the engine.
 
-    sampling: for calls that bring no parameters. engine: None if it is in other processes.
+    sampling: default parameters of calls. engine: None if it is in other processes.
     """
 
     frontend: Frontend
@@ -59,8 +59,8 @@ def start_engine(
 ) -> Started:
     """Load a model by path or hub name; `options` are those of `LLM(...)`.
 
-    Wrong options and files raise before torch is imported, which takes seconds; memory for the
-    weights is allocated meanwhile. is_observed: see `make_engine_parts`.
+    Options and files are checked before torch is imported, which takes seconds; memory for the
+    weights is allocated during the import. is_observed: see `make_engine_parts`.
     Raises ConfigError, ModelError or OutOfMemoryError.
     """
     read = read_options(model, options)
@@ -82,7 +82,7 @@ def start_engine(
     return Started(frontend, chats, driver, read.sampling, engine)
 
 
-# Parameters of vLLM's calls that must be empty.
+# Parameters of vLLM's calls that must be None or empty.
 _ABSENT = (
     *("tokenization_kwargs", "mm_processor_kwargs", "prompt_text", "data_parallel_rank"),
     *("kv_hints", "reasoning_ended", "reasoning_parser_kwargs"),
@@ -90,20 +90,17 @@ _ABSENT = (
 
 
 def check_call(arguments: Mapping[str, Any]) -> None:
-    """Raise RequestError if a parameter of vLLM's that must be empty is not."""
+    """Raise RequestError if an unsupported parameter of vLLM is set."""
     check_absent({name: arguments[name] or None for name in _ABSENT if name in arguments})
 
 
 def _part(path: str) -> Any:
-    """Make a read-only attribute from the path to its value."""
+    """Return a read-only property for the attribute at a dotted path."""
     return property(attrgetter(path))
 
 
 class Facade:
-    """An engine, the driver that runs its steps, and the chats that become its requests.
-
-    For the package; programs use the methods of `LLM`, `AsyncLLM` and `LLMEngine`.
-    """
+    """The base of `LLM`, `AsyncLLM` and `LLMEngine`: an engine, its driver and its chats."""
 
     frontend: Frontend
     engine: EngineCore
@@ -120,7 +117,7 @@ class Facade:
     kv_cache_bytes: int = _part("frontend.facts.kv_cache_bytes")
     """Bytes of these blocks."""
 
-    # Of an engine in this process only.
+    # The following exist only for an engine in this process.
     manager: KVCacheManager = _part("engine.manager")
     """The cache manager, for the engine's thread."""
     tiers: Tiers | None = _part("engine.tiers")
@@ -195,7 +192,7 @@ class Facade:
         self._take(start_engine(model, options | ignored))
 
     def _take(self, started: Started) -> None:
-        """Take over an engine that has been loaded."""
+        """Use a loaded engine."""
         self.frontend, self.chats, self.driver, self._sampling, engine = started
         if engine is not None:
             self.engine, self._view = engine, view_config(engine, self.frontend.tokenizer)
@@ -211,7 +208,7 @@ class Facade:
         stat_loggers: object = None,
         enable_multiprocessing: bool = False,
     ) -> Self:
-        """Load the model of vLLM's object of arguments; `usage_context` has no effect."""
+        """Load the model of vLLM's `EngineArgs`; `usage_context` has no effect."""
         absent = {
             "start_engine_loop": None if start_engine_loop in (None, True) else "False",
             "stat_loggers": stat_loggers,
@@ -222,7 +219,7 @@ class Facade:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The model's tokenizer, None if it came without one."""
+        """The model's tokenizer; None if it has none."""
         self.frontend.require_open()
         return self.frontend.tokenizer
 
@@ -233,7 +230,7 @@ class Facade:
 
     @property
     def chat_template(self) -> str | None:
-        """The template of chats that bring none; None for the tokenizer's."""
+        """The default chat template; None for the tokenizer's."""
         return self.chats.chat_template
 
     @property
@@ -243,7 +240,7 @@ class Facade:
 
     @property
     def requests(self) -> tuple[Sequence[Request], Sequence[Request]]:
-        """Running and waiting answers, for the engine's thread."""
+        """Running and waiting answers. Must be read in the engine's thread."""
         return self.engine.requests
 
     @property
@@ -252,15 +249,15 @@ class Facade:
         return self.engine.num_preemptions
 
     def check_length(self, name: str, text: str) -> None:
-        """Raise RequestError for a text that cannot fit `max_model_len`, by this name."""
+        """Raise RequestError, which has the name of the text, if it cannot fit `max_model_len`."""
         self.frontend.text_limit.check(name, text)
 
     def set_share(self, owner: str, weight: float) -> None:
-        """Make an owner of cached blocks, or change its weight against other owners."""
+        """Set the weight of an owner of cached blocks; a new owner is added."""
         self.frontend.facts.shares.set(owner, weight)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return a copy of the sampling of calls that bring none; see `generation_config`."""
+        """Return a copy of the default sampling parameters; see `generation_config`."""
         return self._sampling.clone()
 
     def _reset_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:

@@ -1,6 +1,6 @@
-"""The frontend of an engine: it checks prompts, makes requests of them, and allocates nothing.
+"""The frontend of an engine: it checks prompts and makes requests of them, without allocation.
 
-The engine may be in this process, or in replicas: the frontend needs facts of the model alone.
+The frontend needs only facts of the model, so the engine may be in this process or in replicas.
 """
 
 from __future__ import annotations
@@ -56,21 +56,20 @@ if TYPE_CHECKING:
 
 Prompt = PromptType | Mapping[str, Any] | PreparedPrompt
 """A text, token ids, vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`, optionally with
-`"multi_modal_data": {"image": ...}` and a `"cache_salt"`, or a `PreparedPrompt`, which is
-only checked.
+`"multi_modal_data": {"image": ...}` and a `"cache_salt"`, or a `PreparedPrompt`.
 
 Token ids are a sequence of integers, or a numpy array or torch tensor of one dimension."""
 
 _ABSENT_KEYS = ("media_io_kwargs", "mm_processor_kwargs", "token_type_ids", "prompt_embeds")
-"""Keys of vLLM's prompts that must be empty."""
+"""Keys of vLLM's prompts that must be None or empty."""
 _KEYS = {
     *("prompt", "prompt_token_ids", "multi_modal_data", "multi_modal_uuids", "cache_salt"),
-    "prompt_token_offsets",  # which has no effect
+    "prompt_token_offsets",  # without effect
     *_ABSENT_KEYS,
 }
 
 _PRIORITIES = Number(int, -(2**63), 2**63 - 1)
-_PIECE = 1 << 16  # token ids that are checked while no other thread runs
+_PIECE = 1 << 16  # token ids to check at a time; each check blocks the other threads
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -90,10 +89,9 @@ def check_request(
 
 
 class InputProcessor:
-    """Checks and tokenizes prompts.
+    """Checks and tokenization of prompts.
 
-    `tokenizer` may be None: then prompts are token ids. `images` is None for a model without
-    vision.
+    tokenizer: None if prompts can only be token ids. images: None for a model without vision.
     """
 
     def __init__(
@@ -109,9 +107,9 @@ class InputProcessor:
         self._images = images
 
     def process(self, prompt: Prompt, tenant: Tenant = NO_TENANT) -> PreparedPrompt:
-        """Return the prompt, checked, and tokenized if it is a text. Raises RequestError.
+        """Check a prompt, and tokenize a text. Raises RequestError.
 
-        tenant: the owner of its images.
+        tenant: the owner of the prompt's images.
         """
         if isinstance(prompt, PreparedPrompt):
             ready = replace(prompt, token_ids=self._read_ids(prompt.token_ids))
@@ -145,8 +143,8 @@ class InputProcessor:
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if not set(prompt) <= _KEYS or not {"prompt", "prompt_token_ids"} & set(prompt):
             raise RequestError(
-                "a prompt has the key 'prompt' or 'prompt_token_ids', and 'multi_modal_data' for "
-                f"images, not {describe(list(prompt))}"
+                f"a prompt has the keys {describe(list(prompt))}; allowed: 'prompt' or "
+                "'prompt_token_ids', and 'multi_modal_data' for images"
             )
         check_absent({key: prompt.get(key) for key in _ABSENT_KEYS})
         if text is not None and not isinstance(text, str):
@@ -186,7 +184,7 @@ class InputProcessor:
                 "'prompt_token_ids'"
             )
         elif self._tokenizer is None:
-            raise RequestError("the model has no tokenizer; use token ids instead of a text")
+            raise RequestError("the model has no tokenizer; allowed: token ids instead of a text")
         elif self._images is not None and images is None:
             token_ids = self._images.tokenize(text)
         else:
@@ -201,7 +199,7 @@ class InputProcessor:
         return self._images.prepare(text, token_ids, loaded)
 
     def _read_ids(self, ids: Any) -> list[int]:
-        """Return token ids as a list of Python's integers, no longer than a prompt may be."""
+        """Return token ids as a list of Python integers. Raises RequestError, also for too many."""
         if not _may_be_ids(ids):
             raise RequestError(
                 f"prompt_token_ids is {describe(ids)}, a {type(ids).__name__}; allowed: a "
@@ -209,7 +207,7 @@ class InputProcessor:
             )
         try:
             self._check_length(len(ids))
-        except OverflowError:  # a range that is longer than any memory
+        except OverflowError:  # a huge range
             self._check_length(sys.maxsize)
         if isinstance(ids, (np.ndarray, torch.Tensor)):
             ids = ids.tolist()
@@ -235,7 +233,7 @@ class InputProcessor:
 
 
 def _may_be_ids(ids: object) -> bool:
-    """Return True for a sequence of numbers by its type; arrays must have one dimension."""
+    """Return True if the type may hold token ids; an array must have one dimension."""
     if isinstance(ids, np.ndarray):
         return ids.ndim == 1 and ids.dtype.kind in "iu"
     if isinstance(ids, torch.Tensor):
@@ -244,7 +242,7 @@ def _may_be_ids(ids: object) -> bool:
 
 
 def _image_field(prompt: Mapping[Any, Any], key: str) -> Any:
-    """Return a prompt's images under a key, None if there are none."""
+    """Return a prompt's images under a key; None if there are none."""
     field = prompt.get(key)
     if field is None:
         return None
@@ -261,7 +259,7 @@ _BANNING = ("allowed_token_ids", "bad_words", "structured_outputs", "min_tokens"
 
 
 class ProcessorFactory:
-    """Makes the logits processors of a model's requests. May be used from several threads."""
+    """Maker of the logits processors of a model's requests. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -270,7 +268,7 @@ class ProcessorFactory:
     def make(
         self, params: SamplingParams, prompt_token_ids: Sequence[int]
     ) -> list[tuple[LogitsProcessor, ...]]:
-        """Return the processors of each of the request's answers. Raises RequestError."""
+        """Return the processors of each answer of a request. Raises RequestError."""
         if not params.changes_logits:
             return [()] * params.n
         tokenizer, size, _ = self._vocabulary
@@ -304,7 +302,7 @@ class ProcessorFactory:
     def _check_beginning(
         self, params: SamplingParams, processors: Sequence[LogitsProcessor]
     ) -> None:
-        """Raise RequestError if no token is left for the beginning of an answer."""
+        """Raise RequestError if the processors together ban every first token."""
         masks = [processor for processor in processors if isinstance(processor, TokenMask)]
         names = [name for name in _BANNING if getattr(params, name)]
         if not masks or len(names) < 2:
@@ -319,18 +317,18 @@ class ProcessorFactory:
         if not bits.any():
             first, *others = names
             raise RequestError(
-                f"{first} cannot be combined with {' and '.join(others)}, as no token is left for "
-                "the beginning of an answer"
+                f"{first} cannot be combined with {' and '.join(others)}: together they ban every "
+                "first token of an answer"
             )
 
 
 def _spell_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[Word]:
-    """Return the token ids of each word, and of the word after a space if its first token differs.
+    """Return the token ids of each word, and of " word" if its first token differs.
 
     Raises RequestError.
     """
     if tokenizer is None:
-        raise RequestError("the model has no tokenizer, which bad_words needs")
+        raise RequestError("bad_words needs a tokenizer; the model has no tokenizer")
     spelled: dict[Word, None] = {}
     for word in words:
         plain, spaced = (
@@ -348,9 +346,9 @@ def _spell_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | None
 class ModelFacts(NamedTuple):
     """The facts of a loaded model that requests depend on, and the size of its pool.
 
-    vocab_size: the width of the logits. hasher: makes its block hashes. shares: owners of blocks.
-    num_states, state_bytes: slots for states of recurrent layers, and their bytes in all; 0 for a
-    model without such layers.
+    vocab_size: the width of the logits. hasher: for block hashes. shares: the owners of blocks.
+    num_states, state_bytes: number and total bytes of slots for states of recurrent layers; 0 for
+    a model without such layers.
     """
 
     vocab_size: int
@@ -365,11 +363,11 @@ class ModelFacts(NamedTuple):
 
 
 class Frontend:
-    """Makes requests for one model. May be used from several threads.
+    """Maker of requests for one model. Thread-safe.
 
-    `tokenizer` may be None, then prompts are token ids; `images` is None for a model without
-    vision. `config.seed` is the seed of the first answer sampled without a seed. Each later one of
-    these answers has the next integer as its seed.
+    tokenizer: None if prompts can only be token ids. images: None for a model without vision.
+    config.seed: seed of the first answer whose request has no seed; each later such answer gets the
+    next integer.
     """
 
     def __init__(
@@ -381,7 +379,7 @@ class Frontend:
         images: ImagePrompts | None,
         require_open: Callable[[], None],
     ) -> None:
-        """`require_open` raises EngineError once the engine is closed."""
+        """Make requests for a model. require_open: raises EngineError once the engine is closed."""
         self.tokenizer, self.facts, self.config = tokenizer, facts, config
         self.adapters, self.images = adapters, images
         self.require_open = require_open
@@ -390,7 +388,7 @@ class Frontend:
         self._processors = ProcessorFactory(
             Vocabulary(tokenizer, facts.vocab_size, facts.eos_token_ids)
         )
-        # Ids that no user can guess, for requests without an id.
+        # Ids for requests without an id, which users cannot guess.
         self._names = map(f"request-{secrets.token_hex(8)}-{{}}".format, itertools.count())
         self._seeds = itertools.count(config.seed)
         self._token_text = TokenTexts(tokenizer) if tokenizer is not None else None
@@ -405,7 +403,7 @@ class Frontend:
         adapter: str | None = None,
         priority: int = 0,
     ) -> RequestGroup:
-        """Check and tokenize a request, for the adapter with this name if any.
+        """Check and tokenize a request. adapter: name of the adapter, if any.
 
         Raises RequestError, and EngineError once the engine is closed.
         """
@@ -415,8 +413,8 @@ class Frontend:
         check_name("cache_salt", prompt_salt)
         if prompt_salt is not None and salt not in (None, prompt_salt):
             raise RequestError(
-                f"the prompt's cache_salt is {describe(prompt_salt)}, and the call's "
-                f"{describe(salt)}; allowed: one of them"
+                f"cache_salt is {describe(prompt_salt)} in the prompt and {describe(salt)} in the "
+                "call; allowed: one of them"
             )
         salt = salt if prompt_salt is None else str(prompt_salt)
         params = params.clone()  # the caller may change the original

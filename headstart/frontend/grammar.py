@@ -1,14 +1,14 @@
 """Grammars over tokens: compiled when a request is prepared, followed token by token in a step.
 
-llguidance does both: it reads JSON schemas, regular expressions and context-free grammars, and
-returns the tokens that may come next. Compiling takes milliseconds as a rule and seconds at worst,
-once a constraint: in the thread that prepares a request, never in a step. Each answer then gets a
-copy of the compiled matcher, which takes microseconds.
+llguidance does both: it compiles JSON schemas, regular expressions and context-free grammars, and
+returns the tokens that may come next. Compiling a constraint usually takes milliseconds, in the
+worst case seconds. It is done once, in the thread that prepares a request, never in a step. Each
+answer gets a copy of the compiled matcher, which takes microseconds.
 
-Two kinds of schemas are refused, since llguidance would follow them without an end. It makes a
-state for each remainder of a `multipleOf` when a mask is computed, and cannot be stopped: 100,003
-take a second, 982,451,653 would take hours. A schema whose every value contains itself, such as
-`{"$ref": "#"}` as a required property, would have an answer open objects until `max_tokens`.
+Two kinds of schemas are refused, since llguidance would not come to an end. For `multipleOf` it
+makes a state for each remainder: 100,003 states take a second, 982,451,653 would take hours, and it
+cannot be stopped. If every value of a schema must contain another value of it (a required property
+with `{"$ref": "#"}`), an answer would open objects until `max_tokens`.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ Result = TypeVar("Result")
 
 MAX_REMAINDERS = 2**16
 MAX_ITEMS_IN_ROW = 4_100
-"""Rules that may apply at one place of an answer; an optional property of an object has 4."""
+"""Grammar rules that may apply at one position; an optional property of an object has 4."""
 _NAMES_SPECIAL = ("grammar", "structural_tag")
-"""Kinds of forms in which special tokens may stand."""
-_MAX_EXPONENT = 12  # of ten
-_MAX_PASSES = 64  # over the references of a schema
-_REMEMBERED = 64  # compiled constraints
-_TRIED = 32  # tokens of an answer, before a constraint is accepted
-_SCHEMA = re.compile(r"%json\s*")  # in a Lark grammar; a schema follows
-_LARK_START = re.compile(r"^\s*[?!]?start\b[^:=\n]*:(?!:)", re.MULTILINE)  # and not GBNF's ::=
+"""Kinds of constraints that may contain special tokens."""
+_MAX_EXPONENT = 12  # of a power of ten
+_MAX_PASSES = 64  # passes over the references of a schema
+_REMEMBERED = 64  # compiled constraints to cache
+_TRIED = 32  # tokens of a trial answer, which must succeed before a constraint is accepted
+_SCHEMA = re.compile(r"%json\s*")  # precedes a schema in a Lark grammar
+_LARK_START = re.compile(r"^\s*[?!]?start\b[^:=\n]*:(?!:)", re.MULTILINE)  # GBNF has ::=
 _READER = json.JSONDecoder(parse_int=Decimal, parse_float=Decimal)
-_STACK = 512 * 2**20  # bytes, of address space alone until they are used
+_STACK = 512 * 2**20  # bytes of address space; memory is taken only when used
 _SETTING_STACK = threading.Lock()
 
 
@@ -60,9 +60,9 @@ _SETTING_STACK = threading.Lock()
 
 
 def _schemas_in(kind: str, text: str) -> list[Any]:
-    """Return a constraint's JSON schemas, with exact numbers; a grammar has them after `%json`.
+    """Return a constraint's JSON schemas, with exact numbers. A grammar has them after `%json`.
 
-    Unreadable schemas are left out: llguidance refuses them.
+    Invalid schemas are left out: llguidance refuses them.
     """
     with suppress(ValueError, RecursionError):
         if kind == "json":
@@ -90,7 +90,7 @@ def _objects_in(schema: Any) -> Iterator[dict[str, Any]]:
 def _check_multiples(schemas: Sequence[Any], *, together: bool) -> None:
     """Raise ValueError for schemas whose numbers have too many remainders.
 
-    together: a number may have to be a multiple of all.
+    together: a number may have to be a multiple of all the values.
     """
     parts = list(_objects_in(schemas))
     together = together or any("allOf" in part or "$ref" in part for part in parts)
@@ -102,28 +102,29 @@ def _check_multiples(schemas: Sequence[Any], *, together: bool) -> None:
         assert isinstance(exponent, int)
         count = MAX_REMAINDERS + 1
         if exponent <= _MAX_EXPONENT and len(digits) <= _MAX_EXPONENT:
-            count = int("".join(map(str, digits)) + "0" * exponent)  # without its decimal point
+            count = int("".join(map(str, digits)) + "0" * exponent)  # without the decimal point
         most = lcm(most, count) if together else count
         if most > MAX_REMAINDERS:
             raise ValueError(
                 f'"multipleOf" is {value}{", together with others" if count != most else ""}; '
-                f"allowed: up to {MAX_REMAINDERS:,}, the decimal point left out"
+                f"allowed: up to {MAX_REMAINDERS:,} without the decimal point"
             )
 
 
 def _check_recursion(schema: Any) -> None:
-    """Raise ValueError for a schema that no finite value satisfies, since its references recur.
+    """Raise ValueError for a schema that no finite value satisfies, because references recur.
 
-    The least fixed point: a reference can end if its target can end without it. A schema that is
-    not understood can end; llguidance may still refuse it.
+    Computes a least fixed point: a reference has a finite value if its target has one without the
+    reference. A schema that this function does not understand counts as finite; llguidance may
+    still refuse it.
     """
     targets: dict[str, Any] = {}
     for part in _objects_in(schema):
         if isinstance(reference := part.get("$ref"), str):
             with suppress(LookupError, TypeError, ValueError):
                 targets[reference] = _resolve(reference, schema)
-    endless = dict.fromkeys(reversed(targets))  # definitions mostly refer to later ones
-    with suppress(RecursionError):  # too deep, which llguidance refuses
+    endless = dict.fromkeys(reversed(targets))  # most definitions refer to later definitions
+    with suppress(RecursionError):  # llguidance refuses such deep nesting
         for _ in range(_MAX_PASSES):
             before = len(endless)
             for reference in list(endless):
@@ -149,7 +150,7 @@ def _resolve(pointer: str, root: Any) -> Any:
 
 
 def _ends(schema: Any, endless: Collection[str]) -> bool:
-    """Return True if a schema has a finite value while these references have none."""
+    """Return True if a schema has a finite value even if the `endless` references have none."""
     if not isinstance(schema, dict):
         return True
     reference = schema.get("$ref")
@@ -171,7 +172,7 @@ def _ends(schema: Any, endless: Collection[str]) -> bool:
 
 
 def _required_parts(schema: dict[str, Any], kind: Any) -> list[Any]:
-    """Return the schemas of all that a value of this type must contain."""
+    """Return the schemas of all required parts of a value of type `kind`."""
     if kind == "object":
         properties = schema.get("properties")
         properties = properties if isinstance(properties, dict) else {}
@@ -192,11 +193,11 @@ def _list(schema: dict[str, Any], name: str) -> list[Any]:
 
 
 class TokenMasks:
-    """The tokens of one model for llguidance, and its threads.
+    """The tokens of one model for llguidance, and llguidance's threads.
 
-    A mask is `num_bytes` bytes with one bit for each token, the lowest first. end_ids: tokens that
-    end an answer. end_bit: the token whose bit says that the answer may end here. special: a mask
-    of the tokens that spell no text.
+    A mask has `num_bytes` bytes with one bit for each token, the lowest bit first. end_ids: tokens
+    that end an answer. end_bit: the token whose bit allows the answer to end. special: a mask of
+    the special tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary) -> None:
@@ -218,7 +219,7 @@ class TokenMasks:
         }
 
     def pack(self, token_ids: Iterable[int]) -> np.ndarray:
-        """Return a mask of these tokens, without those outside the vocabulary."""
+        """Return a mask of the token ids; ids outside the vocabulary are ignored."""
         bits = np.zeros(self.num_bytes * 8, dtype=np.uint8)
         bits[[token_id for token_id in token_ids if token_id < len(bits)]] = 1
         return np.packbits(bits, bitorder="little")
@@ -234,11 +235,11 @@ class TokenMasks:
 
 
 class GrammarCompiler:
-    """Matchers for one model's tokens. May be used from several threads.
+    """Compiler of constraints for one model's tokens. Thread-safe.
 
-    Two threads that need a constraint at the same time both compile it: none waits for a lock an
-    interrupted thread may hold. The vocabulary is read for the first structured request, which
-    takes a second for 100,000 tokens.
+    If two threads need a constraint at the same time, both compile it, so neither waits for a lock
+    that an interrupted thread may hold. The vocabulary is read for the first structured request:
+    100,000 tokens take a second.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -253,7 +254,7 @@ class GrammarCompiler:
     def mask(
         self, constraint: OutputConstraint, stops: Iterable[int], *, ignore_eos: bool
     ) -> GrammarMask:
-        """Return the logits processor of an answer, which these tokens end. Raises RequestError."""
+        """Return an answer's logits processor. stops: tokens that end it. Raises RequestError."""
         masks, matcher = self._masks(), self.matcher(constraint)
         ends = [*(() if ignore_eos else masks.end_ids), *stops]
         return GrammarMask(matcher, masks, ends, special=constraint.kind in _NAMES_SPECIAL)
@@ -261,21 +262,21 @@ class GrammarCompiler:
     def _read_vocabulary(self) -> TokenMasks:
         tokenizer = self._vocabulary.tokenizer
         if tokenizer is None:
-            raise RequestError("the model has no tokenizer, which structured_outputs needs")
-        _library()  # which may be missing
+            raise RequestError("structured_outputs needs a tokenizer; the model has no tokenizer")
+        _library()  # raises if it is missing
         try:
             return TokenMasks(tokenizer, self._vocabulary)
-        except Exception as error:  # llguidance raises what it likes for a tokenizer it cannot read
+        except Exception as error:  # llguidance may raise anything for an unsupported tokenizer
             raise RequestError(
                 f"structured_outputs cannot use the model's tokenizer: {_explain(error)}"
             ) from error
 
     def _compile(self, constraint: OutputConstraint) -> LLMatcher:
-        """Return a matcher that has followed an answer: its first masks take the longest."""
+        """Return a matcher that was tried on an answer: the first masks take the longest."""
         masks = self._masks()
         for text in () if constraint.kind in _NAMES_SPECIAL else masks.special_ids:
             if text in constraint.text:
-                reason = f"no text that is generated can have the special token {text!r}"
+                reason = f"generated text cannot contain the special token {text!r}"
                 raise _refusal(constraint, reason)
         return _run(constraint, lambda: _build(constraint, masks))
 
@@ -292,7 +293,7 @@ def _library() -> Any:
 
 
 def check_constraint(constraint: OutputConstraint) -> None:
-    """Raise RequestError for a constraint that no model's tokens can follow; needs no model."""
+    """Raise RequestError for a constraint that fails for any model; needs no model."""
     validate = _library().LLMatcher.validate_grammar_with_warnings
     is_wrong, messages = _run(
         constraint, lambda: validate(_write(constraint, {}), limits=_limits())
@@ -314,7 +315,7 @@ def _explain(reason: object) -> str:
 
 
 def _write(constraint: OutputConstraint, special: Mapping[str, int]) -> str:
-    """Return a constraint in llguidance's notation; special: ids of tokens without a text."""
+    """Return a constraint in llguidance's notation. special: ids of the special tokens."""
     library = _library()
     schemas = _schemas_in(constraint.kind, constraint.text)
     _check_multiples(schemas, together=constraint.kind == "grammar" and len(schemas) > 1)
@@ -323,7 +324,7 @@ def _write(constraint: OutputConstraint, special: Mapping[str, int]) -> str:
     if constraint.kind == "structural_tag":
         return str(library.LLMatcher.grammar_from_lark(write_tags(*constraint[1:], special)))
     if constraint.kind == "choice":
-        # One terminal: as rules, each text would be looked at in every step.
+        # Make one terminal: as rules, every text would be checked in every step.
         texts = " | ".join(json.dumps(text) for text in json.loads(constraint.text))
         return str(library.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
     if constraint.kind == "grammar" and _LARK_START.search(constraint.text):
@@ -344,8 +345,8 @@ def _limits() -> LLParserLimits:
 def _build(constraint: OutputConstraint, masks: TokenMasks) -> LLMatcher:
     """Return a constraint's matcher. Raises ValueError.
 
-    The first tokens of an answer are tried, drawn at random but always alike: only its masks show
-    that a constraint is within llguidance's limits.
+    Generates the first tokens of a trial answer at random, with a fixed seed: only masks show that
+    a constraint is within llguidance's limits.
     """
     matcher: LLMatcher = _library().LLMatcher(
         masks.tokenizer, _write(constraint, masks.special_ids), log_level=0, limits=_limits()
@@ -371,8 +372,8 @@ def _build(constraint: OutputConstraint, masks: TokenMasks) -> LLMatcher:
 def _run(constraint: OutputConstraint, work: Callable[[], Result]) -> Result:
     """Return the result of `work` on a constraint, run with a large stack. Raises RequestError.
 
-    llguidance follows rules and `$ref`s by calling itself: at 64 kB of them an ordinary stack of
-    8 MB overflows, which would end the process.
+    llguidance is recursive: 64 kB of nested rules or `$ref`s overflow a usual stack of 8 MB, which
+    would end the process.
     """
     results: list[Result | Exception] = []
 
@@ -383,7 +384,7 @@ def _run(constraint: OutputConstraint, work: Callable[[], Result]) -> Result:
             results.append(error)
 
     thread = threading.Thread(target=run, name="headstart-grammar", daemon=True)
-    with _SETTING_STACK:  # the size is that of all threads which are started now
+    with _SETTING_STACK:  # the stack size applies to all threads that start in the meantime
         before = threading.stack_size(_STACK)
         try:
             thread.start()
@@ -399,11 +400,10 @@ def _run(constraint: OutputConstraint, work: Callable[[], Result]) -> Result:
 
 
 class GrammarMask(TokenMask):
-    """One answer's place in its grammar. Applied last, so no other processor allows more.
+    """The position of one answer in its grammar. Applied after all other processors.
 
-    end_ids: tokens that end the answer where the grammar is satisfied and may continue; where
-    nothing else may follow, the model's end tokens do. special: the grammar may name special
-    tokens.
+    end_ids: tokens that end the answer if the grammar is satisfied but may continue. If nothing may
+    follow, the model's end tokens end it. special: the grammar may contain special tokens.
     """
 
     rank = 4
@@ -430,7 +430,7 @@ class GrammarMask(TokenMask):
                     "structured_outputs could not be followed to the answer's end: "
                     f"{_explain(processor._matcher.get_error())}"
                 )
-            place, bit = divmod(masks.end_bit, 8)  # the tokenizer's, for the answer's end tokens
+            place, bit = divmod(masks.end_bit, 8)  # stands for all end tokens of the answer
             may_end = mask[place] >> bit & 1
             np.bitwise_and(mask, processor._spellable, out=mask)
             processor.complete = not mask.any()
@@ -440,7 +440,7 @@ class GrammarMask(TokenMask):
         return failed
 
     def accept(self, token_id: int) -> None:
-        """Advance by a token. An error of the matcher comes with the next mask."""
+        """Advance by a token. The next mask reports an error of the matcher."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token_id)
         self.complete = self._matcher.is_stopped() and not self._matcher.is_error()

@@ -1,6 +1,6 @@
 """`LLM` and `LLMEngine`: a model with automatic prefix caching for ordinary Python.
 
-An `LLMEngine` computes as the program calls `step`; an `LLM` as it is called.
+An `LLMEngine` computes when the program calls `step`. An `LLM` computes within its calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headstart.frontend.facade import Facade, Started, check_call
 from headstart.frontend.streams import RequestStream, run_all
 from headstart.imports import load_module
 
-# These import torch, which waits until the model's name is checked: see `start_engine`.
+# These modules import torch, which `start_engine` delays until the model's name is checked.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -41,11 +41,11 @@ class SyncFacade(Facade):
     driver: LocalDriver
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Return the model's tokenizer, None if it came without one."""
+        """Return the model's tokenizer; None if it has none."""
         return self.tokenizer
 
     def get_metrics(self) -> list[Metric]:
-        """Return counts of the cache and of requests, in vLLM's names."""
+        """Return the metrics of the cache and of requests, in vLLM's names."""
         return self.driver.call(lambda: read_metrics(self.engine))
 
     def has_unfinished_requests(self) -> bool:
@@ -60,15 +60,15 @@ class SyncFacade(Facade):
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget everything cached; return False, and do nothing, while a request runs.
+        """Empty the cache. While a request runs, do nothing and return False.
 
-        reset_running_requests: compute running requests again instead. reset_connector: also forget
-        what the model has on disk or another machine.
+        reset_running_requests: preempt and recompute running requests instead. reset_connector:
+        also forget the model's blocks on disk or another machine.
         """
         return self._reset_cache(reset_running_requests, reset_connector)
 
     def _require_adapter(self, choice: str | LoRARequest | None) -> str | None:
-        """Return the name of an adapter, which is loaded if need be."""
+        """Return the name of an adapter, which is loaded if necessary."""
         self.frontend.require_open()
         return self.frontend.adapters.require(choice, self.driver.call)
 
@@ -82,9 +82,9 @@ class SyncFacade(Facade):
         cache_salt: str | None,
         make: Callable[..., RequestGroup] | None = None,
     ) -> list[RequestGroup]:
-        """Check and tokenize the requests of a call; `make` prepares each, as the frontend does.
+        """Check and tokenize the requests of a call. Raises RequestError.
 
-        Raises RequestError.
+        make: prepares one request; default: the frontend's `prepare`.
         """
         self.frontend.require_open()
         make = make or self.frontend.prepare
@@ -97,16 +97,16 @@ class SyncFacade(Facade):
 
 
 class LLM(SyncFacade):
-    """A model that answers prompts and caches what it computed for the next one.
+    """A model that answers prompts and caches their K/V for later prompts.
 
-    May be called from several threads, and while streams are open: all requests share the steps of
-    one engine. After `close` every call raises EngineError.
+    Thread-safe, also while streams are open: all requests share the steps of one engine. After
+    `close` every call raises EngineError.
 
-    Parameters of calls: `cache_salt`: requests of different salts share no K/V. `adapter`: the name
-    of a loaded LoRA adapter; `lora_request`: the same in vLLM's form, loaded when it is first used.
-    `priority`: requests of lower values run first. Of a call with several prompts, `adapter`,
-    `lora_request`, `priority` and `sampling_params` are a value for all or a list. Parameters of
-    chats are explained in `TemplateOptions`.
+    Parameters of calls: `cache_salt`: requests with different salts share no K/V. `adapter`: the
+    name of a loaded LoRA adapter. `lora_request`: an adapter in vLLM's form, loaded when it is
+    first used. `priority`: requests with lower values run first. In a call with several prompts,
+    `adapter`, `lora_request`, `priority` and `sampling_params` are one value for all or a list.
+    `TemplateOptions` explains the parameters of chats.
 
     >>> from headstart.models.demo import demo_model_path
     >>> llm = LLM(demo_model_path(), num_blocks=64)
@@ -129,11 +129,11 @@ class LLM(SyncFacade):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts, texts or token ids, one or many; outputs in the order of the prompts.
+        """Answer one or many prompts; return the outputs in the order of the prompts.
 
-        sampling_params: None takes the model's own. use_tqdm: show a progress bar. The last two
-        must be empty. Raises RequestError before any work, for all prompts if one is bad;
-        EngineError when a step failed.
+        prompts: texts or token ids. sampling_params: None for the model's defaults. use_tqdm: show
+        a progress bar. tokenization_kwargs and mm_processor_kwargs must be empty. Raises
+        RequestError before any work if one prompt is invalid, and EngineError if a step fails.
         """
         check_call(locals())
         prompts = _as_list(prompts)
@@ -164,10 +164,10 @@ class LLM(SyncFacade):
     ) -> list[RequestOutput]:
         """Answer a conversation, or several; the next turn hits every token of this one.
 
-        messages: dicts with "role" and "content", by the model's chat template; a content is a
-        text or a list of OpenAI's parts, images among them if the model sees. A reply that
-        comes back in a later turn is recognized by its text and keeps its token ids, even where
-        tokenizing it again could give others. Raises what `generate` does.
+        messages: dicts with "role" and "content", for the model's chat template. A content is a
+        text or a list of OpenAI's parts, with images if the model has vision. In a later turn, a
+        reply is recognized by its text and gets the token ids that were generated, even if
+        tokenizing it again gives others. Raises the same errors as `generate`.
         """
         check_call(locals())
         make = partial(self.chats.prepare, template=TemplateOptions.pick(locals()))
@@ -195,9 +195,9 @@ class LLM(SyncFacade):
     ) -> list[BeamSearchOutput]:
         """Return the `beam_width` likeliest answers to each prompt, best first.
 
-        Beams are ordinary prompts: each step of all beams is one call of `generate`, and hits the
-        cache in all but its last token. use_tqdm and concurrency_limit have no effect. Raises what
-        `generate` does.
+        Beams are ordinary prompts: a step of all beams is one call of `generate`, which hits the
+        cache except for the last token of each. use_tqdm and concurrency_limit have no effect.
+        Raises the same errors as `generate`.
         """
         self.engine.require_open()
         prompts = _as_list(prompts)
@@ -214,11 +214,11 @@ class LLM(SyncFacade):
         priority: int | None = None,
         cache_salt: str | None = None,
     ) -> RequestStream:
-        """Stream the outputs of one prompt, each with all of the text so far.
+        """Stream the outputs of one prompt, each with the whole text so far.
 
-        With `output_kind` DELTA each has the new part. Closing the iterator forgets the request;
-        its `abort` ends it with the text so far. An iterator without references is closed, too,
-        without waiting until the engine has removed the request.
+        With `output_kind` DELTA each has only the new part. Closing the iterator cancels the
+        request; its method `abort` ends the request with the text so far. An iterator that is
+        garbage-collected is closed too, without waiting for the engine.
         """
         [group] = self._prepare(
             [prompt], sampling_params, adapter, lora_request, priority, cache_salt
@@ -251,10 +251,10 @@ class LLM(SyncFacade):
     def recall_chat(
         self, messages: Conversation, reply_token_ids: Mapping[int, Sequence[int]]
     ) -> None:
-        """Take up a conversation of another process: its next turn begins with the same ids.
+        """Remember a conversation of another process, so its next turn begins with the same ids.
 
-        reply_token_ids: those that were generated, by the place of the reply in `messages`. With
-        `cache_dir` their K/V are found again. Raises RequestError.
+        reply_token_ids: the generated ids by the index of the reply in `messages`. With `cache_dir`
+        their K/V are found on disk. Raises RequestError.
         """
         self.engine.require_open()
         self.chats.recall(messages, reply_token_ids)
@@ -262,32 +262,32 @@ class LLM(SyncFacade):
     def load_adapter(self, name: str, path: str | Path) -> Adapter:
         """Read a LoRA adapter from a folder in PEFT's format; `adapter=name` selects it.
 
-        K/V belong to the adapter's content: the same adapter under two names shares them, another
-        one loaded under an old name shares none. Raises AdapterError.
+        K/V belong to the adapter's content: the same adapter under two names shares K/V, and a
+        different adapter under an old name shares none. Raises AdapterError.
         """
         self.engine.require_open()
         return self.frontend.adapters.load(name, path, self.driver.call)
 
     def unload_adapter(self, name: str) -> None:
-        """Take an adapter's name away; requests that run with it finish. Raises RequestError."""
+        """Unload an adapter; running requests finish with it. Raises RequestError."""
         self.driver.call(lambda: self.engine.unload_adapter(name))
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """The result of `get_default_sampling_params`."""
+        """A copy of the default sampling parameters."""
         return self.get_default_sampling_params()
 
     @property
     def llm_engine(self) -> Self:
-        """This object: it has what vLLM's programs read of an engine."""
+        """This object, which has the attributes that programs for vLLM read."""
         return self
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Return the number of processes that compute: one."""
+        """Return 1, the number of processes that compute."""
         return 1
 
     def close(self) -> None:
-        """End open streams with an EngineError and free the K/V memory. Idempotent."""
+        """End open streams with an EngineError, and free the K/V memory. Idempotent."""
         self.driver.close()
 
 
@@ -303,13 +303,13 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
     several = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
     if not several or (messages and isinstance(messages[0], Mapping)):
-        return [cast("Conversation", messages)]  # if it is none, the error will say so
+        return [cast("Conversation", messages)]  # checked later
     return list(cast("Sequence[Conversation]", messages))
 
 
 @contextmanager
 def _progress(prompts: int) -> Iterator[Callable[[RequestOutput], None]]:
-    """Show a bar on stderr for several prompts; yield a function to call for each output."""
+    """Show a progress bar on stderr; yield a function to call with each output."""
     tokens = 0
     with load_module("tqdm").tqdm(total=prompts, desc="prompts", disable=prompts < 2) as bar:
 
@@ -323,10 +323,10 @@ def _progress(prompts: int) -> Iterator[Callable[[RequestOutput], None]]:
 
 
 class LLMEngine(SyncFacade):
-    """Takes requests, and answers all of them step by step as `step` is called.
+    """An engine that computes one step for all its requests in each call of `step`.
 
-    The engine's thread runs each step while `step` waits, so Ctrl-C interrupts the wait alone. To
-    be called from one thread.
+    The engine's thread runs the step while `step` waits, so Ctrl-C interrupts only the wait. Not
+    thread-safe.
 
     >>> from headstart.models.demo import demo_model_path
     >>> engine = LLMEngine(demo_model_path(), num_blocks=64)
@@ -342,9 +342,9 @@ class LLMEngine(SyncFacade):
 
     def _take(self, started: Started) -> None:
         super()._take(started)
-        # Changed in the engine's thread alone, but that `step` takes the first of `_pending`.
+        # Changed only in the engine's thread, except that `step` removes the first of `_pending`.
         self._shown: dict[str, ShownOutputs] = {}  # of unfinished requests
-        # For the next steps: outputs by request, or the error of one request.
+        # Results for the next calls of `step`: outputs by request, or the error of one request.
         self._pending: deque[dict[str, RequestOutput | EngineError]] = deque()
 
     def add_request(
@@ -364,7 +364,7 @@ class LLMEngine(SyncFacade):
         prompt_text: str | None = None,
         kv_hints: object = None,
     ) -> str:
-        """Queue a request; returns its id. Raises RequestError, and nothing is queued then.
+        """Queue a request and return its id. Raises RequestError.
 
         arrival_time, trace_headers and session_id have no effect; tokenization_kwargs, prompt_text
         and kv_hints must be empty.
@@ -376,10 +376,10 @@ class LLMEngine(SyncFacade):
         return group.request_id
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; return outputs of the requests that it moved, by their `output_kind`.
+        """Compute one step, and return the outputs of its requests in their `output_kind`.
 
-        Raises the EngineError of a request that failed; the others' outputs come before it. If it
-        is interrupted, such as by Ctrl-C, its outputs come with the next step.
+        If a request fails, the outputs of the others are returned first; the next call raises its
+        EngineError. If Ctrl-C interrupts the call, the next call returns the outputs.
         """
         self.engine.require_open()
         if not self._pending:
@@ -391,13 +391,13 @@ class LLMEngine(SyncFacade):
                 error = output
             else:
                 outputs.append(output)
-        del self._pending[0]  # last and not by a call, after which a signal could lose the outputs
+        del self._pending[0]  # last, and a statement: a signal after a call could lose the outputs
         if error is not None:
             raise error
         return outputs
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
-        """Forget requests; an unknown id changes nothing."""
+        """Cancel requests; unknown ids are ignored."""
         names = [request_ids] if isinstance(request_ids, str) else request_ids
         self.driver.call(lambda: self._forget(names))
 
@@ -411,7 +411,7 @@ class LLMEngine(SyncFacade):
         self._shown[name] = ShownOutputs(group.params.output_kind)
 
     def _advance(self) -> None:
-        """Run a step and make the outputs of the requests that moved."""
+        """Run a step, and make the outputs of the requests that it advanced."""
         outputs: dict[str, RequestOutput | EngineError] = {}
         failures: list[dict[str, RequestOutput | EngineError]] = []
         ended: list[str] = []
@@ -419,7 +419,7 @@ class LLMEngine(SyncFacade):
             name = group.request_id
             try:
                 output = group.output() if error is None else None
-            except Exception as cause:  # it ends this request alone
+            except Exception as cause:  # ends only this request
                 self.engine.abort(name)
                 error = engine_error("an output cannot be made", cause)
             if error is not None:
@@ -434,7 +434,7 @@ class LLMEngine(SyncFacade):
         if outputs or not failures:
             self._pending.append(outputs)
         self._pending += failures
-        for name in ended:  # last, so that `has_unfinished_requests` misses nothing
+        for name in ended:  # last, so that `has_unfinished_requests` is never False too early
             del self._shown[name]
 
     def _forget(self, names: Sequence[str]) -> None:
@@ -454,7 +454,7 @@ class LLMEngine(SyncFacade):
         return len(self._shown)
 
     def close(self) -> None:
-        """Forget all requests and free the K/V memory. Idempotent."""
+        """Cancel all requests, and free the K/V memory. Idempotent."""
         self.driver.close()
         self._shown.clear()
         self._pending.clear()

@@ -4,9 +4,9 @@
     the reader              output ◀── get
 
 A stream submits its request when its first output is read, and cancels it when it is closed or
-collected. Streams are no generator functions: the garbage collector closes those as a reader does,
-in any thread, or some turns of the event loop later. Only mailboxes are referred to by the driver,
-so a stream that no reader holds is collected while its request runs.
+garbage-collected. Streams are objects instead of generator functions, because a generator may be
+collected in any thread, or later in the event loop. The driver refers only to mailboxes, so a
+stream without a reader is collected while its request still runs.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 Output = TypeVar("Output", bound="AnyOutput")
 
 PACE = 0.005
-"""Least seconds between two looks at the updates that may be late."""
-_PACE_OF_EACH, _LONGEST_PACE = 0.002, 0.064  # for each reader: it works a twentieth of that
-_MOST_UPDATES = 256  # unread updates; each has all the text so far, so others can be left out
+"""Least seconds between two deliveries of paced updates."""
+_PACE_OF_EACH, _LONGEST_PACE = 0.002, 0.064  # seconds; a reader needs a twentieth of the first
+_MOST_UPDATES = 256  # unread updates; each has the whole text so far, so some may be dropped
 
 
 class PromptProgress(NamedTuple):
-    """The number of a prompt's tokens that have their K/V, `cached` of them without computing.
+    """The numbers of a prompt's tokens that have K/V, and of those that were cached.
 
     Both are 0 while the request waits.
     """
@@ -47,7 +47,7 @@ class PromptProgress(NamedTuple):
 
 
 def prompt_progress(group: RequestGroup) -> PromptProgress:
-    """Return how much of a submitted request's prompt was read; may be called from any thread."""
+    """Return the progress of a submitted request's prompt; may be called from any thread."""
     request = group.requests[0]
     total = len(group.prompt_token_ids)
     cached = request.num_cached_tokens
@@ -63,7 +63,7 @@ class Mailbox(Generic[Output]):
         self._updates: queue.SimpleQueue[Output | BaseException] = queue.SimpleQueue()
 
     def receive(self, update: Output | BaseException) -> None:
-        """Add an update, unless the reader is far behind: each output has all the text so far."""
+        """Add an update. If the reader is far behind, drop it: later updates have its text."""
         is_last = isinstance(update, BaseException) or update.finished
         if is_last or self._updates.qsize() < _MOST_UPDATES:
             self._updates.put(update)
@@ -81,7 +81,7 @@ def run_all(
 ) -> list[Any]:
     """Run requests to their ends, and return their last outputs in the order of the requests.
 
-    report: called with each of them as it comes. An error of one cancels all.
+    report: called with each last output when it arrives. An error of one request cancels all.
     """
     outputs: dict[str, Any] = {}
     updates: Mailbox[Any] = Mailbox(driver, groups)
@@ -109,11 +109,11 @@ class OutputStream(Generator[Output, None, None]):
         chats: ChatRequests | None = None,
         owner: object = None,
     ) -> None:
-        """chats: remembers the answer. owner: lives as long as the stream, as the engine must."""
+        """Stream `group`. chats: stores the answer. owner: an object to keep alive."""
         self._driver, self._group, self._chats, self._owner = driver, group, chats, owner
         self._shown = ShownOutputs(group.output_kind)
         self._updates: Mailbox[Any] = Mailbox(driver, [group])
-        self._unsubmitted = [group]  # until a thread takes it out: to submit it, or never to
+        self._unsubmitted = [group]  # the thread that removes it submits or drops the request
         self._ended = self._aborted = self._is_left = False
 
     def send(self, value: None) -> Output:
@@ -142,7 +142,7 @@ class OutputStream(Generator[Output, None, None]):
         return super().throw(*error)
 
     def close(self) -> None:
-        """Cancel the request if it is unfinished; on return all its memory is released."""
+        """Cancel the request if it is unfinished. On return all its memory is released."""
         if not self._ended:
             self._leave(wait=True)
         self._end()
@@ -152,23 +152,23 @@ class OutputStream(Generator[Output, None, None]):
             self._leave(wait=False)
 
     def abort(self) -> None:
-        """End the request after the step under way.
+        """End the request after the current step.
 
-        Its last output, with finish reason "abort", has the text so far, and a chat remembers it.
-        Returns at once; may be called from any thread and from a signal handler. Raises EngineError
-        when the engine is closed.
+        Its last output has the text so far and finish reason "abort"; chats store it. Returns at
+        once. May be called from any thread and from a signal handler. Raises EngineError if the
+        engine is closed.
         """
         self._aborted = True
         if not self._unsubmitted:
             self._driver.abort(self._group.request_id)
 
     def progress(self) -> PromptProgress:
-        """Return how much of the prompt was read so far; may be called from any thread."""
+        """Return the progress of the prompt; may be called from any thread."""
         return prompt_progress(self._group)
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt, also before it is submitted."""
+        """The prompt; available before it is submitted."""
         ids: list[int] = self._group.prompt_token_ids
         return ids
 
@@ -179,13 +179,13 @@ class OutputStream(Generator[Output, None, None]):
             return
         every_step = self._shown.wants_every_step
         self._driver.submit(group, self._updates.receive, every_step=every_step)
-        if self._aborted:  # before there was anything to abort
+        if self._aborted:  # before the request was submitted
             self._driver.abort(group.request_id)
-        if self._is_left:  # by another thread, before there was anything to cancel
+        if self._is_left:  # another thread closed the stream before the request was submitted
             self._driver.cancel([group])
 
     def _leave(self, *, wait: bool) -> None:
-        self._is_left = True  # first, for a thread that is submitting it
+        self._is_left = True  # first, so that a thread that submits the request sees it
         try:
             self._unsubmitted.pop()
         except IndexError:
@@ -202,23 +202,24 @@ class AsyncMailbox(Generic[Output]):
     """Updates of one request for the tasks of the running event loop."""
 
     def __init__(self, driver: Driver, *, paced: bool = False) -> None:
-        """paced: updates between the first and the last may come a little later, the newest alone.
+        """Deliver updates to the running loop.
 
-        At most by `PACE`, or with many readers `_PACE_OF_EACH` for each, up to `_LONGEST_PACE`.
+        paced: between the first and the last, deliver only the newest update of each `PACE` (with
+        many readers `_PACE_OF_EACH` for each, up to `_LONGEST_PACE`).
         """
         self.paced = paced
-        self.is_listed = False  # among those whose updates may be late
+        self.is_listed = False  # True while the waker lists it for a later delivery
         self._driver = driver
         self.loop = asyncio.get_running_loop()
         self._waker = _WAKERS.get(self.loop) or _WAKERS.setdefault(self.loop, _Waker(self.loop))
-        # Each update has all that those before it have.
+        # Each update contains the earlier ones.
         self._updates: deque[Output] = deque(maxlen=1 if paced else None)
         self._last: Output | BaseException | None = None
         self._is_begun = False
         self._waiter: asyncio.Future[None] | None = None
 
     def receive(self, update: Output | BaseException) -> None:
-        """Add an update, from any thread. Raises RuntimeError when the loop was closed."""
+        """Add an update, from any thread. Raises RuntimeError if the loop is closed."""
         may_wait = False
         if isinstance(update, BaseException) or update.finished:
             self._last = self._last or update
@@ -231,7 +232,7 @@ class AsyncMailbox(Generic[Output]):
         self._is_begun = True
 
     def wake(self) -> None:
-        """Have the reader look at the updates; called by the loop."""
+        """Wake the reader; called in the loop."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -255,10 +256,10 @@ class AsyncMailbox(Generic[Output]):
 class _Waker:
     """Wakes the readers of one event loop, from the threads of engines.
 
-    One call wakes the loop for all updates since it last looked: a call for each token of each
-    request is a system call, which releases the interpreter's lock in the engine's thread. Updates
-    that may wait are looked for by the loop itself, as long as there are any; a call between two
-    looks wakes only the readers that it was made for.
+    One call wakes the loop for many updates: each call is a system call, which releases the
+    interpreter's lock in the engine's thread. While there are updates that may wait, the loop
+    itself looks for them after each pause. A call during a pause wakes only the readers whose
+    updates may not wait.
 
         idle ──add: a call──▶ woken ──after a pause, if something came──▶ woken
           ▲                      └────after a pause, if nothing came────▶ idle
@@ -268,12 +269,12 @@ class _Waker:
         self._loop = loop
         self._now: deque[AsyncMailbox[Any]] = deque()
         self._later: deque[AsyncMailbox[Any]] = deque()
-        self._is_called = False  # the loop has not begun to run the last call
-        self._is_pausing = False  # the loop looks again when the pause is over
+        self._is_called = False  # True until the loop begins to run the last call
+        self._is_pausing = False  # True if the loop looks again after a pause
 
     def add(self, mailbox: AsyncMailbox[Any], *, may_wait: bool) -> None:
-        """Wake a mailbox's reader. Raises RuntimeError when the loop was closed."""
-        # Mailboxes are listed before flags are read, and the loop resets flags before it reads.
+        """Wake a mailbox's reader. Raises RuntimeError if the loop is closed."""
+        # List the mailbox before reading the flags: the loop resets flags before it reads the list.
         if not may_wait:
             self._now.append(mailbox)
         elif not mailbox.is_listed:
@@ -303,7 +304,7 @@ class _Waker:
         self._wake()
 
 
-# Each as long as it has a mailbox.
+# A waker lives as long as one of its mailboxes.
 _WAKERS: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Waker] = (
     weakref.WeakValueDictionary()
 )
@@ -312,7 +313,7 @@ _WAKERS: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Waker] = (
 class AsyncOutputStream(AsyncGenerator[Output, None]):
     """The outputs of one request for asyncio, read by one task at a time.
 
-    By the time that a cancelled task, or a loop that was left, is over, the request's id is free.
+    When a cancelled task or an abandoned loop has ended, the request's id is free.
     """
 
     def __init__(
@@ -324,7 +325,7 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
         *,
         paced: bool = False,
     ) -> None:
-        """prepare: makes the request, when the first output is read; see `OutputStream`."""
+        """Stream a request. prepare: makes it when the first output is read."""
         self._driver, self._chats, self._owner, self._paced = driver, chats, owner, paced
         self._prepare: Callable[[], Awaitable[Any]] | None = prepare  # until it is called
         self._group: Any = None
@@ -344,9 +345,8 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
             self._stop()
         if self._group is not None and asyncio.get_running_loop() is not self._updates.loop:
             raise RequestError(
-                "the stream was started in another event loop; allowed: reading a stream in one "
-                "loop, "
-                "or use `LLM.stream`, which needs none"
+                "the stream was started in another event loop; allowed: the same loop, or "
+                "`LLM.stream`, which needs none"
             )
         if self._is_read:
             raise RuntimeError("another task waits for this stream's next output")
@@ -363,7 +363,7 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
                 shown = self._shown.next(output)
                 if shown is not None:
                     return shown  # type: ignore[return-value]
-        except StopAsyncIteration:  # `_leave` sent it
+        except StopAsyncIteration:  # sent by `_leave`
             pass
         except BaseException:
             self._leave()
@@ -387,7 +387,7 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
     def fail(self, error: Exception) -> None:
         """Cancel the request if it is unfinished, and raise `error` in place of the next output.
 
-        For the event loop that reads it, such as when its time is over.
+        Must be called in the event loop that reads the stream.
         """
         if not self._ended:
             self._failure = error
@@ -414,12 +414,12 @@ class AsyncOutputStream(AsyncGenerator[Output, None]):
         self._end()
         if not ended and self._group is not None:
             self._driver.cancel([self._group], wait=False)
-            with suppress(RuntimeError):  # the loop was closed
+            with suppress(RuntimeError):  # the loop may be closed
                 self._updates.receive(StopAsyncIteration())  # a task may wait for an output
 
     def _end(self) -> None:
         self._ended = True
-        self._owner = self._prepare = None  # it holds the owner, too
+        self._owner = self._prepare = None  # `_prepare` refers to the owner too
 
 
 RequestStream = OutputStream[RequestOutput]

@@ -1,16 +1,15 @@
 """Conversion of texts to token ids, and the text of an answer as it grows.
 
-A text of n UTF-8 bytes has at least n / (bytes of the longest token) tokens, if every byte of it
-ends up in a token. A tokenizer may lose some: NFKC makes one byte of up to four, white space may
-be stripped or collapsed, unknown words may become one token. So the bound is four times as wide
-for a tokenizer that does not return a difficult text unchanged. A text beyond that bound is
-refused even if its tokenizer would make few tokens of it.
+Texts that are too long are refused before tokenization. A text of n UTF-8 bytes has at least
+n / (bytes of the longest token) tokens if every byte ends up in a token. A tokenizer may lose
+bytes: NFKC turns up to four bytes into one, white space may be stripped or collapsed, unknown words
+may become one token. So the limit in bytes is four times as large for a tokenizer that changes a
+difficult text. A longer text is refused even if it had few tokens.
 
-The text of a token depends on its neighbors: a character may be spread over several tokens, and
-many decoders drop a leading space at the beginning. So each step decodes a short window twice,
-with and without the new tokens, and emits the difference once it ends in a whole character. The
-first window begins in the prompt, later windows one emission back; their length does not grow with
-the text.
+The text of a token depends on the tokens around it: a character may extend over several tokens, and
+many decoders drop a leading space. So each step decodes a short window twice, with and without the
+new tokens. It emits the difference once that ends in a whole character. The first window begins in
+the prompt, each later window with the tokens that were emitted last, so windows remain short.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no character, or not yet
+REPLACEMENT = "\ufffd"  # decoders return it for invalid bytes and incomplete characters
 
-# Tokens of a prompt as context; more if they show nothing or begin in a character.
+# Tokens of a prompt as context; more if they have no text or begin within a character.
 _CONTEXT_SIZES = (5, 20, 80)
 _LONG = 1 << 16  # characters
-_LEAST_LONGEST = 16  # bytes assumed for the longest token: short texts need no vocabulary
+_LEAST_LONGEST = 16  # bytes; short texts are checked with it, without reading the vocabulary
 _SHRINK = 4
 
 # Runs of white space, a digit in a circle, a decomposed letter, a ligature, an emoji.
@@ -43,10 +42,10 @@ _DIFFICULT = "  a \n\n\t b \u2460 e\u0301 \ufb01 \u2126 \U0001f642 end"
 
 
 def too_many_tokens(count: int, max_model_len: int) -> PromptTooLongError:
-    """Make the error for a prompt that is too long."""
+    """Return the error for a prompt that is too long."""
     return PromptTooLongError(
-        f"the prompt has {count} tokens; with room for one more it may have "
-        f"{max_model_len - 1} at the most (max_model_len {max_model_len})",
+        f"the prompt has {count} tokens; allowed: {max_model_len - 1} at most, so that one more "
+        f"fits (max_model_len {max_model_len})",
         max_model_len,
     )
 
@@ -60,10 +59,10 @@ def encode_text(
 ) -> list[int]:
     """Return the token ids of a text. Raises RequestError if the tokenizer refuses it.
 
-    max_model_len: refuse a long text of as many tokens before they become Python's integers.
+    max_model_len: refuse a long text of as many tokens before they become Python integers.
 
     A long text is encoded without the mask and the offsets that transformers computes: for a
-    million tokens these stop every thread for 0.1 s.
+    million tokens these block all threads for 0.1 s.
     """
     try:
         backend: Tokenizer | None = None
@@ -79,8 +78,7 @@ def encode_text(
         return token_ids
     except RequestError:
         raise
-    # A vocabulary without a token for unknown words has tokenizers raise a bare Exception.
-    except Exception as error:
+    except Exception as error:  # raised for an unknown word, if there is no token for these
         raise RequestError(
             f"the tokenizer refuses {describe(text)}: {type(error).__name__}: {shorten(str(error))}"
         ) from error
@@ -99,8 +97,8 @@ def _decode(
 class Spelling:
     """Conversion of pieces of prompts to ids and back; `tokenizer` is None for a model without one.
 
-    max_model_len: refuse texts of as many tokens, where that saves work. A subclass may have texts
-    and ids that stand for something else, such as an image.
+    max_model_len: refuse texts of as many tokens if that saves work. Subclasses may have texts and
+    ids with a special meaning, such as an image.
     """
 
     def __init__(
@@ -113,11 +111,11 @@ class Spelling:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer. Raises RequestError if there is none."""
         if self._tokenizer is None:
-            raise RequestError("the model has no tokenizer, which a chat needs")
+            raise RequestError("a chat needs a tokenizer; the model has no tokenizer")
         return self._tokenizer
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text in which the template has written the special tokens."""
+        """Return the ids of a rendered text, which already contains its special tokens."""
         return encode_text(
             self.tokenizer, text, add_special_tokens=False, max_model_len=self._max_model_len
         )
@@ -125,8 +123,8 @@ class Spelling:
     def tokenize_anchored(self, text: str) -> list[list[int]]:
         """Return the ids of a text in the middle of a prompt; empty if they are unknown.
 
-        At the beginning some tokenizers put a space that they put nowhere else. After a special
-        token, with which nothing can merge, they do not.
+        The text is tokenized after a special token, with which nothing can merge: at the beginning
+        of a text, some tokenizers add a space.
         """
         for token_id in self.tokenizer.all_special_ids[:1]:
             anchored = self.tokenize(self.spell([token_id]) + text)
@@ -139,16 +137,16 @@ class Spelling:
         return _decode(self.tokenizer, list(token_ids))
 
     def show(self, text: str) -> str:
-        """Return the result of `spell` for the ids of a prompt's text."""
+        """Return the text that `spell` would return for the ids of a prompt's text."""
         return text
 
     def quote(self, text: str) -> str:
-        """Return a text of the model in the form that prompts are made from."""
+        """Return a generated text in the form in which prompts contain it."""
         return text
 
 
 class TextLimit:
-    """A limit for texts, which refuses those that cannot fit `max_model_len` tokens. Thread-safe.
+    """A limit that refuses texts which cannot fit into `max_model_len` tokens. Thread-safe.
 
     max_model_len: tokens of the longest sequence.
     """
@@ -160,7 +158,7 @@ class TextLimit:
     def check(self, name: str, text: str) -> None:
         """Raise RequestError for a text that is too long or has a lone surrogate.
 
-        Costs one pass over the text; the vocabulary is read once, for the first long text.
+        Reads the text once. The vocabulary is read once, for the first long text.
         """
         size = check_utf8(name, text)
         if size > self.max_model_len * _LEAST_LONGEST and size > self.max_bytes:
@@ -172,7 +170,7 @@ class TextLimit:
 
     @cached_property
     def max_bytes(self) -> int:
-        """The longest text in UTF-8 bytes that may fit."""
+        """The largest number of UTF-8 bytes of a text that may fit."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             return self.max_model_len * _LEAST_LONGEST
@@ -182,7 +180,7 @@ class TextLimit:
 
 
 def _is_lossless(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if a difficult text is preserved and no added token absorbs white space."""
+    """Return True if the tokenizer preserves a difficult text and no added token strips space."""
     if any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values()):
         return False
     try:
@@ -193,9 +191,9 @@ def _is_lossless(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def check_text_fits(folder: Path, text: str, limit: int) -> None:
-    """Raise RequestError for a text of as many tokens as a context holds, or ModelError.
+    """Raise RequestError if a text leaves no token of the context for an answer; or ModelError.
 
-    For a check before the model in the folder is loaded. limit: tokens of the context.
+    Checks before the model in `folder` is loaded. limit: tokens of the context.
     """
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
@@ -210,16 +208,16 @@ def check_text_fits(folder: Path, text: str, limit: int) -> None:
 
 
 class TokenTexts:
-    """The texts of single tokens inside a text, each decoded once. Thread-safe."""
+    """The texts of single tokens within a text, each decoded once. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
-        # An ordinary token to stand before each: at the beginning a space could be dropped.
+        # An ordinary token before each token, as decoders may drop a space at the beginning.
         self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)[-1:]
 
     def __call__(self, token_id: int) -> str:
-        """Return a token's text; U+FFFD stands for bytes that are a part of a character."""
+        """Return a token's text; U+FFFD for bytes of an incomplete character."""
         if token_id not in self._texts:
             anchor = _decode(self._tokenizer, self._anchor)
             anchored = _decode(self._tokenizer, [*self._anchor, token_id])
@@ -228,12 +226,12 @@ class TokenTexts:
 
 
 class Detokenizer:
-    """One answer's text, which continues that of its prompt. Empty without a tokenizer.
+    """One answer's text, which continues the text of its prompt. Empty without a tokenizer.
 
     The results of `push` and `finish` together are the text that the tokenizer decodes from the
-    prompt and all ids, behind the prompt's text. The exception: bytes that are no text, from a
-    tokenizer with byte fallback. It replaces a whole run of bytes for a wrong one, of which some
-    may be emitted by then.
+    prompt and all ids, after the prompt's text. There is one exception: invalid bytes from a
+    tokenizer with byte fallback. One invalid byte changes the text of a whole run of bytes, of
+    which some may already be emitted.
     """
 
     def __init__(
@@ -244,7 +242,7 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._token_ids: list[int] = []  # the last of the prompt, then the answer's
+        self._token_ids: list[int] = []  # the last tokens of the prompt, then the answer
         for size in _CONTEXT_SIZES if tokenizer is not None else ():
             self._token_ids = list(prompt_token_ids[-size:])
             text = self._decode(self._token_ids)
@@ -252,17 +250,17 @@ class Detokenizer:
                 break
         self._window = 0  # index of the first token that is decoded again
         self._emitted = len(self._token_ids)  # number of tokens whose text is emitted
-        # A window cannot begin where the emitted text ends within a character, as a prompt may.
+        # A window must not begin within a character; a prompt may end within one.
         self._is_whole = not self._decode(self._token_ids).endswith(REPLACEMENT)
 
     def push(self, token_id: int) -> str:
-        """Take a token; return the text that is now certain, "" within a character."""
+        """Add a token; return the text that is now final, "" within a character."""
         self._token_ids.append(token_id)
         text = self._pending()
         return "" if text.endswith(REPLACEMENT) else self._emit(text)
 
     def finish(self, token_ids: Sequence[int] = ()) -> str:
-        """Take the last tokens; return the rest. An incomplete character becomes U+FFFD."""
+        """Add the last tokens; return the remaining text, with U+FFFD for incomplete characters."""
         self._token_ids += token_ids
         return self._emit(self._pending())
 
@@ -291,11 +289,10 @@ class Detokenizer:
 class OutputText:
     """One answer's text. `stop_reason` is the stop string or id.
 
-    An answer ends with the end of the text or a stop id (not part of the text), before a stop
-    string, or at its greatest length. Text that may begin a stop string is held back until that is
-    decided. Tokens are decoded when the text is read, all at once if that is at the end; where a
-    stop string could end the answer, as they come. max_total_tokens: the most tokens of prompt and
-    answer together.
+    An answer ends at an end-of-text or stop token, which is not part of the text, at a stop string,
+    or at its maximum length. Text that may begin a stop string is held back until that is decided.
+    Tokens are decoded when the text is read; with stop strings, as they arrive. max_total_tokens:
+    most tokens of prompt and answer together.
     """
 
     def __init__(
@@ -316,13 +313,13 @@ class OutputText:
         self._max_tokens = params.max_tokens
         self._max_total_tokens = max_total_tokens
         self._unread: list[int] = []  # tokens that are not decoded yet
-        self._all = ""  # decoded text, with the part that is held back
+        self._all = ""  # decoded text, including text that is held back
         self._num_tokens = 0
-        self._ended = False  # no more tokens come
-        self._whole = False  # nor is anything left to decode
+        self._ended = False  # no more tokens will arrive
+        self._whole = False  # and all tokens are decoded
 
     def push(self, token_id: int, total_tokens: int) -> str | None:
-        """Take a token; return the finish reason if it was the last, "stop" or "length".
+        """Add a token; return the finish reason "stop" or "length" if it was the last.
 
         total_tokens: length of prompt and answer, this token included.
         """
@@ -352,7 +349,7 @@ class OutputText:
 
     @property
     def text(self) -> str:
-        """The text that may be shown by now."""
+        """The text without the part that is held back."""
         if self._ended:
             if not self._whole:
                 self._all += self._detokenizer.finish(self._unread)
@@ -365,13 +362,13 @@ class OutputText:
         return self._all
 
     def _decode(self) -> None:
-        """Decode token by token, so that an incomplete character holds back none before it."""
+        """Decode token by token, so that an incomplete character delays only its own tokens."""
         for token_id in self._unread:
             self._all += self._detokenizer.push(token_id)
         self._unread.clear()
 
     def _find_stop(self, seen: int) -> bool:
-        """Return True if a stop string ends in the text after `seen`; the first to begin counts."""
+        """Return True if a stop string ends after `seen`; the one that begins first is used."""
         starts = [(self._all.find(s, max(0, seen - len(s) + 1)), s) for s in self._stops]
         hits = [(start, stop) for start, stop in starts if start >= 0]
         if not hits:

@@ -1,6 +1,6 @@
 """vLLM's interface: its engine options and server flags, and its types.
 
-`assets/vllm_options.txt` is the table of the names of options; docs/vllm.md explains them.
+`assets/vllm_options.txt` lists the names of options; docs/vllm.md explains them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class Option(NamedTuple):
-    """A name of vLLM's.
+    """An option of vLLM.
 
     state: "works", "ignored" (any value, without effect) or "absent" (must be None or one of
-    `values`, of which the first is the default). kind: of the flag's argument: "value", "text",
-    "switch", "list" of values or "texts". short: a further flag, or "".
+    `values`; the first is the default). kind: of the flag's argument: "value", "text", "switch",
+    "list" (of values) or "texts". short: a further flag, or "".
     """
 
     state: str
@@ -45,7 +45,7 @@ class Option(NamedTuple):
 
 
 def _read_table() -> tuple[dict[str, Option], dict[str, Option]]:
-    """Return vLLM's options of an engine and those of its server."""
+    """Return vLLM's engine options and server options."""
     text = (Path(__file__).parents[1] / "assets/vllm_options.txt").read_text("utf-8")
     tables: list[dict[str, Option]] = []
     for line in text.splitlines():
@@ -61,7 +61,7 @@ def _read_table() -> tuple[dict[str, Option], dict[str, Option]]:
 
 
 ENGINE, SERVE = _read_table()
-"""vLLM's options of an engine and of its server; for flags of a server the latter come first."""
+"""vLLM's engine options and server options. For a server's flags, server options have priority."""
 
 _OF_CONFIG = {option.name: option for option in fields(EngineConfig)}
 _GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
@@ -71,8 +71,8 @@ _GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "
 class EngineOptions(NamedTuple):
     """Options of an engine and its calls.
 
-    config: fields of `EngineConfig`. tokenizer: its folder, None for the model's own. sampling:
-    for calls without parameters. chat_template: for chats without one, None for the tokenizer's.
+    config: fields of `EngineConfig`. tokenizer: its folder; None for the model's. sampling: default
+    parameters of calls. chat_template: default of chats; None for the tokenizer's.
     """
 
     config: dict[str, Any]
@@ -82,7 +82,7 @@ class EngineOptions(NamedTuple):
 
 
 def read_options(model: str | Path, options: Mapping[str, Any]) -> EngineOptions:
-    """Sort the options of `LLM(...)`. Raises ConfigError, ModelError."""
+    """Split the options of `LLM(...)`. Raises ConfigError, ModelError."""
     options = _read(options)
     source = options.get("generation_config", "auto")
     return EngineOptions(
@@ -94,7 +94,7 @@ def read_options(model: str | Path, options: Mapping[str, Any]) -> EngineOptions
 
 
 def read_config(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `EngineConfig` among the options, before there is a model.
+    """Return the fields of `EngineConfig` among the options, without reading a model.
 
     Raises ConfigError, also for a chat template that cannot be read.
     """
@@ -106,7 +106,7 @@ def read_config(options: Mapping[str, Any]) -> dict[str, Any]:
 def read_names(
     options: Mapping[str, Any], table: Mapping[str, Option], spell: Callable[[str], str] = str
 ) -> dict[str, Any]:
-    """Return the values of names that work. Raises ConfigError for an option that is not here."""
+    """Return the values of options that work. Raises ConfigError for an unsupported option."""
     read = {}
     for name, value in options.items():
         state, *_, values = table.get(name, ("unknown", ()))
@@ -133,11 +133,11 @@ _ALIASES = {
     "num_gpu_blocks_override": "num_blocks",
     "limit_mm_per_prompt": "max_images",
 }
-"""Fields of `EngineConfig` by vLLM's names for them."""
+"""Fields of `EngineConfig` by their names in vLLM."""
 
 
 def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `EngineConfig` with the values of vLLM's options."""
+    """Return the fields of `EngineConfig` for vLLM's options."""
     policy = options.get("scheduling_policy", "fcfs")
     if policy not in ("fcfs", "priority"):
         raise ConfigError(f"scheduling_policy is {describe(policy)}; allowed: fcfs, priority")
@@ -165,7 +165,7 @@ def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
         other = config.get(field_name, default)
         if other not in (None, default, value):
             raise ConfigError(
-                f"{field_name} is {describe(other)}, and {describe(value)} by {name}; allowed: one "
+                f"{field_name} is {describe(other)} and {name} is {describe(value)}; allowed: one "
                 "of the two"
             )
         config[field_name] = value
@@ -173,7 +173,7 @@ def _as_config(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_tokenizer(path: object, model: str | Path) -> Path | None:
-    """Return the folder of a tokenizer, None for the model's own. Raises ConfigError."""
+    """Return the folder of a tokenizer; None for the model's. Raises ConfigError."""
     if path is None or str(path) == str(model):
         return None
     if isinstance(path, str | Path) and str(path) and Path(path).expanduser().is_dir():
@@ -182,7 +182,7 @@ def _read_tokenizer(path: object, model: str | Path) -> Path | None:
 
 
 def _read_sampling(model: str | Path, source: object, changes: object) -> SamplingParams:
-    """Return the sampling of a model's generation_config.json, with changes."""
+    """Return the sampling parameters of a model's generation_config.json, with changes."""
     if not isinstance(source, str | Path) or not str(source):
         raise ConfigError(
             f'generation_config is {describe(source)}; allowed: "auto", "vllm" or a folder'
@@ -206,7 +206,7 @@ def _read_sampling(model: str | Path, source: object, changes: object) -> Sampli
 
 
 def _read_template(source: object) -> str | None:
-    """Return a template, or the text of the file with this path. Raises ConfigError."""
+    """Return the template: `source`, or the text of the file at this path. Raises ConfigError."""
     if source is None:
         return None
     if not isinstance(source, str | Path) or not str(source):
@@ -221,9 +221,9 @@ def _read_template(source: object) -> str | None:
         ) from error
 
 
-# Options that are flags: vLLM has --chat-template for its server alone.
+# Options that are flags; in vLLM, --chat-template is a flag of the server only.
 FLAGS = tuple(name for name in ENGINE if name != "chat_template")
-LOG_FLAGS = ("enable_log_requests", "disable_log_requests")  # of `AsyncEngineArgs`
+LOG_FLAGS = ("enable_log_requests", "disable_log_requests")  # only in `AsyncEngineArgs`
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -231,7 +231,7 @@ _COUNTED = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([kmgt])|(\d{1,15})([KMGT])")
 
 
 def _default_of(name: str) -> Any:
-    """Return an option's default; None where the engine chooses."""
+    """Return an option's default; None if the engine chooses it."""
     if name in _OF_CONFIG:
         return _OF_CONFIG[name].default
     values = ENGINE[name].values if name in ENGINE else []
@@ -241,8 +241,8 @@ def _default_of(name: str) -> Any:
 class _Fields:
     """The dataclass fields of `EngineArgs`.
 
-    An instance has the model and the options that were passed, so that `LLM(**asdict(args))`
-    works. The class has all of vLLM's options.
+    The fields of an instance are the model and the passed options, so that `LLM(**asdict(args))`
+    works. The fields of the class are all options of vLLM.
     """
 
     def __get__(self, args: EngineArgs | None, kind: type) -> dict[str, Field[Any]]:
@@ -257,8 +257,8 @@ class _Fields:
 class EngineArgs(Namespace):
     """A model and its options, for `LLM.from_engine_args` or `LLM(**asdict(engine_args))`.
 
-    Each option is an attribute, which may be set; an option that was not passed has its default.
-    Raises ConfigError for an option that is not here, ModelError for a missing model.
+    Each option is an attribute, which may be set; its default is the option's.
+    Raises ConfigError for an unsupported option, ModelError for a missing model.
     """
 
     __dataclass_fields__ = _Fields()
@@ -279,7 +279,7 @@ class EngineArgs(Namespace):
 
     @classmethod
     def from_cli_args(cls, args: Namespace) -> Self:
-        """Take what a parser with these flags read; the program's own flags are left alone."""
+        """Return the arguments from parsed flags; the program's own flags are ignored."""
         options = {name: getattr(args, name) for name in FLAGS if hasattr(args, name)}
         if options.get("model") is None:
             raise ConfigError(
@@ -298,7 +298,7 @@ class AsyncEngineArgs(EngineArgs):
 
     @classmethod
     def add_cli_args(cls, parser: ArgumentParser, async_args_only: bool = False) -> ArgumentParser:
-        """Add flags as `EngineArgs` does; async_args_only: only those that an `LLM` lacks."""
+        """Add flags. async_args_only: only the flags that `EngineArgs` lacks."""
         return add_flags(parser, LOG_FLAGS if async_args_only else FLAGS)
 
 
@@ -307,7 +307,7 @@ def add_flags(
 ) -> ArgumentParser:
     """Add flags for options to a parser, `--max-model-len` for max_model_len, and return it.
 
-    given_only: flags that are not typed have no default, and lists may be typed in several parts.
+    given_only: flags get no defaults, and the flag of a list may be repeated.
     """
     group = parser.add_argument_group("engine")
     table = ENGINE | SERVE
@@ -320,7 +320,7 @@ def add_flags(
         default = argparse.SUPPRESS if given_only else _default_of(name)
         add = partial(group.add_argument, dest=name, default=default, help=help_text)
         spelled = [flag, *option.short.split()]
-        if option.kind == "switch":  # also --no-x, and the other of --enable-x and --disable-x
+        if option.kind == "switch":  # add --no-x, and --disable-x for --enable-x or the reverse
             inverse = flag.replace("--enable-", "--disable-")
             if inverse == flag:
                 inverse = flag.replace("--disable-", "--enable-")
@@ -337,7 +337,7 @@ def add_flags(
 
 
 def read_value(text: str) -> Any:
-    """Read a number, also with a unit such as 32k (thousands) or 32K (1,024s), JSON, or a text.
+    """Read a number, a number with a unit such as 32k (thousands) or 32K (1,024s), JSON, or a text.
 
     >>> read_value("32k"), read_value("0.9"), read_value("auto")
     (32000, 0.9, 'auto')
@@ -358,7 +358,7 @@ class _PromptOptions(TypedDict):
     """Fields of every prompt.
 
     multi_modal_data: `{"image": image}` or `{"image": [image, ...]}`. multi_modal_uuids: names of
-    those images. cache_salt: prompts of different salts share no K/V.
+    those images. cache_salt: prompts with different salts share no K/V.
     """
 
     multi_modal_data: NotRequired[Mapping[str, Any] | None]
@@ -367,13 +367,13 @@ class _PromptOptions(TypedDict):
 
 
 class TextPrompt(_PromptOptions):
-    """A text."""
+    """A prompt as a text."""
 
     prompt: str
 
 
 class TokensPrompt(_PromptOptions):
-    """Token ids, and the text that they came from."""
+    """A prompt as token ids, and its text."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str | None]
@@ -385,7 +385,7 @@ PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
 
 @dataclass(frozen=True)
 class ModelView:
-    """The model. `model` and `tokenizer` are the folders that they were read from."""
+    """The model. `model` and `tokenizer` are the folders from which they were read."""
 
     model: str
     tokenizer: str

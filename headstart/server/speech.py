@@ -79,7 +79,7 @@ def read_sound(data: str, rate: int) -> NDArray[np.float32]:
     try:
         content = decode_base64(data)
     except ValueError as error:
-        raise RequestError(f"the base64 of a sound is invalid: {shorten(str(error))}") from error
+        raise RequestError(f"the base64 of a sound is broken: {shorten(str(error))}") from error
     try:
         with soundfile.SoundFile(io.BytesIO(content)) as file:
             if file.samplerate not in RATES:

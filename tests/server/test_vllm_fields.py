@@ -152,7 +152,7 @@ def test_a_prompt_that_is_too_long_has_openai_s_code(server: Running) -> None:
     error = post(server, "completions", prompt=[5] * 5_000).json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert error["message"] == (
-        "the prompt has 5000 tokens; with room for one more it may have 4095 at the most "
+        "the prompt has 5000 tokens; allowed: 4095 at most, so that one more fits "
         "(max_model_len 4096); this model's maximum context length is 4096 tokens"
     )
 

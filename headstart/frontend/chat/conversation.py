@@ -1,9 +1,9 @@
 """Chats: from messages to the token ids of a prompt that begins with the tokens of earlier turns.
 
-A reply comes back in the next turn as text. Tokenized again it often has other ids than the model
-sampled ("the" may be "t" + "he"), and from there on nothing hits. So the ids are stored under the
-text that they spell, and a prompt that begins with such a text begins with its ids. Only the rest
-is tokenized.
+The next turn contains the reply as text. If that is tokenized again, it often has other ids than
+the model sampled ("the" may have been "t" + "he"), and nothing after them hits. So ids are stored
+with the text that they decode to. A prompt that begins with a stored text gets its ids, and only
+the rest is tokenized.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ if TYPE_CHECKING:
 
 MAX_TEXTS = 4096
 MAX_BYTES = 64 * 2**20
-"""Bounds of the memory: 4,096 texts, and 64 MiB of texts and token ids."""
+"""Limits of the memory: 4,096 texts, and 64 MiB of texts and token ids."""
 
 ENTRY_BYTES = 768
-"""Memory of a text apart from its token ids: its digest, its entries in tables, an array's head."""
+"""Bytes of a text's entry without its token ids: digest, table entries, head of the array."""
 
 SHARED = Namespace(None, None)
-"""Turns without an adapter and without a salt."""
+"""The namespace of turns without an adapter and without a salt."""
 
-# Tokens of context in which a piece of text is spelled out: enough for any decoder, which
-# looks back one token (a space before a word) or three (the bytes of a character).
+# Tokens of context with which a piece of text is decoded. Decoders look back one token (a space
+# before a word) or three tokens (the bytes of a character).
 _CONTEXT = 8
-_MAX_TEMPLATES = 16  # whose orders of messages are remembered
+_MAX_TEMPLATES = 16  # templates whose `TemplateOrder` is cached
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class _Entry(NamedTuple):
-    """The first `num_tokens` of `token_ids`; several texts of a turn share the same array."""
+    """The first `num_tokens` of `token_ids`. Several texts of a turn share one array."""
 
     num_bytes: int
     token_ids: array[int]
@@ -66,10 +66,10 @@ class _Entry(NamedTuple):
 class TextIndex:
     """Token ids by text: at most `max_texts` texts, which take at most `max_bytes` with their ids.
 
-    A text is identified by a hash over adapter, salt and text. So the longest stored beginning of a
-    text costs a pass of BLAKE2 over it and a digest at each distinct stored length: a few
-    microseconds for each, which is why the number of texts is bounded, too. The least recently used
-    text is removed first. Not thread-safe.
+    A text is identified by a hash over adapter, salt and text. To find the longest stored prefix of
+    a text, BLAKE2 reads the text once and makes a digest at each distinct stored length. A digest
+    takes a few microseconds, so the number of texts is limited too. The least recently used text is
+    removed first. Not thread-safe.
     """
 
     def __init__(self, max_texts: int, max_bytes: int) -> None:
@@ -83,13 +83,13 @@ class TextIndex:
         """Remove every text."""
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._lengths: Counter[int] = Counter()  # number of texts by their length in bytes
-        self._users: Counter[int] = Counter()  # number of texts by the id of their array
-        self.num_bytes = 0  # of all token ids, each array counted once, and of the entries
+        self._users: Counter[int] = Counter()  # number of texts by the `id()` of their array
+        self.num_bytes = 0  # of the entries and arrays; a shared array counts once
 
     def add(self, text: str, token_ids: array[int], count: int, namespace: Namespace) -> None:
-        """Store the first `count` ids as those of `text`, in place of any earlier ones.
+        """Store the first `count` ids as the ids of `text`; replace earlier ids.
 
-        Ids that alone take more than `max_bytes` are not stored.
+        Ids that take more than `max_bytes` alone are not stored.
         """
         if _size(token_ids) + ENTRY_BYTES > self._max_bytes:
             return
@@ -115,7 +115,7 @@ class TextIndex:
                 del counts[item]
 
     def longest(self, text: str, namespace: Namespace) -> tuple[list[int], str]:
-        """Return the ids of the longest stored beginning of `text`, and the text after it."""
+        """Return the ids of the longest stored prefix of `text`, and the rest of the text."""
         data = _encode(text)
         hasher = _make_hasher(namespace)
         done, match = 0, b""
@@ -141,7 +141,7 @@ class TextIndex:
 
 
 def _encode(text: str) -> bytes:
-    """Return a text in UTF-8; half a character, which a model may have written, in three bytes."""
+    """Return a text in UTF-8; a lone surrogate, which a model may write, in three bytes."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -150,7 +150,7 @@ def _size(token_ids: array[int]) -> int:
 
 
 def _make_hasher(namespace: Namespace) -> hashlib.blake2b:
-    """Return a hasher that has read adapter and salt, separated by their lengths."""
+    """Return a hasher that has read the adapter and the salt, each preceded by its length."""
     hasher = hashlib.blake2b(digest_size=16)
     for field in namespace:
         name = b"" if field is None else _encode(field)
@@ -159,7 +159,7 @@ def _make_hasher(namespace: Namespace) -> hashlib.blake2b:
 
 
 class ChatPrompt(NamedTuple):
-    """A conversation's prompt as its next turn looks it up: the text and its ids."""
+    """The text and ids of a conversation's prompt, for the next turn to find."""
 
     text: str
     token_ids: Sequence[int]
@@ -167,7 +167,7 @@ class ChatPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RememberedTurn:
-    """A finished turn: prompt and reply, with the ids that spell them."""
+    """A finished turn: the texts of prompt and reply, and their token ids."""
 
     prompt: str
     prompt_token_ids: Sequence[int]
@@ -176,14 +176,12 @@ class RememberedTurn:
 
 
 class ConversationMemory:
-    """Renders chats and recognizes earlier turns.
+    """Rendering of chats, and memory of their earlier turns. Not thread-safe.
 
     tokenizer: None for a model without one, which cannot chat. spelling: conversion of texts to ids
-    and back, where the tokenizer alone is not enough. limit: the longest conversation. max_texts:
-    texts remembered, up to three for a turn. max_bytes: memory for them; the texts of a turn share
-    4 bytes for each token of its prompt and reply.
-
-    Not thread-safe.
+    and back; defaults to the tokenizer's. limit: the longest conversation. max_texts: number of
+    stored texts, up to three for a turn. max_bytes: their memory; the texts of a turn share 4 bytes
+    for each token of its prompt and reply.
     """
 
     def __init__(
@@ -204,10 +202,10 @@ class ConversationMemory:
         return len(self._texts)
 
     def render(self, messages: Sequence[Message], options: TemplateOptions | None = None) -> str:
-        """Return the prompt's text by the model's chat template, up to where the reply begins.
+        """Return the prompt's text, made by the chat template, up to the beginning of the reply.
 
-        Raises RequestError: no tokenizer or no template, no message, a role or content that is
-        not one, too many messages or too long a text, or an error of the template itself.
+        Raises RequestError: no tokenizer, template or message; an invalid role or content; too
+        many messages; too long a text; or an error of the template.
         """
         options = options or TemplateOptions()
         texts = read_conversation(messages)
@@ -239,8 +237,7 @@ class ConversationMemory:
                 tokenizer.apply_chat_template, tokenize=False, **options.arguments()
             )
             text = render_arguments(order.arrange(messages), lambda marked: str(render(marked)))
-        # A template is a program over the messages: what it raises depends on what it does.
-        except Exception as error:
+        except Exception as error:  # a template is a program, which may raise anything
             is_refusal = isinstance(error, TemplateError)
             problem = "refuses this" if is_refusal else f"failed: {type(error).__name__}"
             raise RequestError(
@@ -250,17 +247,17 @@ class ConversationMemory:
         return text
 
     def _find_order(self, template: str, in_parts: bool) -> TemplateOrder:
-        """Return the order of messages that a template takes."""
+        """Return the `TemplateOrder` of a template."""
         tokenizer = self._spelling.tokenizer
         render = partial(tokenizer.apply_chat_template, tokenize=False, chat_template=template)
         return TemplateOrder(lambda messages: str(render(messages)), in_parts=in_parts)
 
     def encode(self, text: str, namespace: Namespace = SHARED) -> list[int]:
-        """Return the ids of a rendered text: first those stored for its longest known beginning.
+        """Return the ids of a rendered text: the ids of its longest stored prefix, then the rest.
 
-        Decoding them gives the text back, or what tokenizing all of it again would decode to
-        where the tokenizer loses something (a normalizer, a dummy space). Costs a hash over the
-        text, a digest for each distinct length remembered, and tokenizing the rest.
+        The ids decode to the text. If the tokenizer changes texts (a normalizer, a dummy space),
+        they decode to the same text as freshly tokenized ids. Costs a hash over the text, a digest
+        for each distinct stored length, and tokenizing the rest.
         """
         spelling = self._spelling
         head, rest = self._texts.longest(text, namespace)
@@ -280,27 +277,27 @@ class ConversationMemory:
         return anew
 
     def remember(self, turn: RememberedTurn, namespace: Namespace = SHARED) -> None:
-        """Store a turn's ids for the next one, as far as its texts spell them.
+        """Store a turn's ids for the next turn, as far as they decode to its texts.
 
-        Left out at the end are tokens that the reply does not show (an end-of-turn token, which
-        the template will spell again; what a stop string cut off) and a character that was
-        never finished. Templates may drop white space at the end of a reply, or rewrite it: so
-        the reply without that space is stored too, and the prompt alone.
+        Tokens at the end that the reply does not show are left out: an end-of-turn token, which
+        the template adds again, text after a stop string, and an incomplete character. Templates
+        may drop white space at the end of a reply or rewrite the reply, so the reply without that
+        space and the prompt alone are stored too.
         """
         token_ids = array("I", [*turn.prompt_token_ids, *turn.reply_token_ids])
         start = len(turn.prompt_token_ids)
         texts: dict[str, int] = {}
         for reply in {turn.reply.rstrip(), turn.reply}:
             count = self._count_shown(turn.reply_token_ids, reply)
-            # At the beginning of a text some decoders drop a space that they show elsewhere. Bytes
-            # that make no character may change the text of the bytes before them.
+            # Decode with context: some decoders drop a space at the beginning of a text, and bytes
+            # of an incomplete character may change the text of the bytes before them.
             context = [*turn.prompt_token_ids[-_CONTEXT:]]
             before = self._spelling.spell(context)
             spelled = self._spelling.spell([*context, *turn.reply_token_ids[:count]])
             if spelled.startswith(before):
                 text = self._spelling.quote(spelled.removeprefix(before))
                 texts[turn.prompt + text] = start + count
-        texts[turn.prompt] = start  # also when the reply's tokens spell nothing
+        texts[turn.prompt] = start  # even if the reply's tokens have no text
         for text, count in texts.items():
             self._texts.add(text, token_ids, count, namespace)
 
@@ -309,11 +306,11 @@ class ConversationMemory:
         self._texts.clear()
 
     def _count_shown(self, token_ids: Sequence[int], text: str) -> int:
-        """Return how many of a reply's first ids spell the beginning of `text`.
+        """Return how many of a reply's first ids decode to the beginning of `text`.
 
-        Only whole characters count, and no space at the beginning: the ids alone may lose it.
-        Longer beginnings of the ids spell longer texts, so a binary search finds the place, but
-        for the tokens of an unfinished character before it.
+        Only whole characters count. A space at the beginning does not, as ids without context may
+        lose it. More ids decode to longer texts, so a binary search finds the number; then tokens
+        of an incomplete character are subtracted.
         """
         text = text.lstrip(" ")
 

@@ -1,8 +1,8 @@
 """Messages of a conversation in the form, and in an order, that a chat template takes.
 
 Some templates refuse a second system message, two turns of one role in a row, or an assistant that
-speaks first; others silently leave such a message out. A template is rendered with small
-conversations to find out, and only what it does not take is changed:
+speaks first; others silently drop such a message. Small test conversations show what a template
+supports. Only orders that it does not support are changed:
 
     a system message behind others                text of a user's turn, within <system> tags
     several system messages at the beginning      one message
@@ -13,8 +13,8 @@ conversations to find out, and only what it does not take is changed:
     an assistant or a tool that speaks first      an empty turn of the user before it
     a system message alone                        an empty turn of the user after it
 
-Texts are joined by an empty line. A message changes only itself and what comes after it, so a
-conversation that grows begins with the text that it had before.
+Texts are joined by an empty line. A message never changes the text of the messages before it, so a
+growing conversation begins with its earlier text.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _RESERVED = {
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateOptions:
-    """Options of rendering by a chat template, as in vLLM's `LLM.chat`. Raises RequestError.
+    """Options of a chat template, as in vLLM's `LLM.chat`. Raises RequestError.
 
-    chat_template: None takes the model's. chat_template_content_format: messages are texts
-    ("string") or lists of parts ("openai"). continue_final_message: the answer continues the
-    last message. chat_template_kwargs: further variables of the template.
+    chat_template: None for the model's. chat_template_content_format: contents are texts ("string")
+    or lists of parts ("openai"). continue_final_message: the answer continues the last message.
+    chat_template_kwargs: further variables of the template.
     """
 
     chat_template: str | None = option(None)
@@ -91,19 +91,19 @@ class TemplateOptions:
 
 
 def read_conversation(messages: object) -> list[dict[str, Any]]:
-    """Return the messages of a conversation in the form that templates take.
+    """Return the messages of a conversation in the form that templates expect.
 
-    Tool calls have a dict of arguments; arguments that are no JSON object stay a text: see
-    `render_arguments`. No content, and a content of null or no parts, is an empty text. A refusal
-    is text, `reasoning` and OpenRouter's `reasoning_details` are `reasoning_content`, and a
-    `function_call` and its result are a tool call and the tool's result. Raises RequestError.
+    Arguments of tool calls become a dict. If they are not a JSON object, they remain a text: see
+    `render_arguments`. Missing, null or empty content becomes an empty text, and a refusal a text.
+    `reasoning` and OpenRouter's `reasoning_details` become `reasoning_content`; a `function_call`
+    and its result become a tool call and a tool's result. Raises RequestError.
     """
     if isinstance(messages, (str, bytes, bytearray)) or not isinstance(messages, Sequence):
         raise RequestError(f"messages are a {type(messages).__name__}; allowed: a list of dicts")
     if not messages:
         raise RequestError("messages are empty; allowed: at least one message")
     read = []
-    call_id = ""  # of the last function call, whose result has none
+    call_id = ""  # of the last function_call; its result has no id
     for place, original in enumerate(messages):
         if not isinstance(original, Mapping):
             raise RequestError(f"message {place} is a {type(original).__name__}; allowed: a dict")
@@ -124,7 +124,7 @@ def read_conversation(messages: object) -> list[dict[str, Any]]:
 
 
 def _read_message(message: dict[str, Any]) -> None:
-    """Bring tool calls, reasoning, refusal and content into their form."""
+    """Convert tool calls, reasoning, refusal and content to the form that templates expect."""
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, (list, tuple)):
         raise RequestError(f"tool_calls are a {type(calls).__name__}; allowed: a list of dicts")
@@ -162,7 +162,7 @@ def _read_tool_call(call: object) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
-            parsed = json.loads(arguments, strict=False)  # raw line breaks are read as escaped
+            parsed = json.loads(arguments, strict=False)  # accepts raw line breaks in strings
             arguments = parsed if isinstance(parsed, dict) else arguments
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -171,11 +171,11 @@ Render = Callable[[list[dict[str, Any]]], str]
 
 
 def render_arguments(messages: Sequence[Message], render: Render) -> str:
-    """Render messages whose tool calls may have arguments that are no JSON object.
+    """Render messages whose tool calls may have arguments that are not a JSON object.
 
-    Such arguments, as of a call that was cut off, are a text, and templates write arguments by
-    `tojson`, which would quote it. So a template gets a marker in place of the text, or a dict with
-    it if it lists arguments, and the text replaces the marker in the prompt.
+    Such arguments (of a call that was cut off) are a text, which the `tojson` of templates would
+    quote. So the template gets a marker instead, or a dict with the marker if it iterates over
+    arguments. Then the text replaces the marker in the prompt.
     """
     texts: dict[str, str] = {}  # by marker
 
@@ -210,7 +210,7 @@ def render_arguments(messages: Sequence[Message], render: Render) -> str:
 
 
 TakeImage = Callable[[int, Mapping[str, Any]], dict[str, Any]]
-"""Takes the image out of a part of the message at a place, and returns the part that remains."""
+"""A function of a message's index and a part: it removes the image and returns the new part."""
 
 
 def read_content(place: int, message: Message, take_image: TakeImage) -> list[dict[str, Any]]:
@@ -246,9 +246,9 @@ def refuse_image(place: int, part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_parts(message: Message) -> list[dict[str, Any]]:
-    """Return a message's text as a list of parts, which is empty for calls without a text.
+    """Return a message's text as a list of parts; an empty list for calls without a text.
 
-    Templates write a line break between content and calls: an empty part would count as content.
+    Templates write a line break between content and calls, even for an empty part.
     """
     if not message["content"] and message.get("tool_calls"):
         return []
@@ -256,7 +256,7 @@ def text_parts(message: Message) -> list[dict[str, Any]]:
 
 
 def describe_content(content: object) -> str:
-    """Return a message's content for an error; no text, since errors are logged.
+    """Describe a message's content for an error, without its text: errors are logged.
 
     >>> describe_content([]), describe_content({"text": "Hi"})
     ('the content []', 'a dict as its content')
@@ -267,7 +267,7 @@ def describe_content(content: object) -> str:
 
 
 def kind_of_part(part: object) -> str:
-    """Return the type of a content's part, or that of a value that is no part."""
+    """Return the type of a content part; for any other value, its Python type."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     return kind if isinstance(kind, str) else type(part).__name__
 
@@ -285,14 +285,14 @@ _PAIRS = {
     "CU": "UCU",
     "TU": "UCTU",
 }
-"""Neighbors that some templates refuse, by letters for their roles (C is an assistant's call), and
-a conversation in which they stand."""
+"""Pairs of roles that some templates refuse in a row (C is an assistant's call), and a test
+conversation with each pair."""
 
 
 class TemplateOrder:
-    """Puts conversations into an order that a template takes.
+    """Conversion of conversations to an order that a template supports.
 
-    render: applies the template, and raises an exception for a conversation that it refuses.
+    render: applies the template; raises an exception if the template refuses a conversation.
     in_parts: contents are lists of parts.
     """
 
@@ -302,9 +302,9 @@ class TemplateOrder:
         self._takes = cache(self._try)
 
     def arrange(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return the messages as the template takes them."""
+        """Return the messages in an order that the template supports."""
         arranged: list[dict[str, Any]] = []
-        is_beginning = True  # only system messages so far
+        is_beginning = True  # there were only system messages so far
         for message in map(dict, messages):
             role = message["role"]
             if role == "system":
@@ -330,7 +330,7 @@ class TemplateOrder:
         return arranged
 
     def _needs_user(self, beginning: Sequence[Message]) -> bool:
-        """Return True if the user has to speak behind such a beginning, before an assistant."""
+        """Return True if the template requires a user turn between `beginning` and an assistant."""
         if not beginning:
             return not self._takes("AU")
         is_system = beginning[-1]["role"] == "system"
@@ -352,9 +352,9 @@ class TemplateOrder:
         return [{"type": "text", "text": text}] if self._in_parts else text
 
     def _try(self, roles: str, baseline: str = "UAU") -> bool:
-        """Return True if the template shows turns of these roles, all of them and in their order.
+        """Return True if the template shows all turns of these roles in order.
 
-        Also if it does not show `baseline`: the order is then not what it refuses.
+        Also return True if it does not show `baseline`: it then fails for another reason.
         """
         return self._shows(roles) or not self._shows(baseline)
 
@@ -368,7 +368,7 @@ class TemplateOrder:
         return -1 not in places and all(first < second for first, second in pairwise(places))
 
     def _example(self, role: str, text: str) -> dict[str, Any]:
-        if role == "C":  # its content is left out by some templates
+        if role == "C":  # some templates drop the content of a call
             function = {"name": "look", "arguments": {"at": text}}
             call = {"id": _CALL_ID, "type": "function", "function": function}
             return {"role": "assistant", "content": self._content(""), "tool_calls": [call]}

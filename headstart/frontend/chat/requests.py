@@ -1,13 +1,12 @@
-"""Requests made of conversations, which begin with the token ids of earlier turns.
+"""Requests of conversations, whose prompts begin with the token ids of earlier turns.
 
-The chat template writes a placeholder where an image stands. Each is replaced by a mark with the
-image's digest and shape, so that a text with other images is another text, and its ids follow from
-it alone:
+The chat template writes a placeholder for an image. Each placeholder is replaced by a mark with the
+image's digest and shape, so that the text alone determines the token ids:
 
     user: ⟨digest 16x16⟩What is this?      <image> spelled in a message: ⟨⟩
 
-The brackets are two code points that Unicode reserves for a program's internal use and that no text
-may have; a text that has them is refused.
+The brackets are two code points that Unicode reserves for internal use; a text that contains them
+is refused.
 """
 
 from __future__ import annotations
@@ -45,22 +44,22 @@ if TYPE_CHECKING:
 Conversation = Sequence[Message]
 """A chat so far: dicts with "role" and "content"."""
 
-_MAX_TEMPLATES = 16  # that are tried once
-_FOLLOWING = ("a", " 0")  # no tokenizer makes one beginning of both
+_MAX_TEMPLATES = 16  # templates whose support of parts is cached
+_FOLLOWING = ("a", " 0")  # texts that no tokenizer merges with a prefix in the same way
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _QUOTED = _OPEN + _CLOSE
 _MARK = re.compile(f"({_OPEN}[^{_CLOSE}]*{_CLOSE})")
 
 
 class ImageSpelling(Spelling):
-    """Spells texts with marks for images; ids of an image's tokens are `IMAGE_MARK`."""
+    """Spelling of texts with marks for images; the id of an image's tokens is `IMAGE_MARK`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, images: ImagePrompts) -> None:
         super().__init__(tokenizer)
         self.images = images
 
     def mark(self, text: str, loaded: Sequence[LoadedImage]) -> str:
-        """Return a rendered text with a mark for each of its placeholders. Raises RequestError."""
+        """Replace each placeholder of a rendered text by a mark. Raises RequestError."""
         unquoted = text.replace(_QUOTED, "")
         if _OPEN in unquoted or _CLOSE in unquoted:
             raise RequestError("the conversation has U+FDD0 or U+FDD1, which are not characters")
@@ -102,19 +101,16 @@ class ImageSpelling(Spelling):
         return text.replace(self.images.placeholder, _QUOTED)
 
     def _expand(self, mark: str) -> list[int]:
-        """Return the ids of a marked image."""
+        """Return the token ids of a mark."""
         shape = mark[:-1].rpartition(" ")[2].split("x")
         return self.images.marked_expansion(tuple(map(int, shape)))
 
 
 class ChatRequests:
-    """Makes requests of conversations, and remembers the answers for the next turn.
-
-    May be used from several threads.
-    """
+    """Maker of requests of conversations; it stores the answers for the next turn. Thread-safe."""
 
     def __init__(self, frontend: Frontend, chat_template: str | None = None) -> None:
-        """`chat_template` is for conversations that bring none; None for the tokenizer's."""
+        """Make requests for `frontend`; `chat_template` replaces the tokenizer's as default."""
         self._frontend = frontend
         self.chat_template = chat_template
         self._lock = threading.Lock()
@@ -155,7 +151,7 @@ class ChatRequests:
                 if self._frontend.facts.num_states and template.add_generation_prompt:
                     # The next turn may not continue with the generation prompt.
                     plain = replace(template, add_generation_prompt=False)
-                    with suppress(RequestError):  # a template may demand it; this is only a hint
+                    with suppress(RequestError):  # only a hint; a template may require the prompt
                         before = self._memory.render(messages, plain)
                 chat = ChatPrompt(text, self._memory.encode(text, namespace))
             prompt = PreparedPrompt(chat.token_ids, text)
@@ -173,7 +169,7 @@ class ChatRequests:
         group.chat = chat
         if before and text.startswith(before):
             tokenizer = self._frontend.tokenizer
-            assert tokenizer is not None  # it has rendered the conversation
+            assert tokenizer is not None  # the conversation is already rendered
             count = len(tokenizer.encode(text[len(before) :], add_special_tokens=False))
             for request in group.requests:
                 request.sequence.forks = [len(chat.token_ids) - count]
@@ -186,7 +182,7 @@ class ChatRequests:
         template: TemplateOptions,
         spelling: ImageSpelling,
     ) -> tuple[str, list[LoadedImage]]:
-        """Return the rendered text and, once that is not too long, the images.
+        """Return the rendered text and the images, which are read only if the text is not too long.
 
         Raises RequestError.
         """
@@ -218,7 +214,7 @@ class ChatRequests:
         return text, spelling.images.read(sources, ids, tenant)
 
     def _try_parts(self, chat_template: str | None, placeholder: str) -> bool:
-        """Return True for a template that takes a message in parts, and shows an image."""
+        """Return True if the template supports parts and shows images."""
         parts = [{"type": "image"}, {"type": "text", "text": "text"}]
         example = TemplateOptions(chat_template=chat_template)
         try:
@@ -230,9 +226,9 @@ class ChatRequests:
     def publish(self, prefix: str | Sequence[int]) -> int:
         """Let requests of all salts share the full blocks of a prefix; return their number.
 
-        A text is a beginning of prompts, and of the system's message in chats. Its blocks are
-        those whose tokens do not depend on what follows. Raises RequestError for a text that the
-        model takes in neither place, and CacheError for a value that is no token.
+        A text is a prefix of prompts and of system messages. Only tokens that do not depend on the
+        text after the prefix are shared. Raises RequestError for a text that the model supports in
+        neither place, and CacheError for a value that is not a token.
         """
         hasher = self._frontend.facts.hasher
         if not isinstance(prefix, Collection):
@@ -241,7 +237,7 @@ class ChatRequests:
             return hasher.publish(prefix)
         params = SamplingParams(temperature=0, max_tokens=1)
         pairs = [[self._frontend.prepare(prefix + text, params) for text in _FOLLOWING]]
-        with suppress(RequestError):  # no template, or one without a system
+        with suppress(RequestError):  # no template, or a template without a system message
             system = {"role": "system", "content": prefix}
             chats = [[system, {"role": "user", "content": text}] for text in _FOLLOWING]
             pairs.append([self.prepare(chat, params) for chat in chats])
@@ -264,18 +260,18 @@ class ChatRequests:
                 self._memory.remember(turn, group.namespace)
 
     def recall(self, messages: Conversation, replies: Mapping[int, Sequence[int]]) -> None:
-        """Remember a conversation of another process, with the ids of replies that were generated.
+        """Remember a conversation of another process, with the ids of its generated replies.
 
-        replies: ids by the place of the message. Ids that do not spell the message are left out.
-        Raises RequestError for a conversation that the template refuses, and for values that are no
-        ids or no places. Chats with images are read again.
+        replies: ids by the index of the message. Ids that do not decode to the message are ignored.
+        Does nothing if the model has vision. Raises RequestError if the template refuses the
+        conversation, and for invalid ids or indices.
         """
         for place, token_ids in replies.items():
             is_reply = type(place) is int and place in range(len(messages))
             if not is_reply or not all(type(token) is int and token >= 0 for token in token_ids):
                 raise RequestError(
                     f"reply_token_ids has {describe(token_ids)} at {describe(place)}; allowed: "
-                    f"token ids by the place of a message, from 0 to {len(messages) - 1}"
+                    f"token ids by the index of a message, from 0 to {len(messages) - 1}"
                 )
         if self._spelling is not None:
             return
@@ -290,7 +286,7 @@ class ChatRequests:
                     self._memory.remember(turn)
 
     def clear(self) -> None:
-        """Forget the answers: later turns are tokenized as a whole."""
+        """Forget the answers; later turns are tokenized completely."""
         with self._lock:
             self._memory.clear()
 
@@ -299,9 +295,9 @@ def _find_image(place: int, part: Mapping[str, Any]) -> ImageSource:
     """Return the image of a part. Raises RequestError.
 
     A part is `{"type": "image_url", "image_url": {"url": ...}}` with a data: URL, or `{"type":
-    "image", "image": ...}` with a Pillow image, bytes, a `pathlib.Path` or a data: URL ("image_pil"
-    is vLLM's name of it). Both may have a `"uuid"`. A text is never taken for a path, since it may
-    come from outside.
+    "image", "image": ...}` with a Pillow image, bytes, a `pathlib.Path` or a data: URL (vLLM also
+    calls this type "image_pil"). Both may have a `"uuid"`. A text is never read as a path, since it
+    may come from an untrusted client.
     """
     source = part.get(part["type"])
     if part["type"] == "image_url" and isinstance(source, Mapping):

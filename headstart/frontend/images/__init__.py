@@ -1,1 +1,1 @@
-"""Images in prompts: files and URLs read, decoded, compared and placed in a prompt."""
+"""Images in prompts: reading, decoding, comparing and placing them."""

@@ -1,4 +1,4 @@
-"""Images of users to pixels, with checks of what would cost too much. Needs no torch."""
+"""Decoding of images to pixels, with limits of size and cost. Needs no torch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ImageSource = Any
 """A Pillow image, a path, the bytes of an image file, or a `data:` URL."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Accepted formats, in Pillow's names: none of them starts another program or reads a file."""
+"""Accepted formats, in Pillow's names. Their decoders run no programs and read no other files."""
 
 MAX_ASPECT = 200
-"""Most of the longer side over the shorter side: the limit of Qwen2-VL's processor. Others scale
-the shorter side to a fixed length, which would make gigabytes of a strip of 1 × 30,000,000."""
+"""Largest ratio of the sides, as in Qwen2-VL's processor. Other processors scale the shorter side
+to a fixed length, which would turn an image of 1 × 30,000,000 pixels into gigabytes."""
 
 MAX_BYTES_PER_PIXEL = 4
 HEADER_BYTES = 2**20
@@ -35,25 +35,25 @@ HEADER_BYTES = 2**20
 _decoding = threading.Lock()
 
 _GRAY_STEPS = {"L;2": 85, "L;4": 17}
-"""Distance of two levels of a PNG with 2 or 4 bits, in Pillow's 8 bits. Pillow scales the pixels,
-and not the level that the file declares transparent."""
+"""Factor from a PNG level of 2 or 4 bits to 8 bits. Pillow scales the pixels, but not the level
+that the file declares transparent."""
 
 _SPACES = " \t\r\n\f\v"
 _TO_STANDARD = bytes.maketrans(b"-_", b"+/")
 
-# O_NONBLOCK: opening a named pipe would wait for its writer. Windows has no such pipes.
+# O_NONBLOCK: otherwise opening a named pipe waits for its writer. Windows has no such pipes.
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def file_limit(max_pixels: int) -> int:
-    """Return the most bytes of a file: 4 for each of `max_pixels`, and 1 MiB for other content."""
+    """Return the largest file size in bytes: 4 for each of `max_pixels`, and 1 MiB for metadata."""
     return MAX_BYTES_PER_PIXEL * max_pixels + HEADER_BYTES
 
 
 def decode_image(source: ImageSource, max_pixels: int) -> Image:
     """Return the image in RGB, upright, on white where it is transparent. Raises RequestError.
 
-    An opaque picture of 8 bits has the same pixels as by transformers' and vLLM's loaders.
+    For an opaque picture of 8 bits, transformers' and vLLM's loaders return the same pixels.
     """
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
@@ -70,7 +70,7 @@ def decode_image(source: ImageSource, max_pixels: int) -> Image:
             if opened.mode == "L" and isinstance(level, int) and tile:  # not decoded yet
                 opened.info["transparency"] = level * _GRAY_STEPS.get(tile[0][3], 1)
         _check_size(*opened.size, max_pixels)
-        # A user's picture, which may be in several prompts, is not decoded twice at once.
+        # A user's Pillow image may be in several prompts; two threads must not decode it at once.
         with _decoding if opened is source else nullcontext():
             upright = ImageOps.exif_transpose(opened)
         return to_rgb(upright)
@@ -85,7 +85,7 @@ def decode_image(source: ImageSource, max_pixels: int) -> Image:
             f"an image cannot be read: it has an unknown format or is damaged; allowed: "
             f"{', '.join(FORMATS)}"
         ) from error
-    # Pillow raises OSError, SyntaxError, ValueError, struct.error, EOFError: by the format.
+    # Pillow raises OSError, SyntaxError, ValueError, struct.error or EOFError, depending on format.
     except Exception as error:
         raise RequestError(
             f"an image cannot be read: {type(error).__name__}: {shorten(str(error))}"
@@ -102,7 +102,7 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise RequestError(
             f"an image has {width} × {height} pixels; allowed: the longer side up to "
-            f"{MAX_ASPECT} times the shorter"
+            f"{MAX_ASPECT} times the shorter side"
         )
 
 
@@ -114,7 +114,7 @@ def to_rgb(image: Image) -> Image:
         image = _scale_gray(image)
     level = image.info.get("transparency")
     if image.mode == "RGB" and isinstance(level, tuple) and max(level) > 255:
-        # Of 16 bits, of which Pillow's pixels have the upper 8.
+        # The level has 16 bits; Pillow's pixels have their upper 8 bits.
         image.info["transparency"] = tuple(channel >> 8 for channel in level)
     if not image.has_transparency_data:
         return image.convert("RGB")
@@ -129,13 +129,13 @@ def to_rgb(image: Image) -> Image:
 def _scale_gray(image: Image) -> Image:
     """Convert gray of 16 or 32 bits, or of floats, to 8 bits. Pillow would clip it at 255.
 
-    16 bits lose the lower 8, as they do in Pillow's RGB. The range of 32 bits and of floats is the
-    first of 0 .. 1 (floats alone), 0 .. 255, 0 .. 65,535 that has all levels, else from the
-    lowest level to the highest.
+    16 bits lose their lower 8 bits, as in Pillow's RGB. For 32 bits and floats, the range is the
+    first of 0 .. 1 (only floats), 0 .. 255 and 0 .. 65,535 that contains all levels, otherwise from
+    the lowest to the highest level.
     """
     from PIL import Image
 
-    np = load_module("numpy")  # which `headstart --help` does not load
+    np = load_module("numpy")  # imported here, because `headstart --help` must not load it
     levels = np.asarray(image)
     low, high = float(levels.min()), float(levels.max())
     if not np.isfinite([low, high]).all():
@@ -174,16 +174,16 @@ def read_source(source: ImageSource, limit: int) -> bytes:
         )
     with open(source, "rb", opener=lambda path, _: os.open(path, _OPEN_FLAGS)) as file:
         status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):  # a device or a pipe, which may have no end
+        if not stat.S_ISREG(status.st_mode):  # a device or a pipe may be endless
             raise RequestError(f"an image's path {describe(str(source))} is not a regular file")
         _check_bytes(status.st_size, limit)
-        data = file.read(limit + 1)  # files of /proc have size 0, and any file may grow
+        data = file.read(limit + 1)  # files in /proc have size 0, and any file may grow
     _check_bytes(len(data), limit)
     return data
 
 
 def is_data_url(text: str) -> bool:
-    """Return True if a text begins with the scheme of a `data:` URL, in any case."""
+    """Return True if a text begins with `data:`, in upper or lower case."""
     return text[:5].lower() == "data:"
 
 
@@ -211,7 +211,7 @@ def read_data_url(url: str, limit: int) -> bytes:
 def decode_base64(text: str) -> bytes:
     """Return the bytes of a text in base64. Raises ValueError.
 
-    Both alphabets are read, and texts with line breaks, with `%3D` for `=`, or without padding.
+    Accepts both alphabets, line breaks, `%3D` for `=`, and missing padding.
     """
     if "%" in text:
         text = unquote(text)
@@ -222,6 +222,6 @@ def decode_base64(text: str) -> bytes:
 def _check_bytes(size: int, limit: int) -> None:
     if size > limit:
         raise RequestError(
-            f"an image's file has {size:,} bytes; allowed: {limit:,} at most, 4 for each of "
-            "max_image_pixels and 1 MiB"
+            f"an image's file has {size:,} bytes; allowed: {limit:,} at most (1 MiB and 4 bytes "
+            "for each of max_image_pixels)"
         )

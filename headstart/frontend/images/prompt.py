@@ -1,14 +1,14 @@
 """Prompts with images: from placeholders in a text to items, embeddings and positions.
 
-A placeholder is a token (`<image>`, `<|image_pad|>`) where an image stands, and becomes as many
-as the image has embeddings. Which of a prompt's tokens are an image's follows from how the prompt
-was made, never from their ids: until the prompt is settled they are marked by an id that no token
-has. So a text that spells the placeholder, and a model that generates it, stay text.
+A placeholder is a token (`<image>`, `<|image_pad|>`) that stands for an image. It is repeated once
+for each embedding of the image. While a prompt is built, image tokens have a special mark as their
+id, so they are never recognized by the placeholder's id. A user's text that contains the
+placeholder stays text, and so does a placeholder that the model generates.
 
-An image's digest is SHA-256 over everything that shapes its embeddings: the fingerprint of the
+An image's digest is SHA-256 over everything that determines its embeddings: the fingerprint of the
 vision tower and its processor, the pixels as the processor gets them, and the user's own id for
-the image if there is one, each framed by its length. The id can only separate equal images, never
-join different ones.
+the image, if any. Each field is preceded by its length. The user's id can only separate equal
+images, never join different images.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IMAGE_MARK = MAX_TOKEN_ID
-"""Stands for a token whose embedding is an image's, in ids that are not yet settled."""
+"""The id of image tokens while a prompt is built."""
 
-_SHAPES = 4096  # images whose shape is remembered
+_SHAPES = 4096  # images whose shape is cached
 
 
 class Tenant(NamedTuple):
     """The owner of images: one cache salt, or none.
 
-    similar: an image of the same tenant may stand for one that looks like it.
+    similar: a similar earlier image of the same tenant may replace an image.
     """
 
     salt: str | None
@@ -69,10 +69,10 @@ NO_TENANT = Tenant(None)
 
 @dataclass(frozen=True, eq=False)
 class LoadedImage:
-    """An image that is ready to be placed, of the tenant with this salt.
+    """An image that is ready for a prompt, and the salt of its tenant.
 
-    digest: identifies its embeddings. picture: its pixels, if the request accepts images that look
-    alike. is_similar: it replaces the image of the request, which is a copy of it.
+    digest: identifies its embeddings. picture: its pixels, if the request accepts similar images.
+    is_similar: it replaces the request's image, which is a copy of it.
     """
 
     digest: bytes
@@ -83,12 +83,12 @@ class LoadedImage:
 
 
 class ImageReader:
-    """Reads images for one model; may be used from several threads."""
+    """Reader of images for one model. Thread-safe."""
 
     def __init__(self, vision: VisionModel, max_pixels: int) -> None:
         self._vision = vision
         self._max_pixels = max_pixels
-        # Of images that were processed, by salt and digest; the most recent at the end.
+        # Shapes of processed images, the most recently used last.
         self._shapes: dict[EncoderKey, tuple[int, ...]] = {}
         self._lock = threading.Lock()
 
@@ -117,7 +117,7 @@ class ImageReader:
         return LoadedImage(sent.digest, processed, salt)
 
     def _process(self, image: Image, key: EncoderKey) -> ProcessedImage:
-        """Process an image; delay this until it is encoded if the tenant showed it before.
+        """Process an image, or only delay that until it is encoded if its shape is known.
 
         Processing is most of the cost of an image whose embeddings are cached.
         """
@@ -128,8 +128,8 @@ class ImageReader:
                 return self._vision.recall(image, shape)
         try:
             processed = self._vision.process(image)
-        # Processors raise ValueError for what they refuse, and OverflowError, IndexError,
-        # MemoryError and others for what they do not expect.
+        # Processors raise ValueError for input that they refuse, and OverflowError, IndexError,
+        # MemoryError and others for unexpected input.
         except Exception as error:
             raise RequestError(
                 f"the image processor refuses an image of {image.width} × {image.height} pixels: "
@@ -143,7 +143,7 @@ class ImageReader:
 
 
 class ImagePrompts:
-    """Makes prompts with images, from several threads. `budget` is the engine's."""
+    """Maker of prompts with images. Thread-safe. budget: the engine's."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class ImagePrompts:
         budget: EncoderBudget,
     ) -> None:
         self.budget, self.cache = budget, budget.cache
-        # It needs Pillow, which only models with images need.
+        # Imported here, because it needs Pillow, which only models with vision need.
         similar = load_module("headstart.frontend.images.similar")
         self._similar = similar.SimilarImages(self.cache)
         self._vision = vision
@@ -162,7 +162,7 @@ class ImagePrompts:
         self._limit = config.max_images
         self.token_id = vision.image_token_id
         self.placeholder = ""
-        self.spelled: list[int] = []  # the placeholder as a text like any other
+        self.spelled: list[int] = []  # ids of the placeholder as ordinary text
         if tokenizer is not None:
             self.placeholder = str(tokenizer.convert_ids_to_tokens(self.token_id))
             self.spelled = tokenizer.encode(
@@ -170,7 +170,7 @@ class ImagePrompts:
             )
 
     def clear(self) -> None:
-        """Forget every image that no request uses. For the engine's thread."""
+        """Forget every image that no request uses. Must run in the engine's thread."""
         self.cache.clear()
         self._similar.clear()
 
@@ -188,7 +188,7 @@ class ImagePrompts:
         return several
 
     def check_placeholders(self, token_ids: Sequence[int], sources: Any) -> None:
-        """Raise RequestError for a prompt that has not one placeholder for each image."""
+        """Raise RequestError unless a prompt has one placeholder for each image."""
         images = len(self._as_list(sources))
         placeholders = sum(token_id == self.token_id for token_id in token_ids)
         if placeholders != images:
@@ -200,13 +200,13 @@ class ImagePrompts:
     def read(
         self, sources: Any, own_ids: Any = None, tenant: Tenant = NO_TENANT
     ) -> list[LoadedImage]:
-        """Return the images, read and checked; `own_ids` are the user's, None for one without."""
+        """Read and check images. own_ids: the user's ids of the images, None for no id."""
         several = self._as_list(sources)
         ids = [None] * len(several) if own_ids is None else self._as_list(own_ids)
         if len(ids) != len(several) or not all(i is None or isinstance(i, str) for i in ids):
             raise RequestError(
-                f"the ids of {len(several)} images are {describe(ids)}; allowed: a text or "
-                "None each"
+                f"the ids of {len(several)} images are {describe(ids)}; allowed: a text or None "
+                "for each image"
             )
         loaded = [
             self._reader.read(source, own_id, tenant)
@@ -230,7 +230,7 @@ class ImagePrompts:
         return self.settle(text, marked, loaded)
 
     def marked_expansion(self, shape: tuple[int, ...]) -> list[int]:
-        """Return the ids in the place of one placeholder, image tokens marked."""
+        """Return the ids that replace one placeholder, with image tokens marked."""
         expansion = self._vision.expand(shape)
         return [IMAGE_MARK if token_id == self.token_id else token_id for token_id in expansion]
 
@@ -239,13 +239,13 @@ class ImagePrompts:
     ) -> PreparedPrompt:
         """Return a prompt whose images another process has read, for the tenant with this salt.
 
-        Reads all weights on the first call. Raises EngineError if they are named for another
-        vision model, and RequestError for an image that the processor refuses.
+        Reads all weights on the first call, to compare fingerprints. Raises EngineError if the
+        images belong to another vision model, and RequestError if the processor refuses an image.
         """
         if sent.fingerprint != self._vision.fingerprint():
             raise EngineError(
-                "the model, or a version of transformers, is another here than in the process "
-                "that has read the prompt's images; allowed: the same"
+                "the model or the version of transformers differs from that of the process which "
+                "read the prompt's images; allowed: the same"
             )
         loaded = [self._reader.receive(image, salt) for image in sent.images]
         marked = np.array(token_ids, dtype=np.int64)
@@ -286,7 +286,7 @@ class ImagePrompts:
         return PreparedPrompt(token_ids.tolist(), text, extras, tuple(uses))
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text in which a placeholder is a text like any other."""
+        """Return the ids of a text in which a placeholder is ordinary text."""
         assert self._tokenizer is not None
         first, *others = text.split(self.placeholder) if self.placeholder else [text]
         token_ids = encode_text(self._tokenizer, first) if first else []
@@ -295,9 +295,9 @@ class ImagePrompts:
         return token_ids
 
     def tokenize_after(self, text: str) -> list[int]:
-        """Return the ids of a text that is not at the beginning.
+        """Return the ids of a text that is not at the beginning of a prompt.
 
-        There some tokenizers put a space, which they do not behind a special token.
+        It is tokenized after a special token, because some tokenizers add a space at the beginning.
         """
         assert self._tokenizer is not None
         if not text:

@@ -1,17 +1,18 @@
-"""Images that look alike: an opt-in by which a prompt may show an image that is there already.
+"""Similar images: an opt-in that replaces a copy of an earlier image by that image.
 
-An image of a request with `similar_images=True` is compared with those of earlier such requests of
-its tenant. If one is the same picture and its embeddings are in the encoder cache, it takes the new
-image's place, before anything is hashed; the reply says so.
+An image of a request with `similar_images=True` is compared with the images of earlier such
+requests of its tenant. If one shows the same picture and its embeddings are in the encoder cache,
+it replaces the new image before anything is hashed; the output says so.
 
-A perceptual hash, a thumbnail, proposes up to three earlier images. The decision retraces how one
-picture became a copy of the other: scaled by one of Pillow's filters, then saved as JPEG or WebP.
-The search is done in the liveliest window. The whole picture so remade must equal the real copy in
-every pixel.
+Thumbnails propose up to three earlier images. To decide, the new image is reproduced from the
+earlier one: scaled by one of Pillow's filters, then saved as JPEG or WebP. The parameters are
+searched in the window with the most edges. The reproduced picture must equal the new image in every
+pixel.
 
-A codec erases faint details, so two pictures may have one copy. A copy is refused if its source has
-a detail without which the copy would be the same there: details of up to 4 pixels are painted over,
-and the picture is saved again. A picture that is full of them has grain, and is not refused.
+A codec erases faint details, so two different pictures may have the same copy. So details of up to
+4 pixels of the earlier image are painted over, and it is saved again. If the copy does not change
+at such a detail, it is refused. A picture with very many such details has grain, and is not
+refused.
 """
 
 import io
@@ -31,26 +32,26 @@ from headstart.engine.image_cache import EncoderKey
 from headstart.frontend.images.prompt import LoadedImage
 
 CAPACITY = 1 << 28  # bytes: hundreds of screenshots, or 12 photographs of 4K
-MAX_IMAGES = 4096  # of all tenants: a new one walks through them in about a millisecond
-ENTRY_BYTES = 2048  # Python's objects of an entry: 1.7 to 2.0 kB, besides pixels and thumbnail
-MAX_COMPARED = 3  # earlier images, those with the nearest thumbnails
+MAX_IMAGES = 4096  # of all tenants; comparing so many thumbnails takes about a millisecond
+ENTRY_BYTES = 2048  # Python objects of an entry (1.7 to 2.0 kB) without pixels and thumbnail
+MAX_COMPARED = 3  # earlier images to compare, with the nearest thumbnails
 THUMBNAIL = 16  # pixels on each side
-MAX_STEP = 32  # of 255, in any color of any pixel of the thumbnail
-LEVEL = 1  # of zlib, the fastest
+MAX_STEP = 32  # of 255; largest difference in any color of any pixel of two thumbnails
+LEVEL = 1  # zlib's fastest compression level
 MAX_SCALE = 1.025
 WINDOW = 128  # pixels, a multiple of the 16 of a JPEG macroblock
-BORDER = 8  # pixels of a window that are not compared: a codec mixes them with their neighbors
+BORDER = 8  # pixels at a window's edge that are not compared: a codec mixes them with others
 FILTERS = ("BICUBIC", "LANCZOS", "BILINEAR", "HAMMING", "BOX", "NEAREST")
-TRIED_SCALINGS = 4  # the best with a rough codec are tried with all
-TRIED_JPEGS = 3  # with which the whole picture is saved
-WEBP_PIXELS = 2**22  # saved as WebP in a search, or one picture: it costs 0.1 s per million
-NEAR = 0.2  # of 255: the mean difference in a window, where scaling it alone rounds otherwise
-BAND = 512  # rows whose details are searched at once
-DETAIL = 12  # of 255: how far a detail is beyond the levels around it
-KEPT = 3  # a detail is weak where the copy shows less than this share of it
-TRACE = 1  # of 255: a detail leaves a trace where its copy without it differs by more
-GRAIN = 1 / 3000  # of all pixels: a picture with more untraced ones has grain
-FEW = 27  # pixels that are no grain in a small picture
+TRIED_SCALINGS = 4  # scalings to try with all codecs: the best with one rough codec
+TRIED_JPEGS = 3  # JPEG settings with which the whole picture is saved
+WEBP_PIXELS = 2**22  # saved as WebP in a search (at least one picture); a million take 0.1 s
+NEAR = 0.2  # of 255; allowed mean difference in a window, as scaling a window rounds differently
+BAND = 512  # rows to search for details at once
+DETAIL = 12  # of 255; least distance of a detail from the levels around it
+KEPT = 3  # a detail is weak if the copy shows less than 1 / KEPT of it
+TRACE = 1  # of 255; a detail leaves a trace if the copy without it differs by more
+GRAIN = 1 / 3000  # of all pixels; with more pixels without a trace, a picture has grain
+FEW = 27  # so few pixels without a trace are never grain, even in a small picture
 
 Picture = Image.Image
 Pixels = NDArray[np.uint8]
@@ -73,16 +74,16 @@ def thumbnail_of(picture: Picture) -> Thumbnail:
 
 
 def distance(first: Thumbnail, second: Thumbnail) -> int | None:
-    """Return how far two thumbnails are apart; None for those of different pictures."""
+    """Return the distance of two thumbnails; None if their pictures are different."""
     steps = np.abs(first - second)
     return None if steps.max() > MAX_STEP else int(steps.sum())
 
 
 @dataclass(eq=False)
 class _Entry:
-    """An image that may stand for others, with its pixels compressed without loss.
+    """An image that may replace others, with its pixels compressed without loss.
 
-    is_encoded: its embeddings were in the encoder cache at some time since a prompt showed it.
+    is_encoded: its embeddings have been in the encoder cache since a prompt used it.
     """
 
     loaded: LoadedImage
@@ -97,11 +98,11 @@ class _Entry:
 
 
 class SimilarImages:
-    """Images that may stand for others, within `capacity` bytes and `max_images`. Thread-safe.
+    """Images that may replace others, within `capacity` bytes and `max_images`. Thread-safe.
 
-    An image is compared with its own tenant's alone, without a lock. An image whose embeddings
-    have left the encoder cache is forgotten when a new image of its tenant comes. One that is not
-    encoded yet stays: its request may still wait. cache: has the images with embeddings.
+    An image is compared only with images of its tenant, without a lock. An image whose embeddings
+    were evicted from the encoder cache is forgotten when a new image of its tenant arrives. An
+    image that is not encoded yet stays, as its request may still wait. cache: the encoder cache.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class SimilarImages:
         self._capacity = capacity
         self._max_images = max_images
         self._images: OrderedDict[EncoderKey, _Entry] = OrderedDict()  # least recently used first
-        # The same by salt, so that other tenants' images cost no time; none is empty.
+        # The same images by salt, so that other tenants' images cost no time.
         self._tenants: dict[str | None, OrderedDict[EncoderKey, _Entry]] = {}
         self.num_bytes = 0
         self._lock = threading.Lock()
@@ -127,10 +128,7 @@ class SimilarImages:
             self.num_bytes = 0
 
     def settle(self, loaded: LoadedImage, salt: str | None) -> LoadedImage:
-        """Return the image that takes this one's place, or this one.
-
-        If it is this one, it may take others' places from now on.
-        """
+        """Return the earlier image that replaces `loaded`, or `loaded` itself, which is stored."""
         picture = loaded.picture
         key = EncoderKey(salt, loaded.digest)
         if picture is None or self._use(key):
@@ -149,7 +147,7 @@ class SimilarImages:
     def _candidates(
         self, thumbnail: Thumbnail, size: tuple[int, int], salt: str | None
     ) -> list[tuple[EncoderKey, _Entry]]:
-        """Return the images that could be the same, with embeddings, the most likely first."""
+        """Return the encoded images with near thumbnails, the nearest first."""
         candidates = []
         with self._lock:
             for key, entry in reversed(list(self._tenants.get(salt, {}).items())):
@@ -164,11 +162,11 @@ class SimilarImages:
         return [candidates[place] for _, place in order[:MAX_COMPARED]]
 
     def _use(self, key: EncoderKey) -> bool:
-        """Make this image the most recently used. Return False if it is unknown."""
+        """Make an image the most recently used. Return False if it is unknown."""
         with self._lock:
             if key not in self._images:
                 return False
-            self._images[key].is_encoded = False  # if need be the prompt has it encoded again
+            self._images[key].is_encoded = False  # the prompt encodes it again if necessary
             self._images.move_to_end(key)
             self._tenants[key.salt].move_to_end(key)
             return True
@@ -191,7 +189,7 @@ class SimilarImages:
 
 
 def are_same(first: Picture, second: Picture) -> bool:
-    """Return True if two RGB pictures differ by no more than one scaling and one saving."""
+    """Return True if one RGB picture is the other after at most one scaling and one saving."""
     if not _sizes_agree(first.size, second.size):
         return False
     if first.tobytes() == second.tobytes():
@@ -209,7 +207,7 @@ def _sizes_agree(first: tuple[int, int], second: tuple[int, int]) -> bool:
 
 
 class _Scaling(NamedTuple):
-    """One way of scaling a picture to a copy's size, with the liveliest window of both."""
+    """A way to scale a picture to a copy's size, with the window of most edges of both."""
 
     original: Picture
     copy: Picture
@@ -218,7 +216,7 @@ class _Scaling(NamedTuple):
     wanted: Picture
 
     def left(self, codec: Codec | None) -> float:
-        """Return the mean difference that saving with a codec leaves in the window, of 255."""
+        """Return the mean difference in the window after saving with a codec, of 255."""
         steps = np.asarray(ImageChops.difference(_saved(self.window, codec), self.wanted))
         border = min(BORDER, *(side // 3 for side in steps.shape[:2]))
         inner = slice(border, -border or None)
@@ -229,19 +227,19 @@ _Way = tuple[_Scaling, Codec | None]
 
 
 def _likely_ways(first: Picture, second: Picture) -> Iterator[_Way]:
-    """Yield the ways from one picture to the other that leave next to nothing in a window."""
+    """Yield the ways from one picture to the other that almost reproduce the window."""
     scalings = [*_scalings(first, second), *_scalings(second, first)]
     yield from _ranked(scalings, [None], NEAR)
-    if len(scalings) > TRIED_SCALINGS:  # a codec's errors hide how a picture was scaled
+    if len(scalings) > TRIED_SCALINGS:  # compare after a codec, whose errors are in the copy too
         scalings.sort(key=lambda scaling: min(map(scaling.left, ROUGH_CODECS)))
     yield from _ranked(scalings[:TRIED_SCALINGS], JPEG_CODECS, NEAR)[:TRIED_JPEGS]
-    # WebP spreads its bits over the whole picture, so a window only hints at what it leaves.
+    # WebP distributes its bits over the whole picture, so a window is only a hint.
     most = max(1, WEBP_PIXELS // (first.width * first.height))
     yield from _ranked(scalings[:TRIED_SCALINGS], WEBP_CODECS, inf)[:most]
 
 
 def _ranked(scalings: list[_Scaling], codecs: Sequence[Codec | None], most: float) -> list[_Way]:
-    """Return the ways that leave at most this in the window, the best first."""
+    """Return the ways with a difference of at most `most` in the window, the best first."""
     ways = [(scaling.left(codec), scaling, codec) for scaling in scalings for codec in codecs]
     ways.sort(key=lambda way: way[0])
     return [(scaling, codec) for left, scaling, codec in ways if left <= most]
@@ -254,12 +252,12 @@ def _scalings(original: Picture, copy: Picture) -> Iterator[_Scaling]:
         yield _Scaling(original, copy, None, original.crop(box), target)
         return
     grows = all(a <= b for a, b in zip(original.size, copy.size, strict=True))
-    for name in FILTERS if grows else FILTERS[:-1]:  # NEAREST leaves rows and columns out
+    for name in FILTERS if grows else FILTERS[:-1]:  # NEAREST would drop rows and columns
         yield _Scaling(original, copy, name, _scaled_window(original, copy.size, box, name), target)
 
 
 def _liveliest(image: Picture) -> Box:
-    """Return the window of the picture with most edges, at a multiple of 16 pixels."""
+    """Return the window with the most edges, at a multiple of 16 pixels."""
     width, height = image.size
     if width < WINDOW or height < WINDOW:
         return 0, 0, min(width, 2 * WINDOW), min(height, 2 * WINDOW)
@@ -271,8 +269,8 @@ def _liveliest(image: Picture) -> Box:
 
 
 def _scaled_window(image: Picture, size: tuple[int, int], box: Box, name: str) -> Picture:
-    """Return a window of the picture scaled to `size`, scaled with the pixels around it."""
-    if name == "NEAREST":  # picks other pixels when it begins elsewhere
+    """Return a window of the picture scaled to `size`; the pixels around it have an effect too."""
+    if name == "NEAREST":  # a window alone would give other pixels
         return _resized(image, size, name).crop(box)
     left, top = max(0, box[0] - BORDER), max(0, box[1] - BORDER)
     right, bottom = min(size[0], box[2] + BORDER), min(size[1], box[3] + BORDER)
@@ -287,7 +285,7 @@ def _resized(image: Picture, size: tuple[int, int], name: str | None, box: Any =
 
 
 def _saved(image: Picture, codec: Codec | None) -> Picture:
-    """Return the RGB picture as it is read from a file of this codec."""
+    """Return the RGB picture after saving it with a codec and reading it again."""
     if codec is None:
         return image
     stream = io.BytesIO()
@@ -296,7 +294,7 @@ def _saved(image: Picture, codec: Codec | None) -> Picture:
 
 
 def _loses_detail(source: Picture, copy: Picture, codec: Codec) -> bool:
-    """Return True if the source has a detail without which its copy would be the same there."""
+    """Return True if the source has a detail that leaves no trace in the copy."""
     pixels = np.asarray(source)
     padded = np.pad(pixels, ((4, 4), (4, 4), (0, 0)), mode="edge")
     bands = range(0, len(pixels), BAND)
@@ -309,12 +307,12 @@ def _loses_detail(source: Picture, copy: Picture, codec: Codec) -> bool:
 
 
 def _steps(first: Pixels, second: Pixels) -> Any:
-    """Return how far the pixels are apart, in the color that differs the most."""
+    """Return the distance of the pixels in the color that differs most."""
     return (np.maximum(first, second) - np.minimum(first, second)).max(2)
 
 
 def _painted(padded: Pixels) -> Pixels:
-    """Return a picture, less 4 pixels on every side, without its details."""
+    """Return a picture without its details, and without 4 pixels on every side."""
     painted = pixels = padded[4:-4, 4:-4]
     for first, last in ((np.minimum, np.maximum), (np.maximum, np.minimum)):
         level = _extreme(_extreme(padded, first), last)
@@ -324,7 +322,7 @@ def _painted(padded: Pixels) -> Pixels:
 
 
 def _extreme(levels: Any, pick: np.ufunc) -> Any:
-    """Return the picked level of every window of 5 x 5 pixels."""
+    """Return the extreme level of every window of 5 x 5 pixels."""
     for _ in range(2):
         two = pick(levels[:-1], levels[1:])
         levels = pick(pick(two[:-3], two[2:-1]), levels[4:]).swapaxes(0, 1)

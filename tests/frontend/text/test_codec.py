@@ -57,5 +57,5 @@ def test_a_text_of_too_many_tokens_is_refused() -> None:
     for tokenizer in every_tokenizer().values():
         count = len(tokenizer.encode(TEXT))
         assert len(encode_text(tokenizer, TEXT, max_model_len=count + 1)) == count
-        with pytest.raises(RequestError, match=f"has {count} tokens.*{count - 1} at the most"):
+        with pytest.raises(RequestError, match=f"has {count} tokens.*{count - 1} at most"):
             encode_text(tokenizer, TEXT, max_model_len=count)

@@ -119,8 +119,21 @@ def as_api_error(error: BaseException) -> ApiError:
     """Return the API error for an exception of the engine or of the framework.
 
     The texts of internal errors are only logged: they may contain data of another tenant whose
-    request was in the same step, or names of local files.
+    request was in the same step, or names of local files. So are exceptions of the wording itself.
     """
+    try:
+        if (refusal := _word_error(error)) is not None:
+            return refusal
+    except Exception as fault:  # its traceback includes that of `error`
+        error = fault
+    _LOG.error("a request failed: %s", error, exc_info=error)
+    if isinstance(error, EngineError):
+        return ApiError(500, "the engine failed; the server's log has the reason")
+    return ApiError(500, "the server failed; its log has the reason")
+
+
+def _word_error(error: BaseException) -> ApiError | None:
+    """Return the error as the client may read it; None for an internal error."""
     text = str(error)
     match error:
         case ApiError():
@@ -140,10 +153,7 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(error.status_code, shorten(str(error.detail)))
         case RequestValidationError():
             return _read_validation(error)
-    _LOG.error("a request failed: %s", error, exc_info=error)
-    if isinstance(error, EngineError):
-        return ApiError(500, "the engine failed; the server's log has the reason")
-    return ApiError(500, "the server failed; its log has the reason")
+    return None
 
 
 def as_route_error(error: HTTPException, scope: Scope) -> ApiError:

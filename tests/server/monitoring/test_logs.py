@@ -11,9 +11,11 @@ from urllib.parse import quote
 import httpx
 import pytest
 
+from headstart.errors import EngineError
 from headstart.server.monitoring.logs import set_up_logs
 from headstart.server.options import MOST_LOGGED
 from tests.server.running import Running, running
+from tests.server.scripted import scripted
 
 SECRET = "The treasure lies below the third oak"
 
@@ -54,6 +56,28 @@ def written() -> Iterator[Callable[[str], Written]]:
     for log, handlers, level, propagate in before:
         log.handlers[:], log.propagate = handlers, propagate
         log.setLevel(level)
+
+
+class UnreadableError(EngineError):
+    """An error whose text cannot be read."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_an_error_without_a_text_is_answered_and_logged(
+    server: Running, written: Callable[[str], Written]
+) -> None:
+    log = written("text")
+    body = {"model": "tiny", "prompt": "x"}
+    with scripted(server, [UnreadableError()]):
+        answer = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "the server failed; its log has the reason"
+    assert log.read().endswith("a request failed: no text")
+    lines = iter(log.read, None)
+    assert any("UnreadableError" in line for line in lines)
+    assert any("/v1/completions 500 " in line for line in lines)
 
 
 @pytest.fixture(scope="module")

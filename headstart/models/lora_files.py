@@ -212,15 +212,17 @@ def read_weights(folder: Path, model: DecoderModel, max_rank: int) -> LoraWeight
     settings = read_settings(folder, max_rank)
     file = folder / WEIGHTS_NAME
     matrices, linear = _read_matrices(file, model), model.linear_widths()
-    _check_layers(file, matrices.keys(), settings, model)
+    stored_names = _match_names(matrices.keys(), linear.keys())
+    _check_layers(file, matrices.keys(), settings, stored_names, model)
     digest = hashlib.sha256(b"headstart/lora/1")
     pairs = {}
-    for layer in sorted(matrices):
-        down, up = matrices[layer].get("A"), matrices[layer].get("B")
+    for layer in sorted(layer for layer, name in stored_names.items() if name in matrices):
+        name = stored_names[layer]
+        down, up = matrices[name].get("A"), matrices[name].get("B")
         if down is None or up is None:
-            raise DamagedAdapterError(f"{file} has only one of the two matrices of {layer}")
-        _check_pair(f"{file}: A and B of {layer}", down, up, settings.rank_of(layer), linear[layer])
-        scale = settings.scale_of(layer)
+            raise DamagedAdapterError(f"{file} has only one of the two matrices of {name}")
+        _check_pair(f"{file}: A and B of {name}", down, up, settings.rank_of(name), linear[layer])
+        scale = settings.scale_of(name)
         parts = [layer.encode(), struct.pack("<d", scale)]
         for tensor in (down, up):
             parts.append(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -232,7 +234,7 @@ def read_weights(folder: Path, model: DecoderModel, max_rank: int) -> LoraWeight
         pair = LoraPair(*(m.to(model.device, model.dtype).contiguous() for m in (down, scaled)))
         if not all(bool(torch.isfinite(side).all()) for side in pair):
             raise DamagedAdapterError(
-                f"{file}: the matrices of {layer} are not finite in {model.dtype}"
+                f"{file}: the matrices of {name} are not finite in {model.dtype}"
             )
         pairs[layer] = pair
     return LoraWeights(digest.hexdigest(), pairs)
@@ -264,19 +266,43 @@ def _read_matrices(file: Path, model: DecoderModel) -> dict[str, dict[str, Tenso
     return matrices
 
 
+# The decoder's name in a model with other parts, in one of an old version, and in a text model.
+_BODIES = ("model.language_model.", "language_model.model.", "model.")
+
+
+def _match_names(layers: Set[str], linear: Set[str]) -> dict[str, str]:
+    """Return the name that a file with `layers` has for each of the model's linear layers.
+
+    An adapter may come from the whole of a model whose decoder runs here, or from the decoder.
+    """
+    theirs, ours = (
+        next((body for body in _BODIES if any(name.startswith(body) for name in names)), "")
+        for names in (layers, linear)
+    )
+    if layers <= linear or not theirs or not ours:
+        return {name: name for name in linear}
+    return {
+        name: theirs + name.removeprefix(ours) if name.startswith(ours) else name for name in linear
+    }
+
+
 def _check_layers(
-    file: Path, layers: Set[str], settings: LoraSettings, model: DecoderModel
+    file: Path,
+    layers: Set[str],
+    settings: LoraSettings,
+    stored_names: Mapping[str, str],
+    model: DecoderModel,
 ) -> None:
     """Check that the file's layers are those that the configuration names in this model."""
-    linear = model.linear_widths()
-    if unknown := layers - linear.keys():
+    linear = set(stored_names.values())
+    if unknown := layers - linear:
         raise UnsupportedAdapterError(
             f"{file} is for another model, or for layers that are not linear, as "
             f"{_some(unknown)} is not a linear layer of this model"
         )
     targets = {name for name in linear if settings.is_target(name)}
     if settings.is_all_linear:
-        targets.discard(model.output_layer or "")
+        targets.discard(stored_names.get(model.output_layer or "", ""))
     if missing := targets - layers:
         raise DamagedAdapterError(
             f"{file} lacks the matrices of {_some(missing)}, which target_modules names"

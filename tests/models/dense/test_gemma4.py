@@ -20,7 +20,10 @@ from headstart.errors import UnsupportedModelError
 from headstart.models.decoder import DecoderModel
 from headstart.models.gptq import plan_quantization
 from headstart.models.loader import load_model
+from headstart.models.lora_files import read_weights
+from headstart.models.lora_layers import AdapterRun, LoraLayers, ResidentAdapter
 from tests.models.paged import BLOCK, Paged
+from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import VOCABULARY, save_tiny, tiny_config, tiny_model
 
 LENGTH = 26
@@ -181,3 +184,17 @@ def test_gptq_refuses_norms_of_values(tmp_path: Path) -> None:
     save_tiny("gemma4_text", tmp_path / "float")
     with pytest.raises(UnsupportedModelError, match="it has a norm of values"):
         plan_quantization(tmp_path / "float", tmp_path / "small")
+
+
+@FAMILIES
+def test_an_adapter_on_all_linear_layers(name: str, tmp_path: Path) -> None:
+    base = save_tiny(name, tmp_path / "base")
+    path = make_adapter(base, tmp_path / "adapter", target_modules="all-linear")
+    paged, tokens = Paged(load_model(base, "float32")), random_tokens(LENGTH)
+    weights = read_weights(path, paged.decoder, 64)
+    sequence, layers = paged.add(tokens), LoraLayers(paged.decoder)
+    for count in (LENGTH - 5, 5):
+        layers.begin_step([AdapterRun(ResidentAdapter(weights), count, count)])
+        paged.step([(sequence, count)])
+        layers.end_step()
+    check(sequence.logits, Oracle(base, path).logits(tokens))

@@ -234,8 +234,8 @@ def test_an_adapter_on_all_linear_layers(name: str, tmp_path: Path) -> None:
     check(torch.stack(sequence.logits), Oracle(base, path).logits(tokens))
 
 
-def test_the_decoder_of_a_model_with_vision(tmp_path: Path) -> None:
-    """Qwen3.5's checkpoints have a vision part and further tensors, which are not read."""
+def save_with_vision(folder: Path) -> None:
+    """Write Qwen3.5 with a vision part, and with the decoder of the tiny model."""
     text = tiny_config("qwen3_5_text")
     vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
     config = Qwen3_5Config(text_config=text, vision_config=vision | {"out_hidden_size": 48})
@@ -243,7 +243,12 @@ def test_the_decoder_of_a_model_with_vision(tmp_path: Path) -> None:
     part = tiny_model(text)
     whole.model.language_model.load_state_dict(part.model.state_dict())
     whole.lm_head.load_state_dict(part.lm_head.state_dict())
-    whole.save_pretrained(tmp_path)
+    whole.save_pretrained(folder)
+
+
+def test_the_decoder_of_a_model_with_vision(tmp_path: Path) -> None:
+    """Qwen3.5's checkpoints have a vision part and further tensors, which are not read."""
+    save_with_vision(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     assert any("visual" in tensor for tensor in tensors)
@@ -253,6 +258,36 @@ def test_the_decoder_of_a_model_with_vision(tmp_path: Path) -> None:
     found = Stepper(model).step({0: Part(tokens, 0, -1, 0)})
     check(found, expected_logits("qwen3_5_text", tokens))
     assert "model.language_model.layers.0.linear_attn.out_proj" in model.linear_widths()
+
+
+@pytest.mark.parametrize("body", ["model.language_model.", "language_model.model.", "model."])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_an_adapter_of_the_decoder_or_of_the_whole_model(
+    is_whole: bool, body: str, tmp_path: Path
+) -> None:
+    """Their names differ, in the file and where the configuration names layers in full."""
+    text = save_tiny("qwen3_5_text", tmp_path / "text")
+    path = make_adapter(
+        text, tmp_path / "adapter", target_modules=r"model\.layers\.[01]\..*\.(out|o|up)_proj"
+    )
+    model = load_model(text, "float32")
+    expected = read_weights(path, model, 64)
+    if is_whole:
+        save_with_vision(tmp_path / "whole")
+        model = load_model(tmp_path / "whole", "float32")
+    file, config = path / "adapter_model.safetensors", path / "adapter_config.json"
+    renamed = {
+        name.replace("model.model.layers", f"model.{body}layers"): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(renamed, file)
+    pattern = body.replace(".", r"\\.")
+    config.write_text(config.read_text().replace(r"model\\.layers", rf"{pattern}layers"))
+    found = read_weights(path, model, 64)
+    names = {name.replace("language_model.", "") for name in found.pairs}
+    assert names == expected.pairs.keys() and found.pairs.keys() <= model.linear_widths().keys()
+    assert (found.digest == expected.digest) is not is_whole
+    assert len(names) == 4
 
 
 def test_gptq_refuses_recurrent_layers(name: str, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from dataclasses import replace
 
 from headstart.cache.block import (
     KVCacheBlock,
-    PartialNode,
     PrefixNode,
     RowCopy,
     block_ids,
@@ -34,6 +33,7 @@ from headstart.cache.free_queue import Clock
 from headstart.cache.hasher import BlockHasher
 from headstart.cache.identity import BlockHash, BlockKey, Namespace
 from headstart.cache.index import PathSegment, PrefixIndex
+from headstart.cache.indexing import index_blocks, index_partial
 from headstart.cache.invariants import check_everything
 from headstart.cache.lookup import (
     Allocation,
@@ -42,7 +42,6 @@ from headstart.cache.lookup import (
     find_partial,
     find_resume,
     is_in_other_salt,
-    longest_head,
 )
 from headstart.cache.pool import BlockPicture, BlockPool
 from headstart.cache.sequence import TokenSequence
@@ -396,61 +395,11 @@ class KVCacheManager:
         sequence.num_computed_tokens = end
         full = end // self.block_size
         if full > sequence.num_indexed and self._caching and sequence.is_stored:
-            self._index_blocks(sequence, full)
+            index_blocks(self.pool, sequence, full, deduplicate=self.config.deduplicate)
         if self.states is not None:
             self.states.extend(sequence, start, end)
         if self.windows is not None:
             self.windows.attach(sequence, start // self.block_size, full)
-
-    def _index_blocks(self, sequence: TokenSequence, full: int) -> None:
-        """Index the sequence's new full blocks, up to its first `full` ones."""
-        keys, i = sequence.keys, sequence.num_indexed
-        node = sequence.node or self.pool.index.make_root(sequence.root)
-        while i < full and node.child is not None:
-            node = self.pool.index.child(node, keys[i])
-            self._index_block(sequence, i, node)
-            i += 1
-        if i + 1 == full:  # as when a sequence decodes
-            node = self.pool.store_child(node, keys[i], sequence.blocks[i])
-        elif i < full:
-            node = self.pool.store_chain(node, keys[i:full], sequence.blocks[i:full])
-        sequence.node, sequence.num_indexed = node, full
-
-    def _index_block(self, sequence: TokenSequence, i: int, node: PrefixNode) -> None:
-        """Store the sequence's full block in its node, or switch to the block cached there."""
-        block, cached = sequence.blocks[i], node.block
-        if cached is None or not self.config.deduplicate:
-            self.pool.store(node, block)
-            self._drop_covered(node)
-        else:
-            self.pool.touch([cached])
-            sequence.switched.add(i)
-            sequence.blocks[i] = cached
-            sequence.block_ids[i] = cached.block_id
-            self.pool.release([block])
-
-    def _index_partial(self, sequence: TokenSequence) -> None:
-        """Index the rows of the last block, unless a cached block has them already."""
-        rows = sequence.num_computed_tokens - sequence.num_indexed * self.block_size
-        if rows <= 0:
-            return
-        index = self.pool.index
-        key = sequence.cut_partial(sequence.num_computed_tokens, self.block_size)
-        node = sequence.node or index.make_root(sequence.namespace)
-        cached = longest_head(index, node, key)
-        if cached is None or cached.num_rows < rows:
-            partial = index.child(node, key, PartialNode)
-            index.attach(partial, sequence.blocks[sequence.num_indexed])
-            if self.windows is not None:
-                self.windows.attach(sequence, sequence.num_indexed, sequence.num_indexed + 1)
-                self.windows.commit()
-            self._drop_covered(partial)
-
-    def _drop_covered(self, node: PrefixNode) -> None:
-        """Empty a partial block whose rows are all at the head of this node's block."""
-        covered = self.pool.index.covered_partial(node)
-        if isinstance(covered, PartialNode) and covered.block and not covered.block.ref_cnt:
-            self.pool.drop([covered.block])
 
     def _announce(self, sequence: TokenSequence) -> None:
         """Announce the sequence's next full block, if its tokens are known and it will be stored.
@@ -520,7 +469,7 @@ class KVCacheManager:
             name = sequence.request_id
             raise CacheError(f"{name!r} is in a step: commit_step or fail_step comes first")
         if self._caching and self.config.partial_hits and sequence.is_stored:
-            self._index_partial(sequence)
+            index_partial(self.pool, sequence)
         self._give_back(sequence, is_cached=self._caching)
 
     def discard(self, sequences: Sequence[TokenSequence]) -> None:

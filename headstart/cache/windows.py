@@ -156,10 +156,13 @@ class WindowPool:
         regular = (start // window.interval + 1) * window.interval
         return any(start < p and self.first(p) <= index for p in (*window.wanted, regular))
 
-    def attach(self, sequence: TokenSequence, start: int, stop: int) -> None:
-        """Attach the window blocks of blocks `start` to `stop - 1`, which this step fills.
+    def attach(
+        self, sequence: TokenSequence, start: int, stop: int, *, is_written: bool = False
+    ) -> None:
+        """Attach the window blocks of blocks `start` to `stop - 1`.
 
-        Where the block has another window block already, the sequence uses that.
+        Unless `is_written`, the step under way writes the last of their rows. Where a block has
+        another window block already, the sequence uses that.
         """
         window = self._sequences[sequence]
         for index in range(start, stop):
@@ -170,7 +173,8 @@ class WindowPool:
             if attached is None:
                 self._attached[block] = own
                 self._owners[own] = block
-                self._fresh.append(own)
+                if not is_written:
+                    self._fresh.append(own)
             elif attached != own:
                 self._claim(attached)
                 self._release(own, is_end=False)

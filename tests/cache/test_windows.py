@@ -225,6 +225,21 @@ def test_two_prompts_in_one_step_compute_the_same_blocks(deduplicate: bool) -> N
     assert run(engine, "c", prompt) == 23
 
 
+def test_a_failed_step_leaves_no_window_though_another_request_ends_within_it() -> None:
+    engine = make_engine(num_window_blocks=10)
+    prompt = list(range(80))
+    run(engine, "a", prompt)
+    other = TokenSequence("b", range(500, 505))
+    engine.admit(other)
+    engine.commit()
+    again = TokenSequence("c", [*prompt[:30], 999])
+    assert engine.manager.get_computed_blocks(again).num_tokens == 0
+    engine.admit(again, 16)
+    engine.manager.free(other)
+    engine.fail()
+    engine.verify([TokenSequence("probe", prompt[:n]) for n in range(2, 30)])
+
+
 CONFIGS = st.fixed_dictionaries(
     {
         "num_blocks": st.sampled_from([9, 16, 24]),

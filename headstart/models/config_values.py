@@ -1,8 +1,8 @@
-"""The numbers of a config.json: checks before anything is built from them, and the context length.
+"""Checks of the numbers in a config.json, and the context length.
 
-A model with a billion layers would take minutes to build and fail; one with zero layers would
-answer from its embeddings alone. The keys are those of transformers' configurations, at any depth:
-a model of several parts has a configuration for each.
+They are checked before anything is built: a model with a billion layers would take minutes to fail,
+and a model without layers would give wrong answers. Keys are transformers', at any depth, since a
+model with several parts has a configuration for each part.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Set
@@ -17,15 +17,15 @@ _LENGTH_NAMES = (
     *("seq_length", "n_ctx"),
 )
 _UNKNOWN_LENGTH = 2048
-_MOST_TOKENS = 1 << 31  # a factor may be infinite
+_MOST_TOKENS = 1 << 31  # longer lengths are ignored: a factor may be infinite
 
 
 def context_length(config: Any) -> int:
     """Return the number of positions that a model of transformers' configuration supports.
 
-    If the rotary frequencies depend on the length of the longest sequence in the batch (`longrope`,
-    `dynamic`), K of a prefix would depend on later tokens and on other requests. Such a model is
-    used up to the length for which the frequencies are constant.
+    With `longrope` and `dynamic`, rotary frequencies depend on the longest sequence in the batch
+    beyond a certain length, so K of a prefix would depend on later tokens and other requests. Such
+    a model is used only up to that length.
     """
     text = config.get_text_config()
     values = (getattr(text, name, None) for name in _LENGTH_NAMES)
@@ -45,7 +45,7 @@ def context_length(config: Any) -> int:
 def context_bound(content: Mapping[str, Any]) -> int | None:
     """Return a length that `context_length` does not exceed; None if a config.json has none.
 
-    It needs no code of the architecture.
+    Needs no class of the architecture.
     """
     nested = content.get("text_config")
     lengths: list[float] = []
@@ -57,7 +57,7 @@ def context_bound(content: Mapping[str, Any]) -> int | None:
 
 
 def _stretched(rope: object) -> list[float]:
-    """Return the lengths that rotary parameters stretch the first length to."""
+    """Return the lengths to which rotary parameters extend the original length."""
     if not isinstance(rope, Mapping):
         return []
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor", 1.0)
@@ -83,9 +83,9 @@ WIDTHS = frozenset({"hidden_size", "n_embd", "d_model", "head_dim", "intermediat
 """The keys of layer widths."""
 
 _EXPERTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts"})
-_USED = "num_experts_per_tok"  # a dense model of a family with experts may have zeros
+_USED = "num_experts_per_tok"  # may be 0 in a dense model of a family with experts
 
-# Keys below these are the user's own words or options of `generate`: a label may be "depth".
+# Objects whose keys are free names, such as labels: a label may be "depth".
 _FREE_NAMES = frozenset({"label2id", "id2label", "task_specific_params"})
 
 _RANGES: dict[str, tuple[int, int]] = {
@@ -112,9 +112,9 @@ def check_values(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def check_experts(file: Path, content: Mapping[str, Any], tensors: Collection[str]) -> None:
-    """Raise `DamagedModelError` if a part has experts, and a token uses none of them.
+    """Raise `DamagedModelError` if a part has experts but a token uses none of them.
 
-    tensors: the names of all tensors, for a part that does not say how many experts it has.
+    tensors: the names of all tensors; they show experts if the configuration has no count.
     """
     counts = [(name.rpartition(".")[0], count) for name, count in find_values(content, _EXPERTS)]
     for name, used in find_values(content, {_USED}):
@@ -131,8 +131,8 @@ def check_experts(file: Path, content: Mapping[str, Any], tensors: Collection[st
 def find_values(content: Mapping[str, Any], keys: Set[str]) -> Iterator[tuple[str, Any]]:
     """Yield the values under these keys by dotted name, in nested objects too.
 
-    Each element of a list (one number per layer) is yielded separately. Nulls are left out, and so
-    are objects with free keys: the names of labels and of tasks.
+    Each element of a list, such as one number per layer, is yielded separately. Nulls and objects
+    with free names as keys are left out.
     """
     left: list[tuple[str, Mapping[str, Any]]] = [("", content)]
     while left:

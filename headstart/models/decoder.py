@@ -1,4 +1,4 @@
-"""A loaded model: a decoder from token ids to logits, and the vision part that it may have."""
+"""The interfaces of a loaded model: the decoder, and the vision part that it may have."""
 
 import secrets
 from abc import ABC, abstractmethod
@@ -26,9 +26,9 @@ from headstart.weights.quantize import is_made_of
 class ProcessedImage:
     """An image, ready for the vision tower.
 
-    inputs: the tower's arguments by name; None if encoding makes them from `pixels`.
+    inputs: the tower's arguments by name; None if `encode` makes them from `pixels`.
     shape: the grid of its patches or tiles; images of equal shape have equal placeholders.
-    num_rows: its embeddings.
+    num_rows: the number of its embeddings.
     """
 
     inputs: Mapping[str, Tensor] | None
@@ -45,10 +45,10 @@ class PlacedImage(NamedTuple):
 
 
 class VisionFacts(NamedTuple):
-    """The facts of a vision model that a process without its weights needs to make prompts.
+    """The facts of a vision model with which another process makes prompts without its weights.
 
-    fingerprint, bytes_per_row: of `VisionModel`. extra_rows: embeddings of an image beyond those
-    that its shape tells, which only encoding one shows.
+    fingerprint, bytes_per_row: those of `VisionModel`. extra_rows: number of an image's embeddings
+    beyond those that follow from its shape; it is measured by encoding an image.
     """
 
     fingerprint: bytes
@@ -67,7 +67,7 @@ class VisionModel(Protocol):
         """Process an image (Pillow, RGB). Raises ValueError if the image processor does."""
 
     def recall(self, image: Any, shape: tuple[int, ...]) -> ProcessedImage:
-        """Return an image of known shape; it is processed only if it is encoded."""
+        """Return an image of known shape without processing it before it is encoded."""
 
     def expand(self, shape: tuple[int, ...]) -> list[int]:
         """Return the token ids that replace the placeholder of an image of this shape."""
@@ -86,7 +86,7 @@ class VisionModel(Protocol):
         """
 
     def fingerprint(self) -> bytes:
-        """Return SHA-256 over weights, configuration, dtype, processor and transformers' version.
+        """Return the SHA-256 of weights, configuration, dtype, processor and transformers' version.
 
         Reads all weights on the first call.
         """
@@ -105,7 +105,7 @@ class Widths(NamedTuple):
 class EmbeddingOverlay(NamedTuple):
     """Embeddings that replace those of some tokens.
 
-    `rows` int64 `[given]` of the flat batch, `values` `[given, hidden]`.
+    rows: their row numbers in the flat batch, int64 `[replaced]`. values: `[replaced, hidden]`.
     """
 
     rows: Tensor
@@ -115,8 +115,8 @@ class EmbeddingOverlay(NamedTuple):
 class DecoderModel(ABC):
     """A causal language model that runs over paged K/V.
 
-    One step's rows of all sequences form one flat batch; attention takes each row's sequence from
-    the attached backend's plan. A model has one backend at a time.
+    The rows of all sequences in a step form one flat batch. The attached backend's plan says which
+    rows belong to which sequence. A model has one backend at a time.
     """
 
     module: nn.Module
@@ -147,9 +147,9 @@ class DecoderModel(ABC):
         self.layouts = layouts
         """K and V of one token, per layer with attention."""
         self.calls_each_layer = False
-        """True for a step in which single layers are wrapped: none is part of a larger call."""
+        """True for a step in which layers have hooks, so each layer must be called as a module."""
         self.fallback_reason: str | None = None
-        """The reason for which headstart's own modules do not run the model; None if they do."""
+        """The reason why headstart's own modules do not run the model; None if they do."""
 
     def layer(self, name: str) -> nn.Module:
         """Return the module of this dotted name."""
@@ -157,7 +157,7 @@ class DecoderModel(ABC):
 
     @abstractmethod
     def linear_widths(self) -> dict[str, Widths]:
-        """Widths of the linear layers that every row passes, by dotted name."""
+        """Return the widths of the linear layers that all rows pass through, by dotted name."""
 
     def weight(self, name: str) -> Tensor | None:
         """Return the weight of the layer of this dotted name, None if there is none."""
@@ -168,19 +168,19 @@ class DecoderModel(ABC):
         return weight.detach() if isinstance(weight, Tensor) else None
 
     def holds(self, name: str, weight: Tensor) -> bool:
-        """Return True if the layer of this dotted name was made of this weight."""
+        """Return True if the layer of this dotted name was made from this weight."""
         module = dict(self.module.named_modules()).get(name)
         weight = weight.to(self.device)
-        # Made of the file's weight, or of a converted one.
+        # A quantized matrix was made from the file's weight, or from that weight in `dtype`.
         if isinstance(module, Linear | Embedding) and module.matrix.kind is not None:
             return any(is_made_of(module.matrix, w) for w in (weight, weight.to(self.dtype)))
         own = self.weight(name)
         return own is not None and torch.equal(weight.to(own.dtype), own)
 
     def fingerprint(self) -> str:
-        """Return SHA-256 in hex of configuration and weights; the first call reads all weights.
+        """Return the SHA-256 of configuration and weights in hex. The first call reads all weights.
 
-        Weights whose files were replaced since they were loaded have a random digest.
+        If the files changed since the model was loaded, the digest is random.
         """
         if self._fingerprint is None:
             digest = self._compute_fingerprint()
@@ -189,7 +189,7 @@ class DecoderModel(ABC):
 
     @property
     def has_its_files(self) -> bool:
-        """False if the files are others now than those that the weights were read from."""
+        """False if the files changed since the weights were read."""
         if self.folder is None or self.files is None:
             return True
         try:
@@ -202,18 +202,18 @@ class DecoderModel(ABC):
         return fingerprint_files(self.folder)
 
     def products(self) -> str:
-        """Return the modules and kernels here, which decide on the last bits of K and V."""
+        """Return the modules and kernels that this process uses, which determine rounding."""
         modules = self.module.modules()
         kinds = {getattr(module, "name_in_identity", type(module).__name__) for module in modules}
         return f"{' '.join(sorted(kinds))}, kernels of level {level()}"
 
     def recall_fingerprint(self, fingerprint: str) -> None:
-        """Take a fingerprint that was computed from the same files before."""
+        """Set the fingerprint, which was computed from the same files before."""
         self._fingerprint = fingerprint
 
     @abstractmethod
     def attach(self, backend: AttentionBackend, states: StateMemory | None = None) -> None:
-        """Send all attention to `backend` from now on; detaches an earlier one.
+        """Use `backend` for all attention from now on; detaches an earlier backend.
 
         Recurrent layers read and write `states`, in the slots of its `recurrence`.
         """
@@ -223,13 +223,13 @@ class DecoderModel(ABC):
         """Release the backend and its memory; safe to call twice."""
 
     def fix_rows(self) -> None:  # noqa: B027 (most models need nothing)
-        """Let the bits of a row not depend on other rows of its block, until it is detached.
+        """Make the bits of a row independent of other rows of its block, until `detach`.
 
-        Raises `UnsupportedModelError` if they do depend on them. Detaches a backend.
+        Raises `UnsupportedModelError` if that is not possible. Detaches a backend.
         """
 
     def prepare(self, num_positions: int) -> None:  # noqa: B027 (most models need nothing)
-        """Make what steps over these positions need, before the first one; changes no result."""
+        """Prepare for steps over these positions, to make them faster; changes no result."""
 
     @abstractmethod
     def forward(
@@ -255,9 +255,9 @@ class DecoderModel(ABC):
     ) -> list[int]:
         """Return the greedy token of each row: argmax of `forward`'s logits, often in less time.
 
-        Ties go to the lowest id. -1 for a row whose largest logit is not finite: one with NaN or
-        +inf, or with only -inf. With `allowed` uint8 `[rows, bytes]` only tokens whose bit is set
-        are chosen from: see `mask_logits`.
+        Ties go to the lowest id. The result is -1 for a row with NaN or +inf, or with only -inf.
+        allowed: uint8 `[rows, bytes]` with the bits of the tokens to choose from; see
+        `mask_logits`.
         """
         logits = self.forward(token_ids, positions, logit_rows, embeddings)
         if allowed is not None:

@@ -1,8 +1,8 @@
 """The demo model: a generated Llama of 24 million parameters that needs no download.
 
-Its weights are random (from a fixed seed): it costs as much as a real model of its size, and its
+Its weights are random, from a fixed seed: it is as fast as a real model of its size, and its
 answers are noise. Its tokens are bytes, plus three for chats and padding. It is written once to
-the user's cache folder in Hugging Face layout; the ordinary loader loads it from there.
+the user's cache folder in Hugging Face's layout, from where the ordinary loader loads it.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ def demo_model_path() -> Path:
 def make_cached_folder(name: str, recipes: Sequence[Path], write: Callable[[Path], None]) -> Path:
     """Return a cache folder that `write` fills if it does not exist; see `make_folder`.
 
-    Its name has a digest of `recipes`.
+    The folder's name contains a digest of the files `recipes`.
     """
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in recipes)).hexdigest()[:8]
     if chosen_folder := os.environ.get("HEADSTART_DEMO_DIR"):
@@ -97,7 +97,7 @@ def _write_model(folder: Path, dtype: torch.dtype) -> None:
         else:
             values = torch.randn(weight.shape, generator=generator) * config.initializer_range
             weights[name] = values.to(dtype)
-    # With strong embeddings a token depends mostly on the previous one. So the noise is varied, and
+    # With large embeddings, a token depends mostly on the previous token. So the text varies, and
     # no two logits are so close that rounding decides between them.
     weights["model.embed_tokens.weight"] *= 25
     favor_printable_bytes(weights["lm_head.weight"])

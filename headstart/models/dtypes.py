@@ -1,4 +1,4 @@
-"""The dtype and the device of a model, by name, and errors for lack of memory."""
+"""The dtype and the device of a model, by name, and detection of out-of-memory errors."""
 
 import errno
 import logging
@@ -17,12 +17,12 @@ from headstart.validation import describe
 from headstart.weights.bf16 import supports_bf16_weights
 from headstart.weights.scheme import is_read
 
-# On a CPU torch raises a RuntimeError with one of these texts; the second is also an OSError's.
+# torch raises a RuntimeError with one of these texts on a CPU; an OSError may have the second.
 _TEXTS = ("DefaultCPUAllocator: can't allocate", os.strerror(errno.ENOMEM))
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return True if memory ran out, or no more can be mapped."""
+    """Return True if the error means that memory ran out."""
     kinds = (MemoryError, torch.OutOfMemoryError)
     return isinstance(error, kinds) or any(text in str(error) for text in _TEXTS)
 
@@ -46,8 +46,8 @@ def find_dtype(name: str) -> str | torch.dtype:
 def fast_dtype(dtype: str | torch.dtype, folder: Path, device: torch.device) -> str | torch.dtype:
     """Return `dtype`, but float32 for "auto" on an x86 CPU without instructions for 16 bits.
 
-    On such a CPU a prefill in bfloat16 is several times slower than in float32. The checkpoint's
-    dtype is used if its weights in float32 would take more than half of the free memory.
+    On such a CPU a prefill in bfloat16 is several times slower than in float32. "auto" stays if the
+    weights in float32 would take more than half of the free memory.
     """
     slow_dtypes = _slow_dtypes(folder, device) if dtype == "auto" else set()
     if not slow_dtypes:
@@ -63,23 +63,23 @@ def fast_dtype(dtype: str | torch.dtype, folder: Path, device: torch.device) -> 
 
 
 def computes_wider(dtype: str | torch.dtype, folder: Path, device: torch.device) -> bool:
-    """Return True if "auto" stands for float32 arithmetic over weights that stay in bfloat16.
+    """Return True if "auto" means float32 arithmetic with weights that stay in bfloat16.
 
-    On a CPU without instructions for bfloat16 the compiled products then take neither the memory of
-    float32 nor the time of bfloat16.
+    This is for CPUs without bfloat16 instructions: the compiled products then need the memory of
+    bfloat16, and the time of float32.
     """
     halves = supports_bf16_weights({torch.bfloat16}, torch.float32, device)
     return dtype == "auto" and halves and _slow_dtypes(folder, device) == {"bfloat16"}
 
 
-def own_dtype(kept: torch.dtype, held: Set[torch.dtype], device: torch.device) -> torch.dtype:
-    """Return the dtype that "auto" stands for, given the dtypes `held` of the matrices."""
+def own_dtype(stored: torch.dtype, held: Set[torch.dtype], device: torch.device) -> torch.dtype:
+    """Return the dtype of the rows for "auto". held: the dtypes of the checkpoint's matrices."""
     wider = supports_bf16_weights(held, torch.float32, device) and multiplies_bfloat16() is False
-    return torch.float32 if wider else kept
+    return torch.float32 if wider else stored
 
 
 def _slow_dtypes(folder: Path, device: torch.device) -> set[str]:
-    """Return the checkpoint's 16-bit dtypes if this is an x86 CPU without instructions for them."""
+    """Return the checkpoint's 16-bit dtypes for which this x86 CPU has no instructions."""
     if device.type != "cpu" or platform.machine() not in X86 or multiplies_bfloat16() is not False:
         return set()
     content = read_json(folder / "config.json")

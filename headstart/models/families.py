@@ -1,12 +1,11 @@
 """The families of dense decoders that headstart runs in its own modules, as data.
 
-All are Llama's layer with a few facts changed: where the norms stand and how they round, biases,
-norms of queries, keys and values, windows, rotary positions and widths by layer, multipliers and
-caps, fused projections, tied heads, K and V of an earlier layer, inputs of single layers, recurrent
-mixers in the place of attention (`headstart.models.hybrids`). A family is the defaults of its
-config.json (transformers' own, a test compares them) and properties that config.json does not
-contain. `read_shape` makes one `DecoderShape` of both. Everything that differs in other ways runs
-through transformers.
+All have Llama's layers with a few differences: places and rounding of norms, biases, norms of
+queries, keys and values, windows, rotary positions and widths by layer, multipliers and caps, fused
+projections, tied heads, K and V of an earlier layer, inputs of single layers, recurrent mixers
+instead of attention (`headstart.models.hybrids`). A family has the defaults of its config.json
+(transformers' defaults, which a test compares) and properties that config.json does not contain.
+`read_shape` makes a `DecoderShape` from both. Other models run through transformers.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from headstart.weights.scheme import UnsupportedLayerError
 
 
 class UnknownFamilyError(UnsupportedLayerError):
-    """Raised for a model whose `model_type` is none of them."""
+    """Raised for a model whose `model_type` is not in `MODEL_TYPES`."""
 
 
 def _all_windows(config: Any) -> list[LayerShape]:
@@ -31,13 +30,13 @@ def _windows_of_kinds(config: Any, kinds: list[str]) -> list[LayerShape]:
 
 
 def _windows_unless_full(config: Any) -> list[LayerShape]:
-    """Read `layer_types` too, as Ministral has them, which calls itself mistral."""
+    """Return windows by `layer_types`, which Ministral has (its `model_type` is mistral)."""
     kinds = config.layer_types or ["sliding_attention"] * config.num_hidden_layers
     return _windows_of_kinds(config, kinds)
 
 
 def _switched_window(config: Any) -> int | None:
-    """Return the window of layers that have one; None if none may have one."""
+    """Return the window of layers with a window; None if windows are disabled."""
     if config.use_sliding_window:
         return config.sliding_window  # type: ignore[no-any-return]
     if "sliding_attention" in (config.layer_types or ()):
@@ -46,7 +45,7 @@ def _switched_window(config: Any) -> int | None:
 
 
 def _last_windows(config: Any) -> list[LayerShape]:
-    """Windows in the layers from `max_window_layers` on, if they are switched on."""
+    """Return windows in the layers from `max_window_layers` on, if they are enabled."""
     window = _switched_window(config)
     kinds = config.layer_types or [
         "full_attention" if at < config.max_window_layers else "sliding_attention"
@@ -79,7 +78,7 @@ def _alternating(config: Any) -> list[LayerShape]:
 
 
 def _by_kind(config: Any) -> list[LayerShape]:
-    """Give layers with a window separate angles, as in Gemma 3."""
+    """Return layers whose angles depend on their kind, as in Gemma 3."""
     return [
         LayerShape(config.sliding_window if kind == "sliding_attention" else None, kind)
         for kind in config.layer_types
@@ -105,7 +104,7 @@ def _prepare_gemma3(content: dict[str, Any]) -> None:
 def _prepare_phi3(content: dict[str, Any]) -> None:
     angles = content.get("rope_scaling") or content.get("rope_parameters") or {}
     kind = angles.get("rope_type", angles.get("type", "default"))
-    if kind not in ("default", "longrope"):  # su and yarn are names of old versions for longrope
+    if kind not in ("default", "longrope"):
         raise UnsupportedLayerError(f"its rotary positions are {kind}")
 
 
@@ -396,7 +395,7 @@ FAMILIES: dict[str, Family] = {
     ),
     **HYBRIDS,
 }
-"""By transformers' `model_type`."""
+"""Families by transformers' `model_type`."""
 
 
 class NestedFamily(NamedTuple):
@@ -423,7 +422,7 @@ NESTED = {
     "gemma4": NestedFamily("gemma4_text", _GEMMA4_OTHERS, tied=True),
     "gemma4_unified": NestedFamily("gemma4_unified_text", _GEMMA4_OTHERS, tied=True),
 }
-"""By transformers' `model_type`."""
+"""Families by transformers' `model_type`."""
 
 MODEL_TYPES = FAMILIES.keys() | NESTED.keys()
-"""The values of `model_type` of models that run in headstart's own modules."""
+"""The `model_type` of models that run in headstart's own modules."""

@@ -1,10 +1,9 @@
 """A model's folder for a GGUF file: its configuration and tokenizer, and a link to the file.
 
-Everything that headstart reads of a model is in a folder. Configuration and tokenizer are made of
-the file's metadata, which takes seconds to minutes; so both are stored in the user's cache, and
-made again only if the file is another one. The counts in the metadata are checked first: the
-package `gguf`, and so transformers, reads an array of 2^60 numbers past the end of the file, one at
-a time, until memory is full. ggml's docs/gguf.md has the layout.
+Making configuration and tokenizer from the file's metadata takes seconds to minutes, so they are
+stored in a folder in the user's cache, and made again only if the file changes. The counts in the
+metadata are checked first: for a damaged count, the package `gguf`, which transformers uses too,
+would read beyond the end of the file until memory is full. ggml's docs/gguf.md has the layout.
 """
 
 import hashlib
@@ -28,7 +27,7 @@ from headstart.models.transformers_tools import silence_transformers
 from headstart.weights.gguf import ROPE_FACTORS, Metadata, import_gguf, read_architecture
 from headstart.weights.scheme import UnsupportedLayerError
 
-# transformers' model_type where it is another name.
+# transformers' model_type, where it differs from the architecture.
 _MODEL_TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen35": "qwen3_5_text"}
 _MODEL_TYPES |= {"granitehybrid": "granitemoehybrid", "gemma4": "gemma4_text"}
 # Texts of tokens that end a reply, as llama.cpp lists them (special_eog_ids).
@@ -47,9 +46,9 @@ _ROWS = "token_embd.weight"
 
 
 def make_config(reader: Any, architecture: str) -> dict[str, Any]:
-    """Return the content of config.json, in transformers' names.
+    """Return the content of config.json, with transformers' names.
 
-    Raises `UnsupportedLayerError` for what is not read, `ValueError` for impossible values.
+    Raises `UnsupportedLayerError` for unsupported features, `ValueError` for impossible values.
     """
     metadata = Metadata(reader, architecture)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -74,7 +73,7 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
         "bos_token_id": tokens.get("bos_token_id"),
         "pad_token_id": tokens.get("padding_token_id"),
         "eos_token_id": _find_ends(tokens),
-        "dtype": "bfloat16",  # of the rows between layers: the file's weights say nothing of it
+        "dtype": "bfloat16",  # of the rows between layers; the file has no dtype for them
     }
     content["rope_parameters"] = _read_angles(metadata, tensors, content)
     content |= _read_architecture_keys(architecture, metadata, content)
@@ -86,7 +85,7 @@ def make_config(reader: Any, architecture: str) -> dict[str, Any]:
 
 
 def _at_most(metadata: Metadata, name: str, most: int) -> int:
-    """Return a whole number; raises `ValueError` for a larger one, which would take all memory."""
+    """Return a count from 1 to `most`; raises `ValueError` for others, which may fill memory."""
     count = metadata.count(name)
     if not 0 < count <= most:
         raise ValueError(f"its {name} is {count:,}; allowed: 1 to {most:,}")
@@ -94,11 +93,11 @@ def _at_most(metadata: Metadata, name: str, most: int) -> int:
 
 
 def _find_ends(tokens: Metadata) -> list[int] | int | None:
-    """Return the ids of all tokens that end a reply, alone where there is only one."""
+    """Return the ids of all tokens that end a reply: a list, or an int if there is only one."""
     texts = tokens.get("tokens")
     ids = {text: token for token, text in enumerate(texts) if text in _ENDS}
     if ids.keys() >= {"<|return|>", "<|call|>"} or ids.keys() >= {"<|flush|>", "<|calls|>"}:
-        ids.pop("<|end|>", None)  # a message's end, and not a turn's
+        ids.pop("<|end|>", None)  # it ends a message, not a turn
     if "<|tool_response>" in ids:
         ids.pop("</s>", None)
     named = [tokens.get(key) for key in _END_KEYS]
@@ -111,9 +110,9 @@ def _read_angles(
 ) -> dict[str, Any]:
     """Return the rotary parameters.
 
-    Factors by which a file divides the frequencies are expressed as the only type that has a
-    factor for each pair, `longrope`. llama.cpp's converter computes them from what Llama 3.1 and
-    later have in their configuration (alike for all lengths), and Phi-3 has two separate sets.
+    If a file has factors that divide the frequencies, the type is `longrope`, the only one with a
+    factor for each pair. For Llama 3.1 and later, llama.cpp's converter computes one set of factors
+    for all lengths; Phi-3 has a set for short and a set for long texts.
     """
     angles: dict[str, Any] = {
         "rope_type": "default",
@@ -143,13 +142,13 @@ def _read_angles(
 def _read_architecture_keys(
     architecture: str, metadata: Metadata, content: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the keys that only some architectures have; may change the rotary parameters."""
+    """Return the keys that only some architectures have; may change the rotary parameters too."""
     get, head_dim, angles = metadata.get, content["head_dim"], content["rope_parameters"]
     keys: dict[str, Any] = {}
     match architecture:
         case "gemma2" | "gemma3":
-            # The file does not hold the scale of queries: as in llama.cpp, the number of layers
-            # says which it is.
+            # The file lacks the scale of queries. As in llama.cpp, it follows from the number of
+            # layers.
             is_27b = content["num_hidden_layers"] in (46, 62)
             shared = content["hidden_size"] // content["num_attention_heads"]
             keys["query_pre_attn_scalar"] = shared if is_27b else head_dim
@@ -169,7 +168,7 @@ def _read_architecture_keys(
                 rotated = _at_most(metadata, "rope.dimension_count", head_dim)
                 if rotated != head_dim:
                     angles["partial_rotary_factor"] = rotated / head_dim
-            keys["sliding_window"] = get("attention.sliding_window") or None  # 0 stands for none
+            keys["sliding_window"] = get("attention.sliding_window") or None  # 0 means none
             keys["original_max_position_embeddings"] = metadata.count(
                 "rope.scaling.original_context_length", content["max_position_embeddings"]
             )
@@ -313,12 +312,12 @@ CUT_OFF = "; was it downloaded or copied only in part?"
 # Bytes of a number, by the number of its type.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
-_VERSIONS = (2, 3)  # the first one has counts of 32 bits
-_MOST_ELEMENTS = 1 << 22  # of an array: 16 times as many as the largest vocabularies have
+_VERSIONS = (2, 3)  # version 1 has counts of 32 bits
+_MOST_ELEMENTS = 1 << 22  # in an array; 16 times the size of the largest vocabularies
 
 
 def _check_header(file: Path) -> None:
-    """Raise `ValueError` for what is no GGUF file, is big-endian, or ends within its metadata."""
+    """Raise `ValueError` unless this is a little-endian GGUF file with complete metadata."""
     with file.open("rb") as data:
         magic = data.read(4)
         if not magic:
@@ -374,20 +373,20 @@ _NEEDED = (
     *("attention.head_count", "attention.layer_norm_rms_epsilon"),
 )
 _OF_TOKENIZER = ("tokenizer.ggml.model", "tokenizer.ggml.tokens")
-# What numpy says of a slice beyond the end of a file.
+# Texts of numpy's errors for a slice beyond the end of a file.
 _BEYOND = ("cannot reshape", "must be a divisor of the total size", "is out of bounds")
-_FORMAT = 5  # of what is written here; another number rebuilds every folder
+_FORMAT = 5  # version of the written folders; a new number rebuilds all folders
 
 
 def gguf_folder(file: Path) -> Path:
-    """Return the folder for a GGUF file; made on the first call, whole or not at all.
+    """Return the folder for a GGUF file, made atomically at the first call.
 
     It is below `$HEADSTART_GGUF_DIR`, or the user's cache folder. Raises `UnsupportedModelError`
-    (an architecture that is not read, or the package is missing), `DamagedModelError`,
-    `OutOfMemoryError` or, where the cache cannot be written to, `ModelError`.
+    (an unsupported architecture, or the package is missing), `DamagedModelError`,
+    `OutOfMemoryError`, or `ModelError` if the cache cannot be written.
     """
     gguf = import_gguf(file)
-    file, stat = file.absolute(), file.stat()  # the hub's cache has names for links alone
+    file, stat = file.absolute(), file.stat()  # the hub's cache has links with names to other files
     stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     version = repr((_FORMAT, str(file.resolve()), *stamp)).encode()
     base = os.environ.get("HEADSTART_GGUF_DIR") or (
@@ -446,9 +445,9 @@ def _write(gguf: Any, file: Path, folder: Path) -> None:
 
 
 def _read_architecture(reader: Any) -> str:
-    """Return the architecture; raises `ValueError` for metadata without what llama.cpp needs, too.
+    """Return the architecture. Raises `ValueError` if the metadata lack keys that llama.cpp needs.
 
-    Raises `UnsupportedLayerError` for an architecture that is not read.
+    Raises `UnsupportedLayerError` for an unsupported architecture.
     """
     architecture = read_architecture(reader)
     keys = [f"{architecture}.{name}" for name in _NEEDED] + list(_OF_TOKENIZER)
@@ -462,7 +461,7 @@ def _read_architecture(reader: Any) -> str:
 
 
 def _read_tokenizer(file: Path, reader: Any) -> Any:
-    """Return the tokenizer of a file, with the split that the file names.
+    """Return the tokenizer of a file, with the pre-tokenizer that the file names.
 
     Raises `UnsupportedModelError` for a name that is not in `PRE_TOKENIZERS`.
     """

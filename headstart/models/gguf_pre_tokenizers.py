@@ -1,8 +1,8 @@
 """The splits of a text into words before byte-level BPE, by the name in `tokenizer.ggml.pre`.
 
-A GGUF file names its split and does not hold it. The names are those of llama.cpp's
-llama-vocab.cpp, and the regexes those of the models' own tokenizer.json. Each regex of a split cuts
-the pieces that the one before it left.
+A GGUF file has only the name of its split. The names are those of llama.cpp's llama-vocab.cpp, and
+the regexes those of the models' own tokenizer.json. Each regex of a split cuts the pieces that the
+previous regex left.
 """
 
 from typing import NamedTuple
@@ -11,8 +11,8 @@ from typing import NamedTuple
 class PreTokenizer(NamedTuple):
     """A split, and the facts that llama.cpp derives from its name.
 
-    ignore_merges: a word that is a token becomes this token, regardless of the merges. add_bos: BOS
-    begins a text where the file does not say.
+    ignore_merges: a word that is a token becomes this token, regardless of the merges. add_bos:
+    texts begin with BOS, unless the file says otherwise.
     """
 
     regexes: tuple[str, ...]
@@ -36,7 +36,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 
 def _cased(ends: str, numbers: str, upper: str = _UPPER, lower: str = _LOWER) -> str:
-    """Return the split of GPT-4o and of Tekken, which cuts before a word's upper-case letter."""
+    """Return a split like those of GPT-4o and Tekken, which cut before upper-case letters."""
     lead = r"[^\r\n\p{L}\p{N}]?"
     words = f"{lead}{upper}*{lower}+{ends}|{lead}{upper}+{lower}*{ends}"
     return rf"{words}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}|{_SPACES}"
@@ -166,5 +166,6 @@ _SPLITS: tuple[tuple[str, PreTokenizer], ...] = (
 )
 
 PRE_TOKENIZERS = {name: split for names, split in _SPLITS for name in names.split()}
-"""By name. Not here are `sarvam-moe`, `granite-embed-multi-*` and `whitespace`, whose models have
-an architecture that is not read, and `gemma4`, whose tokenizer does not split texts so."""
+"""Pre-tokenizers by name. `sarvam-moe`, `granite-embed-multi-*` and `whitespace` are missing, since
+the architectures of their models are not supported. `gemma4` is missing, since it does not split
+texts into words."""

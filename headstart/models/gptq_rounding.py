@@ -1,17 +1,17 @@
-"""GPTQ: rounding of a weight input by input, in which later inputs make up for losses.
+"""GPTQ: rounding of a weight input by input, where later inputs compensate for earlier errors.
 
-Frantar et al. 2022, https://arxiv.org/abs/2210.17323. An output is a sum over inputs, so what one
-element loses others can partly undo, where their inputs are alike. `products` measures this: the
-mean of x x^T over the rows x of a text. The inputs are rounded in their order; the
-error of each is spread over all that follow, by the Cholesky factor of the inverse of `products`.
-A group's grid is chosen when its first input is reached, for the elements as they then are. At the
-end the steps of an output's groups are fitted together by least squares, with the values as found.
+Frantar et al. 2022, https://arxiv.org/abs/2210.17323. An output is a sum over inputs, so the
+rounding error of one element can be compensated by elements whose inputs correlate with its input.
+`products` has these correlations: the mean of x x^T over the rows x of a text. Inputs are rounded
+in order. The error of each is distributed over all later inputs, by the Cholesky factor of the
+inverse of `products`. The grid of a group (its step and zero point) is chosen when its first input
+is reached. At the end, the steps of each output are fitted by least squares, with fixed values.
 
 Rows of a quantized model differ from those of the float model. `shifts`, the mean of (y - x) x^T
-for rows y of the float model, moves the weight towards one that gives for x what the weight gives
-for y, as GPTAQ does (Li et al. 2025, https://arxiv.org/abs/2504.02692).
+for rows y of the float model, corrects the weight so that its product with x approximates the
+original product with y, as in GPTAQ (Li et al. 2025, https://arxiv.org/abs/2504.02692).
 
-Of a weight `[outputs, inputs]` all of it costs some 3 * inputs^2 * outputs multiplications.
+The cost is about 3 * inputs^2 * outputs multiplications.
 """
 
 from typing import NamedTuple
@@ -24,12 +24,12 @@ from headstart.weights.prequantized import Grouped
 
 BITS = 4
 _MOST = (1 << BITS) - 1
-_BLOCK = 4 * GROUP  # inputs whose errors reach the inputs behind them in one product
-_DAMPING = 0.05  # of the mean of an input's square; without it a short text is overfitted
-_SHIFT = 0.5  # of the way to what the float model gives; more overfits the text
-_OUTPUTS = 256  # whose steps are fitted at once
-_NONE = 1e-12  # instead of zero
-_SPANS = (1.0, 1.1, 0.9)  # of a grid, in units of the way from smallest to largest
+_BLOCK = 4 * GROUP  # inputs whose errors are distributed to later blocks in one product
+_DAMPING = 0.05  # share of the mean diagonal of `products` added to it, against overfitting
+_SHIFT = 0.5  # share of the correction by `shifts`; more overfits the text
+_OUTPUTS = 256  # outputs whose steps are fitted at once
+_NONE = 1e-12  # added to avoid a division by zero
+_SPANS = (1.0, 1.1, 0.9)  # widths of grids to try, relative to the range of the elements
 
 
 class _Grid(NamedTuple):
@@ -43,7 +43,7 @@ class _Grid(NamedTuple):
         return (elements / self.steps).add_(self.zeros).round_().clamp_(0, _MOST)
 
     def elements(self, values: Tensor) -> Tensor:
-        """Return the elements that values `[..., outputs]` stand for."""
+        """Return the elements that values `[..., outputs]` represent."""
         return (values - self.zeros).mul_(self.steps)
 
 
@@ -60,7 +60,7 @@ class Rows(NamedTuple):
 
 
 def round_weight(weight: Tensor, rows: Rows, stored_dtype: torch.dtype) -> Grouped:
-    """Return a weight float32 `[outputs, inputs]` in 4 bits, with steps in `stored_dtype`."""
+    """Round a weight float32 `[outputs, inputs]` to 4 bits, with steps in `stored_dtype`."""
     inputs = weight.shape[1]
     assert inputs % GROUP == 0
     products = rows.products.clone()
@@ -90,8 +90,8 @@ def _spread_errors(
 ) -> tuple[Tensor, list[_Grid]]:
     """Return values uint8 `[inputs, outputs]`, and a grid for each group.
 
-    remaining: the weight `[inputs, outputs]`, which is changed. factor: the upper Cholesky factor
-    of the inverse of the products. sizes: their diagonal.
+    remaining: the weight `[inputs, outputs]`; it is overwritten. factor: the upper Cholesky factor
+    of the inverse of the products. sizes: the diagonal of the products.
     """
     inputs = len(remaining)
     values = torch.empty_like(remaining, dtype=torch.uint8)
@@ -117,8 +117,8 @@ def _fit_steps(
 ) -> Tensor:
     """Return the steps `[groups, outputs]` that best reproduce the target's outputs.
 
-    An output's steps solve a system of as many equations as there are groups. A step that would be
-    less than half of its old value, or more than twice, is not changed, as only noise explains it.
+    The steps of an output solve a system with one equation per group. A step that would become less
+    than half or more than twice its old value is noise, and does not change.
     """
     count, outputs = steps.shape
     units = values.reshape(count, GROUP, outputs) - zeros.unsqueeze(1)
@@ -143,8 +143,8 @@ def _limits(stored_dtype: torch.dtype) -> tuple[float, float]:
 def _choose_grid(elements: Tensor, sizes: Tensor, stored_dtype: torch.dtype) -> _Grid:
     """Return the grid with the smallest error for elements `[group, outputs]`.
 
-    A grid contains zero, and is wider or narrower than the elements: a wider grid has space for
-    errors that are spread into it.
+    A grid contains zero. It may be wider than the elements, which will change by the errors of
+    earlier inputs, or narrower.
     """
     low, high = elements.amin(dim=0).clamp_max_(0), elements.amax(dim=0).clamp_min_(0)
     least, best = None, None

@@ -1,4 +1,4 @@
-"""Families with recurrent layers, as data; and Granite, whose multipliers Granite 4 H shares."""
+"""Families with recurrent layers, as data, and Granite, whose multipliers Granite 4 H has."""
 
 import math
 from typing import Any
@@ -53,7 +53,7 @@ def _convolutions(config: Any) -> list[LayerShape]:
     ]
 
 
-# Keys of Qwen3.5 that change nothing in its decoder.
+# Keys of Qwen3.5 that do not affect its decoder.
 _QWEN35_UNUSED = (
     *("attn_output_gate", "full_attention_interval", "mamba_ssm_dtype", "mlp_only_layers"),
     *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "partial_rotary_factor"),
@@ -71,7 +71,7 @@ def _prepare_qwen35(content: dict[str, Any]) -> None:
     angles = dict(content.get("rope_scaling") or content.get("rope_parameters") or {})
     angles.setdefault("partial_rotary_factor", content.get("partial_rotary_factor", 0.25))
     for name in ("mrope_section", "mrope_interleaved"):
-        angles.pop(name, None)  # the three positions of a token of text are equal
+        angles.pop(name, None)  # in text, the three positions of a token are equal
     content["rope_parameters"] = angles
     for name in ("rope_scaling", *_QWEN35_UNUSED):
         content.pop(name, None)
@@ -117,7 +117,7 @@ def _prepare_granite_hybrid(content: dict[str, Any]) -> None:
 
 
 def _read_float(value: Any) -> float:
-    """Return a number of a config.json, where transformers writes infinity as an object."""
+    """Return a number of a config.json; transformers writes infinity as an object."""
     return float(value["__float__"] if isinstance(value, dict) else value)
 
 
@@ -281,4 +281,4 @@ HYBRIDS: dict[str, Family] = {
         kinds=frozenset({"full_attention", "linear_attention"}),
     ),
 }
-"""By transformers' `model_type`."""
+"""Families by transformers' `model_type`."""

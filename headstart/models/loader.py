@@ -1,4 +1,4 @@
-"""Loading of a model in headstart's modules or transformers'."""
+"""Loading of a model into headstart's own modules or transformers' modules."""
 
 import logging
 from pathlib import Path
@@ -29,10 +29,10 @@ def load_model(
 ) -> DecoderModel:
     """Load and check a model by local path or hub name; a backend can then be attached.
 
-    `dtype` is auto (see `computes_wider`, `fast_dtype`), float32, bfloat16 or float16; `weights` is
-    auto (the checkpoint's), int8, int5 or int4. Packed weights lie in `ready_memory` if it is given
-    and large enough. Raises `ConfigError`, `ModelNotFoundError`, `DamagedModelError` (the files),
-    `UnsupportedModelError` (the architecture), `OutOfMemoryError`; the cheap checks come first.
+    dtype: auto (see `computes_wider`, `fast_dtype`), float32, bfloat16 or float16. weights: auto
+    (the checkpoint's), int8, int5 or int4. ready_memory: memory for packed weights, used if it is
+    large enough. Raises `ConfigError`, `ModelNotFoundError`, `DamagedModelError` (the files),
+    `UnsupportedModelError` (the architecture), `OutOfMemoryError`.
     """
     try:
         weights_dtype, wanted, kind = find_dtype(dtype), find_device(device), find_kind(weights)
@@ -51,7 +51,7 @@ def load_model(
             )
         # transformers' modelling code takes seconds to import.
         other = load_module("headstart.models.transformers_backend.loader")
-        if wider:  # transformers' weights are as wide as its arithmetic
+        if wider:  # transformers' modules cannot compute in a wider dtype than the weights'
             fast = fast_dtype(weights_dtype, folder, wanted)
         try:
             loaded: DecoderModel = other.load_transformers(folder, fast, wanted, ready_memory, kind)
@@ -61,8 +61,8 @@ def load_model(
             message = f"{error}; headstart itself does not read it: {reason}"
             raise UnsupportedModelError(message) from error
         loaded.fallback_reason = reason
-        # A user of a family of headstart's expects the speed of its modules.
+        # A warning for a known family, whose user expects the speed of headstart's modules.
         _log.log(level, "%s runs in transformers' modules, not in headstart's: %s", folder, reason)
         return loaded
     finally:
-        release_threads()  # of this thread: another one runs the model
+        release_threads()  # of this thread, since another thread will run the model

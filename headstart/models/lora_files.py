@@ -1,14 +1,13 @@
-"""LoRA adapters in PEFT's files; an adapter that could be applied only in part is refused.
+"""LoRA adapters in PEFT's files. An adapter that is not fully supported is refused.
 
-`adapter_config.json` names the layers that an adapter changes, their ranks and scales. Training
-options are skipped. Options that change the model other than by adding `B @ A` to linear layers are
-refused by name, and so are unknown options of a later PEFT, unless they are switched off. Source:
-PEFT 0.18, `LoraConfig`, `check_target_module_exists`, `get_pattern_key`.
+`adapter_config.json` has the layers that an adapter changes, their ranks and scales. Training
+options are ignored. Options with another effect than adding `B @ A` to linear layers are refused,
+as are unknown options of a later PEFT, unless they are off. Source: PEFT 0.18, `LoraConfig`,
+`check_target_module_exists`, `get_pattern_key`.
 
-An adapter's identity is a digest of its effect: names, shapes, scales and bytes of its matrices,
-each field with its length in front. The adapter's name, path and training settings are not part of
-it. So the same weights under two names are one adapter, and new weights under an old name are a
-new adapter.
+An adapter's identity is a digest of the names, shapes, scales and bytes of its matrices, each field
+with its length in front. It does not cover the adapter's name, path and training settings. So the
+same weights under two names are one adapter, and new weights under an old name are a new adapter.
 """
 
 import hashlib
@@ -37,7 +36,7 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 
 
-# The options that may have these values only; the first is the default.
+# Options that may only have these values; the first is the default.
 _FIXED = {"peft_type": (None, "LORA"), "task_type": (None, "CAUSAL_LM"), "bias": ("none",)}
 # Options of training, merging and provenance; they have no effect on a forward pass.
 _SKIPPED = {
@@ -46,11 +45,11 @@ _SKIPPED = {
     *("fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
     "init_lora_weights",
 }
-# These initializations change the base weights, and the adapter needs the changed ones.
+# These initializations change the base weights, and the adapter needs the changed weights.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 _MATRIX = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
-# PEFT saves the base weights of a targeted output layer, too.
+# PEFT also saves the base weights of a targeted output layer.
 _BASE = re.compile(r"base_model\.model\.(?P<layer>.+?)(\.base_layer)?\.weight")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -58,7 +57,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 @strict
 @dataclass(kw_only=True)
 class LoraSettings:
-    """The options of an adapter that are read, by PEFT's names; their types are checked."""
+    """The options of an adapter that have an effect, with PEFT's names and checked types."""
 
     r: int
     lora_alpha: int | float
@@ -104,7 +103,7 @@ class LoraSettings:
 
 
 def _names(wanted: str | list[str], name: str) -> bool:
-    """Return True if an expression matches the whole name, or a list has the name or its end."""
+    """Return True if the pattern matches the name, or the list has the name or a suffix of it."""
     if isinstance(wanted, str):
         return re.fullmatch(wanted, name) is not None
     return name in wanted or any(name.endswith(f".{end}") for end in wanted)
@@ -167,7 +166,7 @@ def read_settings(folder: Path, max_rank: int) -> LoraSettings:
 
 
 def _check_options(file: Path, content: Mapping[str, Any]) -> None:
-    """Raise an error for the first option that is not supported."""
+    """Raise UnsupportedAdapterError for the first option that is not supported."""
     for name, allowed in _FIXED.items():
         value = content.get(name, allowed[0])
         if value not in allowed or (name == "peft_type" and value is None):
@@ -187,7 +186,7 @@ def _check_options(file: Path, content: Mapping[str, Any]) -> None:
 
 
 class LoraPair(NamedTuple):
-    """One layer's update `x @ down.T @ up.T`; `[rank, inputs]` and `[outputs, rank]`.
+    """One layer's update `x @ down.T @ up.T`, with `[rank, inputs]` and `[outputs, rank]`.
 
     The adapter's scale is multiplied into `up`.
     """
@@ -197,7 +196,7 @@ class LoraPair(NamedTuple):
 
 
 class LoraWeights(NamedTuple):
-    """An adapter's matrices by layer, in the model's dtype, and the digest that names them."""
+    """An adapter's matrices by layer, in the model's dtype, and the digest of its content."""
 
     digest: str
     pairs: Mapping[str, LoraPair]
@@ -241,7 +240,7 @@ def read_weights(folder: Path, model: DecoderModel, max_rank: int) -> LoraWeight
 
 
 def _read_matrices(file: Path, model: DecoderModel) -> dict[str, dict[str, Tensor]]:
-    """Return the matrices "A" and "B" of each layer; raises an error for any other tensor."""
+    """Return the matrices "A" and "B" of each layer. Raises an error for any other tensor."""
     if not file.is_file():
         files = sorted(path.name for path in file.parent.glob("adapter_model*"))
         hint = f"; {', '.join(files)} is not read" if files else ""
@@ -266,14 +265,14 @@ def _read_matrices(file: Path, model: DecoderModel) -> dict[str, dict[str, Tenso
     return matrices
 
 
-# The decoder's name in a model with other parts, in one of an old version, and in a text model.
+# The decoder's name in a model with other parts, in an old form of these, and in a text model.
 _BODIES = ("model.language_model.", "language_model.model.", "model.")
 
 
 def _match_names(layers: Set[str], linear: Set[str]) -> dict[str, str]:
-    """Return the name that a file with `layers` has for each of the model's linear layers.
+    """Return the file's name of each of the model's linear layers. layers: the file's names.
 
-    An adapter may come from the whole of a model whose decoder runs here, or from the decoder.
+    An adapter may be for a model with several parts, of which only the decoder runs here.
     """
     theirs, ours = (
         next((body for body in _BODIES if any(name.startswith(body) for name in names)), "")
@@ -293,7 +292,7 @@ def _check_layers(
     stored_names: Mapping[str, str],
     model: DecoderModel,
 ) -> None:
-    """Check that the file's layers are those that the configuration names in this model."""
+    """Raise an error unless the file's layers are those that the configuration selects."""
     linear = set(stored_names.values())
     if unknown := layers - linear:
         raise UnsupportedAdapterError(

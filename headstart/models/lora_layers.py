@@ -1,21 +1,21 @@
 """LoRA adapters on a running model: each row of a batch gets its own adapter, or none.
 
-The model's modules and weights are not changed. While steps have adapters, forward hooks on the
-changed layers add the update to the layer's output. A step without adapters removes the hooks, so
-it runs the same code as a model without adapters.
+The model's modules and weights do not change. In steps with adapters, forward hooks add the update
+to a layer's output. A step without adapters removes the hooks, so it runs the same code as a model
+without adapters.
 
-A long run of rows with one adapter is multiplied by that adapter's matrices alone. All short runs
-(mostly decodes) are multiplied together by one stack of their adapters' matrices. Layers that read
-the same input (q, k and v; gate and up) share one product with their stacked A matrices, and the
-ranks of all adapters are concatenated:
+A long run of rows with one adapter is multiplied by only that adapter's matrices. All short runs,
+mostly decodes, are multiplied together by a stack of their adapters' matrices. Layers with the same
+input (q, k and v; gate and up) share one product with their stacked A matrices, and the ranks of
+all adapters are concatenated:
 
     hidden = x @ down.T     [rows, ranks of all]    down: A of every layer and adapter
     hidden[another's ranks] = 0
     out += hidden @ up.T                            up: B of every adapter
 
-A row also computes other adapters' ranks in vain. That cost is small: the layer's own products are
-a hundred times wider. The number of products, which dominates the cost of few rows, does not grow
-with the number of adapters.
+A row is also multiplied by other adapters' ranks in vain. This is cheap, since the layer's own
+product is a hundred times wider. For few rows the number of products dominates the cost, and it
+does not grow with the number of adapters.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ from headstart.models.lora_files import LoraPair, LoraWeights
 from headstart.weights.bf16 import PackedWeight, can_pack
 from headstart.weights.products import choose_product
 
-# Sibling layers that models call with the same input, and the first of them.
+# The first of the layers that are called with the same input, by the other layers.
 _FIRST = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 
 # Up to this many rows the compiled kernel is faster than torch's product.
@@ -70,7 +70,7 @@ class Product:
 
 
 class StackedLayer(NamedTuple):
-    """A layer in a stack: its columns of the group's `hidden`, and B `[outputs, columns]`."""
+    """A layer in a stack: its group, its columns of the group's `hidden`, and B as `up`."""
 
     group: str
     columns: slice
@@ -80,8 +80,8 @@ class StackedLayer(NamedTuple):
 class AdapterStack:
     """The matrices of some adapters, by layer and by group of layers with the same input.
 
-    `down` is `[ranks, inputs]` by group. `owners` are the distinct assignments of a group's ranks
-    to adapters (the adapter's number for each rank); `owner_of` gives a group's index in it.
+    down: A `[ranks, inputs]` by group. owners: for each distinct assignment of ranks to adapters, a
+    tensor with the adapter's number of each rank. owner_of: a group's index in `owners`.
     """
 
     def __init__(self, adapters: Sequence[Mapping[str, LoraPair]]) -> None:
@@ -90,7 +90,7 @@ class AdapterStack:
         self.owners: list[Tensor] = []
         self.owner_of: dict[str, int] = {}
         self.num_ranks = 0
-        """Ranks of all groups together, the cost of a row."""
+        """The sum of the ranks of all groups, which is the cost of a row."""
         indices: dict[tuple[int, ...], int] = {}
         groups: dict[str, list[str]] = {}
         for layer in dict.fromkeys(layer for pairs in adapters for layer in pairs):
@@ -137,12 +137,12 @@ class ResidentAdapter:
         }
 
 
-# From this many rows on, separate products cost a run less than the wasted ranks of a stack.
+# A run of this many rows gets separate products, which then cost less than the ranks in vain.
 _LONG_RUN = 32
 
 
 class AdapterRun(NamedTuple):
-    """Consecutive rows of the batch with one adapter, or none; `logits` of them are computed."""
+    """Consecutive rows of the batch with one adapter, or none. logits: how many need logits."""
 
     adapter: ResidentAdapter | None
     rows: int
@@ -152,8 +152,9 @@ class AdapterRun(NamedTuple):
 class _Piece:
     """Rows that are multiplied by one stack.
 
-    `rows` are a range of the batch, or row numbers. `masks` `[rows, ranks]`, one per entry of the
-    stack's `owners`, zero other adapters' ranks; None if all rows and ranks are one adapter's.
+    rows: a range of the batch, or row numbers. masks: one `[rows, ranks]` for each entry of the
+    stack's `owners`, True for ranks of other adapters, which are set to zero; None if all rows and
+    ranks belong to one adapter.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class _Piece:
                 self._hidden.masked_fill_(mask, 0.0)
             self._input, self._group = x, entry.group
         hidden = self._hidden[:, entry.columns]
-        flat = out.view(-1, out.shape[-1])  # a view, since the sum must reach `out`
+        flat = out.view(-1, out.shape[-1])  # a view, so that the sum changes `out`
         if isinstance(self._rows, slice):
             entry.up.add_to(flat[self._rows], hidden)
         else:
@@ -184,7 +185,7 @@ class _Piece:
 
 
 class _Rows:
-    """The runs of one axis of the batch: all tokens, or the rows whose logits are computed."""
+    """The runs of the batch, either of all rows or of the rows that need logits."""
 
     def __init__(self, runs: Iterable[tuple[ResidentAdapter | None, int]]) -> None:
         self.count = 0
@@ -199,7 +200,7 @@ class _Rows:
 
 
 class LoraLayers:
-    """Hooks that add adapters to the linear layers of a model, a step at a time."""
+    """Hooks that add adapters to the linear layers of a model, set for each step."""
 
     def __init__(self, model: DecoderModel) -> None:
         self._model = model
@@ -211,9 +212,9 @@ class LoraLayers:
         self._counts = (0, 0)
 
     def begin_step(self, runs: Sequence[AdapterRun]) -> None:
-        """Set the model's rows, in this order, until `end_step`."""
+        """Set the adapters of the step's rows, in order, until `end_step`."""
         adapters = {run.adapter for run in runs if run.adapter is not None}
-        self._model.calls_each_layer = bool(adapters)  # a larger call calls no hooks
+        self._model.calls_each_layer = bool(adapters)  # compiled layers do not call hooks
         if not adapters:
             self._unhook()
             return
@@ -234,19 +235,19 @@ class LoraLayers:
         self._body, self._head = [], []
 
     def reset(self) -> None:
-        """Restore the model without adapters, even after a failed step."""
+        """Remove all hooks; may be called after a failed step."""
         self.end_step()
         self._unhook()
         self._mixed, self._mixed_stack = (), None
         self._model.calls_each_layer = False
 
     def forget(self, adapter: ResidentAdapter) -> None:
-        """Drop an adapter that leaves memory. Not during a step."""
+        """Forget an adapter that leaves memory. Call only between steps."""
         if adapter in self._mixed:
             self._mixed, self._mixed_stack = (), None
 
     def _mix(self, adapters: set[ResidentAdapter]) -> None:
-        """Stack these adapters, or reuse the last stack if it has them and is not wide."""
+        """Stack these adapters, or reuse the last stack if it has them and is not too wide."""
         num_ranks = sum(adapter.stack.num_ranks for adapter in adapters)
         last = self._mixed_stack
         if last is not None and adapters <= set(self._mixed) and last.num_ranks <= 2 * num_ranks:
@@ -259,7 +260,7 @@ class LoraLayers:
         return [*(_Piece(adapter.stack, span) for adapter, span in rows.long), *short]
 
     def _short_piece(self, runs: list[tuple[ResidentAdapter, slice]]) -> _Piece:
-        """Return one piece of all short runs: a range of rows, unless most of it is others'."""
+        """Return one piece for all short runs: a range, or row numbers if they are sparse in it."""
         adapters = {adapter for adapter, _ in runs}
         count = sum(span.stop - span.start for _, span in runs)
         first, last = runs[0][1].start, runs[-1][1].stop

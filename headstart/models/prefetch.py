@@ -1,9 +1,8 @@
-"""Prefaults memory for a model while torch is imported; needs neither torch nor transformers.
+"""Prefaulting of memory for a model while torch is imported; imports no torch itself.
 
-Importing them occupies a core for seconds. Meanwhile a thread requests that the system reads the
-weights' files ahead, and touches the memory for their copy. The system clears each page at its
-first touch, which takes time, most in a virtual machine whose host had reclaimed the page. Pages of
-2 MiB are requested, which are fewer.
+Importing torch occupies a core for seconds. Meanwhile a thread requests that the system reads the
+weights' files ahead, and touches the memory for their copy. The system clears each page when it is
+first touched, which takes time, so pages of 2 MiB are requested.
 """
 
 import os
@@ -17,14 +16,14 @@ from headstart.native.pages import ReadyMemory
 
 __all__ = ["ReadyMemory", "read_ahead"]
 
-# Mixtures of experts leave most weights in the file, and larger models wait for the disk.
-_MOST = 4  # at most this fraction (1 / 4) of the machine's memory is prefaulted
+# Not more: mixtures of experts leave most weights in the file, and large models wait for the disk.
+_SHARE = 4  # at most 1 / 4 of the machine's memory is prefaulted
 
 
 def read_ahead(
     model: str | Path, dtype: str, device: str, weights: str = "auto"
 ) -> ReadyMemory | None:
-    """Memory for the model of this path or hub name, sized by its config; None for a large one.
+    """Return memory for the model of this path or hub name; None for a large model.
 
     Checks the model's files as `load_model` does, before anything is imported. Raises
     `ModelNotFoundError`, `DamagedModelError`.
@@ -33,7 +32,7 @@ def read_ahead(
     check_files(folder)
     config = read_json(folder / "config.json")
     stored = config.get("dtype", config.get("torch_dtype"))
-    # Packed for products of bfloat16, or copied to stay bfloat16 under float32.
+    # Weights are packed for bfloat16 products, or copied in bfloat16 for float32 arithmetic.
     packed = is_usable() and dtype in ("auto", stored)
     halves = dtype == "auto" and multiplies_bfloat16() is False and level() > 0
     copied = packed or (halves and config.get("model_type") in MODEL_TYPES)
@@ -42,11 +41,11 @@ def read_ahead(
     # Quantized weights have separate memory.
     copied = copied and (device, stored, weights) == ("cpu", "bfloat16", "auto") and floats
     size = sum(file.stat().st_size for file in files)
-    if not hasattr(os, "posix_fadvise") or size > _memory() // _MOST:
+    if not hasattr(os, "posix_fadvise") or size > _memory() // _SHARE:
         return None
     return ReadyMemory(size if copied else 0, files)
 
 
 def _memory() -> int:
-    """Bytes of the machine's memory."""
+    """Return the bytes of the machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

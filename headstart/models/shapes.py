@@ -1,4 +1,4 @@
-"""The shape of a decoder, and how a family and a configuration give it."""
+"""The shape of a decoder, read from a configuration by the rules of its family."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ NormKind = Literal["llama", "gemma", "olmo"]
 olmo: multiplies by the weight, then rounds."""
 
 NormPlaces = Literal["before", "after", "around"]
-"""Where attention and MLP have their norms: of their inputs, of their outputs, or of both."""
+"""Norms of attention and MLP: of their inputs, of their outputs, or of both."""
 
 HeadNorms = Literal["head", "row"]
 """Norms of queries and keys: of each head, or of all heads together."""
@@ -28,7 +28,7 @@ class ConvShape(NamedTuple):
 
 
 class DeltaShape(NamedTuple):
-    """The gated delta rule, behind a convolution over the last `width` inputs."""
+    """The gated delta rule, after a convolution over the last `width` inputs."""
 
     key_heads: int
     heads: int
@@ -38,7 +38,7 @@ class DeltaShape(NamedTuple):
 
 
 class ScanShape(NamedTuple):
-    """Mamba-2's selective scan, behind a convolution over the last `width` inputs."""
+    """Mamba-2's selective scan, after a convolution over the last `width` inputs."""
 
     heads: int
     head_dim: int
@@ -82,7 +82,7 @@ class LayerInputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderShape:
-    """All that a dense decoder is, except its weights. Widths are numbers of elements."""
+    """A dense decoder without its weights. Widths are numbers of elements."""
 
     vocab_size: int
     hidden_size: int
@@ -96,7 +96,7 @@ class DecoderShape:
     scaling: float
     """Factor of the scores q·k."""
     tied: bool
-    """The LM head is the embedding's weight."""
+    """The LM head shares the embedding's weight."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -112,7 +112,7 @@ class DecoderShape:
     value_norm: bool = False
     """Values are divided by the root of their mean square, by head."""
     partial_rotary: bool = False
-    """A part of a head may be rotated."""
+    """Only a part of each head may be rotated."""
     exact_angles: bool = False
     """Angles are float32 in every dtype of the weights."""
     softcap: float | None = None
@@ -127,9 +127,9 @@ class DecoderShape:
     logit_divisor: float | None = None
     logit_softcap: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
-    """The family's names of parts that Llama names otherwise, or does not have."""
+    """The family's names of parts, by Llama's names or, for parts that Llama lacks, ours."""
     ignored: tuple[str, ...] = ()
-    """Prefixes of a checkpoint's tensors that are no part of the decoder."""
+    """Prefixes of a checkpoint's tensors that do not belong to the decoder."""
 
     def number(self, index: int) -> int:
         """Return the number of earlier layers of this one's kind: with attention, or recurrent.
@@ -167,8 +167,9 @@ _ACTIVATIONS: dict[str, Activation] = {
 class Family:
     """The differences of a family from Llama.
 
-    defaults: of the keys of its config.json. facts: of a shape. derive: further facts, from the
-    configuration. prepare: makes new-style keys of old ones, in place. kinds: its layers' types.
+    defaults: default values of the keys of its config.json. facts: fields of `DecoderShape`.
+    derive: returns further fields, from the configuration. prepare: replaces old keys by new keys,
+    in place. kinds: the types of its layers.
     """
 
     defaults: Mapping[str, Any]
@@ -180,7 +181,7 @@ class Family:
 
 
 def alike(config: Any, window: int | None) -> list[LayerShape]:
-    """Return layers with attention in one window, or in none."""
+    """Return layers with attention that all have the same window, or none."""
     return [LayerShape(window)] * config.num_hidden_layers
 
 
@@ -200,7 +201,7 @@ LLAMA: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-"""The defaults of Llama's config.json, which every family's are based on."""
+"""The defaults of Llama's config.json, on which those of all families are based."""
 
 
 def _is_count(value: object) -> bool:
@@ -210,7 +211,7 @@ def _is_count(value: object) -> bool:
 def read_shape(family: Family, config: Any) -> DecoderShape:
     """Return the shape that a configuration describes, with its family's defaults.
 
-    Raises `UnsupportedLayerError` for what headstart's own modules do not do.
+    Raises `UnsupportedLayerError` for features that headstart's own modules lack.
     """
     both_ways = getattr(config, "use_bidirectional_attention", None)
     if both_ways or getattr(config, "is_causal", True) is False:

@@ -1,4 +1,4 @@
-"""Loads a model's tokenizer; names the file that is missing or broken."""
+"""Loading of a model's tokenizer; errors name the missing or broken file."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
-"""A model's tokenizer; only transformers' own type says more, and takes a second to import."""
+"""A model's tokenizer. The type is imported only for type checking: it takes a second."""
 
-# Each of these files holds a vocabulary. Without one transformers does not always raise: for some
-# architectures it makes a tokenizer of a single token.
+# Files with a vocabulary. If there is none, transformers does not always raise: for some
+# architectures it makes a tokenizer with a single token.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model")
 _SETTINGS = "tokenizer_config.json"
 
 
 def has_vocabulary(folder: Path) -> bool:
-    """Return True if a model's folder has a file that a tokenizer can be made of."""
+    """Return True if a model's folder has a file from which a tokenizer can be made."""
     return any(match for pattern in _VOCABULARIES for match in folder.glob(pattern))
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers as transformers loads them, and quiet loading; importing it takes a second."""
+"""Loading of tokenizers through transformers; importing this module takes a second."""
 
 import warnings
 from collections.abc import Iterator
@@ -43,11 +43,11 @@ _ENCODING = ("__call__", "_encode_plus", "encode")
 
 
 def load_auto_tokenizer(folder: Path, settings: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder that has a vocabulary; settings: of tokenizer_config.json.
+    """Load the tokenizer of a folder with a vocabulary. settings: its tokenizer_config.json.
 
     Raises `DamagedModelError` or `UnsupportedModelError`.
     """
-    own_code = settings.get("auto_map") or {}  # older ones hold the tokenizer's names alone
+    own_code = settings.get("auto_map") or {}  # a list in old files
     needs_own_code = isinstance(own_code, list) or "AutoTokenizer" in own_code
     named = _name_architecture(folder) if settings.get("tokenizer_class") else {}
     try:
@@ -63,7 +63,7 @@ def load_auto_tokenizer(folder: Path, settings: dict[str, Any]) -> PreTrainedTok
                 f"the tokenizer in {folder} needs custom code, which is not run"
             ) from error
         if (folder / "tokenizer.json").is_file():
-            read_json(folder / "tokenizer.json")  # raises if this is the reason
+            read_json(folder / "tokenizer.json")  # raises a better error if it is not JSON
         elif isinstance(error, ImportError) or "sentencepiece" in reason:
             raise UnsupportedModelError(
                 f"the tokenizer in {folder} has no tokenizer.json and cannot be converted: {reason}"
@@ -76,10 +76,9 @@ def load_auto_tokenizer(folder: Path, settings: dict[str, Any]) -> PreTrainedTok
 
 
 class RotaryConfig(PreTrainedConfig):
-    """A configuration of no architecture in particular.
+    """A configuration without an architecture, for transformers' checks of rotary parameters.
 
-    It brings transformers' reading of rotary parameters, old and new, with their checks. All other
-    keys become attributes.
+    All other keys become attributes.
     """
 
     model_type = "headstart_dense"
@@ -91,8 +90,7 @@ class RotaryConfig(PreTrainedConfig):
 def _name_architecture(folder: Path) -> dict[str, Any]:
     """Return AutoTokenizer's argument `config`, for a family of headstart's modules.
 
-    transformers reads only its names if the tokenizer's class is known; without it, it imports
-    modules that take seconds.
+    Without it, transformers imports the architecture's configuration, which takes seconds.
     """
     path = folder / "config.json"
     content = read_json(path) if path.is_file() else {}
@@ -106,7 +104,7 @@ def _name_architecture(folder: Path) -> dict[str, Any]:
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """Return the tokenizer that makes all ids; None if transformers or a subclass does a part."""
+    """Return the fast tokenizer if it alone determines the ids; otherwise None."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
     classes = takewhile(lambda kind: kind is not PreTrainedTokenizerFast, type(tokenizer).__mro__)

@@ -1,7 +1,7 @@
 """All layers of a decoder as one compiled call.
 
-Its attention is compiled, too, where the backend has structs for it. The modules stay in place, for
-steps in which single layers are wrapped.
+It includes attention if the backend has structs for it. The modules stay, for steps in which single
+layers have hooks.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from headstart.weights.format import Linear
 def compile_layers(
     layers: Sequence[DecoderLayer], shape: DecoderShape, dtype: torch.dtype
 ) -> "CompiledLayers | None":
-    """Return a call for layers with rows in `dtype`; None if the kernels compute no such layers."""
+    """Return a call for layers with rows in `dtype`; None if the kernels do not support them."""
     plain = (
         (shape.norm, shape.norms, shape.activation) == ("llama", "before", "silu")
         and shape.head_norms != "row"
@@ -46,11 +46,11 @@ def compile_layers(
 class CompiledLayers:
     """All layers of a decoder, for rows in float32 or bfloat16.
 
-    Float32 needs AVX2, and serves few rows: what modules do between products takes some 40
-    operations of torch for each layer, a fifth of a decode in 8 bits. Bfloat16 needs AVX-512.
-    There, layers run one by one, in two compiled calls around attention, if compiled code cannot
-    run their attention. So does the last layer, if only some rows are kept: it writes K and V of
-    all.
+    Float32 needs AVX2, and is used for few rows, where the operations between products matter:
+    modules need some 40 torch operations per layer for them. Bfloat16 needs AVX-512. In bfloat16, a
+    layer whose attention is not compiled runs as two compiled calls, before and after attention.
+    The last layer does too if only some rows are needed after it: it still writes K and V of all
+    rows.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class CompiledLayers:
     def __call__(
         self, hidden: Tensor, angles: Angles, backend: AttentionBackend, kept: Tensor | None
     ) -> Tensor | None:
-        """Return rows `[rows, hidden]` after the last layer; None if modules must compute these.
+        """Return rows `[rows, hidden]` after the last layer; None if modules must compute them.
 
-        Of rows `kept`, int64, alone if it is given, or of all.
+        kept: the numbers int64 of the rows to return; None for all.
         """
         rows, (cos, sin) = len(hidden), angles
         if self._is_float and not 0 < rows < MANY_ROWS:
@@ -101,7 +101,7 @@ class CompiledLayers:
         return hidden
 
     def _prepare(self, count: int, tokens: int, backend: AttentionBackend) -> bool:
-        """Fill in the step of the first `count` layers; False if these cannot run as one call."""
+        """Set the step of the first `count` layers; return False if they cannot run as one call."""
         rows = (tokens, self._shape.heads)
         for run, layer in zip(self._runs, self._layers[:count], strict=False):
             attention = layer.self_attn
@@ -156,5 +156,5 @@ def _layer_struct(layer: DecoderLayer, head_dim: int, dtype: torch.dtype) -> Lay
 
 
 def _struct(module: nn.Module, dtype: torch.dtype) -> Weight | None:
-    """Return the struct of a linear layer's weight for rows in `dtype`, if the kernels have one."""
+    """Return the struct of a linear layer's weight for rows in `dtype`; None without a kernel."""
     return module.matrix.struct(dtype) if isinstance(module, Linear) else None

@@ -28,9 +28,9 @@ from headstart.weights.reader import Reader
 
 
 class Description(NamedTuple):
-    """A decoder without its weights: where it is from, and what its configuration says.
+    """A decoder without its weights: its folder and its configuration.
 
-    frequencies: of the rotary positions, by kind of layer. max_model_len: in tokens.
+    frequencies: those of rotary positions, by kind of layer. max_model_len: in tokens.
     """
 
     folder: Path
@@ -80,7 +80,7 @@ class _Body(FamilyModule):
 class DenseModules(nn.Module):
     """All modules with weights, with transformers' names.
 
-    Names of classes of modules are part of a model's identity.
+    The class names of modules are part of a model's identity; see `DecoderModel.products`.
     """
 
     def __init__(self, shape: DecoderShape, read: Reader) -> None:
@@ -105,8 +105,8 @@ class DenseModules(nn.Module):
 class DenseDecoder(DecoderModel):
     """A dense decoder in headstart's own modules.
 
-    With the compiled kernels, layers of Llama's and Qwen's kind run as one call (`compiled`), in
-    float32 for few rows; every other layer, and every step whose layers have adapters, runs module
+    With the compiled kernels, layers like Llama's and Qwen's run as one call (`compiled`), in
+    float32 only for few rows. All other layers, and all layers in steps with adapters, run module
     by module.
     """
 
@@ -193,7 +193,7 @@ class DenseDecoder(DecoderModel):
         logit_rows: Tensor,
         embeddings: EmbeddingOverlay | None,
     ) -> Tensor:
-        """Rows `[rows, hidden]` after the last norm, of `logit_rows`."""
+        """Return the hidden states `[rows, hidden]` of `logit_rows` after the last norm."""
         backend = self._backend
         assert backend is not None, "attach() comes first"
         body = self.module.body

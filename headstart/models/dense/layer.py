@@ -18,8 +18,8 @@ from headstart.weights.reader import Reader
 class DecoderLayer(FamilyModule):
     """Attention or a recurrent mixer, then an MLP, each added to the rows.
 
-    Norms stand where the family has them. With `DecoderShape.layer_inputs`, a product of the rows
-    and the layer's input is added last.
+    The family decides whether norms are before these, after them, or both. With
+    `DecoderShape.layer_inputs`, a product of the rows and the layer's input is added last.
     """
 
     def __init__(self, shape: DecoderShape, index: int, name: str, read: Reader) -> None:

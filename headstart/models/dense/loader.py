@@ -33,7 +33,7 @@ from headstart.weights.prequantized import PrequantizedCheckpoint
 from headstart.weights.reader import Outline, WeightReader
 from headstart.weights.scheme import Scheme, UnsupportedLayerError, read_scheme
 
-# Null stands for a value derived from others, or for no window and no cap.
+# Keys that may be null, for a value derived from others, no window or no cap.
 _MAY_BE_NULL = frozenset(
     {
         *("num_key_value_heads", "head_dim", "sliding_window", "layer_types"),
@@ -42,7 +42,7 @@ _MAY_BE_NULL = frozenset(
 )
 
 
-# Keys beside a family's defaults that change nothing here, or are read by name.
+# Keys besides a family's defaults that have no effect here, or are read by name.
 _HARMLESS = frozenset(
     {
         *("architectures", "transformers_version", "dtype", "torch_dtype", "rope_parameters"),
@@ -51,22 +51,22 @@ _HARMLESS = frozenset(
         *("sliding_window", "use_sliding_window", "max_window_layers", "cache_implementation"),
     }
 )
-_THETA = 10_000.0  # of rotary positions, where nothing says another
+_THETA = 10_000.0  # default base of rotary positions
 
 
 class DenseConfig(SimpleNamespace):
-    """The keys of a config.json as attributes, for angles that are not scaled."""
+    """The keys of a config.json as attributes, for rotary positions without scaling."""
 
     def get_text_config(self) -> "DenseConfig":
-        """Return this configuration: a dense decoder has no other part."""
+        """Return this configuration, since a dense decoder has no other part."""
         return self
 
 
 def read_config(family: Family, content: Mapping[str, Any]) -> Any:
     """Return the content of a config.json with the family's defaults.
 
-    A `DenseConfig`, or a configuration of transformers for keys that only transformers can read:
-    importing it takes a second, and its classes of families two. Raises `UnsupportedLayerError`.
+    It is a `DenseConfig`, or a configuration of transformers if it has keys that only transformers
+    reads; importing transformers takes seconds. Raises `UnsupportedLayerError`.
     """
     for name, default in family.defaults.items():
         if name in content:
@@ -84,13 +84,13 @@ def read_config(family: Family, content: Mapping[str, Any]) -> Any:
         return load_module("headstart.models.transformers_tools").RotaryConfig(**merged)
     except (UnsupportedLayerError, MemoryError):
         raise
-    # Wrong values raise KeyError, TypeError, ValueError and errors of huggingface_hub's own.
+    # Wrong values raise KeyError, TypeError, ValueError and errors of huggingface_hub.
     except Exception as error:
         raise UnsupportedLayerError(f"its configuration is not as expected: {error}") from error
 
 
 def _read_plain(family: Family, merged: Mapping[str, Any]) -> DenseConfig | None:
-    """Return the configuration; None if it has keys that are not read here."""
+    """Return the configuration; None if it has keys that only transformers reads."""
     if merged.keys() - family.defaults.keys() - _HARMLESS:
         return None
     if merged.get("partial_rotary_factor", 1.0) != 1.0:
@@ -139,7 +139,7 @@ def _check_type(name: str, value: Any, default: Any) -> None:
         raise UnsupportedLayerError(f"its configuration has {name} {value!r}")
 
 
-# Buffers of old versions, which are computed from the configuration.
+# Buffers that old versions stored; they are computed from the configuration.
 _COMPUTED = re.compile(r".*rotary_emb\.inv_freq")
 _BODY = "model.language_model"
 """The decoder's name in a model with other parts."""
@@ -156,11 +156,11 @@ def load_dense(
 ) -> DenseDecoder:
     """Load the decoder in `folder`, its packed weights into `ready_memory` if they fit.
 
-    `dtype` "auto" and `weights` None are the checkpoint's own. Raises `UnsupportedLayerError`,
-    before weights are read, for a model that is not of the families of `headstart.models.families`,
-    or whose tensors are not exactly theirs: transformers then loads it, or reports what is wrong.
-    Raises `UnsupportedModelError` for weights that are not finite, `DamagedModelError` for files
-    that are written to meanwhile, and `OutOfMemoryError`.
+    dtype: "auto" for the checkpoint's. weights: None for the checkpoint's. Raises
+    `UnsupportedLayerError`, before weights are read, if the model is not in
+    `headstart.models.families`, or if its tensors differ from its family's: then transformers loads
+    it, or reports the error. Raises `UnsupportedModelError` for weights that are not finite,
+    `DamagedModelError` for files that are changed during the load, and `OutOfMemoryError`.
     """
     files = stamp_files(folder)
     about, stored = describe_decoder(folder)
@@ -173,7 +173,7 @@ def load_dense(
             held = set(checkpoint.dtypes(outline.matrices))
             stored = stored or checkpoint.dtypes(outline.shapes)[0]
             if scheme is not None and stored == torch.float16 and device.type == "cpu":
-                stored = torch.bfloat16  # of rows: no kernel is made for float16
+                stored = torch.bfloat16  # for rows: there are no kernels for float16
             wanted = dtype if isinstance(dtype, torch.dtype) else own_dtype(stored, held, device)
             read = WeightReader(
                 checkpoint,
@@ -205,7 +205,7 @@ def load_dense(
 def _open_checkpoint(
     folder: Path, scheme: Scheme | None, shape: DecoderShape, outline: Outline
 ) -> Checkpoint:
-    """Return the checkpoint, whose tensors have Llama's names."""
+    """Return the checkpoint, with Llama's names of tensors."""
     if is_gguf(folder):
         return RenamedCheckpoint(GGUFCheckpoint(folder), {}, shape.ignored)
     files = weight_files(folder)
@@ -221,7 +221,7 @@ def _open_checkpoint(
 
 
 def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
-    """Return the description of a decoder, and the dtype of its weights or None."""
+    """Return the description of a decoder, and the dtype of its weights, None if not stated."""
     content = read_json(folder / "config.json")
     kind = content.get("model_type")
     nested = NESTED.get(kind) if isinstance(kind, str) else None
@@ -247,7 +247,7 @@ def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
         about = Description(folder, shape, frequencies, context_length(config), ends)
     except (HeadstartError, UnsupportedLayerError, MemoryError):
         raise
-    # Values of a wrong type, or that are missing, raise anything.
+    # Wrong or missing values raise exceptions of any kind.
     except Exception as error:
         reason = " ".join(str(error).split())
         raise UnsupportedLayerError(f"its configuration is not as expected: {reason}") from error
@@ -258,7 +258,7 @@ def describe_decoder(folder: Path) -> tuple[Description, torch.dtype | None]:
 
 
 def _read_text_config(content: Mapping[str, Any], family: NestedFamily) -> dict[str, Any]:
-    """Return the configuration of the decoder in a model with other parts."""
+    """Return the decoder's configuration in a model with several parts."""
     nested = content.get("text_config")
     if not isinstance(nested, dict):
         raise UnsupportedLayerError(f"its text_config is {nested!r}; allowed: a JSON object")
@@ -288,7 +288,7 @@ def check_tensors(checkpoint: Checkpoint, outline: Outline, tied: bool) -> None:
     if tied and _HEAD in surplus:
         checkpoint.dtypes([_HEAD])
         if not torch.equal(checkpoint.tensor(_HEAD), checkpoint.tensor(_EMBEDDING)):
-            raise UnsupportedLayerError("its LM head is said to be its embedding, and is another")
+            raise UnsupportedLayerError("its LM head is tied, but differs from its embedding")
         surplus.discard(_HEAD)
         checkpoint.release()
     if surplus:

@@ -1,7 +1,7 @@
-"""Recurrent mixers: layers whose state has a fixed size, in the place of attention.
+"""Recurrent mixers, which replace attention and have a state of fixed size.
 
-A mixer's `state` has the shapes of a sequence's state in this layer. Its first state is always that
-of the causal convolution, the last inputs of each channel.
+A mixer's `state` has the shapes of a sequence's states in this layer. The first is always the state
+of the causal convolution: the last inputs of each channel.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class CausalConv(nn.Module):
     def __init__(self, channels: int, width: int, bias: bool, name: str, read: Reader) -> None:
         super().__init__()
         weight = read.tensor(f"{name}.weight", (channels, 1, width))
-        # In memory tap by tap, as the kernel reads it.
+        # The kernel reads it tap by tap.
         weight = weight.transpose(0, 2).contiguous().transpose(0, 2)
         self.weight = _parameter(weight)
         self.bias = None

@@ -1,7 +1,6 @@
-"""The modules of a dense decoder, with the names that they have in transformers.
+"""The modules of a dense decoder, with transformers' names, which adapters refer to.
 
-So an adapter's layers are found by the names that they come with. Rows are a flat batch,
-`[rows, hidden]`; every `Linear` is called as a module, so that hooks see it.
+Rows are a flat batch `[rows, hidden]`. Every `Linear` is called as a module, so that its hooks run.
 """
 
 import math
@@ -31,7 +30,7 @@ _FACTORS = ("short_factor", "long_factor")  # one for each pair
 
 
 class Frequencies(NamedTuple):
-    """Radians per position of each rotated pair, float32, and a factor of cosines and sines."""
+    """Radians per position of each rotated pair, float32; `scale` multiplies cosines and sines."""
 
     values: Tensor
     scale: float = 1.0
@@ -102,11 +101,11 @@ class AngleTable:
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def cover(self, num_positions: int) -> None:
-        """Have the first positions in the table, as far as one of its size goes."""
+        """Extend the table to the first `num_positions` positions, up to its largest size."""
         needed = min(num_positions, _MOST_POSITIONS)
         if needed > len(self._table[0]):
             size = max(_FIRST_POSITIONS, 1 << (needed - 1).bit_length())
-            with torch.inference_mode(False):  # outlives the step that needs it
+            with torch.inference_mode(False):  # normal tensors: the table outlives the step
                 self._table = self._angles(torch.arange(size, dtype=torch.float32))
 
     def _angles(self, positions: Tensor) -> Angles:
@@ -119,9 +118,9 @@ class AngleTable:
 
 
 def rotate(rows: Tensor, angles: Angles) -> Tensor:
-    """`rows` `[rows, heads, head_dim]` rotated by their positions, in the dtype of `rows`.
+    """Rotate `rows` `[rows, heads, head_dim]` by their positions, in the dtype of `rows`.
 
-    Elements of a head past the angles' width stay as they are.
+    Elements of a head beyond the angles' width do not change.
     """
     cos, sin = (part.unsqueeze(1) for part in angles)
     width = cos.shape[-1]
@@ -139,10 +138,10 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 """Functions of a tensor that nothing else reads; they may write to it."""
 
-# Numbers of an MLP's widest product that are computed at a time: 16 MiB of float32. More than 32
-# MiB go back to the system each time; fresh pages cost a twentieth of a long prefill in 8 bits.
+# Elements of an MLP's widest product that are computed at a time: 16 MiB of float32. Tensors above
+# 32 MiB are returned to the system, and new pages cost 5% of a long prefill in 8 bits.
 _PIECE = 1 << 22
-_BLOCK = 128  # rows of the largest block, which in deterministic mode are computed at once
+_BLOCK = 128  # rows of the largest KV block, which deterministic mode computes at once
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ class LayerStep:
 
 
 class FamilyModule(nn.Module):
-    """A module whose parts have the family's names; code uses Llama's."""
+    """A module whose parts are registered under the family's names; the code uses Llama's names."""
 
     _names: Mapping[str, str] = {}
 
@@ -184,7 +183,7 @@ class FamilyModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module) and name in self._names:
-            self.__dict__[name] = value  # found without a lookup of modules
+            self.__dict__[name] = value  # so that code finds it by Llama's name
             name = self._names[name]
         super().__setattr__(name, value)
 
@@ -196,7 +195,7 @@ def normalize(x: Tensor, epsilon: float) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """`weight * x / sqrt(mean(x ** 2) + epsilon)`, rounded as the family does it."""
+    """`weight * x / sqrt(mean(x ** 2) + epsilon)`, rounded as in the family."""
 
     def __init__(self, weight: Tensor, epsilon: float, kind: NormKind) -> None:
         super().__init__()
@@ -313,14 +312,14 @@ class MLP(FamilyModule):
             self.up_proj = read.linear(f"{name}.up_proj", hidden, inner, bias)
         self.down_proj = read.linear(f"{name}.down_proj", inner, hidden, bias)
         self._activation = ACTIVATIONS[shape.activation]
-        # Then rows in bfloat16 become float32 once, and not before and behind each product.
+        # If True, bfloat16 rows are converted to float32 once, not around each product.
         self._computes_float32 = all(
             isinstance(linear, Linear) and linear.matrix.computes_float32
             for linear in self.children()
         )
 
     def forward(self, x: Tensor, hooked: bool = True) -> Tensor:
-        """hooked: hooks of the linear layers want all rows at once, in x's dtype."""
+        """hooked: the linear layers may have hooks, which need all rows at once, in x's dtype."""
         if hooked or x.device.type != "cpu":
             return self._update(x)
         most = max(_BLOCK, _PIECE // self._widest)

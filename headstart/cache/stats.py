@@ -88,7 +88,7 @@ class PrefixCacheStats:
     """Counts since the start; each request once, at admission, resumed requests separately.
 
     queried_tokens: tokens that were looked up. hit_tokens: tokens that were hit. recomputed_tokens:
-    tokens with cached K/V that were computed again because no checkpoint stood after them. missed:
+    tokens with cached K/V that were computed again for lack of a checkpoint or a window. missed:
     requests by the reason that ended their hit. An admission counts when its step is committed.
     """
 

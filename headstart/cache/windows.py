@@ -32,7 +32,7 @@ class WindowPool:
         self.width = width
         self.block_size = block_size
         self.version = 0
-        self.num_evicted = 0
+        self.num_dropped = 0
         self._attached: dict[KVCacheBlock, int] = {}
         self._owners: list[KVCacheBlock | None] = []  # the inverse, by window block
         self._users: list[int] = []  # sequences that have each window block in their window
@@ -58,6 +58,11 @@ class WindowPool:
     def num_free(self) -> int:
         """The number of window blocks that no sequence uses, cached ones included."""
         return len(self._empty) + len(self._passed) + len(self._ends)
+
+    @property
+    def num_empty(self) -> int:
+        """The number of window blocks without content."""
+        return len(self._empty)
 
     @property
     def num_cached(self) -> int:
@@ -235,7 +240,7 @@ class WindowPool:
         if not self._empty:
             block_id, _ = (self._passed or self._ends).popitem(last=False)
             self.version += 1
-            self.num_evicted += 1
+            self.num_dropped += 1
             self._empty.append(block_id)
             self._unlink(block_id)
         block_id = self._empty.pop()

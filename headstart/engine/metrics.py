@@ -22,6 +22,7 @@ _LOADED = "headstart:loaded_tokens"
 _UNSAVED = "headstart:unsaved_blocks"
 _FAULTS = "headstart:tier_faults"
 _SLOTS = "headstart:state_slots"
+_WINDOWS = "headstart:window_blocks"
 _IDLE = "vllm:kv_block_idle_before_evict_seconds"
 
 MEANINGS: Mapping[str, str] = MappingProxyType(
@@ -36,7 +37,9 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         _IDLE: "How long cached blocks had been free when they were reused",
         _SLOTS: "Slots for states of recurrent layers, by use",
         "headstart:checkpoints_dropped": "Checkpoints of recurrent layers that gave way to others",
-        "headstart:recomputed_tokens": "Cached prompt tokens computed again, without a checkpoint",
+        _WINDOWS: "Blocks of the layers with a sliding window, by use",
+        "headstart:window_blocks_evicted": "Cached window blocks reused for other content",
+        "headstart:recomputed_tokens": "Cached prompt tokens computed again for states or windows",
         _LOADED: "Tokens of prompts loaded from disk or another machine",
         "headstart:declined_tokens": "Tokens that were stored, and faster to compute than to load",
         "headstart:stored_blocks": "Blocks written to disk or another machine",
@@ -112,8 +115,16 @@ def read_metrics(engine: EngineCore) -> list[Metric]:
         metrics += [
             *(Gauge(_SLOTS, {"use": use}, count) for use, count in uses.items()),
             Counter("headstart:checkpoints_dropped", {}, states.num_dropped),
-            Counter("headstart:recomputed_tokens", {}, stats.recomputed_tokens),
         ]
+    if (windows := manager.windows) is not None:
+        uses = {"empty": windows.num_empty, "cached": windows.num_free - windows.num_empty}
+        uses["held"] = windows.num_blocks - windows.num_free
+        metrics += [
+            *(Gauge(_WINDOWS, {"use": use}, count) for use, count in uses.items()),
+            Counter("headstart:window_blocks_evicted", {}, windows.num_dropped),
+        ]
+    if states is not None or windows is not None:
+        metrics.append(Counter("headstart:recomputed_tokens", {}, stats.recomputed_tokens))
     if engine.tiers is not None:
         tiers = engine.tiers.stats
         faults = tiers.faults.items()

@@ -195,8 +195,18 @@ def _count(
             "checkpoints": len(states.checkpoints),
             "free": states.num_free,
             "dropped": states.num_dropped,
-            "recomputed_tokens": manager.stats.recomputed_tokens,
         }
+    if (windows := manager.windows) is not None:
+        picture["windows"] = {
+            "tokens": windows.width,
+            "blocks": windows.num_blocks,
+            "held": windows.num_blocks - windows.num_free,
+            "cached": windows.num_free - windows.num_empty,
+            "empty": windows.num_empty,
+            "evicted": windows.num_dropped,
+        }
+    if states is not None or windows is not None:
+        picture["recomputed_tokens"] = manager.stats.recomputed_tokens
     return picture
 
 

@@ -10,7 +10,7 @@ import { count, counted } from "./words.js";
 const $ = (id) => document.getElementById(id);
 let model = "";
 let colors = new Map();
-let states; // of a model with recurrent layers: slots and checkpoints
+let latestPool; // for the advice
 let measured = []; // cold prompts of the latest requests
 
 const styles = getComputedStyle(document.documentElement);
@@ -51,7 +51,10 @@ function show(look) {
   $("waiting").textContent = engine.waiting ? `${count(engine.waiting)} waiting` : "none waiting";
   const square = look.cells.blocks_per_cell > 1 ? `; a square is ${counted(look.cells.blocks_per_cell, "block")}` : "";
   $("pool-counts").textContent = `${counted(pool.num_blocks, "block")} of ${counted(pool.block_size, "token")}: ${count(pool.held)} held, ${count(pool.cached)} cached, ${count(pool.empty)} empty${square}`;
-  states = pool.states;
+  latestPool = pool;
+  const { states, windows } = pool;
+  $("windows").hidden = !windows;
+  if (windows) $("windows").textContent = `${counted(windows.blocks, "block")} for layers with a sliding window of ${counted(windows.tokens, "token")}: ${count(windows.held)} held, ${count(windows.cached)} cached, ${count(windows.empty)} empty`;
   $("states").hidden = !states;
   if (states) $("states").textContent = `${counted(states.slots, "slot")} for states of recurrent layers: ${counted(states.checkpoints, "checkpoint")}, where prompts resume, ${count(states.running)} of running requests, ${count(states.free)} free`;
   colors = new Map(prefixes.map((prefix) => [prefix.id, colorFor(prefix)]));
@@ -80,8 +83,9 @@ async function showAdvice() {
       const { evicted_prompts: prompts, more_blocks: blocks, tokens_saved: tokens } = told.memory;
       items.push(`${counted(prompts, "prompt")} had an evicted prefix: ${blocks === null ? "the pool size that would have retained it is unknown" : `${counted(blocks, "more block")} would have saved ${counted(tokens, "token")}`}`);
     }
-    if (states?.recomputed_tokens && states.dropped) {
-      items.push(`${counted(states.recomputed_tokens, "cached token")} had no checkpoint and were computed again; ${counted(states.dropped, "checkpoint")} gave way to others. More slots (--num-states) would retain some`);
+    const { states, recomputed_tokens: recomputed } = latestPool ?? {};
+    if (recomputed && states?.dropped) {
+      items.push(`${counted(recomputed, "cached token")} had no checkpoint and were computed again; ${counted(states.dropped, "checkpoint")} gave way to others. More slots (--num-states) would retain some`);
     }
     const className = items.length ? "" : "quiet";
     if (!items.length) items.push("Nothing yet. Advice comes when several prompts begin alike and then differ."); // also after a reset

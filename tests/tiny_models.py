@@ -43,7 +43,18 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-__all__ = ["HYBRIDS", "TINY", "VOCABULARY", "save_tiny", "tiny_config", "tiny_model", "write_once"]
+from tests.tiny_tokenizers import TINY_TOKENIZERS
+
+__all__ = [
+    "HYBRIDS",
+    "TINY",
+    "VOCABULARY",
+    "save_chatting",
+    "save_tiny",
+    "tiny_config",
+    "tiny_model",
+    "write_once",
+]
 
 VOCABULARY = 131
 _WINDOW = 6
@@ -233,6 +244,20 @@ def save_tiny(name: str, folder: str | Path) -> Path:
 
 def _save_tiny(folder: Path, name: str) -> None:
     tiny_model(tiny_config(name)).save_pretrained(folder)
+
+
+def save_chatting(name: str, folder: str | Path) -> Path:
+    """Write a tiny model with a tokenizer and a chat template into `folder`."""
+    return write_once(_save_chatting, Path(folder), name)
+
+
+def _save_chatting(folder: Path, name: str) -> None:
+    tokenizer = TINY_TOKENIZERS["byte_level"]()
+    config = tiny_config(name)
+    config.vocab_size, config.max_position_embeddings = len(tokenizer), 2048
+    config.bos_token_id, config.eos_token_id = None, tokenizer.eos_token_id
+    tiny_model(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def write_once(save: Callable[..., object], folder: Path, *options: Hashable) -> Path:

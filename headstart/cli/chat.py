@@ -396,6 +396,12 @@ def _pool(chat: Chat, argument: str) -> None:
         "again when a prompt begins with the same tokens; a color stands for the message that "
         "computed it."
     )
+    if (states := chat.llm.manager.states) is not None:
+        used = states.num_slots - states.num_free
+        note(
+            "The model has recurrent layers, so a prompt resumes only at a checkpoint of their "
+            f"states; {count(used, 'checkpoint')} in {states.num_slots:,} slots."
+        )
 
 
 @_command("/explain", "says what of the last prompt was cached, and why not more")

@@ -1,6 +1,7 @@
 """`/explain`: one sentence about the last turn, after any other command."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from headstart.cache import MissExplanation, MissReason
 from headstart.cli.chat import explain_turn
 from tests.cli.test_main import SMALL, call
+from tests.tiny_models import save_chatting
 
 
 def output(
@@ -64,3 +66,15 @@ def test_in_a_chat(demo_model: object) -> None:
     assert found[3] == found[2].replace("/undo", "/system")
     assert re.match(r"\d+ of the last prompt's ", found[4])
     assert len(found) == 5 and said[-1] == "headstart: there is no question yet"
+
+
+def test_checkpoints_of_recurrent_layers(tmp_path: Path) -> None:
+    """The second turn resumes at the end of the first, and `/pool` counts the checkpoints."""
+    folder = save_chatting("lfm2", tmp_path)
+    lines = ["the other day they went there together", "/pool", "and then?", "/explain"]
+    options = ["--model", str(folder), "--max-tokens", "4", "--num-states", "32"]
+    said = call("chat", *options, stdin="\n".join(lines)).stderr
+    [count] = re.findall(r"(\d+) checkpoints? in 32 slots", " ".join(said.split()))
+    assert 1 <= int(count) <= 3
+    [cached] = re.findall(r"(\d+) of the last prompt's", said)
+    assert int(cached) > 16

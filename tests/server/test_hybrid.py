@@ -13,8 +13,7 @@ import pytest
 from openai import OpenAI
 
 from tests.server.running import Running, running
-from tests.tiny_models import tiny_config, tiny_model
-from tests.tiny_tokenizers import TINY_TOKENIZERS
+from tests.tiny_models import save_chatting
 
 TEXT = "the other day they went there together, then rather later than the weather let them "
 CHAT = [{"role": "user", "content": TEXT}]
@@ -23,12 +22,8 @@ CHAT = [{"role": "user", "content": TEXT}]
 @pytest.fixture(params=["lfm2", "qwen3_5_text"])
 def hybrid(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Running]:
     """A server of a tiny model, whose invariants are checked after every step."""
-    tokenizer = TINY_TOKENIZERS["byte_level"]()
-    config = tiny_config(request.param)
-    config.vocab_size, config.max_position_embeddings = len(tokenizer), 2048
-    tiny_model(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    with running(tmp_path, num_blocks=64, num_states=16, debug=True) as server:
+    folder = save_chatting(request.param, tmp_path)
+    with running(folder, num_blocks=64, num_states=16, debug=True) as server:
         yield server
         blocks, free = server.pool()
         assert blocks == free

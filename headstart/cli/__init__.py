@@ -1,1 +1,1 @@
-"""The command line: `headstart demo`, `run`, `chat` and `models`."""
+"""The command line."""

@@ -1,4 +1,4 @@
-"""`headstart cache`: prefixes on disk by model and prefix, and the folder of `run` and `chat`."""
+"""`headstart cache`: the prefixes on disk, and the choice of their folder for `run` and `chat`."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from headstart.tiers.contents import (
 from headstart.tiers.contents import verify as verify_folder
 from headstart.tiers.index import IndexedBlock, described_models, reopen, slot_path
 
-_SHORTEST = 4  # digits of a prefix's name
+_SHORTEST = 4  # least digits of a prefix's name
 _NAME = re.compile(rf"[0-9A-Fa-f]{{{_SHORTEST},64}}")
-_DIGITS = 12  # shown of a name
-_MOST_SHOWN = 8  # names in an error
-_WIDTH = 100  # columns where the output is no terminal
+_DIGITS = 12  # digits shown of a name
+_MOST_SHOWN = 8  # most names in an error
+_WIDTH = 100  # columns if the output is not a terminal
 _AGES = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 _folder = partial(
@@ -51,14 +51,14 @@ _folder = partial(
 
 
 class PrefixFolder(NamedTuple):
-    """The engine's options with a folder for prefixes, None for none, and the reason for that."""
+    """The engine's options with a folder for prefixes, or None and the reason for it."""
 
     options: dict[str, Any]
     folder: Path | None
     failure: str = ""
 
     def note(self) -> None:
-        """Show where prefixes are kept and how much is there, or why none are."""
+        """Show the folder of prefixes and its size, or why prefixes are not stored."""
         if self.failure:
             note(f"no prefixes are kept: {self.failure}")
         if self.folder is not None:
@@ -75,9 +75,9 @@ class PrefixFolder(NamedTuple):
 
 
 def make_prefix_folder(engine: Mapping[str, Any]) -> PrefixFolder:
-    """Choose and make a folder for prefixes; without a usable one none are kept.
+    """Choose and make a folder for prefixes; without a usable folder, prefixes are not stored.
 
-    Raises ConfigError for a folder that the user named.
+    Raises ConfigError if a folder that the user named cannot be used.
     """
     options = dict(engine)
     if "cache_dir" not in options:
@@ -95,7 +95,7 @@ def make_prefix_folder(engine: Mapping[str, Any]) -> PrefixFolder:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of all blocks in a folder, which other processes may change meanwhile."""
+    """Return the bytes of all blocks in a folder that other processes may change meanwhile."""
     nbytes = 0
     for file in folder.glob("*.kv"):
         with suppress(FileNotFoundError):
@@ -113,7 +113,7 @@ def shorten_home(path: Path) -> str:
 
 @click.group(short_help="List, check, drop and move the prefixes stored on disk.")
 def cache() -> None:
-    """Prefixes that outlive the process: list, check and drop them, or take them elsewhere."""
+    """List, check, drop and move the prefixes that are stored on disk."""
 
 
 @cache.command(name="ls", short_help="List models, or a model's prefixes.")
@@ -121,9 +121,9 @@ def cache() -> None:
 @click.option("--lines", type=click.IntRange(1), default=30, show_default=True, help="At the most.")
 @_folder()
 def list_prefixes(model: str | None, lines: int, folder: str | None) -> None:
-    """List the models, or the prefixes of one MODEL, from fork to fork.
+    """List the models, or the prefixes of one MODEL, split where they fork.
 
-    MODEL is what ls shows: a name, which stands for all its kinds, or digits of a fingerprint.
+    MODEL is a name as ls shows it, which selects all its kinds, or digits of a fingerprint.
     """
     shown = []
     with _opened(folder) as path:
@@ -141,7 +141,7 @@ def list_prefixes(model: str | None, lines: int, folder: str | None) -> None:
 @cache.command(short_help="Show how much is stored, and how much it saved.")
 @_folder()
 def stat(folder: str | None) -> None:
-    """Say how much is kept, and what that has saved."""
+    """Show how much is stored, and how much computation it saved."""
     with _opened(folder) as path:
         states = read_models(path)
     nbytes, blocks = sum(state.nbytes for state in states), sum(s.num_blocks for s in states)
@@ -178,10 +178,10 @@ def drop(names: Sequence[str], model: str | None, everything: bool, folder: str 
 
 
 @cache.command(short_help="Check that every block is whole.")
-@click.option("--repair", is_flag=True, help="Forget what is damaged or lost.")
+@click.option("--repair", is_flag=True, help="Forget blocks that are damaged or lost.")
 @_folder()
 def verify(repair: bool, folder: str | None) -> None:
-    """Read every block, and say what is whole; exit status 1 if not all that is listed is."""
+    """Read every block and report damaged ones; exit status 1 if a listed block is damaged."""
     with _opened(folder, writes=repair) as path, progress_bar("blocks") as advance:
         report = verify_folder(path, repair=repair, progress=advance)
     for model, counts in report.models:
@@ -208,7 +208,7 @@ def verify(repair: bool, folder: str | None) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @_folder()
 def export(name: str, file: Path, folder: str | None) -> None:
-    """Write the prefix NAME, as ls shows it, with all before and after it, to a new FILE."""
+    """Write the prefix NAME, as ls shows it, to a new FILE, with all blocks before and after it."""
     with _opened(folder) as path:
         selected = _select(path, read_models(path), [name])
         state, prefix = next((state, prefix) for state, prefixes in selected for prefix in prefixes)
@@ -219,11 +219,11 @@ def export(name: str, file: Path, folder: str | None) -> None:
     click.echo(f"{num_tokens:,} tokens of {record.title} are in {file}")
 
 
-@cache.command(name="import", short_help="Keep what export wrote.")
+@cache.command(name="import", short_help="Store the prefixes of an exported file.")
 @click.argument("file", type=click.Path(path_type=Path))
 @_folder()
 def import_file(file: Path, folder: str | None) -> None:
-    """Keep the prefixes of a FILE that export wrote; the model must have run here before."""
+    """Store the prefixes of a FILE that export wrote; the model must have run here before."""
     with _opened(folder, new=True, writes=True) as path:
         record = read_model(file)
         models = list(described_models(path))
@@ -240,10 +240,10 @@ def import_file(file: Path, folder: str | None) -> None:
 
 @contextmanager
 def _opened(folder: str | None, *, new: bool = False, writes: bool = False) -> Iterator[Path]:
-    """Yield the folder; a damaged index ends in one clear error.
+    """Yield the folder; report a damaged index in one clear error.
 
-    Results are printed outside of it: an output that fails would be taken for a damaged folder.
-    new: a folder that the user named is made. writes: a read-only folder is an error.
+    Print results outside of this context, where a failed output would look like a damaged folder.
+    new: make a folder that the user named. writes: raise an error for a read-only folder.
     """
     path = default_folder()
     if folder not in (None, "", "off"):
@@ -259,18 +259,18 @@ def _opened(folder: str | None, *, new: bool = False, writes: bool = False) -> I
 
 
 def _open_store(path: Path, record: ModelRecord) -> DiskStore:
-    """Open a model's store with room for more than is there."""
+    """Open a model's store with space for more blocks."""
     return DiskStore(path, record, max(EngineConfig.cache_dir_bytes, 2 * size_of(path)))
 
 
 def _find_models(path: Path, name: str) -> list[ModelState]:
-    """Return the models of a name, in all their kinds unless it ends in one, or of a fingerprint.
+    """Return the models with a name (of all kinds, unless it names a kind) or fingerprint.
 
-    Several models may share a fingerprint: they differ in their block size. Raises CacheError.
+    Models of one fingerprint differ in their block size. Raises CacheError.
     """
     states, name = read_models(path), as_typed(name)
     titles = [state.model.record.title for state in states]
-    begins = (f"{name} (", f"{name}, ")  # a stage of a pipeline stands behind a comma
+    begins = (f"{name} (", f"{name}, ")  # a pipeline's stage follows a comma
     if any(is_named := [f"{title}, ".startswith(begins) for title in titles]):
         return list(compress(states, is_named))
     prints = sorted({state.model.record.fingerprint for state in states})
@@ -282,7 +282,7 @@ def _find_models(path: Path, name: str) -> list[ModelState]:
 
 
 def _check_unique(name: str, names: Sequence[str]) -> None:
-    """Raise CacheError if a name is the beginning of several."""
+    """Raise CacheError if a name is the beginning of several names."""
     if len(names) > 1:
         shown = ", ".join(text[: max(_DIGITS, len(name) + 4)] for text in names[:_MOST_SHOWN])
         raise CacheError(f"{name!r} is the beginning of {len(names)} names; type more of: {shown}")
@@ -300,9 +300,9 @@ def _block_names(prefixes: Sequence[StoredPrefix]) -> list[BlockHash]:
 def _select(
     path: Path, states: Sequence[ModelState], names: Sequence[str]
 ) -> list[tuple[ModelState, list[StoredPrefix]]]:
-    """Return each model with the first prefixes on each path whose names begin so.
+    """Return each model with the first prefix on each path whose name begins with one of `names`.
 
-    Without names these are all prefixes. Raises CacheError for a name of no prefix, or of several.
+    Without names, return all prefixes. Raises CacheError if a name matches no prefix or several.
     """
     names = [as_typed(name) for name in names]
     trees = [(state, _all_of(path, state)) for state in states]
@@ -369,7 +369,7 @@ def _show_models(states: Sequence[ModelState]) -> str:
 
 
 def _show_prefixes(prefixes: Sequence[StoredPrefix], model: ModelRecord, most: int) -> str:
-    """Return a line for each segment between two forks, and the beginning of its text if kept."""
+    """Return a line for each segment between two forks, with the beginning of its stored text."""
     rows = [("prefix", "tokens", "size", "last used", "loaded", "saved")]
     quotes = [""]
     ordered = list(_in_order(prefixes))
@@ -406,7 +406,7 @@ def _in_order(prefixes: Sequence[StoredPrefix]) -> Iterator[tuple[int, StoredPre
 
 
 def _show_age(used: float) -> str:
-    """Return how long ago a time is, in the largest unit that fits."""
+    """Return the time since `used`, in the largest unit that fits."""
     seconds = max(0, int(time.time() - used))
     unit, size = next((age for age in _AGES if seconds >= age[1]), _AGES[-1])
     return f"{seconds // size} {unit}"
@@ -415,7 +415,7 @@ def _show_age(used: float) -> str:
 def _align(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     """Align rows in columns, the first `left` of them to the left.
 
-    Where they are wider than the terminal the others stand on a line of their own, indented.
+    If rows are wider than the terminal, put the other columns on a separate, indented line.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     columns = columns_of(sys.stdout)

@@ -59,28 +59,28 @@ if TYPE_CHECKING:
     from headstart.frontend.llm import LLM
     from headstart.frontend.streams import RequestStream
 
-_ROOM = 256  # tokens that a prompt must leave for the reply; a longer reply ends at the limit
+_ROOM = 256  # tokens that a prompt must leave for the reply
 _PROMPT = "> "
 _QUOTES = '"""'
 # ECMA-48: a control sequence such as a color, a text for the terminal such as its title, or a
-# sequence of one letter; then what is left of a sequence that was cut.
+# sequence of one letter; then the escape character of an incomplete sequence.
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]|\x1b"
 )
 _KEYS = (
     "Ctrl-C ends a reply, clears a line, and twice ends the chat, as Ctrl-D does. "
-    '""" begins and ends a message of several lines; Alt-Enter begins a line, too.'
+    '""" begins and ends a message of several lines; Alt-Enter inserts a line break.'
 )
-_SLASHES = "a message that begins with a slash is sent with two"
+_SLASHES = "type two slashes to send a message that begins with a slash"
 
 
 @dataclass
 class Chat:
     """A conversation with a model, printed in a terminal.
 
-    plain: show replies as they are, not as Markdown. adapter: the name of the adapter that answers,
-    None for the model itself. `last` is the last turn's output, and `changed` the command that has
-    changed the conversation since.
+    plain: show replies as text, not as Markdown. adapter: the name of the adapter that answers;
+    None for the model itself. last: the last turn's output. changed: the command that changed the
+    conversation after it.
     """
 
     llm: LLM
@@ -98,30 +98,30 @@ class Chat:
         self.resume(self.conversation)
 
     def resume(self, conversation: Conversation) -> None:
-        """Continue this conversation; each reply retains the tokens that were generated."""
+        """Continue a conversation, with the tokens that were generated for its replies."""
         self.conversation, self.last = conversation, None
         if replies := conversation.reply_token_ids():
-            with suppress(RequestError):  # the next turn reports what is wrong
+            with suppress(RequestError):  # the next turn reports the error
                 self.llm.recall_chat(conversation.messages("", 0)[:-1], replies)
 
     def show_resumed(self, name: str) -> None:
-        """Show how long the conversation is, the last question, and its reply."""
+        """Show the length of the conversation, the last question, and its reply."""
         turns = self.conversation.turns
         size = count(len(turns), "turn")
         if messages := self.conversation.messages("", 0)[:-1]:
             try:
                 stream = self.llm.stream_chat(messages, self.params, add_generation_prompt=False)
                 size += f", {len(stream.prompt_token_ids):,} tokens"
-            except RequestError as error:  # the next turn leaves out what does not fit
+            except RequestError as error:  # the next turn leaves out turns that do not fit
                 size += f", of which not all fit: {error}"
-        note(f"{name}: {size}; the line below the next reply says how many of them are cached")
+        note(f"{name}: {size}; the line below the next reply shows how many tokens are cached")
         for line in filter(None, turns[-1].lines() if turns else ()):
             text = Text(in_one_line(line))
             text.truncate(columns_of(sys.stderr) or 80, overflow="ellipsis")
             note(text.plain)
 
     def say(self, text: str) -> None:
-        """Answer a message, with the documents and images that wait for it."""
+        """Answer a message, with its waiting documents and images."""
         conversation, is_answered = self.conversation, False
         try:
             is_answered = self._answer(conversation.ask(text), tuple(conversation.waiting))
@@ -130,7 +130,7 @@ class Chat:
                 conversation.drop_waiting()
             elif conversation.waiting:
                 names = ", ".join(conversation.waiting)
-                note(f"still with your next message: {names}; /undo takes it back")
+                note(f"still waiting for your next message: {names}; /undo removes it")
 
     def retry(self) -> None:
         """Answer the last question again. Raises RequestError if there is none."""
@@ -139,7 +139,7 @@ class Chat:
             self.conversation.turns.append(turn)
 
     def count_tokens(self, text: str) -> int:
-        """Return the tokens of a text. Raises RequestError if no prompt has room for them."""
+        """Count the tokens of a text. Raises RequestError if they do not fit into the context."""
         self.llm.check_length("the document", text)
         tokenizer = self.llm.get_tokenizer()
         assert tokenizer is not None
@@ -151,7 +151,7 @@ class Chat:
         return tokens
 
     def count_image_tokens(self, image: dict[str, Any]) -> int:
-        """Return the tokens of a message with an image alone. Raises RequestError."""
+        """Count the tokens of a message that has only an image. Raises RequestError."""
         if not self.llm.takes_images:
             raise RequestError(f"{self.model} takes only text")
         single = Conversation(images=[image])
@@ -162,7 +162,7 @@ class Chat:
         try:
             stream = self._fit(question)
             self._num_questions += 1
-            # Ctrl-C ends the reply after the current step, and nothing else.
+            # Ctrl-C ends only the reply, after the current step.
             with keeping_typed(), handling(lambda *_: stream.abort(), signal.SIGINT):
                 output = print_reply(stream, plain=self.plain)
         except (RequestError, EngineError) as error:
@@ -173,11 +173,11 @@ class Chat:
         answer = output.outputs[0]
         is_interrupted = answer.finish_reason == "abort"
         if is_interrupted and answer.text:
-            note("[interrupted: the question and this part of the reply stay, and both are cached]")
+            note("[interrupted: the chat continues with this part of the reply, which is cached]")
         elif is_interrupted:
             note(
-                "[interrupted before the reply began: the question is taken back, and what was "
-                "read is cached]"
+                "[interrupted before the reply began: the question is removed; the tokens that "
+                "were read are cached]"
             )
             return False
         turn = Turn(question, answer.text, tuple(answer.token_ids), shown)
@@ -185,10 +185,10 @@ class Chat:
         return True
 
     def _fit(self, question: Content) -> RequestStream:
-        """Return the request for a question; where the context is full, drop the oldest turns.
+        """Return the request for a question; if the context is full, drop the oldest turns.
 
-        The other turns are computed again, so they may take at most half of the context. Raises
-        RequestError for a question that does not fit alone; nothing is dropped then.
+        The other turns must be computed again, so enough are dropped to leave half of the context
+        free. If the question alone does not fit, drop nothing and raise RequestError.
         """
         conversation, limit = self.conversation, self.llm.max_model_len
         room = min(self.params.max_tokens or limit, _ROOM, limit // 4)
@@ -216,7 +216,7 @@ class Chat:
         oldest = f"{stop - start} oldest turns are" if stop - start > 1 else "oldest turn is"
         note(
             f"[the context of {limit:,} tokens is full: the {oldest} left out with all documents "
-            f"there, and {len(stream.prompt_token_ids) - num_same:,} tokens are to be read]"
+            f"there, and {len(stream.prompt_token_ids) - num_same:,} tokens must be read again]"
         )
         return stream
 
@@ -226,10 +226,10 @@ class Chat:
 
 
 class Command(NamedTuple):
-    """A command, which changes a chat by the text behind its name.
+    """A command of a chat.
 
-    argument: the name of that text, in brackets if it is optional; empty if the command takes none.
-    help: empty for an alias.
+    run: takes the chat and the text after the command's name. argument: the name of that text, in
+    brackets if it is optional; empty if the command takes none. help: empty for an alias.
     """
 
     run: Callable[[Chat, str], None]
@@ -242,7 +242,7 @@ _PATH_COMMANDS = ("/file", "/image", "/save", "/load")
 
 
 def _command(names: str, text: str, argument: str = "") -> Callable[..., Any]:
-    """Register a command under its names; /help shows it under the first."""
+    """Register a command under its names; /help shows only the first name."""
     first, *names_left = names.split()
 
     def register(run: Callable[[Chat, str], None]) -> Callable[[Chat, str], None]:
@@ -267,10 +267,10 @@ def talk(chat: Chat) -> None:
                 command.run(chat, argument)
             elif message:
                 chat.say(message.removeprefix("/"))
-        except (RequestError, OSError, ValueError, RuntimeError) as error:  # odd paths raise many
+        except (RequestError, OSError, ValueError, RuntimeError) as error:  # last three: odd paths
             show_error(error)
         except KeyboardInterrupt:  # before the reply began
-            note("[interrupted: the conversation is as it was before]")
+            note("[interrupted: the conversation is unchanged]")
         except QuitChat:
             return
 
@@ -278,7 +278,7 @@ def talk(chat: Chat) -> None:
 def find_command(message: str) -> tuple[Command, str] | None:
     """Return a message's command and its argument; None for a message to the model.
 
-    A message to the model begins with no slash, or with two. Raises RequestError for an unknown
+    A message that begins with two slashes is for the model. Raises RequestError for an unknown
     command.
     """
     if not message.startswith("/") or message.startswith("//"):
@@ -300,7 +300,7 @@ def _help(chat: Chat, argument: str) -> None:
     width = max(len(usage) for usage, _ in rows) + 1
     for usage, text in rows:
         note(f"{usage:<{width}}{text}", " " * width)
-    note(f"A command begins with a slash; {_SLASHES}: //etc. {_KEYS}")
+    note(f"A command begins with a slash; {_SLASHES}, such as //etc. {_KEYS}")
 
 
 @_command("/file", "puts a document before your next message", "PATH")
@@ -320,9 +320,9 @@ def _image(chat: Chat, argument: str) -> None:
 
 
 def _wait(chat: Chat, path: Path, size: str) -> None:
-    """Note that a file goes with the next message."""
+    """Note that a file will be sent with the next message."""
     chat.conversation.waiting.append(f"{path.name} ({size})")
-    note(f"{path.name}: {size}, which go with your next message")
+    note(f"{path.name}: {size}, sent with your next message")
 
 
 @_command("/system", "sets the system message, or shows it", "[TEXT]")
@@ -333,7 +333,7 @@ def _system(chat: Chat, argument: str) -> None:
     chat.conversation.system = argument
     chat.changed = "/system"
     has_turns = bool(chat.conversation.turns)
-    note("all turns are read again behind the new system message" if has_turns else "set")
+    note("set; all turns must be read again after it" if has_turns else "set")
 
 
 @_command("/retry", "answers the last question again")
@@ -341,18 +341,17 @@ def _retry(chat: Chat, argument: str) -> None:
     chat.retry()
 
 
-@_command("/undo", "takes back documents and images not yet sent, else the last turn")
+@_command("/undo", "removes documents and images not yet sent; if there are none, the last turn")
 def _undo(chat: Chat, argument: str) -> None:
     if chat.conversation.documents or chat.conversation.images:
         chat.conversation.drop_waiting()
-        note("the documents and images that waited are taken back; /undo again takes a turn back")
+        note("the waiting documents and images are removed; /undo again removes the last turn")
         return
     turn = chat.conversation.take_back()
     chat.changed = "/undo"
     shown_text = f", and with it {', '.join(turn.shown)}" if turn.shown else ""
     note(
-        f"the last turn is taken back{shown_text}; {count(len(chat.conversation.turns), 'turn')} "
-        "left"
+        f"the last turn is removed{shown_text}; {count(len(chat.conversation.turns), 'turn')} left"
     )
 
 
@@ -371,7 +370,7 @@ def _load(chat: Chat, argument: str) -> None:
     chat.show_resumed("loaded")
 
 
-@_command("/set", "changes temperature, top_p, ...; alone, shows all of them", "[NAME VALUE]")
+@_command("/set", "changes temperature, top_p, ...; without NAME, shows all", "[NAME VALUE]")
 def _set(chat: Chat, argument: str) -> None:
     name, _, value = argument.partition(" ")
     if "=" in name:
@@ -387,14 +386,14 @@ def _set(chat: Chat, argument: str) -> None:
         note(f"{_parameters(chat)}; /set NAME VALUE changes one", in_parts=True)
 
 
-@_command("/pool", "draws the memory of the cache: which blocks are cached, and for which message")
+@_command("/pool", "draws the cache's blocks, and the message that computed each")
 def _pool(chat: Chat, argument: str) -> None:
     console = OutputConsole(stderr=True)
     console.print(chat.picture.draw(console.width))
     note(
-        f"A block holds the K/V of {chat.llm.block_size} tokens. What is cached is not computed "
-        "again when a prompt begins with the same tokens; a color stands for the message that "
-        "computed it."
+        f"A block holds the K/V of {chat.llm.block_size} tokens. A prompt that begins with the "
+        "same tokens uses cached blocks instead of computing them. A color stands for the message "
+        "that computed the block."
     )
     if (states := chat.llm.manager.states) is not None:
         used = states.num_slots - states.num_free
@@ -404,7 +403,7 @@ def _pool(chat: Chat, argument: str) -> None:
         )
 
 
-@_command("/explain", "says what of the last prompt was cached, and why not more")
+@_command("/explain", "shows how much of the last prompt was cached, and why not more")
 def _explain(chat: Chat, argument: str) -> None:
     if chat.last is None:
         raise RequestError("there is no question yet")
@@ -420,13 +419,13 @@ def _show(chat: Chat, argument: str) -> None:
         "system": chat.conversation.system or "there is no system message",
     }
     if argument and argument not in lines:
-        raise RequestError(f"/show {argument} is not there; allowed: {', '.join(lines)}")
+        raise RequestError(f"/show has {argument!r}; allowed: {', '.join(lines)}")
     for name, line in lines.items():
         if argument in ("", name):
             note(line, in_parts=name == "parameters")
 
 
-@_command("/reset /clear", "forgets all turns, but not the system message; so does /clear")
+@_command("/reset /clear", "forgets all turns except the system message; so does /clear")
 def _reset(chat: Chat, argument: str) -> None:
     chat.resume(Conversation(system=chat.conversation.system))
     system = ", with the system message" if chat.conversation.system else ""
@@ -443,12 +442,12 @@ def _parameters(chat: Chat) -> str:
 
 
 def _path(argument: str) -> Path:
-    """Return a path as it was typed, or dragged into the terminal, which quotes it."""
+    """Return a path that was typed, or dragged into the terminal, which may quote it."""
     if not argument:
         raise RequestError("the command needs the path of a file")
     path = Path(argument).expanduser()
     if not path.exists():
-        with suppress(ValueError):  # an apostrophe
+        with suppress(ValueError):  # the path has an apostrophe
             parts = shlex.split(argument)
             return Path(parts[0]).expanduser() if len(parts) == 1 else path
     return path
@@ -457,7 +456,7 @@ def _path(argument: str) -> Path:
 def explain_turn(output: RequestOutput, changed: str = "") -> str:
     """Return a sentence about the cached part of the last turn's prompt, and its tiers.
 
-    changed: the command that has changed the conversation since.
+    changed: the command that changed the conversation after it.
     """
     cached, prompt = f"{output.num_cached_tokens:,} of the", "last prompt's"
     if changed:
@@ -488,7 +487,7 @@ def terminal_messages() -> Iterator[str]:
     bindings = _Bindings()
     output = create_output(always_prefer_tty=True)
     if isinstance(output, Vt100_Output):
-        output.enable_cpr = False  # prompt_toolkit would warn in terminals that do not answer
+        output.enable_cpr = False  # avoids a warning in terminals that do not support CPR
     session: PromptSession[str] = PromptSession(
         _PROMPT,
         output=output,
@@ -510,7 +509,7 @@ def terminal_messages() -> Iterator[str]:
 
 
 class _Bindings(KeyBindings):
-    """Keys of the prompt; `hint` depends on the last key being Ctrl-C."""
+    """Keys of the prompt; `hint` changes after Ctrl-C."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -521,7 +520,7 @@ class _Bindings(KeyBindings):
         self.add("c-d", filter=is_empty)(self._leave)
         self.add(Keys.BracketedPaste)(self._paste)
         for key in (Keys.Vt100MouseEvent, Keys.CPRResponse):
-            self.add(key)(lambda event: None)  # from a paste of escape sequences without brackets
+            self.add(key)(lambda event: None)  # pasted escape sequences may contain these keys
         self.add("escape", "enter")(self._new_line)
         self.add("enter", filter=is_open)(self._new_line)
 
@@ -548,7 +547,7 @@ class _Bindings(KeyBindings):
 
 
 class _CommandCompleter(Completer):
-    """Completes names of commands at the beginning of a message, and paths behind some of them."""
+    """Completion of command names at the beginning of a message, and of paths after some."""
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
         name, space, path = document.text.partition(" ")
@@ -566,7 +565,7 @@ def _history() -> History:
         file.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
         file.chmod(0o600)
-    except (OSError, RuntimeError):  # a disk that is full or read-only
+    except (OSError, RuntimeError):  # a full or read-only disk, or no home folder
         return InMemoryHistory()
     return FileHistory(str(file))
 

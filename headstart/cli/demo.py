@@ -43,7 +43,7 @@ WARM_UP_TOKENS = 512
 POOL_TOKENS = 5120  # blocks of 16 fill five rows of the picture
 MAX_MODEL_LEN = 4800
 PANEL = 4
-"""Columns that the frame of a panel takes."""
+"""Columns of a panel's frame."""
 
 
 @click.command(cls=GroupedCommand, short_help="Show what prefix caching saves.")
@@ -63,7 +63,7 @@ def demo(svg: Path | None, model: str, **options: Any) -> None:
         )
         raise ConfigError(f"cannot write {svg}: {reason}")
     for name in ("cache_dir", "cache_dir_bytes", "cache_words", "remote_cache"):
-        options.pop(name)  # the environment may set them; the demo starts with an empty cache
+        options.pop(name)  # may come from the environment; the demo needs an empty cache
     engine = sort_options(options).engine
     pool = {"num_blocks": POOL_TOKENS // max(1, engine.get("block_size", 16))}
     console = demo_console()
@@ -94,7 +94,7 @@ def demo_console() -> Console:
 class DemoRequest(NamedTuple):
     """A request: the title of its panel, the question, and a word of the right answer.
 
-    with_table: the question begins a chat with the table; otherwise it continues the last chat.
+    with_table: True if the question begins a chat with the table, False if it continues the last.
     """
 
     title: str
@@ -126,7 +126,7 @@ def people_table() -> str:
 
 def _run(llm: LLM, console: Console) -> Iterator[RenderableType]:
     """Yield a panel for each request as soon as it is answered, then the totals."""
-    # An unrelated prompt, computed twice, pays the one-time costs of a first request.
+    # Compute an unrelated prompt twice first, since the first requests have one-time costs.
     warm = [index % 200 for index in range(WARM_UP_TOKENS)]
     with console.status("warming up"):
         for end in (1, 2):
@@ -194,7 +194,7 @@ def _ratio(outputs: list[RequestOutput]) -> float:
 
 
 def figures_table(figures: Mapping[str, str]) -> Table:
-    """Return a table of one row: figures below their names."""
+    """Return a table of one row, with names as its header."""
     table = Table(box=None, pad_edge=False, padding=(0, 4, 0, 0), header_style="dim")
     for name in figures:
         table.add_column(name, style="bold")

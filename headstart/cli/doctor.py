@@ -1,4 +1,4 @@
-"""`headstart doctor`: the hardware and packages of this machine, and which of them are used."""
+"""`headstart doctor`: this machine's hardware and packages, and which of them are used."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SETS = {
 }
 
 
-# What each extra of the package gives, and the packages that it installs.
+# The purpose of each extra, and the packages that it installs.
 _SERVER = ("fastapi", "granian", "msgspec", "prometheus-client")
 EXTRAS = {
     "serve": ("the server", _SERVER),
@@ -51,11 +51,11 @@ EXTRAS = {
 }
 
 
-@click.command(cls=GroupedCommand, short_help="Show what this machine has, and what is used of it.")
+@click.command(cls=GroupedCommand, short_help="Show this machine's hardware and what is used.")
 def doctor() -> None:
-    """Show what this machine has, what of it is used, and what would be faster.
+    """Show this machine's hardware, what is used of it, and what would make it faster.
 
-    It names the CPU, the kernels that run on it, free memory, GPUs, and the optional packages.
+    The list has the CPU, the kernels that run on it, free memory, GPUs and optional packages.
     """
     for name, text in _lines():
         show_field(name, text, 10)
@@ -72,10 +72,10 @@ def _lines() -> Iterator[tuple[str, str]]:
     )
     yield "kernels", _kernels()
     yield "memory", f"{show_bytes(available_memory())} free"
-    torch = load_module("torch")  # takes seconds: the lines without it come first
+    torch = load_module("torch")  # takes seconds, so it is imported after the first lines
     gpus = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
     yield "GPUs", ", ".join(gpus) or "none that torch can use"
-    if multiplies_bfloat16() is not False:  # of a checkpoint in bfloat16
+    if multiplies_bfloat16() is not False:  # the lines describe a checkpoint in bfloat16
         yield "dtype", "auto is the checkpoint's"
     elif native.avx2_library() is not None:
         yield "dtype", f"auto is float32; weights stay in bfloat16 ({why_no_bfloat16()})"
@@ -87,7 +87,7 @@ def _lines() -> Iterator[tuple[str, str]]:
     if is_fit and not native.is_built():
         yield "faster", "install g++, then headstart again: compiled kernels"
     if is_fit and os.environ.get("HEADSTART_NATIVE") != "0":
-        yield "faster", "--weights int8: a token reads half of what it does in bfloat16"
+        yield "faster", "--weights int8: a token reads half as many bytes as in bfloat16"
     if gpus:
         yield "faster", "--device cuda"
 

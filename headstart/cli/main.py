@@ -1,9 +1,9 @@
 """The command line: `headstart run`, `chat`, `serve`, `cache`, `keys`, `models`, `replay`, ...
 
-Everything that headstart raises on purpose ends as one line on stderr and exit status 2, and so do
-wrong calls; Ctrl-C as one line and 130. If the reader of the output has ended, so does the command,
-quietly and with status 0. Replies go to stdout, the figures of `run` and `chat` to
-stderr, so that a reply can be piped.
+Each error that headstart raises on purpose is one line on stderr with exit status 2, and so is a
+wrong call. After Ctrl-C the status is 130. If the reader of a pipe has ended, the command ends
+quietly with status 0. Replies go to stdout, the figures of `run` and `chat` to stderr, so that a
+reply can be piped.
 """
 
 import os
@@ -52,14 +52,14 @@ from headstart.server.options import ServerOptions
 from headstart.version import __version__
 
 _ELSEWHERE = {"pull": "models pull", "list": "models", "ls": "models", "rm": "models rm"}
-"""Commands of other programs, and their names here."""
+"""Commands of similar programs, and our names for them."""
 
 
 class _Commands(click.Group):
-    """A group whose commands end in one clear line where headstart raises an error."""
+    """A group of commands that shows each of headstart's errors as one line."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command; names of other programs' commands fail with the name here."""
+        """Return a command; the name of another program's command fails with a hint at ours."""
         if cmd_name in _ELSEWHERE:
             ctx.fail(f"no such command {cmd_name!r}; it is: headstart {_ELSEWHERE[cmd_name]}")
         return super().get_command(ctx, cmd_name)
@@ -69,7 +69,7 @@ class _Commands(click.Group):
         try:
             return super().main(*args, **kwargs)
         except OSError as error:
-            if error.filename is not None:  # not of the output
+            if error.filename is not None:  # not an error of stdout or stderr
                 raise
             show_error(f"cannot write the output: {error.strerror}")
             _drop_output()
@@ -107,18 +107,18 @@ def _ending_with_reader() -> Iterator[None]:
 
 
 def _drop_output() -> None:
-    """Discard buffered output, which Python would write at exit, and fail again."""
+    """Discard buffered output; otherwise Python writes it at exit, and fails again."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _in_one_line(error: click.UsageError, ctx: click.Context) -> str:
-    """Return the error of a wrong call as one line; click shows four."""
+    """Return the error of a wrong call as one line; click would show four."""
     text = error.format_message().rstrip(".")
     if isinstance(error, click.NoSuchOption) and error.ctx is not None:
         flags = [flag for parameter in error.ctx.command.params for flag in parameter.opts]
-        matches = get_close_matches(error.option_name, flags, 1, 0.8)  # click's hints are far off
+        matches = get_close_matches(error.option_name, flags, 1, 0.8)  # stricter than click's hints
         text = f"No such option {error.option_name!r}"
         text += f". Did you mean {matches[0]!r}?" if matches else ""
     command = f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()
@@ -153,12 +153,12 @@ def main() -> None:
     "files",
     multiple=True,
     **_path,
-    help="Text that every prompt begins with; may be given several times.",
+    help="Text before every prompt; may be given several times.",
 )
 @_option("--image", "images", multiple=True, **_path, help="An image to ask about.")
 @_option("--system", metavar="TEXT", help="The system message.")
 @_option("--raw", is_flag=True, help="Complete the prompts as they are, without a chat template.")
-@_option("--json", **_path, help="Answer in JSON that is valid by the schema in this file.")
+@_option("--json", **_path, help="Answer in JSON that follows the JSON schema in this file.")
 @_plain_option
 @model_option
 @_adapter_option
@@ -167,9 +167,9 @@ def main() -> None:
 def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> None:
     """Answer prompts, or questions about files.
 
-    Each of PROMPTS is asked on its own, behind the text of --file. Without PROMPTS the files are
-    the prompt, and without files what standard input holds; - as a prompt or a file stands for it.
-    The likeliest words are taken, unless --temperature is given.
+    Each of PROMPTS is answered separately, after the text of --file. Without PROMPTS the files are
+    the prompt, and without files standard input, which - also selects as a prompt or a file. The
+    likeliest tokens are generated, unless --temperature is given.
     """
     if prompts and names_model(prompts[0]):
         note(f"{as_typed(prompts[0])} is used as a prompt; --model selects a model")
@@ -188,7 +188,7 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
 
 
 @main.command(cls=GroupedCommand, short_help="Talk with a model.")
-@_option("--system", metavar="TEXT", help="The system message that the chat begins with.")
+@_option("--system", metavar="TEXT", help="The system message of the chat.")
 @_option(
     "--resume", metavar="FILE", type=click.Path(), help="Continue a conversation that /save wrote."
 )
@@ -198,10 +198,10 @@ def run(prompts: tuple[str, ...], model: str, plain: bool, **options: Any) -> No
 @flags(SamplingParams, CHAT_SAMPLING)
 @flags(EngineConfig)
 def chat(system: str | None, resume: str | None, plain: bool, model: str, **options: Any) -> None:
-    """Talk with a model; each turn computes what is new.
+    """Talk with a model; each turn computes only its new tokens.
 
-    /help shows the commands. Sampling is the model's own (generation_config.json) where it has
-    any, and the defaults below where it has none.
+    /help shows the commands. Sampling follows the model's generation_config.json if it has one,
+    otherwise the defaults below.
     """
     conversation = Conversation() if resume is None else Conversation.load(Path(as_typed(resume)))
     if system is not None:
@@ -212,7 +212,7 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
     prefixes = make_prefix_folder(sorted_options.engine)
     with closing(announce_and_open(model, prefixes.options)) as llm:
         params = chat_sampling(sorted_options.given, folder)
-        # Line editing takes prompt_toolkit, half a second of imports.
+        # Line editing needs prompt_toolkit, which takes half a second to import.
         terminal = load_module("headstart.cli.chat")
         name = llm.load_adapter(adapter.name or "adapter", adapter).name if adapter else None
         prefixes.note()
@@ -231,28 +231,28 @@ def chat(system: str | None, resume: str | None, plain: bool, model: str, **opti
     "adapters",
     multiple=True,
     metavar="NAME=PATH",
-    help="LoRA adapter, in PEFT's format, that requests may name in the model's place; may be "
-    "given several times.",
+    help="LoRA adapter, in PEFT's format, that requests may name as their model; may be given "
+    "several times.",
 )
 @_option(
     "--chat-template",
     metavar="TEXT",
     type=click.Path(),
     group=SAMPLING,
-    help="Template of chats, or a file with one; default: the model's own.",
+    help="Chat template, or a file with one; default: the model's own.",
 )
 @_option(
     "--generation-config",
     **_path,
     group=SAMPLING,
-    help="Sampling of requests that say nothing of it: auto (the model's own), vllm (none), or a "
-    "folder with a generation_config.json.",
+    help="Default sampling of requests: auto (the model's own), vllm (none), or a folder with a "
+    "generation_config.json.",
 )
 @flags(ServerOptions)
 @flags(ReplicaConfig)
 @flags(EngineConfig)
 def serve(model: str, **options: Any) -> None:
-    """Answer OpenAI's clients over HTTP; each answer says how much of its prompt was cached.
+    """Answer OpenAI's and Anthropic's clients over HTTP.
 
     MODEL is the same as --model.
     """
@@ -268,7 +268,7 @@ for _command in (demo, models, keys, cache, replay, doctor):
 @main.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print what completes commands in a shell.
+    """Print a script that completes commands in a shell.
 
     \b
     bash, in ~/.bashrc:        eval "$(headstart completion bash)"

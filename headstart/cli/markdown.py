@@ -1,7 +1,7 @@
-"""A reply that grows, rendered as Markdown.
+"""A growing reply, rendered as Markdown.
 
-Finished blocks (paragraphs, lists, code) are printed for good. Only the last block is drawn again
-while it grows, so that a reply longer than the screen scrolls as any text does.
+Finished blocks (paragraphs, lists, code) are printed once. Only the last block is drawn again while
+it grows, so that a reply longer than the screen scrolls like any text.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from rich.theme import Theme
 
 from headstart.cli.reply import RawWriter, printable
 
-_PARSER = MarkdownIt().disable("inline")  # blocks are enough
+_PARSER = MarkdownIt().disable("inline")  # only blocks are needed
 _SPARE_ROWS = 2
-# Terminals do not report their background: these are readable on black and on white alike.
+# Terminals do not report their background, so these are readable on black and on white.
 _BOLD, _BLUE, _GREEN, _PURPLE = "bold", "color(31)", "color(65)", "color(133)"
 _STYLES = {
     "markdown.code": f"bold {_BLUE}",
@@ -66,7 +66,7 @@ class MarkdownWriter(RawWriter):
         self._text = text
         finished, tail = split_finished(text[self._printed :])
         if finished:
-            self._live.update(_Tail(""))  # or the tail would be seen twice for a moment
+            self._live.update(_Tail(""))  # otherwise the tail is shown twice for a moment
             self._print(finished)
             self._printed += len(finished)
         self._live.update(_Tail(tail))
@@ -92,7 +92,7 @@ class _Tail:
 
 
 def split_finished(text: str) -> tuple[str, str]:
-    r"""Return the blocks that are finished, and the last block, which may still grow.
+    r"""Split a text into its finished blocks and its last block, which may still grow.
 
     >>> split_finished("one\n\ntwo\n\nthr")
     ('one\n\ntwo\n\n', 'thr')

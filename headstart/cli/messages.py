@@ -1,9 +1,9 @@
 """The messages of a user: documents and images from files, the turns of a chat, prompts of `run`.
 
-system message, which stays
-turn   documents and images, a question  ->  reply
-turn   ...
-waiting: documents and images for the next question
+system message
+turn       documents and images, a question  ->  reply
+turn       ...
+waiting    documents and images for the next question
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from headstart.frontend.streams import RequestStream
 
 Content = str | list[dict[str, Any]]
-"""A text, or OpenAI's parts where a message has images."""
+"""A text, or OpenAI's parts if a message has images."""
 
 _STDIN = "-"
 _MODEL_NAME = re.compile(
@@ -54,7 +54,7 @@ def join_content(documents: Sequence[str], images: Sequence[dict[str, Any]], tex
 
 
 def read_document(path: Path) -> str:
-    """Read a text that is not empty. Raises RequestError."""
+    """Read a text file. Raises RequestError, also if it is empty."""
     text = read_text(path)
     if not text.strip():
         raise RequestError(f"{path} is empty")
@@ -62,7 +62,7 @@ def read_document(path: Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Read a file of UTF-8. Raises RequestError, also for a device, which may never end."""
+    """Read a UTF-8 file. Raises RequestError, also for a device, which may be endless."""
     try:
         if stat.S_ISCHR(path.stat().st_mode):
             raise OSError(ENODEV, "it is a device; allowed: a file or a pipe")
@@ -71,7 +71,7 @@ def read_text(path: Path) -> str:
         raise RequestError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise RequestError(f"{path} is not UTF-8 text: {error.reason}") from error
-    except ValueError as error:  # a name that no file can have
+    except ValueError as error:  # an impossible file name
         raise RequestError(f"cannot read {describe(str(path))}: {error}") from error
 
 
@@ -102,7 +102,7 @@ class Turn:
     shown: tuple[str, ...] = ()
 
     def lines(self) -> tuple[str, str]:
-        """Return the question's last paragraph, which was typed, and the reply, a line each."""
+        """Return the question's last paragraph (the typed text) and the reply, each on one line."""
         question = self.question
         if not isinstance(question, str):
             parts = [part.get("text") for part in question if isinstance(part, dict)]
@@ -113,9 +113,9 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """A chat so far. `documents` and `images` wait for the next question, named in `waiting`.
+    """A chat. `documents` and `images` wait for the next question; `waiting` has their names.
 
-    Turns before `start` no longer fit the context: they are saved, and not sent to the model.
+    Turns before `start` do not fit the context any more: they are saved, but not sent to the model.
     """
 
     system: str | None = None
@@ -126,11 +126,11 @@ class Conversation:
     waiting: list[str] = field(default_factory=list)
 
     def ask(self, text: str) -> Content:
-        """Return a question with the documents and images that wait for it."""
+        """Return a question with the waiting documents and images."""
         return join_content(self.documents, self.images, text)
 
     def drop_waiting(self) -> None:
-        """Forget the documents and images that wait."""
+        """Forget the waiting documents and images."""
         self.documents, self.images, self.waiting = [], [], []
 
     def take_back(self) -> Turn:
@@ -151,14 +151,14 @@ class Conversation:
         return [*messages, {"role": "user", "content": question}]
 
     def reply_token_ids(self) -> dict[int, list[int]]:
-        """Return the tokens of replies, where they are available, by the index of the message."""
+        """Return the available token ids of replies, by the index of the message."""
         first = 2 if self.system else 1
         return {first + 2 * i: list(t.token_ids) for i, t in enumerate(self.turns) if t.token_ids}
 
     def save(self, path: Path, model: str) -> None:
         """Write all turns as JSON that only this user may read.
 
-        Raises RequestError, also where the file exists and is no saved conversation.
+        Raises RequestError, also if the file exists and is not a saved conversation.
         """
         if path.exists():
             try:
@@ -180,7 +180,7 @@ class Conversation:
 
     @classmethod
     def load(cls, path: Path) -> Conversation:
-        """Read what `save` wrote, or any list of messages in OpenAI's form. Raises RequestError."""
+        """Read a saved conversation or a list of OpenAI's messages. Raises RequestError."""
         text = read_text(path)
         try:
             content = json.loads(text)
@@ -228,7 +228,7 @@ class Conversation:
 
 
 def names_model(prompt: str) -> bool:
-    """Return True if a prompt looks like the name of a model, which other programs take there."""
+    """Return True if a prompt looks like a model's name, which some programs expect there."""
     return _MODEL_NAME.fullmatch(prompt) is not None
 
 
@@ -236,8 +236,8 @@ def names_model(prompt: str) -> bool:
 class Questions:
     """Texts of `headstart run` to answer, all about the same documents and images.
 
-    raw: complete the texts without the model's chat template. form: of the answers, None for any
-    text.
+    raw: complete the texts without the model's chat template. form: the format of the answers; None
+    for any text.
     """
 
     texts: tuple[str, ...]
@@ -266,10 +266,10 @@ class Questions:
                 yield llm.stream("".join([*self.documents, text]), params, adapter=adapter)
 
     def check_model(self, folder: Path, config: EngineConfig) -> None:
-        """Raise RequestError for images or texts that the model in a folder cannot take.
+        """Raise RequestError for images or texts that the model in `folder` does not support.
 
-        It is called before the model is loaded. The engine reports a prompt that only its chat
-        template makes too long.
+        Called before the model is loaded. If only the chat template makes a prompt too long, the
+        engine reports that later.
         """
         settings = folder / "config.json"
         content = read_json(settings) if settings.is_file() else None
@@ -284,14 +284,14 @@ class Questions:
         limit = min((limit for limit in limits if limit is not None), default=None)
         longest = "".join([*self.documents, max(self.texts, key=len)])
         if limit is None or len(longest.encode()) < limit:
-            return  # a token has a byte at least
+            return  # a token has at least one byte
         with waiting("counting the tokens of the prompt"):
-            # Reading a tokenizer takes a second of imports, which the model needs in any case.
+            # The import takes a second, but the model needs it anyway.
             codec = load_module("headstart.frontend.text")
             codec.check_text_fits(folder, longest, limit)
 
     def check(self, answers: Sequence[RequestOutput]) -> None:
-        """Raise RequestError for an answer that was cut before it had its form."""
+        """Raise RequestError for an answer that was cut off before its JSON was complete."""
         for number, answer in enumerate(answers if self.form is not None else (), start=1):
             try:
                 # Python's int() refuses more than 4,300 digits.
@@ -305,17 +305,17 @@ class Questions:
 
 
 def read_questions(prompts: Sequence[str], options: dict[str, Any]) -> Questions:
-    """Take the options about questions out of `options`, and read the files that they name.
+    """Remove the options about questions from `options`, and read the files that they name.
 
     Raises RequestError.
     """
     files, images = options.pop("files"), options.pop("images")
     system, raw, schema = options.pop("system"), options.pop("raw"), options.pop("json")
     if raw and (images or system is not None):
-        raise RequestError("--raw takes no chat template, which --system and --image need")
+        raise RequestError("--raw uses no chat template; --system and --image need one")
     if [*prompts, *files].count(_STDIN) > 1:
         raise RequestError(
-            f"{_STDIN} is used more than once; allowed: once, as standard input is read once"
+            f"{_STDIN} is used more than once; allowed: once, as standard input can be read once"
         )
     documents = tuple(
         _read_stdin() if file == _STDIN else read_document(Path(as_typed(file))) for file in files
@@ -341,15 +341,15 @@ def read_questions(prompts: Sequence[str], options: dict[str, Any]) -> Questions
 
 
 def _read_schema(path: Path) -> StructuredOutputsParams:
-    """Return the form of answers that are JSON by a file's schema. Raises RequestError.
+    """Return the answer format for a file's JSON schema. Raises RequestError.
 
-    White space between JSON's tokens is excluded: small models write little else.
+    White space between JSON's tokens is excluded: small models would write it endlessly.
     """
     text = read_text(path)
     try:
         form = StructuredOutputsParams(json=text, disable_any_whitespace=True)
         with waiting(f"compiling the schema in {path}"):
-            # The compiler brings torch with it, which the model needs in any case.
+            # The compiler imports torch, which the model needs anyway.
             load_module("headstart.frontend.grammar").check_constraint(form.constraint)
     except RequestError as error:
         text = str(error).replace("structured_outputs.json", str(path))

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import click
-import huggingface_hub as hub  # its names are imported when they are used, which takes 0.3 s
+import huggingface_hub as hub  # imports its names when they are used, which takes 0.3 s
 from rich.cells import cell_len
 
 from headstart.cli.opening import NOTES, exiting_on_interrupt, folder_of
@@ -41,7 +41,7 @@ from headstart.models.files import (
 
 
 class _Row(NamedTuple):
-    """A model in the list, with its place in the hub's cache; files: of GGUF only."""
+    """A model in the list, and its repository in the hub's cache. files: only for GGUF."""
 
     name: str
     size: int
@@ -74,8 +74,8 @@ def list_models() -> None:
 def pull(name: str) -> None:
     """Download a model from the Hugging Face hub; complete files are not downloaded again.
 
-    NAME is OWNER/NAME, or OWNER/NAME:Q4_K_M for a GGUF file in this quantization. Of a
-    repository of GGUF files without one it is the file in Q4_K_M, or the only file.
+    NAME is OWNER/NAME, or OWNER/NAME:Q4_K_M for a GGUF file in this quantization. The default for a
+    repository of GGUF files is Q4_K_M, or its only file.
     """
     name = as_typed(name)
     if name in NOTES:
@@ -100,7 +100,7 @@ _RECOMMENDED = (
     ("bartowski/Qwen_Qwen3-1.7B-GGUF:Q8_0", 2170, "Apache 2.0"),
     ("bartowski/Qwen_Qwen3-4B-GGUF:Q4_K_M", 2500, "Apache 2.0"),
 )
-_MORE_RAM = 1000  # MB: torch, the tokenizer, buffers of a step
+_MORE_RAM = 1000  # MB in addition to the weights: torch, the tokenizer, buffers of a step
 
 
 @models.command(short_help="List small models that chat.")
@@ -118,7 +118,7 @@ def recommend() -> None:
 @models.command()
 @click.argument("name")
 def rm(name: str) -> None:
-    """Remove a model that was downloaded."""
+    """Remove a downloaded model."""
     name = as_typed(name)
     rows = list(_rows())[1:]
     matches = [row for row in rows if name in (row.name, row.repo.repo_id)]
@@ -128,7 +128,7 @@ def rm(name: str) -> None:
         raise ModelNotFoundError(f"{name!r} is not downloaded; {allowed}")
     repo = matches[0].repo
     if len(matches) == sum(row.repo == repo for row in rows):
-        # Only in this repository: a copy of the model under another name has the same commits.
+        # Search only this repository: a copy under another name has the same commits.
         cached = replace(hub.scan_cache_dir(hub.constants.HF_HUB_CACHE), repos=frozenset([repo]))
         cached.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute()
     else:
@@ -139,7 +139,7 @@ def rm(name: str) -> None:
 
 
 def _rows() -> Iterator[_Row]:
-    """Yield the model of the package first, then what was downloaded: GGUF files one by one."""
+    """Yield the package's model, then the downloaded models; each GGUF file is a row."""
     yield _Row(BUILT_IN, _weigh(find_folder(BUILT_IN)), "comes with the package")
     try:
         repos = hub.scan_cache_dir(hub.constants.HF_HUB_CACHE).repos
@@ -157,12 +157,12 @@ def _rows() -> Iterator[_Row]:
         if labels:
             continue
         newest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
-        remark = "" if newest is not None else "nothing of it is there yet"
+        remark = "" if newest is not None else "no file is complete yet"
         try:
             if newest is not None:
                 check_files(newest.snapshot_path)
         except ModelError:
-            remark = "not whole, or of another format"
+            remark = "incomplete, or in another format"
         yield _Row(repo.repo_id, repo.size_on_disk, remark, repo)
 
 
@@ -178,20 +178,19 @@ def _weigh(folder: Path) -> int:
     type=click.Choice(["int4"]),
     default="int4",
     show_default=True,
-    help="The kind of weights that are written.",
+    help="The kind of weights to write.",
 )
 @click.option(
     "--text",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Text like what the model will read; default: the topics of Python's help().",
+    help="Text that resembles the model's later input; default: the topics of Python's help().",
 )
 def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
-    """Write MODEL's weights in 4 bits into the new FOLDER, so that they lose little.
+    """Write MODEL's weights in 4 bits into a new FOLDER, with little loss of quality.
 
-    The inputs of its layers for a text decide how each weight is rounded (GPTQ, AWQ). The folder
-    is a checkpoint of compressed-tensors, a format that vLLM and transformers read. It takes
-    minutes, once.
+    A calibration text decides how each weight is rounded (GPTQ, AWQ). The folder is a checkpoint in
+    the compressed-tensors format, which vLLM and transformers read. This takes minutes, once.
     """
     target = Path(as_typed(str(folder)))
     file = None if text is None else Path(as_typed(str(text))).expanduser()
@@ -199,7 +198,7 @@ def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
         gptq = load_module("headstart.models.gptq")
     gptq.check_target(target)  # before anything is downloaded
     source = as_typed(model)
-    if Path(source).suffix != ".gguf":  # refused below; finding its folder would take minutes
+    if Path(source).suffix != ".gguf":  # GGUF is refused below; conversion would take minutes
         source = str(folder_of(source))
     with waiting("reading the model's tokenizer and the text"):
         plan = gptq.plan_quantization(source, target, file)
@@ -217,7 +216,7 @@ def quantize(model: str, folder: Path, weights: str, text: Path | None) -> None:
 def _showing(layers: int) -> Iterator[Callable[[int], None]]:
     """Yield a callback for the number of finished layers.
 
-    They are shown on one line that changes; where stderr is no terminal, on a line for each tenth.
+    The progress is one line that changes; if stderr is not a terminal, a line for each tenth.
     """
     done, last, start, is_log = 0, 0.0, time.perf_counter(), columns_of(sys.stderr) is None
 
@@ -235,13 +234,13 @@ def _showing(layers: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def _raising_on_signals() -> Iterator[None]:
-    """Turn SIGTERM and a closed terminal into an exception, so that the folder is removed.
+    """Raise an exception on SIGTERM and on a closed terminal, so that the folder is removed.
 
-    A signal that is ignored, as under `nohup`, stays ignored.
+    A signal that is already ignored, as under `nohup`, remains ignored.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one would end the cleaning up
+        signal.signal(number, signal.SIG_IGN)  # a second signal would interrupt the clean-up
         sys.exit(128 + number)
 
     numbers = {getattr(signal, name, signal.SIGTERM) for name in ("SIGTERM", "SIGHUP")}

@@ -1,4 +1,4 @@
-"""From `--model` to a model that answers, with a line that says what the user waits for."""
+"""Loading of the model that `--model` names, with a progress line."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ NOTES: Mapping[str, str] = {
         "0.6 GB); headstart models recommend lists others."
     ),
     RANDOM_MODEL: (
-        "The demo model is a small Llama with random weights, made on the spot: "
-        "its answers are noise, its times are real."
+        "The demo model is a small Llama with random weights: its answers are noise, its times "
+        "are real."
     ),
 }
-# Headstart-tiny's weights are set by formulas, which few bits do not hold.
+# Some weights of headstart-tiny were set by formulas and need more bits than these kinds have.
 _TOO_FEW_BITS = {"kv_cache_dtype": ("int8",), "weights": ("int5", "int4")}
 
 
 def note_on(model: str, engine: Mapping[str, Any]) -> str:
     """Return a note on the quality of a model's answers; empty for most models.
 
-    engine: the engine's options that were given.
+    engine: the given options of the engine.
     """
     text = NOTES.get(model, "")
     narrow_kinds = [
@@ -84,13 +84,13 @@ def announce(model: str, engine: Mapping[str, Any]) -> Callable[[float], str]:
     folder = folder_of(model)
     try:
         files = [file for file in weight_files(folder) if file.stat().st_size]
-    except (OSError, ModelError):  # the loader will say what is wrong with them
+    except (OSError, ModelError):  # the loader reports it
         files = []
     return describe_loading(model, files)
 
 
 def folder_of(model: str) -> Path:
-    """Return the folder of a model's files, which are downloaded or made first if needed.
+    """Return the folder of a model's files, after downloading or making them if necessary.
 
     Raises ModelError.
     """
@@ -103,13 +103,13 @@ def folder_of(model: str) -> Path:
 
 
 def read_adapter(options: dict[str, Any]) -> Path | None:
-    """Take `--adapter` out of the options; returns its folder. Raises AdapterError."""
+    """Remove `--adapter` from the options and return its folder. Raises AdapterError."""
     folder = options.pop("adapter")
     return None if folder is None else _adapter_folder(folder, options)
 
 
 def read_adapters(options: dict[str, Any]) -> dict[str, Path]:
-    """Take the adapters out of the options, each NAME=PATH; returns their folders by name.
+    """Remove the adapters (NAME=PATH) from the options and return their folders by name.
 
     Raises AdapterError or ConfigError.
     """
@@ -124,14 +124,14 @@ def read_adapters(options: dict[str, Any]) -> dict[str, Path]:
 
 def _adapter_folder(name: str, options: Mapping[str, Any]) -> Path:
     folder = Path(as_typed(name)).expanduser().absolute()
-    # It imports torch, which `headstart --help` does without.
+    # Imported here, because it imports torch, which `headstart --help` must not load.
     lora = load_module("headstart.models.lora_files")
     lora.read_settings(folder, options["max_lora_rank"] or EngineConfig.max_lora_rank)
     return folder
 
 
 def folder_for_text(model: str, adapter: Path | None) -> Path:
-    """Return the folder of a model that takes text, with an adapter that fits it, if any.
+    """Return the folder of a model, after checking that it has a tokenizer and fits `adapter`.
 
     Raises RequestError for a model without a tokenizer, ModelError or UnsupportedAdapterError.
     """
@@ -139,8 +139,8 @@ def folder_for_text(model: str, adapter: Path | None) -> Path:
     is_checked = not (folder / "config.json").is_file() or has_vocabulary(folder)
     if not is_checked and load_tokenizer(folder) is None:
         raise RequestError(
-            f"{folder} has no tokenizer (tokenizer.json, or an older format), so it takes no text; "
-            "add the model's tokenizer, or use token ids in Python or with a server"
+            f"{folder} has no tokenizer (tokenizer.json, or an older format); add the model's "
+            "tokenizer, or use token ids in Python or with a server"
         )
     if adapter is not None:
         check_adapter(adapter, folder)
@@ -148,9 +148,9 @@ def folder_for_text(model: str, adapter: Path | None) -> Path:
 
 
 def check_adapter(adapter: Path, model: Path) -> None:
-    """Raise UnsupportedAdapterError if a layer's inputs are not those of the model's layer.
+    """Raise UnsupportedAdapterError if a layer has another number of inputs than the model's.
 
-    Only the headers of files are read, before the model is loaded. Loading checks the rest.
+    Reads only the headers of files, before the model is loaded. Loading checks the rest.
     """
     try:
         packed = "quantization_config" in read_json(model / "config.json")
@@ -170,16 +170,16 @@ def check_adapter(adapter: Path, model: Path) -> None:
 
 @contextmanager
 def exiting_on_interrupt() -> Iterator[None]:
-    """Let Ctrl-C end the process while something is downloaded.
+    """Let Ctrl-C end the process during a download.
 
-    As an exception it would wait for the hub's threads, which may have gigabytes to go. The hub's
-    library cannot continue with the partial files of an ended process: these are removed.
+    An exception would wait for the hub's threads, which may still download gigabytes. The partial
+    files are removed, because the hub's library cannot resume them in another process.
     """
 
     def end(number: int, frame: object) -> None:
         has_parts = False
         for handle in Path("/proc/self/fd").glob("*"):
-            with suppress(OSError):  # closed meanwhile
+            with suppress(OSError):  # the file may be closed
                 if (path := handle.readlink()).suffix == ".incomplete":
                     has_parts = True
                     path.unlink()

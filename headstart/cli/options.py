@@ -1,12 +1,12 @@
-"""Flags of commands, made of the fields of dataclasses of options, and their `--help`.
+"""Flags of commands, generated from dataclasses of options, and their `--help`.
 
 A field `max_num_seqs: int = 64` becomes `--max-num-seqs INTEGER`, a bool field a pair of flags
 `--deterministic / --no-deterministic`. Only given flags are passed on, so that each default is
-stated once. `--help` shows the flags in groups: first those that most people need.
+defined once. `--help` shows the flags in groups, the most common first.
 
-`headstart serve` also takes the flags of `vllm serve`. They are read as vLLM reads them (`4k`,
-JSON, `--no-…`, dots, underscores), ours by click, which also reads the environment. Typed flags
-take precedence over those of a file, and these over the environment, by any of their names.
+`headstart serve` also accepts the flags of `vllm serve`. Their values are read as in vLLM (`4k`,
+JSON, `--no-…`, dots, underscores). click reads our flags and the environment. Typed flags have
+precedence over the flags of a file, and these over the environment, under any of their names.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from headstart.server.options import ServerOptions
 from headstart.utils.argparse_utils import FlexibleArgumentParser
 from headstart.validation import OneOf, describe, shorten
 
-# A command line wants longer and repeatable replies where the library keeps vLLM's defaults.
+# Longer and reproducible replies for the command line; the library has vLLM's defaults.
 RUN_SAMPLING: Mapping[str, Any] = {"max_tokens": 256, "temperature": 0.0}
 # The values for a chat, unless the model's generation_config.json has its own.
 CHAT_SAMPLING: Mapping[str, Any] = {"max_tokens": 1024, "temperature": 0.7, "top_p": 0.95}
-# Fields of generation_config.json that say how tokens are drawn. One of them replaces all of ours.
+# Sampling fields of generation_config.json. If it has one of them, none of our defaults is used.
 _MODEL_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 SAMPLING_FLAGS = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
@@ -88,7 +88,7 @@ _GROUPS: Mapping[str, Sequence[str]] = {
     OTHER: (),
 }
 _PREFIX = "HEADSTART_"  # of variables in the environment
-# Variables that stand for no flag of a GroupedCommand.
+# Variables that are not flags of a GroupedCommand.
 _OF_NO_FLAG = {
     "HEADSTART_COMPILED_CACHE",
     "HEADSTART_CPU",
@@ -97,7 +97,7 @@ _OF_NO_FLAG = {
     "HEADSTART_KEYS_FOLDER",
     "HEADSTART_NATIVE",
 }
-# Types whose values need no range in an error.
+# Names of types in errors.
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -114,12 +114,12 @@ class GroupedOption(click.Option):
         self.envvar = _PREFIX + self.flag.removeprefix("--").replace("-", "_").upper()
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
-        """Return the name for an error: the flag, and the variable that may hold the value."""
+        """Return the name for an error: the flag and its environment variable."""
         return f"'{self.flag}' ({self.envvar})"
 
 
 class GroupedCommand(click.Command):
-    """A command whose options are shown in groups, and may stand in the environment."""
+    """A command whose options are shown in groups and may be set in the environment."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -130,7 +130,7 @@ class GroupedCommand(click.Command):
                 self.epilog = f"Every flag may be set in the environment instead: {usage}"
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Warn of variables whose names look like misspelled ones, and run the command."""
+        """Warn about environment variables that look like misspelled flags; run the command."""
         root = ctx.find_root().command
         commands = root.commands.values() if isinstance(root, click.Group) else [self]
         options = [option for command in commands for option in command.params]
@@ -142,7 +142,7 @@ class GroupedCommand(click.Command):
         return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a list of options for each group that has some."""
+        """Write the options of each group."""
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in _GROUPS}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -157,7 +157,7 @@ class GroupedCommand(click.Command):
 class Options(NamedTuple):
     """Options for the engine, and those for sampling.
 
-    given: sampling values from the command line; sampling: these, with defaults for the rest.
+    given: sampling values from the command line. sampling: the same, completed with defaults.
     """
 
     engine: dict[str, Any]
@@ -172,16 +172,16 @@ def model_option(command: Command) -> Command:
         cls=GroupedOption,
         default=BUILT_IN,
         show_default=True,
-        help="Folder of a Hugging Face model, its name on the hub, or a GGUF file (there too: "
-        "OWNER/NAME:Q4_K_M); demo is a larger one with random weights, for times alone.",
+        help="Folder of a Hugging Face model, its name on the hub, or a GGUF file (on the hub: "
+        "OWNER/NAME:Q4_K_M); demo is a larger model with random weights, to measure times.",
     )(command)
 
 
 def flags(owner: type, defaults: Mapping[str, Any] | None = None) -> Callable[[Command], Command]:
     """Return a decorator that gives a command a flag for each field of a class of options.
 
-    Of SamplingParams these are the fields that make sense for one reply in a terminal. Fields of
-    other classes with such a name, as EngineConfig's `seed`, are a request's own, and left out.
+    Of SamplingParams, only fields that make sense for one reply in a terminal become flags. A field
+    of another class with the same name, such as EngineConfig's `seed`, is left out.
     """
 
     def decorate(command: Command) -> Command:
@@ -196,7 +196,7 @@ def flags(owner: type, defaults: Mapping[str, Any] | None = None) -> Callable[[C
 
 
 def take_options(options: dict[str, Any], kind: type[OptionsOfKind]) -> OptionsOfKind:
-    """Take the options of one kind out of all that were given. Raises ConfigError."""
+    """Remove the options of one kind from `options` and return them. Raises ConfigError."""
     values = {field.name: options.pop(field.name, None) for field in fields(kind)}
     return kind(**{name: value for name, value in values.items() if value is not None})
 
@@ -226,9 +226,9 @@ def check_engine(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chat_sampling(values: Mapping[str, Any], folder: Path) -> SamplingParams:
-    """Return sampling for a chat: given values, then the model's own, then ours.
+    """Return sampling parameters for a chat: given values, then the model's, then our defaults.
 
-    The model's values are those of its generation_config.json, which loading has checked.
+    The model's values come from its generation_config.json, which is already checked.
     Raises RequestError.
     """
     file = folder / "generation_config.json"
@@ -244,7 +244,7 @@ def chat_sampling(values: Mapping[str, Any], folder: Path) -> SamplingParams:
 
 
 def parse_sampling(name: str, text: str) -> dict[str, Any]:
-    """Parse a sampling value that is typed in a chat. Raises RequestError.
+    """Parse a sampling value of the command /set. Raises RequestError.
 
     >>> parse_sampling("top-p", "0.9")
     {'top_p': 0.9}
@@ -300,7 +300,7 @@ def _flag(field: Field[Any], hint: object, default: Any) -> Callable[[Command], 
 
 
 class _Count(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no such arguments
-    """A whole number; also 4k for 4,000 and 4K for 4,096."""
+    """A whole number, which may be written as 4k (4,000) or 4K (4,096)."""
 
     name = "integer"
 
@@ -312,7 +312,7 @@ class _Count(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no suc
 
 
 def _click_type(hint: object) -> Any:
-    """Return click's type for a field's annotation; of a union the first that is not None."""
+    """Return click's type for a field's annotation; of a union, the first type except None."""
     if get_origin(hint) is Literal:
         return click.Choice([str(choice) for choice in get_args(hint)])
     if get_origin(hint) in (Union, types.UnionType):
@@ -329,19 +329,19 @@ _OUR_NAMES = {
     "disable_uvicorn_access_log": "log_format",
     "allowed_origins": "cors_origin",
 }
-# Our options by all other names that have the same meaning.
+# Our options by other names with the same meaning.
 _SAME = _OUR_NAMES | {
     "limit_mm_per_prompt": "max_images",
     "lora_modules": "adapters",
     "adapter": "adapters",
 }
-_HINT = "Flags of `vllm serve` are taken too: docs/vllm.md lists them."
+_HINT = "Flags of `vllm serve` are accepted too: docs/vllm.md lists them."
 _VLLM_OPTIONS = ENGINE | SERVE
 _FLAG = re.compile(r"(\w[\w-]*)(\.[\w.-]+)?")
 
 
 class ServeCommand(GroupedCommand):
-    """A command that takes vLLM's flags in addition to those that `--help` shows."""
+    """A command that accepts vLLM's flags in addition to the flags that `--help` shows."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -349,7 +349,7 @@ class ServeCommand(GroupedCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse both kinds of flags. Raises ConfigError for an unknown or unsupported flag."""
-        if ctx.resilient_parsing:  # a shell completes what is half typed
+        if ctx.resilient_parsing:  # a shell completes an incomplete command
             return super().parse_args(ctx, args)
         typed, others = _read(args)
         filed, file_arguments = self._read_file(ctx, typed, others)
@@ -360,15 +360,15 @@ class ServeCommand(GroupedCommand):
         has_limit = _is_given("limit_mm_per_prompt", values)
         for name, is_given in (("adapters", bool(adapters)), ("max_images", has_limit)):
             if is_given and ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
-                ctx.params[name] = () if name == "adapters" else None  # not the environment's
+                ctx.params[name] = () if name == "adapters" else None  # ignore the environment
         options = _as_ours(values if first is None else values | {"served_model_name": first})
         for vllm_name, name in _OUR_NAMES.items():
             is_typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
             if is_typed and name in options and ctx.params[name] != options[name]:
                 our_flag, their_flag = map(_spell, (name, vllm_name))
                 raise ConfigError(
-                    f"{our_flag} is {describe(ctx.params[name])}, and {describe(options[name])} by "
-                    f"{their_flag}; allowed: one of the two"
+                    f"{our_flag} is {describe(ctx.params[name])} and {their_flag} is "
+                    f"{describe(options[name])}; allowed: one of the two"
                 )
         ctx.params |= options
         ctx.params["adapters"] += adapters
@@ -386,7 +386,7 @@ class ServeCommand(GroupedCommand):
     def _read_file(
         self, ctx: click.Context, typed: Mapping[str, Any], arguments_left: list[str]
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return `_read` of the file that --config names, without the options that are typed."""
+        """Return the result of `_read` for the file of --config, without typed options."""
         if not typed.get("config"):
             return {}, []
         switches = {f for f, a in _parser()._option_string_actions.items() if a.nargs == 0}
@@ -421,7 +421,7 @@ class _Parser(FlexibleArgumentParser):
 
 
 def _read(args: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of vLLM's flags, and the other arguments."""
+    """Return the values of vLLM's flags, and the remaining arguments."""
     values, others = _parser().parse_known_args(args)
     return vars(values), others
 
@@ -435,15 +435,15 @@ def _parser() -> argparse.ArgumentParser:
 def _read_config(
     path: str, switches: Collection[str], lists: Collection[str]
 ) -> list[tuple[str, list[str]]]:
-    """Return the fields in a YAML file of flags, each with the arguments that it stands for.
+    """Return the fields of a YAML file of flags, each with its arguments. Raises ConfigError.
 
-    switches: fields without a value; lists: those that may be given several times. An error does
-    not quote the file, which may hold a key. Raises ConfigError.
+    switches: fields without a value. lists: fields that may be given several times. Errors do not
+    quote the file, which may contain a key.
     """
     yaml, prefix = load_module("yaml"), f"--config is {describe(path)};"
     try:
         text = Path(path).expanduser().read_text("utf-8")
-        # Scalars are passed on as they are written, as on a command line: 0123 is no 83.
+        # Pass scalars on as they are written: YAML would read 0123 as 83.
         content, written = yaml.safe_load(text), yaml.load(text, yaml.BaseLoader)
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{prefix} {error}") from None
@@ -481,7 +481,7 @@ def _read_config(
 
 
 def _is_given(name: str, values: Mapping[str, Any]) -> bool:
-    """Return True if the value of vLLM's flag sets an option of ours."""
+    """Return True if the value of vLLM's flag sets one of our options."""
     value = values.get(name)
     if name == "limit_mm_per_prompt":
         return isinstance(value, Mapping) and value.get("image") is not None
@@ -489,7 +489,7 @@ def _is_given(name: str, values: Mapping[str, Any]) -> bool:
 
 
 def _as_ours(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the server and its engine by our names; other engine options stay."""
+    """Return options by our names for the server and its engine; others keep vLLM's names."""
     options = {name: value for name, value in values.items() if name not in ("config", *_OUR_NAMES)}
     vllm_options = {name: values[name] for name in _OUR_NAMES if _is_given(name, values)}
     if vllm_options.pop("disable_uvicorn_access_log", False):
@@ -507,7 +507,7 @@ def _as_ours(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_module(text: str) -> str:
-    """Return NAME=PATH for that, or for an adapter in JSON. Raises ConfigError."""
+    """Return an adapter, given as NAME=PATH or in JSON, as NAME=PATH. Raises ConfigError."""
     if not text.lstrip().startswith("{"):
         return text
     try:

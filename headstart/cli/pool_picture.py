@@ -2,8 +2,8 @@
 
     ■ held: in the block table of a request     □ cached: free, but would be hit     · empty
 
-The color stands for the request that computed the block. In a pool of more blocks than cells a
-cell stands for several blocks.
+The color shows which request computed the block. In a large pool, a cell stands for several
+blocks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 HELD, CACHED, EMPTY = "■", "□", "·"
 SIGNS = {BlockState.HELD: HELD, BlockState.CACHED: CACHED, BlockState.EMPTY: EMPTY}
-# A contrast of 3 and more on black and on white alike; terminals' own yellow is lost on white.
+# Contrast of at least 3 on black and on white; the terminal's yellow is hardly visible on white.
 COLORS = tuple(f"color({number})" for number in (31, 133, 136, 65, 63, 167))
 CELLS_PER_ROW = (64, 48, 32, 16)
 MAX_CELLS = 512
 
 
 class PoolPicture:
-    """Watches requests and remembers which of them computed each block of a pool.
+    """The state of each block of a pool, and the request that computed it (its owner).
 
-    A block that was evicted and filled again has another identity, and so another owner.
+    A block that was evicted and filled again has another identity, and thus another owner.
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
@@ -42,9 +42,9 @@ class PoolPicture:
         self._states = [EMPTY] * count
 
     def watch(self, replies: Iterator[RequestOutput], owner: int) -> Iterator[RequestOutput]:
-        """Pass on a request's outputs; new content of the pool belongs to this owner.
+        """Yield a request's outputs, and assign new blocks of the pool to `owner`.
 
-        The picture shows the last moment at which the request held its blocks.
+        The picture shows the pool as it was before the request released its blocks.
         """
         for count, output in enumerate(replies):
             states = self._scan(owner)
@@ -53,7 +53,7 @@ class PoolPicture:
             yield output
 
     def look(self, owner: int) -> None:
-        """Update the picture; content that is new since the last look belongs to this owner."""
+        """Update the picture; blocks with new content belong to `owner`."""
         self._states = self._scan(owner)
 
     def _scan(self, owner: int) -> list[str]:
@@ -73,10 +73,10 @@ class PoolPicture:
     def draw(self, columns: int = 80) -> Text:
         """Draw rows of cells with the first block's id, then a legend.
 
-        Rows without a used block are left out; in an empty pool only the first is drawn.
+        Rows with only empty blocks are left out, except the first row of an empty pool.
         """
         per_cell = max(1, -(-len(self._states) // MAX_CELLS))
-        cells = []  # the first state in use, and the request that computed that block
+        cells = []  # for each cell, the state and owner of its first block in use
         for start in range(0, len(self._states), per_cell):
             states = self._states[start : start + per_cell]
             state = min(states, key=(HELD, CACHED, EMPTY).index)

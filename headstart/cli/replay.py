@@ -59,7 +59,7 @@ _option = partial(click.option, cls=GroupedOption)
     "--prefill-replicas",
     default=0,
     show_default=True,
-    help="Number of replicas that only compute prompts; the others decode.",
+    help="Number of replicas that only compute prompts; the others only decode.",
 )
 @_option("--kv-tokens", default=2_000_000, show_default=True, help="Tokens of KV memory in each.")
 @_option("--block-size", type=int, help="Tokens in a block; default: those of the trace, or 16.")
@@ -78,7 +78,7 @@ def replay(trace: str, **options: Any) -> None:
     synthetic workload: shared-prompt, documents, chats, agents. No model runs.
     """
     plot: Path | None = options["plot"]
-    if plot is not None:  # before minutes of a replay
+    if plot is not None:  # checked before the replay, which may take minutes
         if plot.suffix.lower() != ".svg":
             raise ConfigError(f"--plot is {plot}; allowed: a file whose name ends in .svg")
         if not plot.parent.is_dir():
@@ -156,14 +156,14 @@ def _print(trace: Trace, fleet: Fleet, results: list[ReplayResult], optimum: Opt
             f"{result.evictions:,}",
         )
     console = OutputConsole(highlight=False)
-    console.width = max(console.width, 120)  # a row stays a row where another program reads it
+    console.width = max(console.width, 120)  # never break rows, which other programs may read
     console.print(table)
     click.echo(f"one engine, all memory: {100 * optimum.same_memory:.1f} % hit")
     click.echo(f"one engine, no limit: {100 * optimum.unlimited:.1f} % hit")
 
 
 def _seconds(value: float) -> str:
-    """Return a number of three digits.
+    """Format seconds with three digits.
 
     >>> _seconds(0.1234), _seconds(12.345), _seconds(1234.5)
     ('0.123', '12.3', '1,234')

@@ -1,4 +1,4 @@
-"""Replies printed as they come: as Markdown or wrapped in a terminal, as they are into a pipe."""
+"""Printing of growing replies: as Markdown or wrapped text in a terminal, unchanged in a pipe."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headstart.engine.outputs import RequestOutput
     from headstart.frontend.streams import RequestStream
 
-# Characters that move a terminal's cursor or change its state, which a model must not do.
+# Control characters, with which a model could move a terminal's cursor or change its state.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -33,8 +33,8 @@ def print_reply(
 ) -> RequestOutput:
     """Print a reply as it grows, then its figures on stderr; return its last output.
 
-    In a terminal it is shown as Markdown, unless `plain` or not `is_text`. is_text: the reply is a
-    text for people, in which lines may be broken.
+    In a terminal a reply is shown as Markdown. plain: show it as wrapped text. is_text: False for
+    output such as JSON, whose lines must not be broken.
     """
     with hiding_typed():
         with waiting(describe_reading(stream)):
@@ -59,7 +59,7 @@ def print_reply(
 
 
 def printable(text: str) -> str:
-    r"""Return the text with a mark for each control character but tabs and line ends.
+    r"""Replace each control character except tabs and line ends by a mark.
 
     >>> printable("a\tb\x1b[2Jc\r\n")
     'a\tb\ufffd[2Jc\n'
@@ -68,7 +68,7 @@ def printable(text: str) -> str:
 
 
 class RawWriter:
-    """A text in unbroken lines. clean: with marks for control characters, for a terminal."""
+    """A text in unbroken lines. clean: replace control characters, for a terminal."""
 
     def __init__(self, *, clean: bool = False) -> None:
         self._clean = clean
@@ -88,7 +88,7 @@ class RawWriter:
 
 
 class WrappingWriter(RawWriter):
-    """A text with lines broken between words; a word is shown when it is complete."""
+    """A text with lines broken between words. A word is shown when it is complete."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class WrappingWriter(RawWriter):
         click.echo("".join(self._wrap(printable(text))), nl=False)
 
     def _wrap(self, text: str) -> Iterator[str]:
-        """Yield words and the spaces before them, without spaces where a line ends."""
+        """Yield words and the spaces before them, except spaces at the end of a line."""
         for part in re.findall(r"\n| +|[^ \n]+", text):
             if part == "\n":
                 self._column, self._spaces = 0, ""

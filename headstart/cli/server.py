@@ -1,4 +1,4 @@
-"""`headstart serve`, from its flags to a server that listens, and `headstart keys`."""
+"""The commands `headstart serve` and `headstart keys`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 FIRST_QUESTION = "Anna Smith is 31. Ben Jones is 45. How old is Ben Jones?"
-"""A question that the embedded model answers right in every dtype."""
+"""A question that headstart-tiny answers correctly in every dtype."""
 _PATHS = ("tokenizer", "chat_template", "generation_config")
 
 
@@ -45,8 +45,8 @@ def run_server(
 ) -> None:
     """Load a model, or start replicas of it, and serve it until a signal arrives.
 
-    adapters: folders by the names that requests may give. Raises AdapterError, ConfigError,
-    ModelError, OutOfMemoryError or EngineError.
+    adapters: folders by name. Raises AdapterError, ConfigError, ModelError, OutOfMemoryError or
+    EngineError.
     """
     extra = "cluster" if replicas.is_wanted else "serve"  # cluster includes serve
     with waiting("importing the server"):
@@ -56,14 +56,14 @@ def run_server(
     prefixes = launch.read_prefixes(options.public_prefix)
     tracer = launch.open_tracer(options.otlp_traces_endpoint, options.served_model_name or model)
     with ExitStack() as stack:
-        # A port in use is found before loading.
+        # Report a port in use before loading.
         socket = stack.enter_context(closing(launch.listen(options)))
         tenants = launch.open_tenants(options, socket.getsockname()[0])
         address = Address(socket, options, model, with_key=tenants.ask_for_keys)
         if _speaks(model):
             address.speaks, address.shows_pool = True, False
             _check_speech(options, replicas, adapters, engine)
-            config = read_config(engine)  # all but dtype and device are options of its stages
+            config = read_config(engine)  # dtype and device; its stages have the other options
             of_model = {name: config.pop(name) for name in ("dtype", "device") if name in config}
             with waiting(announce(model, engine)):
                 make = load_module("headstart.omni.omni").AsyncOmni
@@ -96,7 +96,7 @@ def run_server(
 
 
 def _speaks(model: str) -> bool:
-    """Return True for a model of several stages; loading reports any other problem with it."""
+    """Return True for a model of several stages. Loading reports any problem of the model."""
     if model in (RANDOM_MODEL, BUILT_IN):
         return False
     with waiting(announce(model, {})), suppress(ModelError):
@@ -110,7 +110,7 @@ def _check_speech(
     adapters: Mapping[str, Path],
     engine: Mapping[str, Any],
 ) -> None:
-    """Raise ConfigError for options that a model that speaks does not have."""
+    """Raise ConfigError for options that a model that speaks does not support."""
     refused = {
         "replicas": replicas.is_wanted,
         "adapter": bool(adapters),
@@ -122,7 +122,7 @@ def _check_speech(
     }
     for name, is_given in refused.items():
         if is_given:
-            raise ConfigError(f"{name} is set; allowed: not with a model that generates speech")
+            raise ConfigError(f"{name} is set; allowed: only with a model that generates text")
 
 
 def _open_replicas(
@@ -137,7 +137,7 @@ def _open_replicas(
 
 
 def _absolute(path: str) -> str:
-    """Return the absolute path of a file that exists: replicas run in another folder."""
+    """Return the absolute path of an existing file, since replicas run in another folder."""
     return os.path.abspath(path) if os.path.exists(path) else path
 
 
@@ -162,7 +162,7 @@ class Address:
     bounds: str = ""
 
     def show(self) -> None:
-        """Print it for the user."""
+        """Print the address and examples."""
         host, port = self.socket.getsockname()[:2]
         scheme = "http" if self.options.tls_cert is None else "https"
         address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -182,10 +182,10 @@ class Address:
             f'\nOpenAI(base_url="{address}/v1", api_key={key})\n',
             *([f"The cache at work, in a browser: {address}"] if self.shows_pool else []),
             f"The API: {address}/docs",
-            *([f"Memory bounds: {self.bounds}"] if self.bounds else []),
+            *([f"Memory limits: {self.bounds}"] if self.bounds else []),
             "Ctrl-C stops the server.\n",
         ]
-        click.secho("\n".join(lines), dim=True, err=True)  # not broken: it is to be pasted
+        click.secho("\n".join(lines), dim=True, err=True)  # unbroken lines, to be copied
 
 
 _folder = partial(
@@ -194,7 +194,7 @@ _folder = partial(
     "folder",
     envvar="HEADSTART_KEYS_FOLDER",
     show_envvar=True,
-    help="Folder of the keys; default: below your data folder.",
+    help="Folder of the keys; default: in your data folder.",
 )
 
 
@@ -205,15 +205,15 @@ def keys() -> None:
 
 @keys.command()
 @click.argument("name")
-@click.option("--group", help="Keys of one group are one tenant, and share what is cached.")
-@click.option("--weight", type=float, default=1.0, show_default=True, help="Share when it is full.")
-@click.option("--admin", is_flag=True, help="It may also manage the server.")
+@click.option("--group", help="Keys of one group are one tenant and share cached blocks.")
+@click.option("--weight", type=float, default=1.0, show_default=True, help="Share of a full cache.")
+@click.option("--admin", is_flag=True, help="The key may also manage the server.")
 @_folder()
 def add(name: str, group: str | None, weight: float, admin: bool, folder: str | None) -> None:
-    """Make a key. It is shown once: only its hash is kept."""
+    """Make a key. It is shown once: only its hash is stored."""
     keys = KeyFolder(folder)
     key = keys.add(name, group=group, weight=weight, admin=admin)
-    note(f"{name} may ask with this key; it is shown once, and {keys.file} has only its hash:")
+    note(f"the key of {name} is shown once; {keys.file} has only its hash:")
     click.echo(key)
 
 
@@ -243,7 +243,7 @@ def rm(name: str, folder: str | None) -> None:
 
 
 def _describe_memory(llm: AsyncLLM) -> str:
-    """Return the bytes that the cache of an engine may take, for people."""
+    """Describe the memory that the caches of an engine may take."""
     facts, tiers = llm.frontend.facts, llm.tiers
     text = f"K/V pool {show_bytes(llm.kv_cache_bytes)}"
     if facts.num_states:

@@ -1,7 +1,7 @@
 """The terminal: notes, errors, waits and figures, in any locale and at any width.
 
 Under the C locale, or with PYTHONIOENCODING=latin-1, Python cannot write most characters, and reads
-bytes that it cannot decode as lone surrogates. Neither ends in a traceback.
+undecodable bytes as lone surrogates. This module prevents tracebacks in both cases.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 if sys.platform != "win32":
     import termios
 
-# Spaces behind neither a comma nor a middle dot, and the space that joins words.
+# Spaces that are not after a comma or a middle dot, and a replacement that is not broken.
 _BETWEEN_WORDS = re.compile(r"(?<![,\N{MIDDLE DOT}]) ")
 _GLUE = "\N{NO-BREAK SPACE}"
 MAX_WIDTH = 80  # columns of a picture
 _PATIENCE = 0.3  # seconds before a line appears
-_FEW = 0.02  # share of files, such as headers, whose reading says nothing of the rest's speed
-_SAMPLES = 256  # pages of each file
+_FEW = 0.02  # share of the files (such as headers) that is too small to estimate a speed
+_SAMPLES = 256  # pages to check of each file
 
 
 class OutputConsole(Console):
@@ -57,9 +57,9 @@ class OutputConsole(Console):
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr show ? for what they cannot encode, and stdin refuse what is no text.
+    """Make stdout and stderr show ? for characters that they cannot encode; make stdin strict.
 
-    An ASCII stdin is read as UTF-8. Closed streams become empty ones.
+    An ASCII stdin is read as UTF-8. Closed streams are replaced by empty streams.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -75,7 +75,7 @@ def prepare_streams() -> None:
 
 @contextmanager
 def reading_stdin() -> Iterator[None]:
-    """Raise RequestError for bytes on stdin that are no text."""
+    """Raise RequestError if stdin is not valid text."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -102,7 +102,7 @@ def as_typed(argument: str) -> str:
 def note(text: str, indent: str = "", *, in_parts: bool = False) -> None:
     """Write a dim line to stderr; in a terminal it is broken between words.
 
-    indent: begins further lines. in_parts: break behind commas and middle dots only.
+    indent: prefix of further lines. in_parts: break only after commas and middle dots.
     """
     if in_parts:
         text = _BETWEEN_WORDS.sub(_GLUE, text)
@@ -120,7 +120,7 @@ def show_field(name: str, text: str, indent: int) -> None:
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """Return the columns of a stream's terminal, None if it has none."""
+    """Return the columns of a stream's terminal; None if it is not a terminal."""
     if not stream.isatty():
         return None
     with suppress(OSError):
@@ -130,7 +130,7 @@ def columns_of(stream: TextIO) -> int | None:
 
 
 def _fit(text: str, stream: TextIO, indent: str = "") -> str:
-    """Break lines at the terminal's width; names and flags, which are copied, stay whole."""
+    """Break lines at the terminal's width, never within names and flags: users copy them."""
     columns = columns_of(stream)
     if columns is None:
         return text
@@ -145,7 +145,7 @@ def _fit(text: str, stream: TextIO, indent: str = "") -> str:
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], object], *signals: int) -> Iterator[None]:
-    """Handle signals for a while; outside of the main thread their handlers stay."""
+    """Handle signals within a context; does nothing outside of the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     old_handlers = {number: signal.signal(number, handler) for number in signals if is_main}
     try:
@@ -156,18 +156,18 @@ def handling(handler: Callable[[int, FrameType | None], object], *signals: int) 
 
 
 def hiding_typed() -> AbstractContextManager[None]:
-    """Stop the terminal's echo, which would disturb lines that are redrawn; input is not lost."""
+    """Switch the terminal's echo off, as it would disturb redrawn lines. Input is not lost."""
     return _changed_terminal(lambda flags: flags & ~termios.ECHO)
 
 
 def keeping_typed() -> AbstractContextManager[None]:
-    """Retain what is typed before Ctrl-C, which would discard it."""
+    """Retain input that was typed before Ctrl-C; the terminal would discard it."""
     return _changed_terminal(lambda flags: flags | termios.NOFLSH)
 
 
 @contextmanager
 def _changed_terminal(change: Callable[[int], int]) -> Iterator[None]:
-    """Change the local flags of the keyboard's terminal, if there is one, for a while."""
+    """Change the local flags of the keyboard's terminal, if any, within a context."""
     if not _has_keyboard():
         yield
         return
@@ -187,13 +187,13 @@ def _changed_terminal(change: Callable[[int], int]) -> Iterator[None]:
 def _has_keyboard() -> bool:
     """Return True if stdin and stdout are a terminal, and this process is in its foreground.
 
-    A process in the background that changes a terminal's settings is stopped.
+    A background process that changes a terminal's settings would be stopped.
     """
     if sys.platform == "win32" or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
     try:
         return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-    except OSError:  # the terminal of another session
+    except OSError:  # the terminal belongs to another session
         return False
 
 
@@ -234,7 +234,7 @@ def show_bytes(size: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number of things.
+    """Return a number and a noun, with an s for the plural.
 
     >>> count(1, "turn"), count(1200, "turn")
     ('1 turn', '1,200 turns')
@@ -264,24 +264,24 @@ def figures(output: RequestOutput) -> str:
 
 
 def draw_svg(parts: Iterable[RenderableType], title: str) -> str:
-    """Return an output as an SVG that needs no font from elsewhere."""
+    """Return an output as an SVG that loads no fonts."""
     recorder = Console(record=True, width=MAX_WIDTH, file=io.StringIO(), highlight=False)
     for part in parts:
         recorder.print(part)
     svg = recorder.export_svg(title=title)
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
     svg = svg.replace("Fira Code", "ui-monospace, Menlo, DejaVu Sans Mono")
-    # Viewers other than browsers drop spaces at the ends of a text, and ignore textLength: they
-    # need these fonts in the size at which a letter is as wide as one of rich's.
+    # Viewers other than browsers drop spaces at the ends of a text and ignore textLength, so the
+    # font size must give letters of the same width as rich's font.
     svg = svg.replace("<svg ", '<svg xml:space="preserve" ', 1)
     return svg.replace("font-size: 20px", "font-size: 20.27px")
 
 
 @contextmanager
 def waiting(message: str | Callable[[float], str]) -> Iterator[None]:
-    """Show a line on stderr, in terminals only, until the block ends.
+    """Show a line on stderr until the block ends, if stderr is a terminal.
 
-    message: a text, after which the time is shown; or a function of the seconds since the start.
+    message: a text, which is followed by the time; or a function of the seconds since the start.
     """
     console = OutputConsole(stderr=True, highlight=False)
     if not console.is_terminal:
@@ -301,7 +301,7 @@ def waiting(message: str | Callable[[float], str]) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr, in terminals only; yields a function for what is done, of how many."""
+    """Show a bar on stderr if that is a terminal; yield a function to call with done and total."""
     console = OutputConsole(stderr=True, highlight=False)
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     disable = not console.is_terminal
@@ -311,15 +311,15 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class CachedShare:
-    """The share of files that is in the system's page cache, from a sample of their pages."""
+    """An estimate of the share of files in the system's page cache, from a sample of pages."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Map the files. Raises OSError where the system has no `mincore`."""
+        """Map the files. Raises OSError if the system has no `mincore`."""
         try:
             self._mincore = ctypes.CDLL(None, use_errno=True).mincore
         except (AttributeError, TypeError) as error:  # Windows
             raise OSError("the system has no mincore") from error
-        numpy = load_module("numpy")  # which `headstart --help` does without
+        numpy = load_module("numpy")  # imported here: `headstart --help` must not load it
         self._maps = [numpy.memmap(file, numpy.uint8, mode="r") for file in files]
 
     def read(self) -> float:
@@ -337,9 +337,9 @@ class CachedShare:
 
 
 def describe_loading(name: str, files: Sequence[Path]) -> Callable[[float], str]:
-    """Return a function for `waiting` while a model is loaded from the files of its weights.
+    """Return a function for `waiting` while a model is loaded from its files of weights.
 
-    While they are read from the disk it shows how far, and how long the rest will take.
+    While the files are read from disk, it shows the progress and the estimated time left.
     """
     size = sum(file.stat().st_size for file in files)
     try:
@@ -355,7 +355,7 @@ def describe_loading(name: str, files: Sequence[Path]) -> Callable[[float], str]
         if cached and first < 1:
             with suppress(OSError):
                 share = cached.read()
-        if share <= first + _FEW:  # modules are still imported
+        if share <= first + _FEW:  # reading has not begun: modules are still imported
             began, share_then = elapsed, share
         if share_then < share < 1:
             left = _roughly((elapsed - began) * (1 - share) / (share - share_then))
@@ -370,10 +370,10 @@ def describe_loading(name: str, files: Sequence[Path]) -> Callable[[float], str]
 def describe_reading(stream: RequestStream) -> Callable[[float], str]:
     """Return a function for `waiting` while the prompt of a request is read.
 
-    It shows how far the prompt is read, and the time that the rest takes at the rate so far. Before
-    there is a rate, and after the last chunk, it shows the time since the beginning instead.
+    It shows the progress and the estimated time left. Before the first chunk and after the last, it
+    shows the time since the beginning instead.
     """
-    num_read, last = 0, 0.0  # tokens, and when the last of them were read
+    num_read, last = 0, 0.0  # tokens read so far, and the time of the last progress
 
     def describe(elapsed: float) -> str:
         nonlocal num_read, last
@@ -392,7 +392,7 @@ def describe_reading(stream: RequestStream) -> Callable[[float], str]:
 
 
 def quantizing_line(done: int, layers: int, elapsed: float, last: float) -> str:
-    """Return how many layers are quantized, and the time that the rest takes at the rate so far.
+    """Return a line with the number of quantized layers and the estimated time left.
 
     last: the seconds that the finished layers took.
 

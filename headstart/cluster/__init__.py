@@ -1,6 +1,6 @@
 """Prefix index and router over many engines, and replicas on Ray Serve.
 
-The index and the router import the cache alone: no torch, no model, no server.
+The index and the router import only the cache package: no torch, no model, no server.
 """
 
 from headstart.cluster.events import EventBatch, EventPublisher

@@ -5,7 +5,7 @@
     the same  later    batches were lost: request a snapshot
     another   any      the engine was restarted: forget its blocks
 
-A batch holds only names, so it can be sent as it is.
+A name is the hash of a prefix. A batch contains only names, so it can be sent unchanged.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from headstart.cache import AllBlocksCleared, BlockHash, BlockStored, CacheEvent
 
 POOL, DISK = "pool", "disk"
 TIERS = (POOL, DISK)
-"""The places where a replica may hold a block, fastest first."""
+"""The tiers in which a replica may hold a block, fastest first."""
 
 HASH_BYTES = 32
 
@@ -24,10 +24,10 @@ HASH_BYTES = 32
 class EventBatch:
     """The net change of one replica's cache since the batch before, or the whole cache.
 
-    epoch: differs for each start of the engine. number: 0 for the first batch of an epoch, then
-    one more each. cleared: forget everything that was held before in this tier. snapshot: the
-    state after batch `number`, not a change; it begins with `cleared`. stored, removed: names
-    of prefixes, 32 bytes each, concatenated; no name is in both.
+    epoch: identifies a start of the engine. number: counts the batches of an epoch from 0. cleared:
+    first forget all blocks in this tier. snapshot: the whole state after batch `number` instead of
+    a change; `cleared` is then set. stored, removed: concatenated names of prefixes, 32 bytes each;
+    no name is in both.
     """
 
     replica: int
@@ -41,9 +41,9 @@ class EventBatch:
 
 
 class EventPublisher:
-    """Makes batches of one manager's events, and snapshots.
+    """Maker of batches and snapshots of one manager's events.
 
-    Costs a set entry for each cached block: the names themselves are the cache's own.
+    Memory: a set entry per cached block; the names are shared with the cache.
     """
 
     def __init__(self, replica: int, epoch: int = 0, tier: str = POOL) -> None:
@@ -54,7 +54,7 @@ class EventPublisher:
         self._number = -1
 
     def publish(self, events: Sequence[CacheEvent]) -> EventBatch | None:
-        """Return the batch of these events, None if they change nothing."""
+        """Return the batch of the events; None if they change nothing."""
         stored: dict[BlockHash, None] = {}
         removed: dict[BlockHash, None] = {}
         cleared = False
@@ -76,7 +76,7 @@ class EventPublisher:
     def publish_hashes(
         self, stored: Iterable[BlockHash], removed: Iterable[BlockHash], *, cleared: bool = False
     ) -> EventBatch | None:
-        """Return the batch of these hashes, which are disjoint."""
+        """Return the batch of stored and removed hashes, which must be disjoint."""
         new = dict.fromkeys(block for block in stored if block not in self._held)
         evicted = dict.fromkeys(block for block in removed if block in self._held)
         if not new and not evicted and not cleared:

@@ -1,17 +1,17 @@
-"""Prefix index: the number of a prompt's first blocks that each replica holds.
+"""Prefix index: how many of a prompt's first blocks each replica holds.
 
-One table for each tier maps a block to the bits of the replicas that hold it, so a block that many
-replicas hold costs no more than a block of one replica. A key is the first 8 bytes of a block's
-SHA-256 hash: an int of 32 bytes, where the whole hash would take 80. Two of ten million blocks
-share these bytes with a probability of 3 in a million. The index is only a hint: an engine looks
-up its own blocks, so a lost event or a shared key costs a worse choice, never a wrong answer.
+One table per tier maps a block to a bit mask of the replicas that hold it, so a block costs the
+same memory for one replica or many. A key is the first 8 bytes of a block's SHA-256 hash: an int of
+32 bytes, while the whole hash would take 80. The probability that two of ten million blocks share a
+key is 3 in a million. The index is only a hint: an engine looks up its own blocks, so a lost event
+or a shared key may lead to a worse choice, never to a wrong answer.
 
-An engine evicts a prefix from its end, so a replica that has a block has all blocks before it. A
-query bisects for each depth that the prompt has on some replica, instead of looking up every block.
-After a lost event, or if a tier lost a block in the middle, a query may report too many blocks.
+An engine evicts a prefix from its end, so a replica that holds a block holds all blocks before it.
+So a query bisects the prompt's blocks instead of looking up each one. After a lost event, or if a
+tier lost a block in the middle, a query may report too many blocks.
 
-A removed replica is in no answer from then on. Its blocks stay in the tables for a while: each
-batch sweeps several times as many blocks as it stores.
+A removed replica disappears from answers at once. Its blocks stay in the tables for a while: each
+batch also sweeps several times as many blocks as it stores.
 """
 
 from array import array
@@ -26,19 +26,19 @@ from headstart.errors import ConfigError
 
 PrefixKey = NewType("PrefixKey", int)
 Holders = list[dict[PrefixKey, int]]
-"""A table in parts; key `k` is in part `k % num_parts`, since keys are evenly spread.
+"""A table in parts; key `k` is in part `k % num_parts`, as keys are uniformly distributed.
 
-A dictionary of a million blocks is copied as a whole when its insertions fill it, which would stop
-routing meanwhile. Parts as large as a replica are copied one at a time.
+A dictionary that grows is copied at once. For a million blocks that would delay routing, so the
+table has parts of the size of a replica.
 """
 
 MAX_BACKLOG = 1024
-"""Batches stored for a replica whose snapshot is awaited."""
+"""Most batches to store for a replica while its snapshot is awaited."""
 SWEPT = 4096
-"""Blocks examined in one step of a sweep."""
+"""Blocks to examine in one step of a sweep."""
 _LEAST_PARTS = 64
 _SLICE = 512
-"""Blocks recorded in one step: less than a millisecond."""
+"""Blocks to record in one step, which takes less than a millisecond."""
 _STRIDE = 64
 """Distance between the blocks that a query probes before it bisects."""
 
@@ -46,8 +46,8 @@ _STRIDE = 64
 class Match(NamedTuple):
     """The number of a prompt's first blocks on each replica, by replica.
 
-    cached: blocks in its KV pool. expected: in its pool, or being computed for a request that was
-    sent there. stored: expected, or in a slower tier, from which they must be loaded.
+    cached: blocks in the replica's KV pool. expected: these, and blocks that requests sent there
+    are computing. stored: these, and blocks in a slower tier, which must be loaded.
     """
 
     cached: list[int]
@@ -56,7 +56,7 @@ class Match(NamedTuple):
 
 
 def prefix_keys(hashes: Sequence[BlockHash]) -> Sequence[PrefixKey]:
-    """Return the keys of blocks with these hashes, in an array."""
+    """Return the keys of block hashes, in an array."""
     return unpack_keys(b"".join(hashes))
 
 
@@ -108,8 +108,7 @@ def add_bit(holders: Holders, keys: Iterable[PrefixKey], bit: int) -> None:
     for key in keys:
         part = holders[key % num_parts]
         mask = part.get(key, 0) | bit
-        # All blocks of a prefix that the same replicas hold share one int: less memory to store
-        # and to read in a query.
+        # Consecutive blocks that the same replicas hold share one int object, to save memory.
         if mask != last:
             last = bit if mask == bit else mask
         part[key] = last
@@ -118,7 +117,7 @@ def add_bit(holders: Holders, keys: Iterable[PrefixKey], bit: int) -> None:
 def take_bits(holders: Holders, bits: int, singles: Sequence[int]) -> Generator[None, None, None]:
     """Remove bits from a table, in steps of about `SWEPT` blocks or one larger part.
 
-    Blocks inserted meanwhile are seen if their part comes later.
+    Blocks that are inserted meanwhile are swept only if their part is not swept yet.
     """
     num_examined = 0
     for part in holders:
@@ -131,7 +130,7 @@ def take_bits(holders: Holders, bits: int, singles: Sequence[int]) -> Generator[
 
 
 def take_bit(part: dict[PrefixKey, int], key: PrefixKey, bits: int, singles: Sequence[int]) -> None:
-    """Record that these replicas do not hold a block."""
+    """Record that the replicas of `bits` do not hold a block."""
     mask = part.get(key, 0)
     if mask & bits:
         left = mask & ~bits
@@ -150,7 +149,7 @@ class _Feed:
     epoch: int | None = None
     number: int = -1
     is_current: bool = True
-    is_empty: bool = True  # nothing was stored since it was cleared
+    is_empty: bool = True  # True until a block is stored after `cleared`
     backlog: list[EventBatch] = field(default_factory=list)
 
 
@@ -162,10 +161,10 @@ class ReplicaIndex:
         retired  none       where a removed replica held a block, until a sweep
         free     none       nowhere
 
-    A removed replica gets another bit at once, so a new replica may have its number before the
-    tables are swept.
+    The number of a removed replica gets a new bit at once, so a new replica may use the number
+    before the tables are swept.
 
-    shares_store: all replicas can load blocks that one of them has in a tier below its pool.
+    shares_store: all replicas can load the blocks that one of them has in a tier below its pool.
 
     Raises ConfigError for fewer than one replica.
     """
@@ -176,14 +175,14 @@ class ReplicaIndex:
         self.num_replicas = num_replicas
         self._shares_store = shares_store
         self._bit_of = [1 << replica for replica in range(num_replicas)]
-        self._singles = list(self._bit_of)  # each bit by its position: tables share these ints
+        self._singles = list(self._bit_of)  # one int object per bit, shared by all table entries
         self._owners = list(range(num_replicas))  # replicas by the position of their bits
         self._live = (1 << num_replicas) - 1
         self._retired = self._used = 0
         self._free: list[int] = []
         self._num_parts = max(1 << (num_replicas - 1).bit_length(), _LEAST_PARTS)
         self._holders = {tier: make_holders(self._num_parts) for tier in TIERS}
-        self._lower: dict[str, Holders] = {}  # tables of tiers below the pool that were used
+        self._lower: dict[str, Holders] = {}  # tables of tiers below the pool, once used
         self._expected = make_holders(self._num_parts)
         self._sweeping: Generator[None, None, None] | None = None
         self._feeds = {(r, tier): _Feed() for r in range(num_replicas) for tier in TIERS}
@@ -195,10 +194,10 @@ class ReplicaIndex:
     # Events
 
     def apply(self, batch: EventBatch) -> bool:
-        """Apply a batch or snapshot; return False if a snapshot is needed to be exact again.
+        """Apply a batch or snapshot; return False if the index now needs a snapshot.
 
-        Batches that arrive while a snapshot is awaited are applied too, and again after the
-        snapshot if they are newer. Raises ConfigError for an unknown replica or tier.
+        While a snapshot is awaited, batches are applied too, and newer ones again after the
+        snapshot. Raises ConfigError for an unknown replica or tier.
         """
         steps = self.steps(batch)
         while True:
@@ -208,10 +207,10 @@ class ReplicaIndex:
                 return bool(end.value)
 
     def steps(self, batch: EventBatch) -> Generator[None, None, bool]:
-        """Apply a batch in steps of about a millisecond, between which requests may be routed.
+        """Apply a batch in steps of about a millisecond; requests may be routed between steps.
 
-        A large replica's snapshot takes a tenth of a second in all. The rest is skipped if the
-        replica is removed meanwhile. A replica's batches must be applied one after another.
+        A large replica's snapshot takes a tenth of a second in total. If the replica is removed
+        meanwhile, the remaining steps are skipped. Finish a replica's batch before the next.
         """
         feed = self._feeds.get((batch.replica, batch.tier))
         if feed is None:
@@ -228,7 +227,7 @@ class ReplicaIndex:
                 return bool(end.value)
             yield
             if self._feeds[batch.replica, batch.tier] is not feed:
-                return True  # the replica is removed, and a new one may have its number
+                return True  # the replica was removed; a new replica may have its number
 
     def _apply(self, feed: _Feed, batch: EventBatch) -> Generator[None, None, bool]:
         if batch.epoch != feed.epoch:
@@ -250,7 +249,7 @@ class ReplicaIndex:
     def _replace(self, feed: _Feed, snapshot: EventBatch) -> Generator[None, None, bool]:
         newer = [batch for batch in feed.backlog if batch.number > snapshot.number]
         if feed.is_current and feed.number > snapshot.number:
-            return True  # it is late, and nothing is missing
+            return True  # a late snapshot, and no batch is missing
         last = snapshot.number + len(newer)
         numbers = [batch.number for batch in newer]
         if feed.number > last or numbers != [*range(snapshot.number + 1, last + 1)]:
@@ -292,10 +291,7 @@ class ReplicaIndex:
         return self._feeds[replica, tier].is_current
 
     def remove(self, replica: int) -> None:
-        """Forget what a replica holds and computes, without a look at any block.
-
-        A new replica may have its number from now on.
-        """
+        """Forget a replica's blocks in constant time; a new replica may then use its number."""
         old = self._bit_of[replica]
         if self._used & old:
             if not self._free:
@@ -310,10 +306,7 @@ class ReplicaIndex:
             self._feeds[replica, tier] = _Feed()
 
     def sweep(self) -> bool:
-        """Remove some blocks of removed replicas from the tables; return False if none is left.
-
-        Every batch does this.
-        """
+        """Remove some blocks of removed replicas from the tables; return False if none is left."""
         if self._sweeping is None:
             if not self._retired:
                 return False
@@ -334,11 +327,11 @@ class ReplicaIndex:
     def expect(self, replica: int, keys: Iterable[PrefixKey]) -> Sequence[PrefixKey]:
         """Record that a replica will compute these blocks; return those that are new.
 
-        The caller passes them to `unexpect` when they are computed or given up.
+        The caller passes these to `unexpect` when they are computed or abandoned.
         """
         expected, bit, num_parts = self._expected, self._bit_of[replica], self._num_parts
         self._used |= bit
-        added = array("Q")  # which the garbage collector skips
+        added = array("Q")  # the garbage collector does not traverse arrays
         for key in keys:
             part = expected[key % num_parts]
             mask = part.get(key, 0)
@@ -348,7 +341,7 @@ class ReplicaIndex:
         return cast("Sequence[PrefixKey]", added)
 
     def unexpect(self, replica: int, keys: Iterable[PrefixKey]) -> None:
-        """Undo an `expect`, given the blocks that it returned."""
+        """Undo `expect` for the blocks that it returned."""
         expected, bit = self._expected, self._bit_of[replica]
         for key in keys:
             take_bit(expected[key % self._num_parts], key, bit, self._singles)
@@ -375,9 +368,9 @@ class ReplicaIndex:
     def _depths(
         self, keys: Sequence[PrefixKey], reach: int, first: Holders, *tables: Holders
     ) -> tuple[list[int], bool]:
-        """Return how many of the first `reach` blocks each replica has in one of these tables.
+        """Return how many of the first `reach` blocks each replica has in any of the tables.
 
-        The second value is True if the first table alone gives the same.
+        The second value is True if the first table alone gives the same result.
         """
         depths, num_parts = [0] * self.num_replicas, self._num_parts
         is_of_first = True
@@ -414,7 +407,7 @@ def _slices(keys: Sequence[PrefixKey]) -> Iterator[Sequence[PrefixKey]]:
 
 
 def _reach(keys: Sequence[PrefixKey], tables: Sequence[Holders]) -> int:
-    """Return a bound on the blocks that any replica holds, without reading all keys."""
+    """Return an upper bound of the blocks that any replica holds, without reading all keys."""
     for index in range(_STRIDE - 1, len(keys), _STRIDE):
         if not _is_held(keys[index], tables):
             return index

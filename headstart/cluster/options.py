@@ -20,11 +20,11 @@ class ReplicaConfig:
         None, "most replicas that Ray may start as requests queue up", _COUNTS
     )
     requests_per_replica: int = option(
-        32, "requests under way per replica that Ray scales for", Number(int, 1)
+        32, "target for Ray's scaling: unfinished requests per replica", Number(int, 1)
     )
     replica_cpus: float | None = option(
         None,
-        "CPUs that Ray reserves for a replica; default: an even share of one machine's, or 1",
+        "CPUs that Ray reserves for a replica; default: an equal share of one machine's CPUs, or 1",
         Number(float, 0, above_low=True),
     )
     replica_gpus: float | None = option(
@@ -55,7 +55,7 @@ class ReplicaConfig:
 
     @property
     def least(self) -> int:
-        """The least number of replicas."""
+        """The smallest number of replicas."""
         return self.replicas or 1
 
     @property

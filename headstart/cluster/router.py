@@ -4,11 +4,11 @@
     catch_up      record these blocks, once the request is on its way
     first_token   the prompt is computed: the replica's rate is measured
     finish        the reply is complete, or the request is given up
-    index.apply   events of the replicas' caches
+    index.apply   apply events of the replicas' caches
 
 `route` returns before the request's own blocks are recorded, so that the request is sent sooner.
-The next call that changes the router records them first. All calls are made by one thread. The
-caller passes the time, so a simulator can use its own clock.
+`catch_up`, or else the next call, records them. Not thread-safe. The caller passes the time, so a
+simulator can use its own clock.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -22,15 +22,15 @@ from headstart.errors import ConfigError, RequestError
 FIRST_RATE = 15_000.0
 """Assumed prompt tokens per second of a replica before any was measured."""
 _HALF_LIFE = 20.0
-"""Busy seconds after which the weight of a measurement is halved."""
+"""Half-life of a measurement's weight, in busy seconds."""
 _TRUST = 2.0
-"""Weight of the rate of all replicas in the rate of one, in busy seconds."""
+"""Weight of the mean rate of all replicas in the rate of one replica, in busy seconds."""
 
 COMPUTE_WEIGHT = 4.0
 DECODE_TOKENS = 512
-"""Tokens to compute that a decoding request counts for."""
+"""Cost of a decoding request, as a number of tokens to compute."""
 SLACK, SLACK_SECONDS = 0.05, 0.01
-"""A cost counts as equal to the least cost if it exceeds it by no more than this share and time."""
+"""A cost counts as equal to the least cost if it is higher by at most this share plus this time."""
 LOAD_RATE = 100_000.0
 """Tokens per second loaded from a slower tier: 13 GB/s for 128 KB a token."""
 
@@ -39,8 +39,8 @@ LOAD_RATE = 100_000.0
 class RouteRequest:
     """A request to route.
 
-    keys: of the prompt's full blocks. num_tokens: of the whole prompt. block_size: tokens in a
-    block. session: equal for the requests of one conversation, or None.
+    keys: keys of the prompt's full blocks. num_tokens: tokens of the prompt. block_size: tokens in
+    a block. session: an id that the requests of one conversation share, or None.
     """
 
     request_id: str
@@ -50,12 +50,12 @@ class RouteRequest:
     session: str | None = None
 
     def tokens(self, num_blocks: int) -> int:
-        """Return how many tokens a hit of `num_blocks` blocks saves: at most all but one."""
+        """Return the tokens that a hit of `num_blocks` saves; one token is always computed."""
         return min(num_blocks * self.block_size, self.num_tokens - 1)
 
 
 class MeasuredRate:
-    """Tokens per second; older measurements count less; `mean` is 0 at first."""
+    """A mean of tokens per second in which older measurements have less weight; 0 at first."""
 
     __slots__ = ("mean", "seconds", "tokens")
 
@@ -77,9 +77,9 @@ class ReplicaLoad:
     """The unfinished work of one replica, and its speed.
 
     queued_tokens: prompt tokens still to be computed. waiting: requests without a first token.
-    running: requests with a first token. routed_tokens: tokens to compute, of all requests so far.
-    rate: prompt tokens per second while prompts waited, including the time of decoding. `all_rate`,
-    that of all replicas together, replaces it while little is measured.
+    running: requests with a first token. routed_tokens: tokens to compute of all requests so far.
+    rate: prompt tokens per second while prompts waited, including the time of decoding. all_rate:
+    the rate of all replicas together, which replaces `rate` while there are few measurements.
     """
 
     replica: int
@@ -91,7 +91,7 @@ class ReplicaLoad:
     is_alive: bool = True
     _own_rate: MeasuredRate = field(default_factory=MeasuredRate, repr=False)
     _since: float = field(default=0.0, repr=False)
-    _largest: int = field(default=0, repr=False)  # prompt since the queue was empty
+    _largest: int = field(default=0, repr=False)  # largest prompt since the queue was empty
 
     @property
     def active(self) -> int:
@@ -105,10 +105,10 @@ class ReplicaLoad:
         return (rate.tokens + _TRUST * self.all_rate.mean) / (rate.seconds + _TRUST)
 
     def backlog(self, now: float) -> float:
-        """Return the queued tokens less those computed since a prompt ended, at the measured rate.
+        """Return the queued tokens, less the estimated progress since the last prompt ended.
 
-        The progress of a prompt is not reported. The estimate is at most the largest prompt, whose
-        end would be reported: otherwise a replica that hangs would soon seem idle.
+        Replicas report only the end of a prompt. So the estimated progress is at most the largest
+        prompt; otherwise a replica that hangs would soon seem idle.
         """
         if not self.waiting:
             return 0.0
@@ -116,7 +116,7 @@ class ReplicaLoad:
         return max(self.queued_tokens - computed, 0.0)
 
     def add(self, num_tokens: int, now: float) -> None:
-        """Add a request with this many tokens to compute."""
+        """Add a request with `num_tokens` tokens to compute."""
         if not self.waiting:
             self._since, self._largest = now, 0
         self._largest = max(self._largest, num_tokens)
@@ -125,7 +125,7 @@ class ReplicaLoad:
         self.routed_tokens += num_tokens
 
     def finish_prompt(self, num_tokens: int, now: float) -> None:
-        """Record the first token of a request that was added with this many tokens."""
+        """Record the first token of a request that was added with `num_tokens`."""
         self.waiting -= 1
         self.running += 1
         self.queued_tokens -= num_tokens
@@ -149,15 +149,15 @@ class Choice:
 class RoutingPolicy:
     """Choice of a replica for each request; the router maintains the loads and the index.
 
-    `choose` is called once a request and changes none of its arguments. The other methods notify a
-    policy that maintains separate counts; they do nothing by default.
+    `choose` is called once per request and changes none of its arguments. The other methods notify
+    policies that maintain their own counts; by default they do nothing.
     """
 
     needs_prefixes = True
-    """False for a policy that does not read `Choice.match`, which is then None."""
+    """False for a policy that does not read `Choice.match`; that is then None."""
 
     needs_keys = True
-    """False for a policy that does not read a request's keys, which may then be empty."""
+    """False for a policy that does not read a request's keys; they may then be empty."""
 
     def choose(self, choice: Choice) -> ReplicaLoad:
         """Return one of `choice.alive`, which is not empty."""
@@ -183,15 +183,14 @@ class Expected(RoutingPolicy):
                    / its measured rate
                  + tokens to load from a slower tier / load rate
 
-    A replica counts as holding a block as soon as a request that computes it is sent there, so a
-    burst of requests with one new prefix follows the first. A hot prefix spreads: once the queue of
-    the replica that holds it costs more than computing it elsewhere, the next request computes it
-    there.
+    A block counts as held by a replica as soon as a request that computes it is sent there, so a
+    burst of requests with one new prefix goes to one replica. A hot prefix spreads: if the queue of
+    its replica costs more than computing the prefix elsewhere, the next request computes it there.
 
     w > 1, because a computed token also delays later requests and takes memory from cached blocks.
-    d spreads prompts that cost little to compute again, before one replica decodes for all. Among
-    equals the replica that has computed the fewest tokens wins, so new prefixes fill all pools
-    equally.
+    d spreads prompts that are cheap to recompute, before one replica decodes for all. Among
+    replicas of equal cost, the one with the fewest computed tokens is chosen, so new prefixes fill
+    all pools equally.
     """
 
     def __init__(self, weight: float = COMPUTE_WEIGHT, load_rate: float = LOAD_RATE) -> None:
@@ -199,7 +198,7 @@ class Expected(RoutingPolicy):
         self.load_rate = load_rate
 
     def choose(self, choice: Choice) -> ReplicaLoad:
-        """Return the least used of the replicas close to the least expected time."""
+        """Return the least used of the replicas whose expected time is close to the least."""
         costs = self._seconds(choice)
         limit = min(costs) * (1 + SLACK) + SLACK_SECONDS
         close = [load for load, cost in zip(choice.alive, costs, strict=True) if cost <= limit]
@@ -247,9 +246,9 @@ class LeastLoaded(RoutingPolicy):
 
 
 class SessionAffinity(LeastLoaded):
-    """The replica that rendezvous hashing gives a session; least loaded without a session.
+    """The replica that rendezvous hashing assigns to a session; without one, the least loaded.
 
-    When a replica leaves, only its own sessions move.
+    When a replica is removed, only its own sessions move.
     """
 
     def choose(self, choice: Choice) -> ReplicaLoad:
@@ -264,7 +263,7 @@ class SessionAffinity(LeastLoaded):
 
 
 class PrefixAffinity(RoutingPolicy):
-    """The replica with the longest prefix, however loaded; the least loaded one among equals."""
+    """The replica with the longest prefix, regardless of load; among equals, the least loaded."""
 
     def choose(self, choice: Choice) -> ReplicaLoad:
         """Return the replica with the longest match."""
@@ -330,12 +329,12 @@ class Router:
     def set_alive(self, replica: int, is_alive: bool) -> None:
         """Start or stop sending requests to a replica. A dead replica's blocks are forgotten.
 
-        Its number may then be used for a new replica. Requests of the old replica that end later
-        count in its old load.
+        A new replica may then use its number. Requests of the old replica that end later count in
+        the old load.
         """
         self.catch_up()
         if is_alive and not self.loads[replica].is_alive:
-            # With 0 routed tokens it would receive every new prefix for a long time.
+            # With 0 routed tokens, a new replica would get every new prefix for a long time.
             fewest = min((load.routed_tokens for load in self._alive), default=0)
             self.loads[replica] = ReplicaLoad(replica, self._rate, routed_tokens=fewest)
         self.loads[replica].is_alive = is_alive
@@ -348,7 +347,7 @@ class Router:
                     entry.expected = ()
 
     def route(self, request: RouteRequest, now: float, avoid: Collection[int] = ()) -> int:
-        """Return the replica for a request; a replica of `avoid` only if no other is alive.
+        """Return the replica for a request; one of `avoid` only if no other is alive.
 
         Raises RequestError if none is alive.
         """
@@ -373,7 +372,7 @@ class Router:
         return {name for name, entry in self._sent.items() if entry.load is self.loads[replica]}
 
     def catch_up(self) -> None:
-        """Record the blocks that the last request will compute where it was sent."""
+        """Record that the last request's replica will compute its blocks."""
         entry, self._last = self._last, None
         if entry is not None:
             replica = entry.load.replica

@@ -34,7 +34,7 @@ def test_images_go_with_the_next_message_and_are_hit(
     model = ["--model", str(demo_vision), "--max-tokens", "4"]
     terminal = Terminal(tmp_path, *model)
     terminal.send(f"/image {hills}\r")
-    told = number(terminal.wait(r"hills.png: about ([\d,]+)\s+tokens, which go with your next")[1])
+    told = number(terminal.wait(r"hills.png: about ([\d,]+)\s+tokens, sent with your next")[1])
     assert TOKENS < told < TOKENS + 40
     terminal.wait(READY)
     first, cached = terminal.ask("What is it?")

@@ -113,7 +113,10 @@ def test_a_file_s_fault_is_told_without_its_text(tmp_path: Path, text: str, says
         ("api-keys: SECRET", "option '--api-keys' does not take a value"),
         ("port: true", "port is True; allowed: a whole number"),
         ("num-threads: [1, 2]", "'--num-threads' (HEADSTART_NUM_THREADS): '[1, 2]'; allowed: a"),
-        ("shutdown-timeout: 5\ndrain-seconds: 9", "--drain-seconds is 9.0, and 5 by --shut"),
+        (
+            "shutdown-timeout: 5\ndrain-seconds: 9",
+            "--drain-seconds is 9.0 and --shutdown-timeout is 5",
+        ),
         ("enable-lorra: true", "no such option '--enable-lorra'. Did you mean '--enable-lora'?"),
     ],
 )

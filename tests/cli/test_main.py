@@ -138,7 +138,7 @@ def test_chat_hits_its_earlier_turns(demo_model: Path) -> None:
     prompts = [int(n) for n in re.findall(r"prompt (\d+) tokens", result.stderr)]
     cached = cached_tokens(result.stderr)
     assert len(prompts) == 2
-    assert "headstart: /nonsense is not a command (/help lists them); a message" in result.stderr
+    assert "headstart: /nonsense is not a command (/help lists them); type two" in result.stderr
     assert cached[0] == 0
     assert prompts[0] + 8 - 1 <= cached[1] < prompts[1]
     assert "■ held 0" in result.stderr
@@ -154,8 +154,8 @@ def test_chat_takes_what_other_programs_call_commands(demo_model: Path) -> None:
     assert "shows this; so does /?" in result.stderr
     assert "a new conversation begins" in result.stderr
     assert "1 turn so far" in result.stderr
-    assert "\nBe brief.\nBe brief.\nheadstart: /show license" in result.stderr
-    assert " license is not there; allowed: info, parameters, system" in result.stderr
+    assert "\nBe brief.\nBe brief.\nheadstart: /show has 'license'" in result.stderr
+    assert "has 'license'; allowed: info, parameters, system" in result.stderr
     assert "late" not in result.stdout
 
 
@@ -180,8 +180,8 @@ def test_a_turn_taken_back_names_its_documents(demo_model: Path, tmp_path: Path)
     (tmp_path / "people.txt").write_text("Ann is 31.\n", encoding="utf-8")
     lines = f"Hello\n/file {tmp_path / 'people.txt'}\nHow old is Ann?\n/retry\n/undo\n/undo\n"
     said = call("chat", *SMALL, stdin=lines).stderr
-    assert "the last turn is taken back, and with it people.txt (11 tokens); 1 turn left" in said
-    assert "the last turn is taken back; 0 turns left" in said
+    assert "the last turn is removed, and with it people.txt (11 tokens); 1 turn left" in said
+    assert "the last turn is removed; 0 turns left" in said
 
 
 def test_chat_survives_a_turn_that_is_too_long(demo_model: Path) -> None:

@@ -58,8 +58,8 @@ def test_models_are_listed_with_their_sizes(cache: Path) -> None:
     put(cache, "someone/broken", {"config.json": b"{}", "model.safetensors": b"\0" * 2000})
     built_in, broken, small = call()[1].splitlines()
     assert "comes with the package" in built_in
-    assert broken.split(maxsplit=3) == ["someone/broken", "2.0", "KB", broken[-31:]]
-    assert small.split()[0] == NAME and "not whole" not in small and "not whole" in broken
+    assert broken.split(maxsplit=3) == ["someone/broken", "2.0", "KB", broken[-32:]]
+    assert small.split()[0] == NAME and "incomplete" not in small and "incomplete" in broken
 
 
 def test_a_model_is_removed(cache: Path) -> None:

@@ -198,7 +198,10 @@ def test_what_begins_with_a_slash_and_is_no_command_is_refused(message: str, rea
     """It was sent, stayed in the history, and cost a reply."""
     with pytest.raises(RequestError) as caught:
         find_command(message)
-    assert str(caught.value) == f"{reason}; a message that begins with a slash is sent with two"
+    assert (
+        str(caught.value)
+        == f"{reason}; type two slashes to send a message that begins with a slash"
+    )
 
 
 @pytest.mark.parametrize("message", ["help", "//help", "//etc is a folder", "a /help", "//"])

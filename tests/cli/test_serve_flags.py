@@ -196,12 +196,12 @@ def test_the_environment_goes_behind_the_command_line(served: Served) -> None:
         ("""--lora-modules '{"name":"a=b","path":"/x"}'""",
          """--lora-modules is '{"name":"a=b","path":"/x"}'; allowed: NAME=PATH, or """
          """'{"name": ..., "path": ...}'"""),
-        ("--shutdown-timeout 5 --drain-seconds 9", "--drain-seconds is 9.0, and 5 by "
-         "--shutdown-timeout; allowed: one of the two"),
-        ("--log-format json --disable-uvicorn-access-log", "--log-format is 'json', and 'off' by "
-         "--disable-uvicorn-access-log; allowed: one of the two"),
-        ("--max-images 2 --limit-mm-per-prompt.image 3", "max_images is 2, and 3 by "
-         "limit_mm_per_prompt; allowed: one of the two"),
+        ("--shutdown-timeout 5 --drain-seconds 9", "--drain-seconds is 9.0 and "
+         "--shutdown-timeout is 5; allowed: one of the two"),
+        ("--log-format json --disable-uvicorn-access-log", "--log-format is 'json' and "
+         "--disable-uvicorn-access-log is 'off'; allowed: one of the two"),
+        ("--max-images 2 --limit-mm-per-prompt.image 3", "max_images is 2 and "
+         "limit_mm_per_prompt is 3; allowed: one of the two"),
         ("--allowed-origins false", "--allowed-origins is False; allowed: a list in JSON, such as "
          """'["https://a.example"]'"""),
         ("--max-model-len x", "max_model_len is 'x'; allowed: a whole number of at least 1 or "

@@ -1,11 +1,11 @@
-"""Start of replicas: finds or starts Ray, deploys the engines, and builds an `llm` over them.
+"""Start of replicas: find or start Ray, deploy the engines, and build an `llm` over them.
 
     ReplicaCluster ──ray.init──▶ Ray of RAY_ADDRESS or of this machine, or a separate one
                    ──serve.run──▶ engines, each with its CPUs and GPUs
                    ──facts──────▶ ReplicaFrontend, ReplicaDriver, ReplicatedLLM
 
-The application's name is derived from the model and the options. A server that finds it running
-uses it unchanged, so several servers may share replicas, each with a separate index. The
+The name of the Ray Serve application is derived from the model and the options. If it runs already,
+a server uses it unchanged, so several servers may share replicas, each with its own index. The
 application ends with the server that deployed it.
 """
 
@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-# Read when Ray is imported. Otherwise a thread of Ray Serve that runs after the end of Ray starts
-# another one, or joins one that another program has started here.
+# Ray reads this when it is imported. Otherwise a thread of Ray Serve that still runs after the end
+# of Ray starts Ray again, or connects to a Ray that another program has started here.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 import ray
@@ -50,13 +50,13 @@ from headstart.version import __version__
 _DEPLOYMENT = "engine"
 _ROUTER = "headstart.cluster.serving.request_router.PrefixRouter"
 _HEALTH_PERIOD, _HEALTH_TIMEOUT = 5.0, 120.0  # a step of a large model may take long
-_DRAIN_LOOK = 0.5  # seconds between looks at whether a replica that stops is idle
+_DRAIN_LOOK = 0.5  # seconds between checks whether a stopping replica is idle
 _STARTING = ("NOT_STARTED", "DEPLOYING", "UNHEALTHY")  # states that may become RUNNING
-_START_PATIENCE = 600.0  # seconds that replicas of another server may take to run
-_START_LOOK = 0.5  # seconds between looks at their state
-_WAIT_LOOK = 5.0  # seconds between looks at what they wait for
+_START_PATIENCE = 600.0  # seconds to wait for replicas that another server starts
+_START_LOOK = 0.5  # seconds between checks of their state
+_WAIT_LOOK = 5.0  # seconds between checks of the reason why replicas do not start
 _STOP_PATIENCE = 75.0  # seconds that deleting the replicas may take; Ray Serve itself takes 60
-_FEEDS = 1  # streams of events that count as requests under way in each replica
+_FEEDS = 1  # streams of events per replica, which Ray counts as requests
 _LOG = logging.getLogger("headstart.server")
 
 Answer = TypeVar("Answer")
@@ -65,9 +65,9 @@ Answer = TypeVar("Answer")
 class ReplicaCluster:
     """Replicas of one model, and an `llm` that uses them. Raises ConfigError or EngineError.
 
-    `options` are the engine's; `drain_seconds`: time for the requests of a replica that stops. To
-    the replicas, a server without a heartbeat for `silence` seconds is dead; the value of the
-    server that deployed them counts.
+    options: the engine's. drain_seconds: time for the requests of a stopping replica. silence:
+    seconds without a heartbeat after which replicas consider a server dead; the value of the server
+    that deployed them is used.
     """
 
     def __init__(
@@ -82,19 +82,19 @@ class ReplicaCluster:
         self._silence = silence
         read = read_options(model, dict(options))
         engine = make_config(read.config)
-        # Another version, or other options, are another application.
+        # Each version and set of options is a separate application.
         identity = json.dumps([model, dict(options)], sort_keys=True, default=str)
         digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
         self._name = f"headstart-{__version__}-{digest}"
         self._is_own_app = False
         self._is_over = threading.Event()
-        self._is_lost = False  # Ray, and the replicas with it
+        self._is_lost = False  # True after Ray died, and the replicas with it
         self._dispatcher: Dispatcher | None = None
         self._is_own_ray = self._connect(engine)
         try:
             is_new = self._name not in _call(serve.status).applications
             most = config.most if is_new else max(config.most, self._join())
-            # On a cluster, machines may or may not share a folder.
+            # On a cluster, a folder may be different on each machine.
             shares = bool(engine.remote_cache or (engine.disk_folder and self._is_own_ray))
             dispatcher = Dispatcher(config.routing, most, shares_store=shares)
             self._dispatcher = DISPATCHERS[self._name] = dispatcher
@@ -112,7 +112,7 @@ class ReplicaCluster:
             self.llm = ReplicatedLLM(
                 frontend, driver, dispatcher, read.sampling, read.chat_template
             )
-            if self._is_own_ray:  # whose processes are not restarted
+            if self._is_own_ray:  # its processes are not restarted when they die
                 self._watch_ray(driver)
         except BaseException:
             self._leave()
@@ -129,8 +129,8 @@ class ReplicaCluster:
         cpus = math.ceil(self._share(engine, is_alone=True)[0] * self._config.most)
         local_options = {"num_cpus": max(count_cores(), cpus), "include_dashboard": False}
         try:
-            # Without an address, start a separate Ray instead of joining one that another program
-            # has started here: Ray creates a token, which all its callers must have.
+            # Without an address, start a separate Ray, even if another program has started one
+            # here. Ray creates a token, which all its callers must have.
             ray.init(
                 address or "local",
                 log_to_driver=False,
@@ -139,7 +139,7 @@ class ReplicaCluster:
             )
         except (RayError, ConnectionError, ValueError, RuntimeError) as error:
             reason: object = error
-            if "AuthenticationError" in str(error.__cause__):  # the only place where Ray names it
+            if "AuthenticationError" in str(error.__cause__):  # Ray reports it only here
                 reason = "it requires a token; allowed: RAY_AUTH_MODE=token, and its token"
             raise ConfigError(
                 f"RAY_ADDRESS is {address!r}, and Ray cannot be used there: {reason}"
@@ -147,7 +147,7 @@ class ReplicaCluster:
                 else f"Ray cannot be started: {reason}"
             ) from error
         if threading.current_thread() is threading.main_thread():
-            # Ray's own handler kills the process at once, and leaves some of Ray's behind.
+            # Ray's own handler kills this process at once and leaves some of Ray's processes.
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         return not address
 
@@ -160,9 +160,9 @@ class ReplicaCluster:
         return config.replica_cpus or cpus, gpus
 
     def _check_resources(self, engine: EngineConfig) -> None:
-        """Check CPUs and GPUs, for which Ray waits silently without end. Raises ConfigError.
+        """Check CPUs and GPUs; Ray would wait for missing ones endlessly. Raises ConfigError.
 
-        A cluster may yet get more machines: there a line of the log names the missing resources.
+        A cluster may get more machines later, so there missing resources are only logged.
         """
         cpus, gpus = self._share(engine, is_alone=self._is_own_ray)
         resources = ray.cluster_resources()
@@ -170,7 +170,7 @@ class ReplicaCluster:
             if not each or (kind == "CPU" and self._is_own_ray):
                 continue
             count = resources.get(kind, 0.0)
-            # Several replicas may share a GPU; none has parts of two.
+            # Several replicas may share a GPU, but a replica cannot use parts of two GPUs.
             most = count * (1 // each) if kind == "GPU" and each <= 1 else count // each
             if most >= self._config.least:
                 continue
@@ -188,7 +188,7 @@ class ReplicaCluster:
         """Log the reason why replicas do not start, which Ray Serve reports after 30 s."""
         logged = ""
         while not is_over.wait(_WAIT_LOOK):
-            with suppress(Exception):  # the next look may succeed, and the caller gets the error
+            with suppress(Exception):  # the next check may succeed; the caller gets the error
                 message = serve.status().applications[self._name].deployments[_DEPLOYMENT].message
                 if message and message != logged:
                     logged = message
@@ -214,7 +214,7 @@ class ReplicaCluster:
             EngineReplica,
             name=_DEPLOYMENT,
             ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
-            # The server admits requests; others wait in the engine, which orders them.
+            # The server limits requests, and the engine schedules them, so Ray need not.
             max_ongoing_requests=1 << 20,
             health_check_period_s=_HEALTH_PERIOD,
             health_check_timeout_s=_HEALTH_TIMEOUT,
@@ -236,7 +236,7 @@ class ReplicaCluster:
         except (RayError, RayServeException, RuntimeError) as error:
             app = serve.status().applications.get(self._name)
             message = app.deployments[_DEPLOYMENT].message if app is not None else ""
-            # The error of a replica, or Ray's.
+            # Take the error of a replica, or else Ray's.
             lines = [line for line in message.splitlines() if "headstart.errors." in line]
             reason = lines[-1].partition("headstart.errors.")[2] if lines else error
             raise EngineError(f"the replicas did not start: {reason}") from error
@@ -271,7 +271,7 @@ class ReplicaCluster:
         return count
 
     def _watch_ray(self, driver: ReplicaDriver) -> None:
-        """End all requests when a process of Ray dies: the server must then be restarted."""
+        """End all requests when a process of Ray dies. The server must then be restarted."""
         node = next(iter(ray.nodes()))
         processes = {
             "gcs_server": ray.get_runtime_context().gcs_address,

@@ -283,6 +283,14 @@ class StateMemory:
         """Return the bytes of one slot."""
         return sum(layout.elements for layout in layouts) * torch.float32.itemsize
 
+    def read_slot(self, slot: int) -> Tensor:
+        """Return a slot as bytes, uint8 on the CPU; they are not copied if it is there."""
+        return self.rows[slot].cpu().view(torch.uint8)
+
+    def write_slot(self, slot: int, data: memoryview) -> None:
+        """Write a slot that `read_slot` returned as bytes."""
+        self.rows[slot].copy_(torch.from_numpy(np.frombuffer(data, dtype=np.float32).copy()))
+
     def is_finite(self, slot: int) -> bool:
         """Return True if every element of a slot is finite."""
         return bool(torch.isfinite(self.rows[slot].sum()))

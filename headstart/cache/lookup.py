@@ -140,6 +140,8 @@ def find_resume(
 ) -> ComputedBlocks:
     """Return a lookup with the deepest position within `known` tokens to resume from."""
     state = writer = None
+    if computed.sequence.is_loaded:
+        return computed
     if windows is not None:
         head = computed.partial.block if computed.partial is not None else None
         position = windows.find(computed.blocks, head, known)

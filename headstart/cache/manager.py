@@ -42,10 +42,11 @@ from headstart.cache.lookup import (
     find_partial,
     find_resume,
     is_in_other_salt,
+    longest_head,
 )
 from headstart.cache.pool import BlockPicture, BlockPool
-from headstart.cache.sequence import TokenSequence
-from headstart.cache.states import MIN_GAIN, StatePool
+from headstart.cache.sequence import TokenSequence, check_count
+from headstart.cache.states import MIN_GAIN, Checkpoint, StatePool
 from headstart.cache.stats import MissExplanation, MissReason, PrefixCacheStats
 from headstart.cache.windows import WindowPool
 from headstart.errors import CacheError, ConfigError
@@ -183,6 +184,16 @@ class KVCacheManager:
             return False
         return states.save_shared(computed.blocks, known, self._step)
 
+    def find_tail(self, checkpoint: Checkpoint) -> KVCacheBlock | None:
+        """Return a written block with the tokens of a checkpoint after its last full block.
+
+        None as long as a request fills that block, and once it is evicted.
+        """
+        node, key = checkpoint.node, checkpoint.key
+        hit = longest_head(self.pool.index, node, key) if node is not None and key else None
+        rows = checkpoint.position % self.block_size
+        return hit.block if hit is not None and hit.num_rows == rows else None
+
     def explain(self, sequence: TokenSequence, *, across_salts: bool = False) -> MissExplanation:
         """Return the reason why a lookup of the sequence would not hit more.
 
@@ -232,11 +243,13 @@ class KVCacheManager:
         return len(sequence.token_ids) <= self.config.num_blocks * self.block_size
 
     def can_admit(self, computed: ComputedBlocks) -> bool:
-        """Return True if the free blocks suffice for all tokens of the looked-up sequence.
+        """Return True if blocks and states suffice for all tokens of the looked-up sequence.
 
         Raises CacheError for a lookup of another manager.
         """
         self._check_source(computed)
+        if self.states is not None and not self.states.can_start(computed.state):
+            return False
         blocks = -(-len(computed.sequence.token_ids) // self.block_size)
         needed = blocks - len(computed.blocks) + count_free(computed.blocks)
         windows, start = self.windows, computed.num_tokens
@@ -288,7 +301,8 @@ class KVCacheManager:
             target = sequence.window_table()[len(hits)] if copies else -1
             copies = tuple(copy._replace(target_window=target) for copy in copies)
             sequence.num_computed_tokens = hit_tokens
-        self._extend_to(sequence, end)
+        if num_new_tokens:  # or it takes no part in the step
+            self._extend_to(sequence, end)
         self._announce(sequence)
         if copies and sequence.blocks[len(hits)] is not new[0]:  # cached since the lookup
             copies = self._copy_window(sequence, copies[0], len(hits))
@@ -317,7 +331,8 @@ class KVCacheManager:
             state = computed.state
             if computed.version != self._version or (state and state.node is None):
                 raise CacheError(f"the lookup of {name!r} is older than an eviction: look again")
-        check_count(sequence, num_new_tokens, computed.num_tokens if computed is not None else 0)
+        if num_new_tokens or not sequence.is_loaded:  # whose blocks may all be cached
+            check_count(sequence, num_new_tokens, computed.num_tokens if computed else 0)
         if self._caching:
             sequence.cut(self.block_size)  # for the index; it may raise, so before any change
 
@@ -536,13 +551,3 @@ class KVCacheManager:
         """Return the events of cached blocks since the last call, oldest first."""
         events, self.pool.events = self.pool.events, []
         return events
-
-
-def check_count(sequence: TokenSequence, num_new_tokens: int, start: int) -> None:
-    """Raise CacheError unless the sequence has `num_new_tokens` tokens from `start` on."""
-    left = len(sequence.token_ids) - start
-    if not 1 <= num_new_tokens <= left:
-        raise CacheError(
-            f"{num_new_tokens} slots requested for {sequence.request_id!r}; "
-            f"from 1 to {left} tokens are left"
-        )

@@ -57,7 +57,8 @@ class TokenSequence:
     `token_ids` grows only by `append`. `num_computed_tokens` counts the tokens whose K/V are in the
     blocks at the end of the step under way. Before its admission, a caller may set `marks` (blocks
     to retain), `forks` (positions where later prompts may branch off), `is_stored` (False: nothing
-    that it computes is cached), and `is_counted` (False: statistics leave it out). The other fields
+    that it computes is cached), `is_counted` (False: statistics leave it out), and `is_loaded`
+    (True: a tier has its K/V and its state, so it resumes from no checkpoint). The other fields
     belong to the manager. A block's key is made once, when its last token is known.
 
     `namespace` has its adapter and salt. `root` is the namespace of its first block, which is
@@ -78,6 +79,7 @@ class TokenSequence:
         "holder",
         "in_progress",
         "is_counted",
+        "is_loaded",
         "is_stored",
         "items",
         "keys",
@@ -128,6 +130,7 @@ class TokenSequence:
         self.marks: Sequence[Mark] = ()
         self.forks: Sequence[int] = ()
         self.is_stored = self.is_counted = True
+        self.is_loaded = False
         self.num_computed_tokens = 0
         self.blocks: list[KVCacheBlock] = []
         self.holder: object = None  # identifies the manager that gave it blocks
@@ -272,6 +275,16 @@ class TokenSequence:
                 slots += range(first, first + count)
             start += count
         return slots
+
+
+def check_count(sequence: TokenSequence, num_new_tokens: int, start: int) -> None:
+    """Raise CacheError unless the sequence has `num_new_tokens` tokens from `start` on."""
+    left = len(sequence.token_ids) - start
+    if not 1 <= num_new_tokens <= left:
+        raise CacheError(
+            f"{num_new_tokens} slots requested for {sequence.request_id!r}; "
+            f"from 1 to {left} tokens are left"
+        )
 
 
 def _offset(item: MultiModalItem) -> int:

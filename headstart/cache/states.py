@@ -13,6 +13,9 @@ last use plus the tokens since the checkpoint before it, which it saves from bei
 For the last checkpoint of a path these tokens count `LAST` times. The clock is the value of the
 checkpoint dropped last, so unused checkpoints lose value relative to new ones (GreedyDual: Young,
 "On-line file caching", 1998).
+
+Tiers store the checkpoints in `unsaved`: all but those at intervals, of which only the last of a
+prompt is stored.
 """
 
 from collections.abc import Iterable
@@ -37,10 +40,23 @@ class Checkpoint:
     node: None once it is dropped. key: the head of the next block, empty at a block border. writer:
     the request whose step writes it; None once that step is committed. users: the number of
     sequences whose next step reads it. used: the pool's clock at its last use. is_passed: a later
-    checkpoint on its path has been written. entry: the number of its entry in the queue.
+    checkpoint on its path has been written. is_lasting: tiers are to store it. is_saved: a tier has
+    it, or was offered it. entry: the number of its entry in the queue.
     """
 
-    __slots__ = ("entry", "is_passed", "key", "node", "position", "slot", "used", "users", "writer")
+    __slots__ = (
+        "entry",
+        "is_lasting",
+        "is_passed",
+        "is_saved",
+        "key",
+        "node",
+        "position",
+        "slot",
+        "used",
+        "users",
+        "writer",
+    )
 
     def __init__(self, node: PrefixNode, key: BlockKey, position: int, writer: str) -> None:
         self.node: PrefixNode | None = node
@@ -51,6 +67,8 @@ class Checkpoint:
         self.users = 0
         self.used = 0
         self.is_passed = False
+        self.is_lasting = True
+        self.is_saved = False
         self.entry = 0
 
     def __repr__(self) -> str:
@@ -63,14 +81,17 @@ class SequenceState:
     slot: its working slot. start: the position from which it resumed. source: the checkpoint from
     which it resumed, until a step has written the working slot. is_written: True after that step.
     step_start: the first token of its last step. wanted: positions of checkpoints, ascending.
-    next_regular: the next position at an interval. announced: checkpoints that later steps will
-    write, at positions whose K/V are cached. saves: checkpoints that the step under way writes.
+    next_regular: the next position at an interval. last_regular: the last one within its prompt.
+    announced: checkpoints that later steps will write, at positions whose K/V are cached. saves:
+    checkpoints that the step under way writes. is_saved: a tier has the state, which was loaded.
     """
 
     __slots__ = (
         "announced",
         "interval",
+        "is_saved",
         "is_written",
+        "last_regular",
         "next_regular",
         "saves",
         "slot",
@@ -81,7 +102,7 @@ class SequenceState:
     )
 
     def __init__(
-        self, slot: int, source: Checkpoint | None, wanted: list[int], interval: int
+        self, slot: int, source: Checkpoint | None, wanted: list[int], interval: int, length: int
     ) -> None:
         start = source.position if source is not None else 0
         self.slot = slot
@@ -92,6 +113,8 @@ class SequenceState:
         self.wanted = wanted
         self.interval = interval
         self.next_regular = (start // interval + 1) * interval
+        self.last_regular = (length - 1) // interval * interval
+        self.is_saved = False
         self.announced: list[Checkpoint] = []
         self.saves: list[Checkpoint] = []
 
@@ -107,7 +130,8 @@ class StatePool:
     """All slots, and the checkpoints by prefix.
 
     interval: tokens between two regular checkpoints, a multiple of `block_size`. only_borders:
-    states are stored at block borders only.
+    states are stored at block borders only. unsaved: checkpoints that tiers are to store, oldest
+    first.
     """
 
     def __init__(
@@ -118,6 +142,7 @@ class StatePool:
         self.block_size = block_size
         self.only_borders = only_borders
         self.num_dropped = 0
+        self.unsaved: dict[Checkpoint, None] = {}
         self._free: list[int] = []
         self._at: dict[PrefixNode, dict[BlockKey, Checkpoint]] = {}
         self._states: dict[TokenSequence, SequenceState] = {}
@@ -130,6 +155,7 @@ class StatePool:
     def clear(self) -> None:
         """Forget all states and sequences."""
         self._free = list(range(self.num_slots))[::-1]
+        self.unsaved.clear()
         self._at.clear()
         self._states.clear()
         self._queue.clear()
@@ -201,12 +227,14 @@ class StatePool:
         length = len(sequence.token_ids)
         start = source.position if source is not None else 0
         wanted = {length - 1, known, *sequence.forks, *(m.num_tokens for m in sequence.marks)}
+        if sequence.is_loaded:
+            wanted = set()
         if self.only_borders:
             wanted = {position - position % self.block_size for position in wanted}
         ahead = sorted(p for p in wanted if max(start, self.block_size - 1) < p < length)
         most = self.num_slots // 8 + 1  # regular checkpoints per prompt
         interval = self.interval * -(-length // (self.interval * most))
-        state = SequenceState(slot, source, ahead, interval)
+        state = SequenceState(slot, source, ahead, interval, length)
         self._states[sequence] = state
         if known in ahead and sequence.is_stored:
             checkpoint = self._place(sequence, known)
@@ -215,19 +243,24 @@ class StatePool:
 
     def extend(self, sequence: TokenSequence, start: int, end: int) -> None:
         """Note that this step computes tokens `start` to `end - 1`; save due checkpoints."""
+        if sequence.is_loaded:
+            return
         state = self._states[sequence]
         state.step_start = start
-        due = {position for position in state.wanted if position <= end}
+        due = {position: True for position in state.wanted if position <= end}
         if due:
             state.wanted = [position for position in state.wanted if position > end]
         while state.next_regular <= end:
-            due.add(state.next_regular)
+            due.setdefault(state.next_regular, state.next_regular == state.last_regular)
             state.next_regular += state.interval
         for position in sorted(due):
-            self.save(sequence, position)
+            self.save(sequence, position, is_lasting=due[position])
 
-    def save(self, sequence: TokenSequence, position: int) -> bool:
-        """Write a checkpoint in the step under way; False if one exists, or no slot is free."""
+    def save(self, sequence: TokenSequence, position: int, *, is_lasting: bool = True) -> bool:
+        """Write a checkpoint in the step under way; False if one exists, or no slot is free.
+
+        is_lasting: tiers are to store it.
+        """
         if not sequence.is_stored:
             return False
         state = self._states[sequence]
@@ -237,6 +270,7 @@ class StatePool:
         checkpoint = announced[0] if announced else self._place(sequence, position)
         if checkpoint is None:
             return False
+        checkpoint.is_lasting = is_lasting
         before = [save.position for save in state.saves if save.position < position]
         gain = position - max(before, default=state.start)
         checkpoint.slot = self._take(gain)
@@ -261,9 +295,26 @@ class StatePool:
                 return self.save(sequence, known)
         return False
 
+    def load(self, sequence: TokenSequence, *, is_saved: bool) -> None:
+        """Note that the slot of a loaded sequence has its state; it becomes a checkpoint at `end`.
+
+        is_saved: no tier is to store it again.
+        """
+        state = self._states[sequence]
+        state.is_written, state.is_saved = True, is_saved
+
+    def saved_gain(self, checkpoint: Checkpoint) -> int:
+        """Return the tokens since the last checkpoint on its path that a tier has."""
+        previous = self._previous(checkpoint)
+        while previous is not None and not previous.is_saved:
+            previous = self._previous(previous)
+        return checkpoint.position - (previous.position if previous is not None else 0)
+
     def commit(self) -> None:
         """Note that the step has written its states: its checkpoints can be read."""
         for sequence, state in self._states.items():
+            if sequence.is_loaded:
+                continue
             source = state.source
             if self._position(sequence) > (source.position if source is not None else 0):
                 state.is_written = True
@@ -289,7 +340,7 @@ class StatePool:
         if is_cached and state.is_written and sequence.is_stored:
             last = self._place(sequence, self._position(sequence))
             if last is not None:
-                last.slot, last.writer = state.slot, None
+                last.slot, last.writer, last.is_saved = state.slot, None, state.is_saved
                 self._enter(last)
                 return
         self._free.append(state.slot)
@@ -379,6 +430,8 @@ class StatePool:
         """Queue a checkpoint as used now; the one before it is no longer the last on its path."""
         checkpoint.used = self._clock
         self._push(checkpoint)
+        if checkpoint.is_lasting and not checkpoint.is_saved:
+            self.unsaved[checkpoint] = None
         previous = self._previous(checkpoint)
         if previous is not None and not previous.is_passed:
             previous.is_passed = True
@@ -411,6 +464,7 @@ class StatePool:
         if not here:
             del self._at[node]
         checkpoint.node = None
+        self.unsaved.pop(checkpoint, None)
         if checkpoint.slot >= 0 and checkpoint.writer is None and not checkpoint.users:
             self._free.append(checkpoint.slot)
 
@@ -422,6 +476,7 @@ class StatePool:
         slots += [c.slot for c in (*self.checkpoints, *saves, *dropped)] + self._free
         assert sorted(slots) == list(range(self.num_slots)), "a slot is lost, or used twice"
         assert len(self._queue) <= 2 * self.num_slots, "the queue is too long"
+        assert self.unsaved.keys() <= set(self.checkpoints), "a dropped checkpoint is to be saved"
         queued = {checkpoint for _, _, checkpoint in self._queue}
         sources = [state.source for state in self._states.values()]
         for node, here in self._at.items():

@@ -24,6 +24,7 @@ from headstart.attention.memory import INT8_REVISION
 from headstart.cache import BlockHasher, CacheConfig, CacheEvent, KVCacheManager
 from headstart.engine.config import EngineConfig
 from headstart.engine.tiering.loads import BlockPayload, BlockRows, block_text
+from headstart.engine.tiering.states import StatePayload, StateStores
 from headstart.engine.tiering.tiers import Tiers
 from headstart.errors import ConfigError, OutOfMemoryError
 from headstart.imports import load_module
@@ -63,6 +64,8 @@ def identify(
         str(decoder.dtype),
         repr(decoder.layouts),
     ]
+    if decoder.state_layouts:
+        parts.append(repr(decoder.state_layouts))
     parts += _quantized_layers(decoder)
     if memory.has_scales:
         parts.append(f"K/V int8 {INT8_REVISION}")
@@ -158,6 +161,7 @@ def _weights(decoder: DecoderModel, folder: Path | None) -> str:
 # The limit of the default: a million tokens in blocks of 16. Making more blocks takes seconds.
 DEFAULT_MAX_BLOCKS = 65_536
 MIN_STATES = 16
+_SAVED_PER_STATE = 32  # states of a path in tiers, per slot in memory: 4 to 64 tokens apart
 _LOG = logging.getLogger("headstart.tiers")
 _MOST_PREPARED = 8192  # positions; preparing more would lengthen the start
 
@@ -305,6 +309,14 @@ def open_stores(model: ModelRecord, config: EngineConfig) -> Sequence[BlockStore
     return stores
 
 
+def open_state_stores(
+    model: ModelRecord, config: EngineConfig, decoder: DecoderModel, payload: StatePayload
+) -> StateStores:
+    """Return the tiers for checkpoints of recurrent states. Raises ConfigError."""
+    min_gain = tokens_per_state(config, decoder) // _SAVED_PER_STATE
+    return StateStores(payload, open_stores(payload.record(model), config), min_gain)
+
+
 def make_engine_parts(
     decoder: DecoderModel,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -333,13 +345,7 @@ def make_engine_parts(
         states = StateMemory(decoder.state_layouts, num_states, decoder.device)
     folder, model = config.disk_folder, None
     stores: Sequence[BlockStore] = ()
-    has_tiers = config.enable_prefix_caching and (folder is not None or config.remote_cache)
-    if has_tiers and states is not None:
-        _LOG.warning(
-            "the model has recurrent layers, whose states cache_dir and remote_cache do not store: "
-            "what it caches ends with the process"
-        )
-    elif has_tiers:
+    if config.enable_prefix_caching and (folder is not None or config.remote_cache):
         if folder is not None and not make_folder(folder):
             _LOG.warning("cache folder %s is not writable; its blocks are only read", folder)
         model = identify(decoder, memory, config, folder, rows)
@@ -362,5 +368,10 @@ def make_engine_parts(
     tiers = None
     if stores:
         payload, text = BlockPayload(memory, rows), block_text(tokenizer, config.cache_words)
-        tiers = Tiers(manager, payload, stores, open_stores(OBJECTS, config), text)
+        state_stores = None
+        if states is not None and model is not None:
+            has_tail = cache.partial_hits and rows is None
+            state_payload = StatePayload(memory, states, has_tail=has_tail)
+            state_stores = open_state_stores(model, config, decoder, state_payload)
+        tiers = Tiers(manager, payload, stores, open_stores(OBJECTS, config), text, state_stores)
     return EngineParts(decoder, memory, manager, limit, vision, tiers, states)

@@ -5,7 +5,15 @@ from headstart.tiers.disk import DiskStore
 from headstart.tiers.index import default_folder, make_folder
 from headstart.tiers.remote import RemoteStore
 from headstart.tiers.store import BlockStore, Faults, LoadedBlock, ModelRecord, Pause, StoredBlock
-from headstart.tiers.transfers import OBJECTS, Loader, LoadJob, ObjectStore, Saver
+from headstart.tiers.transfers import (
+    OBJECTS,
+    Loader,
+    LoadJob,
+    ObjectStore,
+    Saver,
+    StateName,
+    StateSearch,
+)
 from headstart.tiers.worker import GuardedStore, Job, StoreChain, Worker
 
 __all__ = [
@@ -25,6 +33,8 @@ __all__ = [
     "Pause",
     "RemoteStore",
     "Saver",
+    "StateName",
+    "StateSearch",
     "StoreChain",
     "StoredBlock",
     "Worker",

@@ -84,6 +84,13 @@ class DiskStore:
                 return len(self._open("lookups").find(names))
         return 0
 
+    def first(self, names: Sequence[BlockHash]) -> int:
+        if not self._lacks_index:
+            with self._guard(), self._reading:
+                stored = self._open("lookups").known(names)
+                return next((i for i, name in enumerate(names) if name in stored), len(names))
+        return len(names)
+
     def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
         with self._guard():
             with self._reading:

@@ -80,6 +80,10 @@ class RemoteStore:
                 break
         return count
 
+    def first(self, names: Sequence[BlockHash]) -> int:
+        held = self._ask([], self._exist, names)
+        return next((i for i, is_held in enumerate(held) if is_held), len(names))
+
     def _exist(self, names: Sequence[BlockHash]) -> list[int]:
         queries = self._client.pipeline(transaction=False)
         for name in names:

@@ -198,6 +198,10 @@ class BlockStore(Protocol):
         """Return how many of these, from the first on, the store seems to have. Read no payload."""
         ...
 
+    def first(self, names: Sequence[BlockHash]) -> int:
+        """Return the index of the first of these that is probably there, or their number."""
+        ...
+
     def load(self, names: Sequence[BlockHash]) -> Iterator[LoadedBlock]:
         """Yield these blocks in order, up to the first that is missing or damaged."""
         ...

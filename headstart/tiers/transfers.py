@@ -10,8 +10,10 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import NamedTuple
 
 from headstart.cache import BlockHash
 from headstart.tiers.store import BlockStore, Faults, LoadedBlock, ModelRecord, StoredBlock
@@ -27,6 +29,33 @@ _BATCH_BYTES = 16 << 20
 _REST = 15  # duration of a rest, in durations of the save before it
 _DRAIN_BYTES = 32 << 20  # saved bytes after which `drained` is called
 _MOST_STORED = 1 << 14  # names that wait for `take_saved`
+_STATES_AT_ONCE = 64  # names of states in a query
+
+
+class StateName(NamedTuple):
+    """The name of a stored state after so many tokens, which needs `num_blocks` of its job."""
+
+    name: BlockHash
+    position: int
+    num_blocks: int
+
+
+@dataclass(eq=False)
+class StateSearch:
+    """The state that a job loads before its blocks, which are useless without it.
+
+    candidates: returns the states to look for, for the number of blocks found, deepest first.
+    saved_blocks: returns the blocks that need no computing with a state. num_stored: the blocks
+    found. found: the deepest state found, None if there is none. block: the state, once it has
+    arrived. rest: the states that were not looked up.
+    """
+
+    candidates: Callable[[int], Iterator[StateName]]
+    saved_blocks: Callable[[StateName], int]
+    num_stored: int = 0
+    found: StateName | None = None
+    block: LoadedBlock | None = None
+    rest: Iterator[StateName] = field(default_factory=lambda: iter(()))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -36,6 +65,7 @@ class LoadJob(Job):
     choose: takes the number of blocks that the stores have, and returns the number to load. count:
     blocks to load; 0 until the lookup has ended. num_loaded, nbytes: number and bytes of the blocks
     that have arrived. arrived: blocks that wait to be taken. lookup_seconds: the lookup's duration.
+    state: None if blocks suffice to resume; otherwise `count` may be 0.
     """
 
     names: Sequence[BlockHash]
@@ -45,6 +75,20 @@ class LoadJob(Job):
     nbytes: int = 0
     arrived: deque[LoadedBlock] = field(default_factory=deque)
     lookup_seconds: float = 0.0
+    state: StateSearch | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """True if there is something to load."""
+        return bool(self.count or (self.state is not None and self.state.found))
+
+    @property
+    def saved_blocks(self) -> int:
+        """The blocks that need no computing once all has arrived."""
+        state = self.state
+        if state is None:
+            return self.count
+        return state.saved_blocks(state.found) if state.found is not None else 0
 
 
 class Loader:
@@ -61,15 +105,22 @@ class Loader:
 
     max_bytes: limit of the bytes that wait to be taken, exceeded by a chunk at most. compute:
     returns the seconds to compute a number of blocks. rate: recent bytes per second; None before
-    the first load. queued_bytes: bytes that wait to be taken.
+    the first load. queued_bytes: bytes that wait to be taken. states: the stores of states; None
+    for a model without recurrent layers.
     """
 
     def __init__(
-        self, stores: StoreChain, max_bytes: int, compute: Callable[[int], float], faults: Faults
+        self,
+        stores: StoreChain,
+        max_bytes: int,
+        compute: Callable[[int], float],
+        faults: Faults,
+        states: StoreChain | None = None,
     ) -> None:
         self.rate: float | None = None
         self.queued_bytes = 0
         self._stores = stores
+        self._states = states
         self._max_bytes = max_bytes
         self._compute = compute
         self._preferred: LoadJob | None = None
@@ -80,9 +131,17 @@ class Loader:
             for name, pick in (("headstart-lookup", None), ("headstart-load", self._pick))
         ]
 
-    def start(self, names: Sequence[BlockHash], choose: Callable[[int], int]) -> LoadJob:
-        """Look these blocks up, and load as many as `choose` returns."""
-        job = LoadJob(self._look_up, names=names, choose=choose)
+    def start(
+        self,
+        names: Sequence[BlockHash],
+        choose: Callable[[int], int],
+        state: StateSearch | None = None,
+    ) -> LoadJob:
+        """Look these blocks up, and load as many as `choose` returns.
+
+        With a state, `choose` takes the number of blocks that it saves from being computed.
+        """
+        job = LoadJob(self._look_up, names=names, choose=choose, state=state)
         self._lookups.submit(job)
         return job
 
@@ -108,6 +167,19 @@ class Loader:
             job.done = True
             self._release(job.arrived)
             job.arrived.clear()
+            if job.state is not None and job.state.block is not None:
+                self._release([job.state.block])
+                job.state.block = None
+
+    def take_state(self, job: LoadJob) -> LoadedBlock | None:
+        """Return the state of a job that has arrived, once."""
+        state = job.state
+        with self._changed:
+            block = state.block if state is not None else None
+            if state is not None and block is not None:
+                state.block = None
+                self._release([block])
+        return block
 
     def _release(self, blocks: Iterable[LoadedBlock]) -> None:
         self.queued_bytes -= sum(block.payload.nbytes for block in blocks)
@@ -150,16 +222,38 @@ class Loader:
         """Choose how many blocks of a job to load; queue the job for loading if there are any."""
         job.limit = self._limit(len(job.names))
         num_stored = self._stores.find(job.names, job)
+        if job.state is not None:
+            job.state.num_stored, job.state.rest = num_stored, job.state.candidates(num_stored)
+        self._choose(job, num_stored)
         job.lookup_seconds = job.spent
-        job.count = job.choose(num_stored)
-        job.limit = self._limit(job.count)
-        if job.count == 0:
+        job.limit = self._limit(job.saved_blocks)
+        if not job.has_work:
             return False
         job.work = self._load
         with self._changed:
             self._lookups.jobs.remove(job)
             self._loads.submit(job)
         return True
+
+    def _choose(self, job: LoadJob, num_stored: int) -> None:
+        """Set how many blocks to load, and the state before them."""
+        state = job.state
+        if state is None:
+            job.count = job.choose(num_stored)
+            return
+        state.found, job.count = None, 0
+        assert self._states is not None
+        while job.time_left() > 0 and (names := list(islice(state.rest, _STATES_AT_ONCE))):
+            index = self._states.first([name.name for name in names], job)
+            if index == len(names):
+                continue
+            state.rest = chain(names[index + 1 :], state.rest)
+            state.found = names[index]
+            if job.choose(job.saved_blocks) > 0:
+                job.count = state.found.num_blocks
+            else:
+                state.found = None
+            return
 
     def _limit(self, blocks: int) -> float:
         seconds = self._compute(blocks)
@@ -168,6 +262,8 @@ class Loader:
     def _load(self, job: LoadJob) -> bool:
         """Load a job; return True if it is interrupted by the preferred job."""
         is_first = self.rate is None
+        if job.state is not None and not self._load_state(job, job.state):
+            return False
         for chunk in self._stores.load(job.names[job.num_loaded : job.count], job):
             if is_first:
                 job.limit = _TRIAL + self._compute(job.num_loaded + len(chunk))
@@ -176,10 +272,29 @@ class Loader:
                     return True
                 break
         if job.nbytes:
-            self._note_rate(job.num_loaded, job.nbytes, job.spent - job.lookup_seconds)
+            num_saved = job.num_loaded if job.state is None else job.saved_blocks
+            self._note_rate(num_saved, job.nbytes, job.spent - job.lookup_seconds)
         elif job.time_left() <= 0:
             self._note_rate(job.count, 0, job.spent)
         return False
+
+    def _load_state(self, job: LoadJob, state: StateSearch) -> bool:
+        """Load a job's state unless it has arrived; one that is damaged is passed for the next."""
+        assert self._states is not None
+        while state.found is not None and not job.nbytes:
+            chunks = self._states.load([state.found.name], job)
+            if (chunk := next(chunks, None)) is None:
+                self._choose(job, state.num_stored)
+                continue
+            with self._changed:
+                if not job.done:
+                    state.block = chunk[0]
+                    job.nbytes += chunk[0].payload.nbytes
+                    self.queued_bytes += chunk[0].payload.nbytes
+                    self._has_news = True
+                    self._changed.notify_all()
+                break
+        return job.has_work and not job.done
 
     def _hand_on(self, job: LoadJob, chunk: list[LoadedBlock]) -> bool:
         """Queue blocks to be taken, wait for space for more; return True if the job continues."""

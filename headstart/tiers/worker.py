@@ -244,6 +244,9 @@ class GuardedStore:
     def find(self, names: Sequence[BlockHash], job: Job) -> int:
         return self.call(job, lambda store: store.find(names), 0)
 
+    def first(self, names: Sequence[BlockHash], job: Job) -> int:
+        return self.call(job, lambda store: store.first(names), len(names))
+
     def load(self, names: Sequence[BlockHash], job: Job) -> Iterator[list[LoadedBlock]]:
         """Yield the blocks in chunks, up to the first that is missing or late."""
         if self.is_resting or job.time_left() <= 0:
@@ -368,6 +371,13 @@ class StoreChain:
             if count < len(names):
                 count += store.find(names[count:], job)
         return count
+
+    def first(self, names: Sequence[BlockHash], job: Job) -> int:
+        """Return the index of the first of these that a store has; their number if none has any."""
+        index = len(names)
+        for store in self.stores:
+            index = min(index, store.first(names[:index], job)) if index else 0
+        return index
 
     def load(self, names: Sequence[BlockHash], job: Job) -> Iterator[list[LoadedBlock]]:
         """Yield the blocks in chunks, up to the first that no store returns in time."""

@@ -1,10 +1,12 @@
 """An engine whose model has a recurrent layer resumes exactly, whatever was cached.
 
 The model is a fake whose state is a hash of every token so far, so an answer that was resumed from
-the wrong state, or from none, differs from the answer that plain Python computes.
+the wrong state, or from none, differs from the answer that plain Python computes. Its V are token
+ids, and its attention weighs all alike, so it notices a wrong block as well.
 """
 
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +62,7 @@ class HashDecoder(DecoderModel):
         self.overflows = False
         self._backend: AttentionBackend | None = None
         self._states: StateMemory | None = None
+        self.recall_fingerprint("a hash chain")
 
     def linear_widths(self) -> dict[str, Widths]:
         return {}
@@ -81,24 +84,30 @@ class HashDecoder(DecoderModel):
         step = self._states.recurrence
         assert step is not None
         hashes, lengths = (views.view(len(views), -1)[:, 0] for views in self._states.layers[0])
+        sums = self._states.layers[0][0][:, 1]
         self.num_rows += len(token_ids)
-        row = torch.arange(8.0).expand(len(token_ids), 1, 8)
-        self._backend.attend(0, row, row, row, AttentionOptions(1.0))
+        row = torch.zeros(len(token_ids), 1, 8)
+        values = token_ids.float().view(-1, 1, 1).expand_as(row).contiguous()
+        means = self._backend.attend(0, row, row, values, AttentionOptions(1.0)).flatten(1)[:, 0]
         starts, saves = step.starts.tolist(), dict(step.saves.tolist())
         logits = torch.zeros(len(token_ids), VOCABULARY)
-        before = hashes.clone(), lengths.clone()
+        before = hashes.clone(), lengths.clone(), sums.clone()
         for i, (source, target) in enumerate(
             zip(step.sources.tolist(), step.targets.tolist(), strict=True)
         ):
-            state, length = (int(part[source]) if source >= 0 else 0 for part in before)
-            assert length == int(positions[starts[i]]), "a state of another length"
-            for at in range(starts[i], starts[i + 1]):
+            state, length, total = (int(part[source]) if source >= 0 else 0 for part in before)
+            first = starts[i]
+            assert length == int(positions[first]), "a state of another length"
+            mean = (total + int(token_ids[first])) / (length + 1)
+            assert abs(mean - float(means[first])) < 0.01, "K/V of other tokens"
+            for at in range(first, starts[i + 1]):
                 state, length = follow(state, int(token_ids[at])), length + 1
+                total += int(token_ids[at])
                 logits[at, state % VOCABULARY] = 1.0
                 if at in saves:
-                    hashes[saves[at]], lengths[saves[at]] = state, length
+                    hashes[saves[at]], lengths[saves[at]], sums[saves[at]] = state, length, total
             hashes[target] = float("inf") if self.overflows else state
-            lengths[target] = length
+            lengths[target], sums[target] = length, total
         return logits[logit_rows]
 
 
@@ -114,7 +123,7 @@ class Harness:
     def submit(self, prompt: list[int], count: int = 5, salt: str | None = None) -> RequestGroup:
         name = f"r{len(self.groups)}"
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        group = RequestGroup(name, None, prompt, params, 0.0)
+        group = RequestGroup(name, None, prompt, params, time.perf_counter())
         group.requests = [
             Request(
                 group,

@@ -18,6 +18,10 @@ A load takes blocks only if the free blocks suffice for its request.
               bypass it a few times, like any request that waits for blocks. A preempted request
               looks up the blocks that the pool lost once there is space for it again
 
+A model with recurrent layers resumes only from a state (`headstart/engine/tiering/states.py`). Its
+load also looks for the deepest state, which arrives first, and loads no block after that state. The
+state is written to the slot of the load's sequence, which becomes a checkpoint when the load ends.
+
 Blocks that do not arrive are computed. No error here ends a request.
 """
 
@@ -31,8 +35,16 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from headstart.attention import PagedKVMemory
-from headstart.cache import BlockHash, KVCacheManager, TokenSequence, UnsavedBlock, UnsavedBlocks
+from headstart.cache import (
+    BlockHash,
+    ComputedBlocks,
+    KVCacheManager,
+    TokenSequence,
+    UnsavedBlock,
+    UnsavedBlocks,
+)
 from headstart.engine.request import Request, RequestGroup
+from headstart.engine.tiering.states import StateStores, search_states
 from headstart.tiers import LoadedBlock, Loader, LoadJob, Saver, StoredBlock
 
 if TYPE_CHECKING:
@@ -210,16 +222,20 @@ class Offers:
 class Load:
     """The load of one prefix.
 
-    first: index in the prompt of the first block that the job loads. next: index of the block that
-    is written to the pool next. written: the tiers of the blocks written before it. sequence: holds
-    the blocks; None before the first block has arrived. requests: the requests that wait for it.
-    lacks_space: the free blocks do not suffice for its request.
+    key: the hash of the prefix to load. first: index in the prompt of the first block that the job
+    loads. start: the tokens that the pool has. next: index of the block that is written to the pool
+    next. written: the tiers of the blocks written before it. state_tier: the tier of the state that
+    was written to the pool. sequence: holds the blocks; None before anything has arrived. requests:
+    the requests that wait for it. lacks_space: the free blocks do not suffice for its request.
     """
 
-    def __init__(self, request: Request, first: int, job: LoadJob) -> None:
+    def __init__(self, request: Request, key: BlockHash, computed: ComputedBlocks, job: LoadJob):
         self.request = request
-        self.first = self.next = first
+        self.key = key
+        self.first = self.next = len(computed.blocks)
+        self.start = computed.num_tokens
         self.job = job
+        self.state_tier: str | None = None
         self.sequence: TokenSequence | None = None
         self.lacks_space = False
         self.requests = {request}
@@ -232,11 +248,34 @@ class Load:
 
     @property
     def has_all(self) -> bool:
-        """True if all blocks that arrived were taken, and no more will arrive."""
-        return self.job.done and not self.job.arrived
+        """True if all that arrived was taken, and no more will arrive."""
+        is_taken = not self.job.arrived and not self.has_state
+        return self.state_tier is not None or (self.job.done and is_taken)
+
+    @property
+    def has_state(self) -> bool:
+        """True if its state has arrived, and all blocks before that."""
+        state = self.job.state
+        if state is None or state.block is None:
+            return False
+        return self.job.num_loaded == self.job.count
+
+    @property
+    def position(self) -> int:
+        """The tokens before its state; 0 without a state."""
+        state = self.job.state
+        return state.found.position if state is not None and state.found is not None else 0
+
+    @property
+    def state_name(self) -> BlockHash | None:
+        """The name of the state that was written to the pool."""
+        state = self.job.state if self.state_tier is not None else None
+        return state.found.name if state is not None and state.found is not None else None
 
     def segments(self, block_size: int) -> list[tuple[str, range]]:
         """Return the ranges of tokens that it has written to the pool, with their tiers."""
+        if self.state_tier is not None:
+            return [(self.state_tier, range(self.start, self.position))]
         segments, start = [], self.next - len(self.written)
         for tier, blocks in itertools.groupby(self.written):
             stop = start + len(list(blocks))
@@ -249,7 +288,7 @@ class Loads:
     """The current loads; a `Limit` of the engine's scheduler.
 
     waiting: the load that each request waits for. before_writing: called when a load has taken
-    blocks, before it overwrites them.
+    blocks, before it overwrites them. states: None for a model without recurrent layers.
     """
 
     def __init__(
@@ -257,17 +296,19 @@ class Loads:
         manager: KVCacheManager,
         payload: BlockPayload,
         loader: Loader,
-        choose: Callable[[int], int],
+        choose: Callable[[int, int], int],
         before_writing: Callable[[Request, list[LoadedBlock]], None],
+        states: StateStores | None = None,
     ) -> None:
         self._manager = manager
         self._payload = payload
         self._loader = loader
         self._choose = choose
         self._before_writing = before_writing
+        self._states = states
         self._loads: dict[BlockHash, Load] = {}
         self.waiting: dict[Request, Load] = {}
-        self._tried: dict[Request, int] = {}  # blocks hit by a preempted request at its last load
+        self._tried: dict[Request, int] = {}  # tokens hit by a preempted request at its last load
 
     @property
     def are_under_way(self) -> bool:
@@ -289,14 +330,42 @@ class Loads:
         if not request.reads_cache or most == 0:
             return None
         computed = self._manager.get_computed_blocks(sequence)
+        if computed.writer is not None:
+            return None
+        if self._states is not None:
+            return self._begin_state(request, num_tokens, computed)
         first = len(computed.blocks)
-        if first >= most or computed.writer is not None:
+        if first >= most:
             return None
         names = self._manager.block_hashes(sequence)[first:most]
         load = self._loads.get(names[0])
         if load is None or len(load.job.names) < len(names):
-            job = self._loader.start(names, self._choose)
-            load = self._loads[names[0]] = Load(request, first, job)
+            size = self._payload.nbytes
+            job = self._loader.start(names, lambda count: self._choose(count, count * size))
+            load = self._loads[names[0]] = Load(request, names[0], computed, job)
+        return load
+
+    def _begin_state(
+        self, request: Request, num_tokens: int, computed: ComputedBlocks
+    ) -> Load | None:
+        """Look for a deeper state than the pool's; return None if there can be none."""
+        states, pool, size = self._states, self._manager.states, self._manager.block_size
+        assert states is not None and pool is not None
+        if computed.num_tokens >= num_tokens or pool.num_slots == 1:
+            return None
+        hashes = self._manager.block_hashes(request.sequence)[: num_tokens // size]
+        load = self._loads.get(hashes[-1])
+        if load is None:
+            has_tail = states.payload.has_tail
+            search = search_states(computed, num_tokens, hashes, size, has_tail=has_tail)
+
+            def choose(num_saved: int) -> int:
+                count = search.found.num_blocks if search.found is not None else 0
+                nbytes = states.payload.nbytes + count * self._payload.nbytes
+                return self._choose(num_saved, nbytes)
+
+            job = self._loader.start(hashes[len(computed.blocks) :], choose, search)
+            load = self._loads[hashes[-1]] = Load(request, hashes[-1], computed, job)
         return load
 
     # As a limit
@@ -322,7 +391,7 @@ class Loads:
         if manager.is_known(sequence):
             return False  # it runs
         computed = manager.get_computed_blocks(sequence)
-        hit = len(computed.blocks)
+        hit = computed.num_tokens
         if self._tried.get(request, hit + 1) <= hit or not manager.can_admit(computed):
             return False
         load = self._begin(request, min(request.num_read, len(sequence.token_ids) - 1))
@@ -351,12 +420,12 @@ class Loads:
     # Between two steps
 
     def take_in(self) -> Counter[str]:
-        """Write arrived blocks to the pool; return their number by tier. The caller commits."""
+        """Write what arrived to the pool; return its tokens by tier. The caller commits."""
         written: Counter[str] = Counter()
         preferred: LoadJob | None = None
         for load in list(dict.fromkeys(self.waiting.values())):
             if load.is_wanted and self._can_take_in(load):
-                written.update(block.tier for block in self._insert(load))
+                self._insert(load, written)
                 preferred = preferred or load.job
         self._loader.prefer(preferred)
         return written
@@ -372,21 +441,49 @@ class Loads:
             self._end(load)
         return ended
 
-    def _insert(self, load: Load) -> list[LoadedBlock]:
-        """Write the arrived blocks of a load to the pool; return them."""
-        if not load.job.arrived:
-            return []
+    def _insert(self, load: Load, written: Counter[str]) -> None:
+        """Write what has arrived of a load to the pool; count its tokens by tier."""
+        has_state = load.has_state  # and so all blocks, before these are taken
+        if not load.job.arrived and not has_state:
+            return
         blocks = self._take_slots(load, self._loader.take(load.job, len(load.job.names)))
-        if not blocks:
-            return []
+        state = self._take_state(load, len(blocks)) if has_state else None
+        if not blocks and state is None:
+            return
         assert load.sequence is not None
         self._before_writing(load.request, blocks)
-        ids = load.sequence.block_table()[load.next : load.next + len(blocks)]
-        payloads = [block.payload for block in blocks]
-        self._payload.write(load.sequence, load.next, ids, payloads)
+        table = load.sequence.block_table()
+        if blocks:
+            ids = table[load.next : load.next + len(blocks)]
+            payloads = [block.payload for block in blocks]
+            self._payload.write(load.sequence, load.next, ids, payloads)
         load.next += len(blocks)
         load.written += [block.tier for block in blocks]
-        return blocks
+        for block in blocks:
+            is_counted = load.job.state is None  # otherwise its state is
+            written[block.tier] += self._manager.block_size if is_counted else 0
+        if state is not None:
+            self._write_state(load, load.sequence, state)
+            written[state.tier] += load.position - load.start
+
+    def _take_state(self, load: Load, num_blocks: int) -> LoadedBlock | None:
+        """Take slots for the last tokens before a state, and the state; None if that is not so."""
+        depth, rows = divmod(load.position, self._manager.block_size)
+        if not load.has_state or load.sequence is None or load.next + num_blocks != depth:
+            return None  # it was canceled
+        if rows and not self._manager.append_slots(load.sequence, rows):
+            self._loader.cancel(load.job)
+        return self._loader.take_state(load.job)
+
+    def _write_state(self, load: Load, sequence: TokenSequence, state: LoadedBlock) -> None:
+        """Write a state into the slot of a load's sequence, and the K/V of its last tokens."""
+        pool = self._manager.states
+        assert self._states is not None and pool is not None
+        depth, rows = divmod(load.position, self._manager.block_size)
+        block_id = sequence.block_table()[depth] if rows else None
+        self._states.payload.write(pool.of(sequence).slot, block_id, state.payload)
+        pool.load(sequence, is_saved=state.tier == self._states.stores[0].tier)
+        load.state_tier = state.tier
 
     def _can_take_in(self, load: Load) -> bool:
         """Return True if blocks of a load can be written to the pool.
@@ -396,7 +493,7 @@ class Loads:
         """
         if load.sequence is not None:
             return True
-        if not (load.job.arrived or load.job.count):
+        if not (load.job.arrived or load.job.has_work):
             return False
         if any(other.sequence is not None for other in self.waiting.values()):
             return False
@@ -405,7 +502,10 @@ class Loads:
         return not load.lacks_space
 
     def _take_slots(self, load: Load, blocks: list[LoadedBlock]) -> list[LoadedBlock]:
-        """Take slots for arrived blocks; return those that the pool lacks, none without space."""
+        """Take slots for arrived blocks; return those that the pool lacks, none without space.
+
+        A load with a state holds all blocks before it. The pool may have some or all of them.
+        """
         size = self._manager.block_size
         if load.sequence is None:
             wanted = load.request.sequence
@@ -420,25 +520,47 @@ class Loads:
                 public=wanted.public,
             )
             sequence.is_counted = False  # the waiting request is counted instead
+            sequence.is_loaded = True
             computed = self._manager.get_computed_blocks(sequence)
             load.next = len(computed.blocks)
+            if load.job.state is not None:
+                load.next = min(load.next, load.position // size)
             blocks = blocks[load.next - load.first :] if load.next >= load.first else []
             computed = computed.cut(load.next, size)
-            is_new = computed.writer is None and blocks
-            if is_new and self._manager.allocate_slots(sequence, len(blocks) * size, computed):
+            is_wanted = blocks if load.job.state is None else self._needs_state(load)
+            if is_wanted and self._manager.allocate_slots(sequence, len(blocks) * size, computed):
                 return blocks
-        elif self._manager.append_slots(load.sequence, len(blocks) * size):
+        elif not blocks or self._manager.append_slots(load.sequence, len(blocks) * size):
             return blocks
         self._loader.cancel(load.job)
         return []
 
+    def _needs_state(self, load: Load) -> bool:
+        """Return True if the pool has all blocks before those of a load, and no state as deep."""
+        computed = self._manager.get_computed_blocks(load.request.sequence)
+        return load.next >= load.first and computed.num_tokens < load.position
+
+    def _leave_checkpoint(self, load: Load) -> None:
+        """Have the requests leave a checkpoint where the blocks of the stores end without a state.
+
+        The next prompt that branches off there finds it.
+        """
+        state = load.job.state
+        if state is None or self._states is None or not load.job.done:
+            return
+        end = (load.first + state.num_stored) * self._manager.block_size
+        if end - load.position >= self._states.min_gain:
+            for request in load.requests:
+                request.sequence.forks = (*request.sequence.forks, end)
+
     def _end(self, load: Load) -> None:
         """End a load: release its blocks and its waiting requests."""
+        self._leave_checkpoint(load)
         self._loader.cancel(load.job)
         if load.sequence is not None and self._manager.is_known(load.sequence):
             self._manager.free(load.sequence)
-        if self._loads.get(load.job.names[0]) is load:
-            del self._loads[load.job.names[0]]
+        if self._loads.get(load.key) is load:
+            del self._loads[load.key]
         for request in load.requests:
             if self.waiting.get(request) is load:
                 del self.waiting[request]

@@ -12,6 +12,7 @@ from headstart.engine.image_cache import ImageLoads
 from headstart.engine.request import Request
 from headstart.engine.step import Batch
 from headstart.engine.tiering.loads import BlockPayload, BlockText, ComputeRate, Loads, Offers
+from headstart.engine.tiering.states import StateOffers, StateStores
 from headstart.errors import TierError
 from headstart.machine import return_freed_memory
 from headstart.tiers import (
@@ -51,6 +52,7 @@ class TierStats:
     loaded_tokens: Counter[str] = field(default_factory=Counter)
     declined_tokens: int = 0
     saved_blocks: int = 0
+    saved_states: int = 0
     dropped_blocks: int = 0
     late_answers: int = 0
     unsaved_blocks: Counter[str] = field(default_factory=Counter)
@@ -61,8 +63,9 @@ class Tiers:
     """The tiers of one engine, which calls these methods in its thread.
 
     kv, objects: the stores of K/V and of objects such as image embeddings, one for each tier,
-    nearest first. text: returns the text stored with K/V; None to store no text. queue_bytes: limit
-    of each queue: blocks to save, objects to save, blocks to take in. saver: saves the blocks.
+    nearest first. text: returns the text stored with K/V; None to store no text. states: the stores
+    of recurrent states; None for a model without. queue_bytes: limit of each queue: blocks, objects
+    and states to save, blocks to take in. saver: saves the blocks.
     """
 
     def __init__(
@@ -72,28 +75,41 @@ class Tiers:
         kv: Sequence[BlockStore],
         objects: Sequence[BlockStore],
         text: BlockText | None,
+        states: StateStores | None = None,
     ) -> None:
         self._faults = Faults("kept prefixes")
         self._tiers = [GuardedStore(store) for store in kv]
         self._object_tiers = [GuardedStore(store) for store in objects]
-        self._stores = [*self._tiers, *self._object_tiers]
+        self._state_tiers = [GuardedStore(store) for store in states.stores] if states else []
+        self._stores = [*self._tiers, *self._object_tiers, *self._state_tiers]
         self._chain = StoreChain(self._tiers)
         self._manager = manager
         self._payload = payload
         self._stats = TierStats()
         self._rate = ComputeRate()
         self.queue_bytes = self.bound_queue(manager.config.num_blocks * payload.nbytes)
-        self.saver, self._object_saver = self._savers = [
-            Saver(chain, self.queue_bytes, self._faults, return_freed_memory)
-            for chain in (self._chain, StoreChain(self._object_tiers))
+        chains = [self._chain, StoreChain(self._object_tiers)]
+        chains += [StoreChain(self._state_tiers)] if states is not None else []
+        self._savers = [
+            Saver(chain, self.queue_bytes, self._faults, return_freed_memory) for chain in chains
         ]
-        self._loader = Loader(self._chain, self.queue_bytes, self._compute_seconds, self._faults)
+        self.saver, self._object_saver, *state_savers = self._savers
+        self._loader = Loader(
+            *(self._chain, self.queue_bytes, self._compute_seconds, self._faults),
+            states=chains[2] if states is not None else None,
+        )
         self._calls = Worker("headstart-calls", self._faults, "a call failed")
         self.image_loads = ImageLoads(
             ObjectStore(self._object_tiers, self._object_saver), self._faults
         )
         self._offers = Offers(manager, payload, self.saver, self._rate, text)
-        self.loads = Loads(manager, payload, self._loader, self._choose, self._take_slots)
+        self._state_saver = state_savers[0] if state_savers else None
+        self._state_offers: StateOffers | None = None
+        if states is not None and self._state_saver is not None:
+            self._state_offers = StateOffers(
+                manager, states.payload, self._state_saver, states.min_gain, self._token_seconds
+            )
+        self.loads = Loads(manager, payload, self._loader, self._choose, self._take_slots, states)
         self._began = 0.0  # start of the current step
         self._times_declined = 0
         self._until: float | None = (
@@ -110,6 +126,7 @@ class Tiers:
         """The current counts."""
         stats = self._stats
         stats.saved_blocks = self.saver.num_saved
+        stats.saved_states = self._state_saver.num_saved if self._state_saver is not None else 0
         stats.dropped_blocks = self._offers.num_dropped
         stats.unsaved_blocks, stats.faults = Counter(), Counter()
         for store in self._stores:
@@ -126,10 +143,9 @@ class Tiers:
         """True if a request waits for blocks or images from the store."""
         return self.loads.are_under_way or self.image_loads.are_under_way
 
-    def _choose(self, num_stored: int) -> int:
+    def _choose(self, num_stored: int, nbytes: int) -> int:
         """Return how many of the stored blocks to load: all, or 0 if computing is faster."""
         tokens = num_stored * self._manager.block_size
-        nbytes = num_stored * self._payload.nbytes
         if is_worth_loading(tokens, nbytes, self._compute_rate, self._loader.rate):
             return num_stored
         self._times_declined += 1
@@ -144,6 +160,9 @@ class Tiers:
         if self._rate.value is None and (seconds := self._chain.block_seconds):
             return self._manager.block_size / seconds
         return self._rate.value
+
+    def _token_seconds(self, tokens: int) -> float:
+        return tokens / self._rate.value if self._rate.value else 0.0
 
     def _compute_seconds(self, blocks: int) -> float:
         return blocks * self._manager.block_size / (self._compute_rate or _SLOWEST)
@@ -167,14 +186,16 @@ class Tiers:
         if written := self.loads.take_in():
             self._manager.commit_step()
             self._offers.commit()
-            for tier, count in written.items():
-                self._stats.loaded_tokens[tier] += count * self._manager.block_size
+            for tier, tokens in written.items():
+                self._stats.loaded_tokens[tier] += tokens
         self._end_loads()
 
     def _end_loads(self) -> None:
         """End the loads that are complete, or that no request waits for."""
         for load in self.loads.end_done():
             self.saver.touch(load.job.names[: load.next - load.first])
+            if self._state_saver is not None and load.state_name is not None:
+                self._state_saver.touch([load.state_name])
             segments = load.segments(self._manager.block_size)
             for request in load.requests:
                 if not request.num_preemptions:  # the first admission counts
@@ -183,7 +204,16 @@ class Tiers:
     def _take_slots(self, request: Request, blocks: list[LoadedBlock]) -> None:
         """Note the blocks that a load took; blocks of farther tiers are saved in the nearest."""
         is_saved = all(block.tier == self._tiers[0].tier for block in blocks)
-        self._offers.note(_wall_time(request.group.arrival_time), is_saved=is_saved)
+        self._note(_wall_time(request.group.arrival_time), is_saved=is_saved)
+
+    def _note(self, requested_at: float, *, is_saved: bool = False) -> None:
+        """Offer what is about to be overwritten, and note new blocks; see `Offers.note`."""
+        self._offer_states(requested_at)
+        self._offers.note(requested_at, is_saved=is_saved)
+
+    def _offer_states(self, requested_at: float | None = None) -> None:
+        if self._state_offers is not None:
+            self._state_offers.offer(requested_at)
 
     def wait(self) -> bool:
         """Wait a moment for a load, when nothing can run; return False if there is no load."""
@@ -199,13 +229,14 @@ class Tiers:
         """Note that a step is scheduled. Call before it writes."""
         self._began = time.perf_counter()
         self._rest(self._payload.on_cpu)
-        self._offers.note(_wall_time(min(p.request.group.arrival_time for p in batch.scheduled)))
+        self._note(_wall_time(min(p.request.group.arrival_time for p in batch.scheduled)))
 
     def committed(self, batch: Batch, *, is_last: bool) -> None:
         """Note that a step is committed. is_last: no request is left."""
         self._rate.add(batch.num_tokens, time.perf_counter() - self._began)
         with suppress(MemoryError, RuntimeError):  # no memory: the blocks are offered again later
             self._offers.commit()
+            self._offer_states()
         if is_last:
             self.idle()
 
@@ -214,6 +245,7 @@ class Tiers:
         self._end_loads()
         with suppress(MemoryError, RuntimeError):  # no memory: the blocks are offered again later
             self._offers.flush()
+            self._offer_states()
         self._rest(False)
 
     def _rest(self, on: bool) -> None:
@@ -247,6 +279,7 @@ class Tiers:
     def flush(self, timeout: float) -> bool:
         """Save all written blocks; return False if that takes longer than `timeout` seconds."""
         self._offers.flush()
+        self._offer_states()
         return all(saver.flush(timeout) for saver in self._savers)
 
     def close(self) -> None:
@@ -255,6 +288,7 @@ class Tiers:
             self._until = time.monotonic() + _LAST_SAVES
         self.loads.end_all()
         self._offers.flush()
+        self._offer_states()
         closes = [saver.close for saver in self._savers]
         closes += [self._loader.close, self.image_loads.close, self._calls.close]
         for close in closes + [store.close for store in self._stores]:

@@ -1,0 +1,170 @@
+"""Checkpoints of recurrent states in tiers.
+
+A checkpoint is stored as a record of its own in a store of states. Its name is a hash over that of
+its last full block, which covers all before it, and the tokens after that block. Its bytes are the
+states, followed by the K/V of those tokens, since K/V are stored in full blocks alone.
+
+Stored are the last checkpoints of a prompt and of a reply, those at marks and forks, and the last
+regular one of a prompt, if it is `min_gain` tokens after the one stored before it on its path. They
+are offered when the K/V of their last tokens can be read: once these fill a block, or their request
+ends.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headstart.attention import PagedKVMemory, StateMemory
+from headstart.cache import (
+    BlockHash,
+    BlockKey,
+    Checkpoint,
+    ComputedBlocks,
+    KVCacheManager,
+    StatePool,
+)
+from headstart.tiers import BlockStore, ModelRecord, Saver, StateName, StateSearch, StoredBlock
+
+
+class StatePayload:
+    """Bytes of checkpoints, to read and write: of a slot, and of a block.
+
+    has_tail: with the K/V of tokens after the last full block. Without, only checkpoints at block
+    borders are stored.
+    """
+
+    def __init__(self, kv: PagedKVMemory, states: StateMemory, *, has_tail: bool) -> None:
+        self.has_tail = has_tail
+        self._kv = kv
+        self._states = states
+        self._state_bytes = states.bytes_per_slot(states.layouts)
+        self.nbytes = self._state_bytes + kv.block_bytes * has_tail
+        """Bytes of one checkpoint."""
+
+    def record(self, model: ModelRecord) -> ModelRecord:
+        """Return the record of the states of a model, whose fingerprint covers their layouts."""
+        fingerprint = hashlib.sha256(f"states, {model.fingerprint}".encode()).hexdigest()
+        title = f"{model.title.removesuffix(')')}, states)"
+        return ModelRecord(fingerprint, title, 1, self.nbytes)
+
+    def read(self, slot: int, block_id: int | None) -> memoryview:
+        """Return a copy of a slot and a block; the block is None for a checkpoint at a border."""
+        data = np.zeros(self.nbytes, dtype=np.uint8)
+        data[: self._state_bytes] = self._states.read_slot(slot).numpy()
+        if block_id is not None:
+            data[self._state_bytes :] = self._kv.read_blocks([block_id]).numpy()[0]
+        return data.data
+
+    def write(self, slot: int, block_id: int | None, data: memoryview) -> None:
+        """Write a slot and a block, as `read` returned them."""
+        self._states.write_slot(slot, data[: self._state_bytes])
+        if block_id is not None:
+            self._kv.write_blocks([block_id], [data[self._state_bytes :]])
+
+
+@dataclass(frozen=True)
+class StateStores:
+    """The stores of checkpoints, nearest first, and what they store; see `StateOffers`."""
+
+    payload: StatePayload
+    stores: Sequence[BlockStore]
+    min_gain: int
+
+
+def name_state(parent: BlockHash, tail: BlockKey) -> BlockHash:
+    """Return the name of a checkpoint, by the hash of its last full block and the key after it."""
+    return BlockHash(hashlib.sha256(b"headstart/state/1" + parent + tail).digest())
+
+
+class StateOffers:
+    """Checkpoints that the stores do not have, passed to their saver.
+
+    min_gain: the least number of tokens since the checkpoint stored before. seconds_of: returns the
+    seconds to compute so many tokens.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        payload: StatePayload,
+        saver: Saver,
+        min_gain: int,
+        seconds_of: Callable[[int], float],
+    ) -> None:
+        assert manager.states is not None
+        self._manager = manager
+        self._pool: StatePool = manager.states
+        self._payload = payload
+        self._saver = saver
+        self._min_gain = min_gain
+        self._seconds_of = seconds_of
+        self._requested_at = 0.0
+
+    def offer(self, requested_at: float | None = None) -> None:
+        """Offer the checkpoints that can be read, while the saver has room.
+
+        requested_at: when the oldest request of the next step came, in seconds since 1970. Call
+        before the step writes anything.
+        """
+        for checkpoint in list(self._pool.unsaved):
+            if not self._is_worth_saving(checkpoint):
+                del self._pool.unsaved[checkpoint]
+                continue
+            if not self._saver.has_space(self._payload.nbytes):
+                break
+            self._offer(checkpoint)
+        if requested_at is not None:
+            self._requested_at = requested_at
+
+    def _is_worth_saving(self, checkpoint: Checkpoint) -> bool:
+        has_place = self._payload.has_tail or not checkpoint.key
+        return has_place and self._pool.saved_gain(checkpoint) >= self._min_gain
+
+    def _offer(self, checkpoint: Checkpoint) -> None:
+        """Offer a checkpoint, unless the K/V of its last tokens are of no block yet."""
+        tail = self._manager.find_tail(checkpoint)
+        if (checkpoint.key and tail is None) or checkpoint.node is None:
+            return
+        parent = self._manager.hasher.of_node(checkpoint.node)
+        block = StoredBlock(
+            name_state(parent, checkpoint.key),
+            parent,
+            checkpoint.position,
+            self._seconds_of(self._pool.saved_gain(checkpoint)),
+            self._requested_at,
+            self._payload.read(checkpoint.slot, tail.block_id if tail is not None else None),
+        )
+        if self._saver.offer([block]):
+            checkpoint.is_saved = True
+            del self._pool.unsaved[checkpoint]
+
+
+def search_states(
+    computed: ComputedBlocks,
+    num_tokens: int,
+    hashes: Sequence[BlockHash],
+    block_size: int,
+    *,
+    has_tail: bool,
+) -> StateSearch:
+    """Return the search for states of the first `num_tokens` that are deeper than the pool's.
+
+    computed: the lookup in the pool. hashes: of all full blocks of the sequence.
+    """
+    sequence, size = computed.sequence, block_size
+    start, first = computed.num_tokens, len(computed.blocks)
+
+    def candidates(num_stored: int) -> Iterator[StateName]:
+        """Run in the thread of lookups, while the sequence waits and gets no tokens."""
+        deepest = min(num_tokens, (first + num_stored + 1) * size - 1)
+        for position in range(deepest, max(start, size - 1), -1):
+            depth, rows = divmod(position, size)
+            if rows and not has_tail:
+                continue
+            tail = sequence.cut_partial(position, size) if rows else BlockKey(b"")
+            name = name_state(hashes[depth - 1], tail)
+            yield StateName(name, position, max(0, depth - first))
+
+    return StateSearch(candidates, lambda state: -(-(state.position - start) // size))

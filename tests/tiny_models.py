@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 from transformers import (
+    BambaConfig,
     Cohere2Config,
     DeepseekV3Config,
+    FalconH1Config,
+    FalconMambaConfig,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -25,21 +28,31 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
+    JambaConfig,
+    KimiLinearConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
+    Mamba2Config,
+    MambaConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
+    OlmoHybridConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
     Starcoder2Config,
+    Zamba2Config,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -47,6 +60,7 @@ from tests.tiny_tokenizers import TINY_TOKENIZERS
 
 __all__ = [
     "HYBRIDS",
+    "RECURRENT",
     "TINY",
     "VOCABULARY",
     "save_chatting",
@@ -75,6 +89,36 @@ _BASE: dict[str, Any] = {
 _HEAD = {"head_dim": 16}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _THREE = ["sliding_attention", "sliding_attention", "full_attention"]
+_LINEAR = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+_MROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    }
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_chunk_size": 8}
+_PURE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_QWEN_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
 _EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 
 _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -153,22 +197,14 @@ _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_5_text": lambda: Qwen3_5TextConfig(
         **_BASE,
         **_HEAD,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        **_LINEAR,
         rms_norm_eps=0.01,  # else norms of outputs near zero enlarge every rounding
-        linear_num_key_heads=2,
-        linear_num_value_heads=6,
-        linear_key_head_dim=8,
-        linear_value_head_dim=12,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10_000.0,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [2, 1, 1],
-        },
+        **_DELTA,
+        **_MROPE,
     ),
     "granitemoehybrid": lambda: GraniteMoeHybridConfig(
         **_BASE,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        **_LINEAR,
         num_local_experts=0,
         shared_intermediate_size=72,
         mamba_n_heads=8,
@@ -195,6 +231,84 @@ _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         topk_group=1,
         first_k_dense_replace=1,
     ),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **_BASE, **_HEAD, **_LINEAR, **_DELTA, **_QWEN_EXPERTS, rms_norm_eps=0.01
+    ),
+    "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(
+        **_BASE, **_HEAD, **_LINEAR, **_DELTA, **_QWEN_EXPERTS, rms_norm_eps=0.01, **_MROPE
+    ),
+    "granitemoehybrid_moe": lambda: GraniteMoeHybridConfig(
+        **_BASE, **_LINEAR, **_EXPERTS, **_MAMBA, shared_intermediate_size=64
+    ),
+    "bamba": lambda: BambaConfig(**_BASE, **_MAMBA, attn_layer_indices=[1]),
+    "falcon_h1": lambda: FalconH1Config(**_BASE, **_MAMBA, mamba_d_ssm=96, mamba_d_head=12),
+    "nemotron_h": lambda: NemotronHConfig(
+        **_BASE,
+        **_HEAD,
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        mamba_num_heads=8,
+        mamba_head_dim=12,
+        n_groups=2,
+        ssm_state_size=10,
+        chunk_size=8,
+        time_step_min=0.6,  # more than many steps would have without it
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=24,
+        n_group=1,
+        topk_group=1,
+    ),
+    "jamba": lambda: JambaConfig(
+        **_BASE,
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=4,
+        mamba_d_state=6,
+        mamba_dt_rank=5,
+    ),
+    "zamba2": lambda: Zamba2Config(
+        **{**_BASE, "num_hidden_layers": 5},
+        layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"],
+        mamba_ngroups=2,
+        n_mamba_heads=8,
+        mamba_d_state=10,
+        chunk_size=8,
+        time_step_min=0.6,
+        num_mem_blocks=2,
+        adapter_rank=4,
+        use_mem_rope=True,
+    ),
+    "olmo_hybrid": lambda: OlmoHybridConfig(**_BASE, **_LINEAR, **_DELTA, rms_norm_eps=0.01),
+    "kimi_linear": lambda: KimiLinearConfig(
+        **{**_BASE, "num_key_value_heads": 6},
+        **_LINEAR,
+        q_lora_rank=None,
+        kv_lora_rank=12,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=8,
+        v_head_dim=14,
+        moe_intermediate_size=24,
+        num_local_experts=4,
+        num_experts_per_token=2,
+        linear_attn_config={"head_dim": 8, "num_heads": 6, "short_conv_kernel_size": 4},
+        rms_norm_eps=0.01,
+    ),
+    "lfm2_moe": lambda: Lfm2MoeConfig(
+        **_BASE,
+        layer_types=["conv", "full_attention", "conv"],
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_dense_layers=1,
+    ),
+    "mamba": lambda: MambaConfig(**_PURE, state_size=6),
+    "mamba2": lambda: Mamba2Config(
+        **_PURE, state_size=10, num_heads=8, head_dim=12, n_groups=2, chunk_size=8
+    ),
+    "falcon_mamba": lambda: FalconMambaConfig(**_PURE, state_size=6),
 }
 
 
@@ -227,12 +341,35 @@ def _builder(name: str) -> Callable[[], PreTrainedModel]:
 
 
 HYBRIDS = ("lfm2", "qwen3_5_text", "granitemoehybrid")
-"""Models with recurrent layers, which transformers' modules do not run here."""
+"""Models with recurrent layers in headstart's modules."""
 
-_NORMED = (*HYBRIDS, "gemma4_text", "gemma4_unified_text")  # whose norms are not all alike
+RECURRENT = (
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "granitemoehybrid_moe",
+    "bamba",
+    "falcon_h1",
+    "nemotron_h",
+    "jamba",
+    "zamba2",
+    "olmo_hybrid",
+    "kimi_linear",
+    "lfm2_moe",
+    "mamba",
+    "mamba2",
+    "falcon_mamba",
+)
+"""Models with recurrent layers in transformers' modules."""
+
+_NORMED = (
+    *HYBRIDS,
+    *RECURRENT,
+    "gemma4_text",
+    "gemma4_unified_text",
+)  # whose norms are not all alike
 
 TINY: dict[str, Callable[[], PreTrainedModel]] = {
-    name: _builder(name) for name in _CONFIGS if name not in HYBRIDS
+    name: _builder(name) for name in _CONFIGS if name not in {*HYBRIDS, *RECURRENT}
 }
 """Models with attention in every layer."""
 

@@ -40,8 +40,36 @@ AttentionFunction = Callable[[LayerCall], Tensor]
 """Returns `[1, tokens, query_heads, value_dim]`."""
 
 
-def attend_with(backend: AttentionBackend) -> AttentionFunction:
+class CallOrder:
+    """The number of a layer by the order of the calls of attention in a pass.
+
+    A layer's `layer_idx` also counts layers without attention, and is missing in a module that is
+    part of several layers (Zamba2).
+    """
+
+    def __init__(self) -> None:
+        self._calls = itertools.count()
+
+    def begin_pass(self, *_: object) -> None:
+        """Count from 0 again; can be a module's forward hook."""
+        self._calls = itertools.count()
+
+    def __call__(self, call: LayerCall) -> int:
+        return next(self._calls)
+
+
+def number_in_model(call: LayerCall) -> int:
+    """Return the number of a layer in a model whose layers all have attention."""
+    number: int = call.layer.layer_idx
+    return number
+
+
+def attend_with(
+    backend: AttentionBackend, number: Callable[[LayerCall], int] = number_in_model
+) -> AttentionFunction:
     """Return the function that passes a layer's call on to a backend whose step has begun.
+
+    number: returns the number of the layer in the backend's memory.
 
     transformers holds the function for ever, so it holds the backend weakly: otherwise the
     backend's K/V memory would never be freed.
@@ -58,7 +86,7 @@ def attend_with(backend: AttentionBackend) -> AttentionFunction:
                 f"({type(call.mask).__name__}), which paged attention does not support"
             )
         query, key, value = (part[0].transpose(0, 1) for part in (call.query, call.key, call.value))
-        out = backend.attend(call.layer.layer_idx, query, key, value, read_options(call))
+        out = backend.attend(number(call), query, key, value, read_options(call))
         return out.unsqueeze(0)
 
     return attend

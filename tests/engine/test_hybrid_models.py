@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from headstart import LLM, SamplingParams
-from tests.tiny_models import HYBRIDS, save_tiny, tiny_config, tiny_model
+from tests.tiny_models import HYBRIDS, RECURRENT, save_tiny, tiny_config, tiny_model
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
 TEXT = torch.randint(3, 131, (150,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", (*HYBRIDS, *RECURRENT))
 def test_answers_after_hits(name: str, deterministic: bool, tmp_path: Path) -> None:
     reference = tiny_model(tiny_config(name))
     reference.set_attn_implementation("eager")

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.attention import LayerLayout, PagedKVMemory, Span, StepPlan, make_backend
+from headstart.attention import PagedKVMemory, Span, StepPlan, make_backend
 from headstart.attention.memory import StateMemory
 from headstart.attention.recurrent import Recurrence
 from headstart.models.decoder import DecoderModel
 from headstart.models.transformers_backend.decoder import TransformersDecoder
-from headstart.models.transformers_backend.probe import probe_model
+from headstart.models.transformers_backend.probe import ProbedLayers, probe_model
 
 BLOCK = 4
 
 
-_passed: dict[Hashable, tuple[LayerLayout, ...]] = {}
+_passed: dict[Hashable, ProbedLayers] = {}
 
 
-def _layouts(model: PreTrainedModel) -> tuple[LayerLayout, ...]:
+def _layers(model: PreTrainedModel) -> ProbedLayers:
     """`probe_model` of the model, or its result for the same modules, settings and weights."""
     digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
     for name, tensor in model.state_dict().items():
@@ -73,7 +73,8 @@ class Paged:
         if isinstance(model, DecoderModel):
             self.decoder = model
         else:
-            self.decoder = TransformersDecoder(model, _layouts(model))
+            layers = _layers(model)
+            self.decoder = TransformersDecoder(model, layers.layouts, mixers=layers.mixers)
         dtype = kv_dtype or self.decoder.dtype
         self.memory = PagedKVMemory(
             self.decoder.layouts, num_blocks, BLOCK, dtype, self.decoder.device

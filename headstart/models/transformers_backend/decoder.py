@@ -9,26 +9,41 @@ costs time only for the further rows.
 
 import hashlib
 import weakref
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from headstart.attention.backend import AttentionBackend, LayerLayout
 from headstart.attention.memory import StateMemory
-from headstart.attention.register import attend_with, register, unregister
+from headstart.attention.register import (
+    CallOrder,
+    attend_with,
+    number_in_model,
+    register,
+    unregister,
+)
 from headstart.errors import UnsupportedModelError
 from headstart.models.config_values import context_length
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay, Widths
+from headstart.models.transformers_backend.recurrent import (
+    WITHOUT_ATTENTION,
+    MixerStates,
+    RecurrentMixer,
+    SequenceRows,
+)
 from headstart.weights.format import Linear
 
 _NAME = "headstart_all_rows"
 _ROWS = 16
 _CUTS = (1, 6, 11, 15)
+_ANY_LENGTH = 1 << 20  # tokens, for a model without positions
 
 
 def compute_all_rows(model: PreTrainedModel) -> str | None:
@@ -44,21 +59,35 @@ def compute_all_rows(model: PreTrainedModel) -> str | None:
     return str(earlier or "eager")
 
 
-def check_rows(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModelError` if rows have other bits when the rows behind them change."""
+def check_rows(model: PreTrainedModel, mixers: MixerStates | None = None) -> None:
+    """Raise `UnsupportedModelError` if rows have other bits when the rows behind them change.
+
+    Recurrent layers compute a second block too, from the states after the first.
+    """
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = torch.randint(0, vocabulary, (_ROWS,), generator=torch.Generator().manual_seed(0))
     places = torch.arange(_ROWS, device=model.device)
-    expected = forward_rows(model, tokens.to(model.device), places, places)
-    for cut in _CUTS:
-        padded = torch.where(torch.arange(_ROWS) < cut, tokens, 0).to(model.device)
-        logits = forward_rows(model, padded, places, places)
-        if not torch.equal(logits[:cut], expected[:cut]):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} gives a token other logits in their last bits when the "
-                "tokens behind it change, as layers of experts do that get other numbers of rows: "
-                "deterministic=True is not possible"
-            )
+
+    memory = None if mixers is None else mixers.make_memory(2)
+
+    def compute(block: Tensor, source: int, target: int) -> Tensor:
+        positions = places if takes_positions(model) else None
+        if mixers is None or memory is None:
+            return forward_rows(model, block.to(model.device), positions, places)
+        with mixers.running(memory, [SequenceRows(_ROWS, source, target)]):
+            return forward_rows(model, block.to(model.device), positions, places)
+
+    for source, target in ((-1, 0),) if mixers is None else ((-1, 0), (0, 1)):
+        expected = compute(tokens, source, target)
+        for cut in _CUTS:
+            padded = torch.where(torch.arange(_ROWS) < cut, tokens, 0)
+            logits = compute(padded, source, 1)
+            if not torch.equal(logits[:cut], expected[:cut]):
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} gives a token other logits in their last bits when "
+                    "the tokens behind it change, as layers of experts do that get other numbers "
+                    "of rows: deterministic=True is not possible"
+                )
 
 
 def _compute(experts: Any, hidden_states: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
@@ -87,11 +116,17 @@ class TransformersDecoder(DecoderModel):
         model: PreTrainedModel,
         layouts: tuple[LayerLayout, ...],
         folder: Path | None = None,
+        mixers: tuple[RecurrentMixer, ...] = (),
     ) -> None:
         super().__init__(layouts, folder)
         self.module, self.config = model, model.config
+        self.state_layouts = tuple(mixer.layout for mixer in mixers)
+        self._mixers = MixerStates(model, mixers) if mixers else None
+        self._takes_positions = takes_positions(model)
         self.dtype, self.device = model.dtype, model.device
-        self.max_model_len = context_length(model.config)
+        self.max_model_len = _ANY_LENGTH
+        if self._takes_positions:
+            self.max_model_len = context_length(model.config)
         self.takes_images = text_part(model) is not model
         head = model.get_output_embeddings()
         # An input embedding may have rows more, for padding.
@@ -106,11 +141,14 @@ class TransformersDecoder(DecoderModel):
         self.eos_token_ids: frozenset[int] = frozenset(eos or ())
         self._attention: str | None = None
         self._experts: str | None = None  # the implementation to return to
+        self._pass_hook: RemovableHandle | None = None
 
     def linear_widths(self) -> dict[str, Widths]:
         widths = {}
-        # Rows of single experts and of a vision tower are not tokens.
+        # Rows of single experts, of a vision tower and within mixers are not the batch's tokens.
         rows = {*text_part(self.module).modules(), self.module.get_output_embeddings()}
+        if self._mixers is not None:
+            rows -= self._mixers.modules()
         for name, module in self.module.named_modules():
             if module not in rows or ".experts." in name:
                 continue
@@ -126,17 +164,22 @@ class TransformersDecoder(DecoderModel):
         return fingerprint_memory(self.module)
 
     def attach(self, backend: AttentionBackend, states: StateMemory | None = None) -> None:
-        assert states is None, "its modules have no recurrent layers"
         self._release_backend()
-        self._attention = register(attend_with(backend))
+        part, number = text_part(self.module), number_in_model
+        if self._mixers is not None:
+            assert states is not None
+            self._mixers.attach(states)
+            number = order = CallOrder()
+            self._pass_hook = part.register_forward_pre_hook(order.begin_pass)
+        self._attention = register(attend_with(backend, number))
         weakref.finalize(self, unregister, self._attention)
-        text_part(self.module).set_attn_implementation(self._attention)
+        part.set_attn_implementation(self._attention)
 
     def fix_rows(self) -> None:
         self.detach()
         self._experts = compute_all_rows(text_part(self.module))
         if self.output_layer is not None:  # a stage of a pipeline computes its logits itself
-            check_rows(self.module)
+            check_rows(self.module, self._mixers)
 
     def detach(self) -> None:
         self._release_backend()
@@ -149,6 +192,11 @@ class TransformersDecoder(DecoderModel):
             text_part(self.module).set_attn_implementation("eager")
             unregister(self._attention)
             self._attention = None
+        if self._mixers is not None:
+            self._mixers.detach()
+        if self._pass_hook is not None:
+            self._pass_hook.remove()
+            self._pass_hook = None
 
     def forward(
         self,
@@ -157,7 +205,16 @@ class TransformersDecoder(DecoderModel):
         logit_rows: Tensor,
         embeddings: EmbeddingOverlay | None = None,
     ) -> Tensor:
-        return forward_rows(self.module, token_ids, positions, logit_rows, embeddings).float()
+        places = positions if self._takes_positions else None
+        return forward_rows(self.module, token_ids, places, logit_rows, embeddings).float()
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Return False for a model that has recurrent layers alone, and no positions (Mamba)."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if not kinds or not set(kinds) <= WITHOUT_ATTENTION:
+        return True
+    return "position_ids" in signature(model.forward).parameters
 
 
 def text_part(model: PreTrainedModel) -> PreTrainedModel:

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headstart.models.transformers_backend.decoder import forward_rows, rows_apart, text_part
+from headstart.models.transformers_backend.decoder import (
+    forward_rows,
+    rows_apart,
+    takes_positions,
+    text_part,
+)
 from headstart.native.pages import ReadyMemory
 from headstart.weights.bf16 import PackedWeight, can_pack, packed_bytes
 from headstart.weights.format import Embedding, Linear, WeightFormat, WeightKind
@@ -52,7 +57,8 @@ def _logits(model: PreTrainedModel) -> Tensor | None:
     """Return logits of a few tokens; None if the model does not run."""
     tokens = torch.arange(_PROMPT) % model.config.get_text_config().vocab_size
     try:
-        return forward_rows(model, tokens, torch.arange(_PROMPT), torch.arange(_PROMPT))
+        places = torch.arange(_PROMPT)
+        return forward_rows(model, tokens, places if takes_positions(model) else None, places)
     # The model misses a weight, works only with nn.Linear, or is one that the probe refuses later
     # with its reason.
     except Exception:
@@ -72,13 +78,29 @@ def _pack(model: PreTrainedModel, ready_memory: ReadyMemory | None) -> int:
                 if weight.dim() == 2:
                     users[id(weight)].append((parent, name))
                     weights[id(weight)] = weight
-    keys = [key for key, places in users.items() if _can_swap(weights[key], places)]
+    fixed = _find_fixed(model)
+    keys = [
+        key
+        for key, places in users.items()
+        if _can_swap(weights[key], places)
+        and fixed.isdisjoint(parent.get_submodule(name) for parent, name in places)
+    ]
     arena = Arena((packed_bytes(*weights[key].shape) for key in keys), ready_memory)
     size = sum(weights[key].nbytes for key in keys)
     for key in keys:
         _swap_weight(weights.pop(key), users.pop(key), arena)
     arena.close()
     return size
+
+
+def _find_fixed(model: PreTrainedModel) -> set[nn.Module]:
+    """Return the linear layers that stay plain, since other code reads their `weight`.
+
+    Mamba multiplies by that of `dt_proj` itself. Models without attention read the head's dtype.
+    """
+    fixed = {part for name, part in model.named_modules() if name.endswith(".dt_proj")}
+    head = model.get_output_embeddings()
+    return fixed if takes_positions(model) else {*fixed, head}
 
 
 def _can_swap(weight: Tensor, places: list[tuple[nn.Module, str]]) -> bool:
@@ -164,7 +186,8 @@ def quantize_linears(model: PreTrainedModel, kind: WeightKind) -> None:
     stacked weights of experts) stay as they are.
     """
     head, replaced_bytes = model.get_output_embeddings(), 0
-    if isinstance(head, nn.Linear) and _can_replace(head):
+    fixed = _find_fixed(model)
+    if isinstance(head, nn.Linear) and head not in fixed and _can_replace(head):
         replaced_bytes += head.weight.nbytes
         dtype, embedding = head.weight.dtype, model.get_input_embeddings()
         tied = type(embedding) is nn.Embedding and embedding.weight is head.weight
@@ -178,7 +201,9 @@ def quantize_linears(model: PreTrainedModel, kind: WeightKind) -> None:
                     setattr(parent, name, new[child])
     for parent in list(text_part(model).modules()):
         for child_name, child in list(parent.named_children()):
-            if child_name not in _ROUTERS and child is not head and _can_replace(child):
+            if child_name in _ROUTERS or child is head or child in fixed:
+                continue
+            if _can_replace(child):
                 assert isinstance(child, nn.Linear)
                 child_kind = kind_of_layer(child_name, kind, child.in_features, child.out_features)
                 matrix = quantize(child.weight, child.bias, child_kind, child.weight.dtype)

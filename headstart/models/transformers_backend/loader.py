@@ -342,7 +342,8 @@ def load_transformers(
             pack_linears(loaded, ready_memory)
         else:
             quantize_linears(loaded, weights)
-        decoder = TransformersDecoder(loaded, probe_once(loaded, files), folder)
+        layers = probe_once(loaded, files)
+        decoder = TransformersDecoder(loaded, layers.layouts, folder, layers.mixers)
         decoder.files = files
     if not decoder.has_its_files:
         raise DamagedModelError(f"the files in {folder} changed while they were read")

@@ -32,8 +32,10 @@ from headstart.attention.backend import LayerLayout, Span, StepPlan
 from headstart.attention.memory import PagedKVMemory
 from headstart.attention.register import (
     AttentionFunction,
+    CallOrder,
     LayerCall,
     attend_with,
+    number_in_model,
     read_options,
     register,
     unregister,
@@ -42,7 +44,21 @@ from headstart.attention.torch_ops import TorchAttention
 from headstart.errors import DamagedModelError, UnsupportedModelError
 from headstart.models.config_values import context_length
 from headstart.models.files import FileStamp
-from headstart.models.transformers_backend.decoder import forward_rows, rows_apart, text_part
+from headstart.models.transformers_backend.decoder import (
+    forward_rows,
+    rows_apart,
+    takes_positions,
+    text_part,
+)
+from headstart.models.transformers_backend.recurrent import (
+    RECURRENT_KINDS,
+    WITHOUT_ATTENTION,
+    MixerStates,
+    RecurrentMixer,
+    SequenceRows,
+    find_mixers,
+    has_recurrent_layers,
+)
 from headstart.weights.checkpoint import SAVED_SO
 from headstart.weights.format import Linear
 
@@ -90,8 +106,8 @@ _Recorded = list[tuple[str, Tensor]]
 class _CacheBehind(DynamicCache):
     """A cache that reports `length` tokens more than it holds."""
 
-    def __init__(self, length: int) -> None:
-        super().__init__()
+    def __init__(self, length: int, config: PreTrainedConfig) -> None:
+        super().__init__(config=config if has_recurrent_layers(config) else None)
         self._length = length
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -103,7 +119,7 @@ def check_far_positions(model: PreTrainedModel) -> None:
     last = context_length(model.config)
     first = max(0, last - _ROWS)
     without_cache = _run_at(model, first, last)
-    with_cache = _run_at(model, first, last, _CacheBehind(first))
+    with_cache = _run_at(model, first, last, _CacheBehind(first, _text_config(model)))
     name = type(model).__name__
     if [title for title, _ in without_cache] != [title for title, _ in with_cache]:
         raise UnsupportedModelError(
@@ -160,12 +176,12 @@ def _run_at(
     return [*recorded, ("the logits", output.logits[0])]
 
 
-_GOOD_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_GOOD_LAYERS = (
+    RECURRENT_KINDS | WITHOUT_ATTENTION | frozenset({"full_attention", "sliding_attention"})
+)
 _WHY_NOT = {
-    "linear_attention": "its state is one running sum, which cannot be divided into blocks",
-    "conv": "it has a window of hidden states in addition to K and V",
     "chunked_attention": "its context restarts at every chunk",
-    **dict.fromkeys(("hybrid", "hybrid_sliding"), "it has a recurrent state besides K and V"),
+    "indexed_attention": "it chooses the tokens that it sees by keys in addition to K and V",
 }
 
 # Cuts of the self-check's prompt and of the copies of its beginning: first the beginnings, then
@@ -191,12 +207,21 @@ def check_config(config: PreTrainedConfig) -> None:
     text = config.get_text_config()
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in _GOOD_LAYERS:
-            reason = _WHY_NOT.get(kind, "it is neither full nor sliding-window attention")
+            reason = _WHY_NOT.get(
+                kind, "it is neither full nor sliding-window attention, nor a recurrent layer"
+            )
             raise UnsupportedModelError(f"{name} has layers of type {kind!r}: {reason}")
 
 
-def probe_model(model: PreTrainedModel) -> tuple[LayerLayout, ...]:
-    """Run all checks; returns the K/V layout of every layer.
+class ProbedLayers(NamedTuple):
+    """The result of the checks: K and V of the layers with attention, and recurrent modules."""
+
+    layouts: tuple[LayerLayout, ...]
+    mixers: tuple[RecurrentMixer, ...]
+
+
+def probe_model(model: PreTrainedModel) -> ProbedLayers:
+    """Run all checks.
 
     Leaves the model with transformers' eager attention. Raises `UnsupportedModelError`.
     """
@@ -205,15 +230,17 @@ def probe_model(model: PreTrainedModel) -> tuple[LayerLayout, ...]:
         ("position_ids", "its positions (ALiBi, or a recurrence) are not arguments"),
         ("logits_to_keep", "it cannot compute the logits of chosen rows only"),
     ):
-        if name not in accepted:
+        if name not in accepted and (name != "position_ids" or takes_positions(model)):
             raise UnsupportedModelError(f"{type(model).__name__} takes no {name}: {reason}")
-    calls = _record(model)
+    mixers = find_mixers(model, takes_positions(model))
+    calls = _record(model, mixers)
     layouts = tuple(call.layout for call in calls)
     for call in calls:
         _check_mask(model, call)
-    _check_pieces(model, layouts)
-    check_far_positions(model)
-    return layouts
+    _check_pieces(model, calls, mixers)
+    if calls:
+        check_far_positions(model)
+    return ProbedLayers(layouts, mixers)
 
 
 class _Call(NamedTuple):
@@ -226,8 +253,11 @@ class _Call(NamedTuple):
     mask: Tensor | None
 
 
-def _record(model: PreTrainedModel) -> list[_Call]:
-    """Return the layers' calls of one pass over three tokens, in layer order."""
+def _record(model: PreTrainedModel, mixers: tuple[RecurrentMixer, ...]) -> list[_Call]:
+    """Return the layers' calls of one pass over three tokens, in layer order.
+
+    A model with mixers may have layers without attention. Its calls are in the order of the pass.
+    """
     calls: list[_Call] = []
 
     def return_zeros(call: LayerCall) -> Tensor:
@@ -242,9 +272,12 @@ def _record(model: PreTrainedModel) -> list[_Call]:
     with Attending(model, return_zeros) as attending:
         AttentionMaskInterface.register(attending.name, _mask_marker)
         try:
-            _run(model, tokens % _text_config(model).vocab_size, tokens)
+            positions = tokens if takes_positions(model) else None
+            _run(model, tokens % _text_config(model).vocab_size, positions)
         finally:
             AttentionMaskInterface._global_mapping.pop(attending.name)
+    if mixers:
+        return calls
     calls.sort(key=lambda call: call.layer_idx)
     if [call.layer_idx for call in calls] != list(range(_text_config(model).num_hidden_layers)):
         _refuse_calls(model, attending.calls)
@@ -309,12 +342,15 @@ _Step = tuple[StepPlan, Tensor]
 """One step of the self-check: its plan, and each row's position in the prompt."""
 
 
-def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> None:
+def _check_pieces(
+    model: PreTrainedModel, calls: list[_Call], mixers: tuple[RecurrentMixer, ...]
+) -> None:
     generator = torch.Generator().manual_seed(0)
     length = max(cuts[-1] for cuts in _CUTS)
     prompt = torch.randint(0, _text_config(model).vocab_size, (length,), generator=generator)
     prompt = prompt.to(model.device)
-    expected = _run(model, prompt, torch.arange(length, device=model.device))
+    places = torch.arange(length, device=model.device)
+    expected = _run(model, prompt, places if takes_positions(model) else None)
     if not torch.isfinite(expected).all():
         for name, weight in model.named_parameters():
             if torch.isnan(weight.float()).any():
@@ -323,21 +359,12 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
             f"{type(model).__name__} computes logits that are not finite in {model.dtype}, with "
             "transformers' own attention; another dtype may help"
         )
-    steps, num_blocks = _steps(model.device)
-    backend = TorchAttention(PagedKVMemory(layouts, num_blocks, _BLOCK, model.dtype, model.device))
-    logits = [_through(model, backend, step, prompt) for step in steps]
+    paged = _Paged(model, calls, mixers)
+    logits = [paged.run(step, prompt) for step in paged.steps]
     # The unit in the last place of the layers' arithmetic; coarser in quantized layers.
     linears = (module for module in model.modules() if isinstance(module, Linear))
     rounding = max(torch.finfo(model.dtype).eps, *(part.matrix.rounding for part in linears), 0.0)
-    attend, signs = attend_with(backend), torch.Generator().manual_seed(1)
-
-    def shaken(call: LayerCall) -> Tensor:
-        """Perturb the results of attention by two units in the last place."""
-        out = attend(call)
-        up_or_down = torch.randint(0, 2, out.shape, generator=signs) * 2 - 1
-        return out * (1 + 2 * rounding * up_or_down.to(out))
-
-    noise = rows_apart(_through(model, backend, steps[0], prompt, shaken), logits[0])
+    noise = rows_apart(paged.run(paged.steps[0], prompt, 2 * rounding), logits[0])
     floor = max(2 * rounding, 1e-5)
     limit = _NOISE_FACTOR * float(noise.median()) + floor
     is_wrong = ~(rows_apart(_run(model, prompt, None), expected) <= limit)
@@ -347,7 +374,7 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
             "2, ... its logits differ from its logits without positions (RoBERTa's positions "
             "begin at pad_token_id + 1)"
         )
-    for (_, places), rows in zip(steps, logits, strict=True):
+    for (_, places), rows in zip(paged.steps, logits, strict=True):
         differences = rows_apart(rows, expected[places])
         is_wrong = ~(differences <= limit)  # not `apart > limit`, which is false for NaN
         if float(is_wrong.float().mean()) > _LENIENT_ROWS:
@@ -357,7 +384,8 @@ def _check_pieces(model: PreTrainedModel, layouts: tuple[LayerLayout, ...]) -> N
                 f"as with transformers' own attention: {int(is_wrong.sum())} of {len(is_wrong)} "
                 "rows "
                 f"of logits differ by up to {float(differences.max()):.1e} of their size, where "
-                f"rounding explains {limit:.1e}; its layers use more than their K and V"
+                f"rounding explains {limit:.1e}; its layers use more than their "
+                + ("K, V and states" if mixers else "K and V")
             )
 
 
@@ -381,24 +409,53 @@ def _steps(device: torch.device) -> tuple[list[_Step], int]:
     return steps, len(blocks)
 
 
-def _through(
-    model: PreTrainedModel,
-    backend: TorchAttention,
-    step: _Step,
-    prompt: Tensor,
-    function: AttentionFunction | None = None,
-) -> Tensor:
-    """Return the logits of one step over paged K/V."""
-    plan, places = step
-    with Attending(model, function or attend_with(backend)) as attending:
-        backend.begin_step(plan)
-        try:
-            logits = _run(model, prompt[places], places)
-        finally:
-            backend.end_step()
-    if attending.calls != Counter(range(_text_config(model).num_hidden_layers)):
-        _refuse_calls(model, attending.calls)
-    return logits
+class _Paged:
+    """A model over paged K/V and slots for states, with the steps of the self-check."""
+
+    def __init__(
+        self, model: PreTrainedModel, calls: list[_Call], mixers: tuple[RecurrentMixer, ...]
+    ) -> None:
+        self._model = model
+        self._calls = Counter(call.layer_idx for call in calls)
+        self.steps, num_blocks = _steps(model.device)
+        layouts = [call.layout for call in calls]
+        memory = PagedKVMemory(layouts, num_blocks, _BLOCK, model.dtype, model.device)
+        self._backend = TorchAttention(memory)
+        self._mixers = MixerStates(model, mixers)
+        self._states = self._mixers.make_memory(len(_CUTS))
+
+    def run(self, step: _Step, prompt: Tensor, noise: float = 0.0) -> Tensor:
+        """Return the logits of one step, with results of attention and mixers changed by `noise`.
+
+        noise: part of their size, up or down at random.
+        """
+        plan, places = step
+        number = CallOrder() if self._mixers.mixers else number_in_model
+        attend, signs = attend_with(self._backend, number), torch.Generator().manual_seed(1)
+
+        def shake(out: Tensor) -> Tensor:
+            up_or_down = torch.randint(0, 2, out.shape, generator=signs) * 2 - 1
+            return out * (1 + noise * up_or_down.to(out))
+
+        spans = enumerate(plan.spans)
+        sequences = [
+            SequenceRows(s.num_rows, slot if s.context > s.num_rows else -1, slot)
+            for slot, s in spans
+        ]
+        function = (lambda call: shake(attend(call))) if noise else attend
+        with (
+            Attending(self._model, function) as attending,
+            self._mixers.running(self._states, sequences, shake if noise else None),
+        ):
+            self._backend.begin_step(plan)
+            try:
+                positions = places if takes_positions(self._model) else None
+                logits = _run(self._model, prompt[places], positions)
+            finally:
+                self._backend.end_step()
+        if attending.calls != self._calls:
+            _refuse_calls(self._model, attending.calls)
+        return logits
 
 
 def _run(model: PreTrainedModel, tokens: Tensor, positions: Tensor | None) -> Tensor:
@@ -422,10 +479,10 @@ def _text_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 # The models that passed, by files, dtype, device and the classes of their modules.
-_passed: dict[Hashable, tuple[LayerLayout, ...]] = {}
+_passed: dict[Hashable, ProbedLayers] = {}
 
 
-def probe_once(model: PreTrainedModel, files: tuple[FileStamp, ...]) -> tuple[LayerLayout, ...]:
+def probe_once(model: PreTrainedModel, files: tuple[FileStamp, ...]) -> ProbedLayers:
     """Return the result of `probe_model` for a model from these files, computed once."""
     key = (files, model.dtype, model.device, tuple(map(type, model.modules())))
     if key not in _passed:

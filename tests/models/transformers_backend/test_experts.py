@@ -35,7 +35,7 @@ def test_rows_of_every_family_can_be_fixed(name: str, dtype: torch.dtype) -> Non
     model = TINY[name]().to(dtype)
     model.set_attn_implementation("eager")
     before = model.config._experts_implementation
-    decoder = TransformersDecoder(model, probe_model(model))
+    decoder = TransformersDecoder(model, probe_model(model).layouts)
     decoder.fix_rows()  # raises if a row has other bits
     if name in MIXTURES:
         assert model.config._experts_implementation != before

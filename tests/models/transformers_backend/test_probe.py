@@ -18,21 +18,20 @@ from transformers import (
     DogeForCausalLM,
     FalconConfig,
     FalconForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
-    MambaConfig,
-    MambaForCausalLM,
     MptConfig,
     MptForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
     RobertaConfig,
     RobertaForCausalLM,
     RobertaPreLayerNormConfig,
     RobertaPreLayerNormForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
     T5Config,
     XLMRobertaXLConfig,
     XLMRobertaXLForCausalLM,
@@ -89,20 +88,24 @@ def test_models_whose_positions_do_not_begin_at_zero_are_refused(config: Any, fa
 @pytest.mark.parametrize("name", TINY)
 def test_good_models_pass_in_every_dtype(name: str, dtype: torch.dtype) -> None:
     check_config(tiny_config(name))
-    layouts = probe_model(TINY[name]().to(dtype))
+    layouts, mixers = probe_model(TINY[name]().to(dtype))
+    assert not mixers
     config = tiny_config(name)
     assert len(layouts) == config.num_hidden_layers
     if name == "deepseek_v3":
         assert set(layouts) == {LayerLayout(kv_heads=6, key_dim=18, value_dim=14)}
-    else:
-        heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-        dim = getattr(config, "head_dim", None) or 48 // 6
-        window = getattr(config, "sliding_window", None)
-        windows = [
-            window if kind == "sliding_attention" else None
-            for kind in getattr(config, "layer_types", None) or ["sliding_attention"] * 3
-        ]
-        assert layouts == tuple(LayerLayout(heads, dim, dim, window) for window in windows)
+        return
+    layers = [config] * len(layouts)
+    if getattr(config, "is_heterogeneous", False):
+        layers = [config.per_layer_config[index] for index in range(len(layouts))]
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * 3
+    for layout, layer, kind in zip(layouts, layers, kinds, strict=True):
+        heads = getattr(layer, "num_key_value_heads", layer.num_attention_heads)
+        dim = getattr(layer, "head_dim", None) or 48 // 6
+        assert layout == LayerLayout(
+            heads, dim, dim, window if kind == "sliding_attention" else None
+        )
 
 
 def test_the_model_is_left_with_transformers_own_attention() -> None:
@@ -229,10 +232,7 @@ def test_a_near_tie_of_experts_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> N
     ("config", "reason"),
     [
         (T5Config(), "T5 is an encoder-decoder"),
-        (MambaConfig(**SMALL), "Mamba has layers of type 'linear_attention'"),
-        (Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), "Lfm2 has .* 'conv'"),
         (Llama4TextConfig(**SMALL), "chunk"),
-        (Qwen3NextConfig(**{**SMALL, "num_hidden_layers": 4}), "'linear_attention'"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -251,10 +251,19 @@ UNSUPPORTED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
         lambda: FalconForCausalLM(FalconConfig(**SMALL, alibi=True)),
         "does not take its attention from transformers' AttentionInterface",
     ),
-    "mamba": (lambda: MambaForCausalLM(MambaConfig(**SMALL)), "takes no position_ids"),
-    "lfm2": (
-        lambda: Lfm2ForCausalLM(Lfm2Config(**SMALL, layer_types=["conv", "full_attention"])),
-        "2 layers, of which 1 called attention",
+    "rwkv": (
+        lambda: RwkvForCausalLM(RwkvConfig(**SMALL, attention_hidden_size=32)),
+        "takes no position_ids",
+    ),
+    "recurrent_gemma": (
+        lambda: RecurrentGemmaForCausalLM(
+            RecurrentGemmaConfig(
+                **SMALL | {"num_key_value_heads": 1},
+                block_types=["recurrent", "attention"],
+                lru_width=32,
+            )
+        ),
+        "layer 0 of .* is of type 'linear_attention' and does not use transformers' cache of state",
     ),
     "diffllama": (
         lambda: DiffLlamaForCausalLM(DiffLlamaConfig(**SMALL)),
@@ -296,7 +305,7 @@ def test_queries_that_are_scaled_by_their_row_are_found(dtype: torch.dtype) -> N
     reason = r"queries of layer 1 from the index of a row.*from position 61 to 63"
     with pytest.raises(UnsupportedModelError, match=reason):
         probe_model(full_attention_llama4(64, dtype))
-    assert len(probe_model(full_attention_llama4(39, dtype))) == 2
+    assert len(probe_model(full_attention_llama4(39, dtype)).layouts) == 2
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headstart.attention import LayerLayout
 from headstart.errors import UnsupportedModelError
 from headstart.models.loader import load_model
 from headstart.models.transformers_backend import probe as proven
@@ -20,7 +19,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     seen: list[torch.dtype] = []
     probe_model = proven.probe_model
 
-    def noting(model: torch.nn.Module) -> tuple[LayerLayout, ...]:
+    def noting(model: torch.nn.Module) -> proven.ProbedLayers:
         seen.append(model.dtype)
         return probe_model(model)
 

@@ -182,7 +182,8 @@ def kv_dtype(config: EngineConfig, decoder: DecoderModel) -> torch.dtype:
 def plan_memory(config: EngineConfig, decoder: DecoderModel, encoder_row: int) -> tuple[int, int]:
     """Return the number of blocks of the pool, and of slots for states of recurrent layers.
 
-    By default as many as the K/V budget holds. encoder_row: bytes of a row of the encoder cache,
+    By default as many as the K/V budget holds. Without attention, blocks only identify tokens, and
+    the budget is for states. encoder_row: bytes of a row of the encoder cache,
     for which memory is reserved; 0 for a model without vision. Raises OutOfMemoryError if the
     budget is smaller than one block or exceeds the free memory.
     """
@@ -194,7 +195,7 @@ def plan_memory(config: EngineConfig, decoder: DecoderModel, encoder_row: int) -
     state_bytes = states * StateMemory.bytes_per_slot(decoder.state_layouts)
     blocks = config.num_blocks
     if blocks is None:
-        blocks = (budget - state_bytes) // block
+        blocks = (budget - state_bytes) // block if block else DEFAULT_MAX_BLOCKS
         if config.kv_cache_memory is None:
             blocks = min(blocks, DEFAULT_MAX_BLOCKS)
     if blocks < 1:
@@ -203,8 +204,8 @@ def plan_memory(config: EngineConfig, decoder: DecoderModel, encoder_row: int) -
             f"the memory for K/V is {budget:,} bytes; allowed: at least {block + state_bytes:,}, "
             f"for {needed}"
         )
-    free = max(free - state_bytes, 0)
-    if blocks * block > free:
+    if blocks * block + state_bytes > free:
+        free = max(free - state_bytes, 0)
         reserved = f" after {rows:,} for image embeddings (encoder_cache_rows)" if rows else ""
         reserved += f" after {state_bytes:,} for states (num_states)" if states else ""
         raise OutOfMemoryError(

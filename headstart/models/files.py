@@ -1,8 +1,8 @@
 """The files of a model: found, downloaded and checked before anything is loaded.
 
-The index of a checkpoint lists its shards, and a safetensors header gives the length of its file.
-So an incomplete download is found and named within milliseconds. A GGUF file on the hub has
-a name as for llama.cpp and Ollama: `OWNER/NAME:Q4_K_M`.
+The index of a checkpoint lists its shards, and a safetensors header determines the length of its
+file, so an incomplete download is detected within milliseconds. GGUF files on the hub are named as
+in llama.cpp and Ollama: `OWNER/NAME:Q4_K_M`.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from headstart.models.config_values import (
 )
 from headstart.validation import describe, shorten
 
-# Also as an address: `hf.co/owner/name:Q4_K_M`.
+# A name may have the hub's address in front: `hf.co/owner/name:Q4_K_M`.
 _NAME = re.compile(
     r"(?:(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/)?"
     r"(\w[\w.-]*/\w[\w.-]*?)(?::([\w.-]+))?/?"
@@ -42,29 +42,29 @@ _PART = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 class HubName(NamedTuple):
-    """A repository of the hub with GGUF files, and which of them: None for the usual one."""
+    """A repository of the hub, and the quantization of a GGUF file in it; None for the default."""
 
     repository: str
     quantization: str | None
 
 
 def parse_name(name: str) -> HubName | None:
-    """Return what a name says; None for one that names no GGUF file on the hub.
+    """Return the parts of a name; None for a name that does not refer to a GGUF file on the hub.
 
-    A name without a quantization counts if it has `gguf` in it, as such repositories have.
+    A name without a quantization does if it contains `gguf`, as the names of such repositories do.
     """
     match = _NAME.fullmatch(name)
     if match is None or not (match[2] or "gguf" in match[1].lower()):
         return None
     if match[2] is None and name.endswith(".gguf"):
-        return None  # the path of a file that is not there
+        return None  # the path of a missing file
     return HubName(match[1], match[2])
 
 
 def label_files(files: Iterable[str]) -> dict[str, str]:
-    """Return the quantization of each GGUF file that holds a model, or its name without one.
+    """Return the quantization of each GGUF file, or its name if that has no quantization.
 
-    Projectors of images (`mmproj`) hold none.
+    Image projectors (`mmproj`) are left out.
     """
     labels = {}
     for file in sorted(files):
@@ -76,9 +76,9 @@ def label_files(files: Iterable[str]) -> dict[str, str]:
 
 
 def choose_file(repository: str, files: Iterable[str], quantization: str | None) -> str:
-    """Return the file of a quantization, or by default that in Q4_K_M, or the only one.
+    """Return the file of a quantization, which is by default Q4_K_M, or that of the only file.
 
-    Raises `ModelNotFoundError` with the quantizations that are there.
+    Raises `ModelNotFoundError` with the available quantizations.
     """
     labels = label_files(files)
     label_wanted = (quantization or _USUAL).lower()
@@ -104,16 +104,16 @@ def choose_file(repository: str, files: Iterable[str], quantization: str | None)
 
 
 BUILT_IN = "headstart-tiny"
-"""The model that comes with the package: small, trained to look things up in its prompt."""
+"""The small model in the package, which is trained to look things up in its prompt."""
 
 OMNI_TYPES = ("qwen2_5_omni", "qwen3_omni_moe")
 """Models that `Omni` runs, by the `model_type` of their configuration."""
 
-# Everything that a model or its tokenizer may need, and no second copy of the weights in the
-# formats of other frameworks, Mistral's own (consolidated.safetensors) and Meta's among them.
+# All files that a model or its tokenizer may need, without copies of the weights in the formats of
+# other frameworks, such as Mistral's (consolidated.safetensors) and Meta's.
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _UNWANTED = ["consolidated*", "original/*"]
-# Keys of a quantization_config, wherever it stands.
+# Keys that show a quantization_config, at any depth.
 _QUANTIZED = frozenset({"quant_method", "load_in_4bit", "load_in_8bit"})
 _INTEGERS = frozenset({"BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
 _OF_OLLAMA = re.compile(r"\w[\w.-]*:[\w.-]+")  # `qwen2.5:0.5b`
@@ -123,12 +123,11 @@ _HUB_TIMEOUT = 5.0
 
 
 def find_folder(model: str | Path) -> Path:
-    """Return the folder of a model given by local path, GGUF file or hub name (`owner/name`).
+    """Return the folder of a model.
 
-    `owner/name:Q4_K_M` is a GGUF file on the hub.
-
-    `headstart-tiny` is the model that comes with the package. A hub name is first looked up in the
-    local download cache, then on the network. Raises `ModelNotFoundError`.
+    The name is a local path, a GGUF file, a hub name (`owner/name`), a GGUF file on the hub
+    (`owner/name:Q4_K_M`), or `headstart-tiny`, the model in the package. A hub name is first looked
+    up in the local download cache, then on the network. Raises `ModelNotFoundError`.
     """
     if not isinstance(model, (str, os.PathLike)) or not str(model):
         raise ModelNotFoundError(
@@ -168,7 +167,7 @@ def find_folder(model: str | Path) -> Path:
 
 
 def find_gguf(model: str | Path) -> Path | None:
-    """Return the GGUF file that a model's name stands for; download it if necessary.
+    """Return the GGUF file that a model's name refers to; download it if necessary.
 
     None for all other names. Raises `ModelNotFoundError`.
     """
@@ -187,7 +186,7 @@ def find_gguf(model: str | Path) -> Path | None:
 
 
 def is_omni(model: str | Path) -> bool:
-    """Return True for a model of several stages, which `Omni` runs and `LLM` does not.
+    """Return True for a model with several stages, which `Omni` runs and `LLM` does not.
 
     The model is located as by `find_folder`, but a GGUF file is not read. Raises ModelError.
     """
@@ -197,9 +196,9 @@ def is_omni(model: str | Path) -> bool:
 
 
 def download_model(name: str) -> Path:
-    """Return the folder of a hub name as the hub has it now; downloads only missing files.
+    """Download the current version of a hub name; return its folder. Skips existing files.
 
-    An interrupted download continues where it was. Raises `ModelNotFoundError`.
+    An interrupted download is continued. Raises `ModelNotFoundError`.
     """
     patterns: dict[str, Any] = {"allow_patterns": _WANTED, "ignore_patterns": _UNWANTED}
     with _calling_hub(name):
@@ -207,7 +206,7 @@ def download_model(name: str) -> Path:
 
 
 def download_gguf(name: HubName) -> Path:
-    """Return a GGUF file as the hub has it now; download it if necessary.
+    """Return the current version of a GGUF file; download it if necessary.
 
     Raises `ModelNotFoundError`.
     """
@@ -219,7 +218,7 @@ def download_gguf(name: HubName) -> Path:
 
 @contextmanager
 def _calling_hub(name: str) -> Iterator[None]:
-    """Raise `ModelNotFoundError` for errors of the hub."""
+    """Convert errors of the hub to `ModelNotFoundError`."""
     try:
         yield
     except ModelNotFoundError:
@@ -244,7 +243,7 @@ def _calling_hub(name: str) -> Iterator[None]:
 
 
 def _hint(name: str) -> str:
-    """Return a hint for a name that resembles a known name, or that other programs take."""
+    """Return a hint for a name that resembles a valid name, or is valid in another program."""
     spelled = re.split(r"[/\\]", name)[-1].lower().replace("_", "-")
     if matches := get_close_matches(spelled, [BUILT_IN], 1, 0.75):
         return f"; did you mean {matches[0]}?"
@@ -260,21 +259,23 @@ def _hint(name: str) -> str:
 def make_folder(folder: Path, variable: str, write: Callable[[Path], None]) -> Path:
     """Return a cache folder that `write` fills atomically if it does not exist.
 
-    Two processes may call it at the same time. variable: the name of the environment variable that
-    chooses another place. Raises ModelError if the folder cannot be written to.
+    Two processes may call it at the same time. variable: the environment variable with which users
+    set another place. Raises ModelError if the folder cannot be written.
     """
     if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-            unfinished = Path(temporary) / folder.name  # readable by all users of the cache
+            unfinished = (
+                Path(temporary) / folder.name
+            )  # unlike `temporary`, readable by other users
             unfinished.mkdir()
             write(unfinished)
             try:
                 unfinished.rename(folder)
             except OSError:
-                if not folder.is_dir():  # otherwise another process was first with the same files
+                if not folder.is_dir():  # otherwise another process has made the same folder
                     raise
     except OSError as error:
         raise ModelError(
@@ -298,10 +299,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def check_files(folder: Path) -> None:
     """Check every file that loading needs; raises `ModelNotFoundError`, `DamagedModelError`.
 
-    The numbers of config.json and generation_config.json must be in their ranges. No part of the
-    model may have more layers than there are tensors, or be wider than the number of weights. A
-    model with experts must use some of them, and only a quantized one may have integers for
-    weights.
+    The numbers of config.json and generation_config.json must be in their ranges. No part may have
+    more layers than the files have tensors, or be wider than the number of weights. A model with
+    experts must use some of them. Only a quantized model may have integer weights.
     """
     config = folder / "config.json"
     if not config.is_file():
@@ -317,7 +317,7 @@ def check_files(folder: Path) -> None:
     check_experts(config, content, headers)
     if not any(find_values(content, _QUANTIZED)):
         for name, (file, shape, dtype) in headers.items():
-            # Masks and positions are no weights: a mask that is named "bias" has four axes.
+            # Masks and positions may be integers; a mask may be called "bias", but has four axes.
             is_weight = name.endswith(".weight") or (name.endswith(".bias") and len(shape) == 1)
             if is_weight and dtype in _INTEGERS:
                 raise DamagedModelError(
@@ -335,7 +335,7 @@ def check_files(folder: Path) -> None:
 
 
 class _Header(NamedTuple):
-    """A tensor's file and shape, and its dtype as safetensors names it."""
+    """A tensor's file and shape, and its dtype with safetensors' name."""
 
     file: Path
     shape: tuple[int, ...]
@@ -345,7 +345,7 @@ class _Header(NamedTuple):
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor by name, from the headers of safetensors files.
 
-    Empty for weights in PyTorch's format. Raises `DamagedModelError`.
+    It is empty for weights in PyTorch's format. Raises `DamagedModelError`.
     """
     return {name: header.shape for name, header in _read_headers(folder).items()}
 
@@ -374,7 +374,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def is_gguf(folder: Path) -> bool:
-    """Return True if the weights in `folder` are of a GGUF file; raises `DamagedModelError`."""
+    """Return True if the weights in `folder` are a GGUF file. Raises `DamagedModelError`."""
     return weight_files(folder)[0].suffix == ".gguf"
 
 
@@ -415,7 +415,7 @@ def _read_header(file: Path) -> dict[str, _Header]:
 
 
 class FileStamp(NamedTuple):
-    """One version of a file: writing to the file, or replacing it, changes the stamp."""
+    """The version of a file. Writing to the file, or replacing it, changes the stamp."""
 
     name: str
     device: int
@@ -426,7 +426,7 @@ class FileStamp(NamedTuple):
 
 
 def stamp_files(folder: Path) -> tuple[FileStamp, ...]:
-    """Return the versions of a model's configuration and weight files, before they are read."""
+    """Return the current versions of a model's configuration and weight files."""
     stats = {file: file.stat() for file in (folder / "config.json", *weight_files(folder))}
     return tuple(
         FileStamp(file.name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
@@ -435,7 +435,7 @@ def stamp_files(folder: Path) -> tuple[FileStamp, ...]:
 
 
 def fingerprint_files(folder: Path) -> str:
-    """Return SHA-256 in hex over configuration and all weights, each with its length in front."""
+    """Return the SHA-256 of configuration and weights in hex, each with its length in front."""
     digest = hashlib.sha256()
     for file in (folder / "config.json", *weight_files(folder)):
         digest.update(file.stat().st_size.to_bytes(8, "little"))

@@ -1,16 +1,16 @@
 """Quantization of a checkpoint of floats to 4 bits, layer after layer.
 
-Each layer is read in float32, is given units by what it sees of a text, and then rounded by GPTQ in
-four stages, each of which sees what the rounded layers and stages before it give. The floats of one
-layer are in memory at a time, beside the rows of the text. The layers are headstart's own, with
-attention over whole windows of the text in place of paged memory.
+Each layer is read in float32 and runs over a calibration text. It is scaled by units, and rounded
+by GPTQ in four stages. The inputs of each stage come from the rounded layers and stages before it.
+Memory holds the floats of one layer at a time, and the rows of the text. Layers are headstart's
+own, with attention over whole windows of the text instead of paged memory.
 
-Units of a layer's inputs lessen what rounding loses, at no cost in the product. A layer's input i
-is divided by a unit u[i], and its column of the weight multiplied by it, which changes no output.
-u[i] grows with the input's size on a text: a column that is larger in its group is rounded less, in
-relation to its size (AWQ, Lin et al. 2023, https://arxiv.org/abs/2306.00978). And it falls with the
-column's size: a small column does not take the step of a large neighbor. The division is done once,
-in the file, by what makes the input:
+Units reduce the rounding error at no cost in the product. Input i of a linear layer is divided by a
+unit u[i], and its column of the weight is multiplied by u[i], which changes no output. u[i] grows
+with the mean size of the input: a larger column in a group has a smaller relative error (AWQ, Lin
+et al. 2023, https://arxiv.org/abs/2306.00978). u[i] falls with the size of the column, so that a
+small column does not get the step of a large neighbor. The inputs are divided in the file, by
+changing the weights that produce them:
 
     inputs of          are divided in
     q, k, v            the norm before them
@@ -18,11 +18,11 @@ in the file, by what makes the input:
     gate, up           the norm before them
     down               the outputs of up
 
-OLMo 2 has no norms before its projections: there only the units of o and down are used.
+OLMo 2 has no norms before its projections, so only o and down have units.
 
 The result is a checkpoint of compressed-tensors. Weights `[outputs, inputs]` are "pack-quantized":
 `weight_packed` int32 `[outputs, inputs / 8]`, `weight_scale` `[outputs, groups]`,
-`weight_zero_point` int32 `[outputs / 8, groups]`, of a word the lowest 4 bits first.
+`weight_zero_point` int32 `[outputs / 8, groups]`. The lowest 4 bits of a word come first.
 """
 
 import json
@@ -83,23 +83,23 @@ SCHEME: Mapping[str, Any] = {
 
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
 _SHARD = 4_000_000_000  # bytes
-_FIELDS = 8  # of a word
+_FIELDS = 8  # values in a word
 _LAYERS = "model.layers."
-_BY_INPUT = 0.4  # the power of an input's mean size
-_BY_COLUMN = 0.75  # of the size of its column of the weight
+_BY_INPUT = 0.4  # exponent of an input's mean size in its unit
+_BY_COLUMN = 0.75  # exponent of the size of its column of the weight
 _LARGEST_UNIT = 16.0
-_NONE = 1e-20  # instead of zero
-_TINY = 1e-6  # of the largest: what is never seen has a unit all the same
+_NONE = 1e-20  # avoids a division by zero
+_TINY = 1e-6  # smallest size, relative to the largest, for inputs that the text does not use
 
 
 def apply_units(
     layer: DecoderLayer, shape: DecoderShape, sizes: Mapping[str, Tensor], stored_dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Divide inputs and multiply columns, in place; the layer's outputs stay the same.
+    """Divide inputs and multiply columns by units, in place; the layer's outputs do not change.
 
-    sizes: the mean of |x| of the inputs of each linear layer. stored_dtype: the dtype that norms
-    have in the file; units are chosen so that norms need no further rounding. Returns the units by
-    which inputs were divided, by the names of `sizes`.
+    sizes: the mean of |x| of the inputs of each linear layer. stored_dtype: the dtype of norms in
+    the file; units are chosen so that the divided norms are exact in it. Return the units by which
+    inputs were divided, by the names of `sizes`.
     """
     order = stages(shape)
     if shape.norms == "before":
@@ -131,9 +131,9 @@ def apply_units(
 
 
 def _units(sizes: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
-    """Units `[inputs]` around 1, for layers with one input.
+    """Return units `[inputs]` around 1, for layers with the same input.
 
-    Their range is limited: what is divided by them must stay a number of float16.
+    Their range is limited, so that divided numbers are in the range of float16.
     """
     weights = [
         layer.weight / layer.weight.abs().amax(dim=1, keepdim=True).clamp_min(_NONE)
@@ -150,8 +150,8 @@ def _units(sizes: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
 def _divide_norm(
     weight: Tensor, kind: NormKind, units: Tensor, stored_dtype: torch.dtype
 ) -> Tensor:
-    """Divide a norm's weight, in place; returns the units with which it needs no rounding."""
-    offset = 1.0 if kind == "gemma" else 0.0  # which multiplies by 1 + weight
+    """Divide a norm's weight in place; return units adjusted so that it is exact when stored."""
+    offset = 1.0 if kind == "gemma" else 0.0  # Gemma multiplies by 1 + weight
     divided = ((weight + offset) / units - offset).to(stored_dtype).float()
     exact = (weight + offset) / (divided + offset)
     usable = torch.isfinite(exact) & (exact != 0)
@@ -160,15 +160,15 @@ def _divide_norm(
 
 
 def _divide_outputs(linear: nn.Linear, units: Tensor) -> None:
-    """Divide the last outputs of a linear layer: v's of q, k, v, or up's of gate and up."""
+    """Divide the last outputs of a linear layer: v in a fused q, k, v; up in a fused gate, up."""
     linear.weight[-len(units) :].div_(units.unsqueeze(1))
     if linear.bias is not None:
         linear.bias[-len(units) :].div_(units)
 
 
-LENGTH = 512  # tokens of a window
-_WINDOWS = 32  # at most
-_LEAST = 4
+LENGTH = 512  # tokens in a window
+_WINDOWS = 32  # most windows
+_LEAST = 4  # least windows
 _CHARACTERS = 4_000_000
 
 
@@ -196,13 +196,13 @@ def _read_text(file: Path | None) -> str:
 
 
 def cut_windows(text: str, name: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> Tensor:
-    """Return windows int64 `[windows, tokens]` from all over the text, at most 32 of 512 tokens.
+    """Return windows int64 `[windows, tokens]` evenly spaced in the text, at most 32 of 512 tokens.
 
-    Each begins with the token that the tokenizer puts before a text, if any. name: of the text.
-    longest: tokens of the model's context. Raises `ConfigError` for a text of fewer than 2,048
+    Each window begins with the tokenizer's BOS token, if it adds one. name: the name of the text.
+    longest: the model's context in tokens. Raises `ConfigError` for a text of fewer than 2,048
     tokens.
     """
-    with silence_transformers():  # it warns of texts that are longer than the context
+    with silence_transformers():  # it warns about texts longer than the context
         lead = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
         tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
     length = max(1, min(LENGTH, longest) - len(lead))
@@ -217,7 +217,7 @@ def cut_windows(text: str, name: str, tokenizer: PreTrainedTokenizerBase, longes
 
 
 def stages(shape: DecoderShape) -> list[list[str]]:
-    """Return the linear layers of a decoder layer in order; those of a list share their input."""
+    """Return the names of a decoder layer's linear layers, in a list for each shared input."""
     qkv = [f"self_attn.{part}_proj" for part in (["qkv"] if shape.fused else ["q", "k", "v"])]
     gate_up = [f"mlp.{part}_proj" for part in (["gate_up"] if shape.fused else ["gate", "up"])]
     return [qkv, ["self_attn.o_proj"], gate_up, ["mlp.down_proj"]]
@@ -238,7 +238,7 @@ def make_step(about: Description, windows: int, length: int) -> LayerStep:
 
 
 class _Stop(Exception):
-    """Signal that ends a layer once the input was recorded."""
+    """Ends a layer once an input was recorded."""
 
 
 def collect_inputs(
@@ -246,7 +246,7 @@ def collect_inputs(
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """Return a layer's output `[rows, hidden]`, and the inputs `[rows, inputs]` of linear layers.
 
-    stop: end at the input of the first of `names`; the output is then None.
+    stop: return as soon as the first of `names` has its input; the output is then None.
     """
     inputs: dict[str, Tensor] = {}
     with ExitStack() as stack:
@@ -265,7 +265,7 @@ def collect_inputs(
 
 @dataclass(frozen=True)
 class _Windows:
-    """Attention of rows that are consecutive windows of `length` tokens."""
+    """Attention backend for rows that are consecutive windows of `length` tokens."""
 
     length: int
 
@@ -297,7 +297,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationPlan:
-    """A checked plan. tokens: int64 `[windows, length]` of the text named `text`."""
+    """The checked inputs of a quantization. tokens: int64 `[windows, length]` of `text`."""
 
     source: Path
     target: Path
@@ -313,7 +313,7 @@ class QuantizationPlan:
 
 
 class QuantizationResult(NamedTuple):
-    """Bytes of the weights' files before and after, and the seconds taken."""
+    """Bytes of the weight files before and after, and the seconds that it took."""
 
     before: int
     after: int
@@ -325,9 +325,9 @@ def plan_quantization(
 ) -> QuantizationPlan:
     """Check everything that can be checked before quantizing.
 
-    Raises `ModelError`, also for a model that is quantized already or of no family of
-    `headstart.models.families`, and `ConfigError` for a target that exists, or a text that cannot
-    be read or is too short.
+    Raises `ModelError`, also for a model that is already quantized or not in
+    `headstart.models.families`, and `ConfigError` for a target that exists, or a text that is
+    unreadable or too short.
     """
     target = check_target(target)
     path = Path(model).expanduser()
@@ -352,7 +352,7 @@ def plan_quantization(
 
 
 def check_target(target: Path) -> Path:
-    """Return the absolute path of a folder that can be made; raises `ConfigError` for any other."""
+    """Return the absolute path of a new folder. Raises `ConfigError` if it cannot be made."""
     target = target.expanduser().absolute()
     if target.exists() or target.is_symlink():
         raise ConfigError(f"the folder {target} exists already; allowed: a new folder")
@@ -362,7 +362,7 @@ def check_target(target: Path) -> Path:
 
 
 def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
-    """Return the decoder in a folder, and the names of its tensors."""
+    """Return the description of the decoder in a folder, and the names of its tensors."""
     config = read_json(source / "config.json").get("quantization_config")
     if config is not None or is_gguf(source):
         kind = config.get("quant_method") if isinstance(config, dict) else "GGUF"
@@ -397,9 +397,9 @@ def _check_model(source: Path) -> tuple[Description, frozenset[str]]:
 def quantize(
     plan: QuantizationPlan, progress: Callable[[int], None] = lambda layers: None
 ) -> QuantizationResult:
-    """Write the checkpoint; `progress` is called with the number of finished layers.
+    """Write the checkpoint. progress: called with the number of finished layers.
 
-    Raises `ModelError`. After any exception, Ctrl-C included, the target does not exist.
+    Raises `ModelError`. After any exception, even Ctrl-C, the target does not exist.
     """
     start = time.perf_counter()
     try:
@@ -464,10 +464,10 @@ def _round_layer(
     step: LayerStep,
     dtypes: dict[str, torch.dtype],
 ) -> dict[str, Tensor]:
-    """Round a layer in place; return its tensors in the file's form, by name.
+    """Round a layer in place; return the tensors to write, by name.
 
-    rows: outputs of the preceding quantized layers. by_float: the inputs `[rows, inputs]` that its
-    linear layers get from float layers, which are removed. dtypes: the dtypes in the model's file.
+    rows: outputs of the preceding quantized layers. by_float: the inputs `[rows, inputs]` of its
+    linear layers in the float model; emptied here. dtypes: the dtypes in the model's file.
     """
     sizes = {name: inputs.abs().mean(dim=0) for name, inputs in by_float.items()}
     units = apply_units(layer, shape, sizes, dtypes["post_attention_layernorm.weight"])
@@ -477,7 +477,7 @@ def _round_layer(
         statistics = Rows.of(inputs.pop(names[0]), by_float.pop(names[0]).div_(units[names[0]]))
         layers = [_linear_of(layer, name) for name in names]
         dtype = dtypes[f"{names[0]}.weight"]
-        # Steps in float32 would take one more bit per weight.
+        # Steps in float32 would cost half a bit more per weight.
         dtype = torch.float16 if dtype != torch.bfloat16 else dtype
         grouped = round_weight(torch.cat([part.weight for part in layers]), statistics, dtype)
         rounded = grouped.split([part.out_features for part in layers])
@@ -493,7 +493,7 @@ def _round_layer(
 
 
 def pack(name: str, weight: Grouped, stored_dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors that stand for the weight of the layer `name`."""
+    """Return the stored tensors of the weight of layer `name`."""
     return {
         f"{name}.weight_packed": _words(weight.values),
         f"{name}.weight_scale": weight.steps.to(stored_dtype),
@@ -509,17 +509,17 @@ def _words(values: Tensor) -> Tensor:
 
 
 class _Writer:
-    """Writes tensors into the files of a checkpoint, as transformers names them."""
+    """Writer of a checkpoint's files, with transformers' names."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
         self._tensors: dict[str, Tensor] = {}
-        self._held = self._size = 0  # bytes in memory, and of all
+        self._held = self._size = 0  # bytes of `_tensors`, and of all tensors so far
         self._shards: list[list[str]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Store a tensor; written when there is enough for a file."""
+        """Add a tensor; write a file when there are enough bytes for it."""
         if self._tensors and self._held + tensor.nbytes > _SHARD:
             self._write()
         self._tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
@@ -527,7 +527,7 @@ class _Writer:
         self._size += tensor.nbytes
 
     def finish(self, source: Path) -> None:
-        """Write the remaining tensors, the index, and the other files of the model in `source`."""
+        """Write the remaining tensors and the index, and copy the other files from `source`."""
         self._write()
         count = len(self._shards)
         names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
@@ -550,7 +550,7 @@ class _Writer:
     def _write(self) -> None:
         path = self.folder / f"{len(self._shards)}.safetensors"
         save_file(self._tensors, path, {"format": "pt"})
-        path.chmod(self.folder.stat().st_mode & 0o666)  # safetensors lets only its owner read it
+        path.chmod(self.folder.stat().st_mode & 0o666)  # safetensors lets only the owner read it
         self._shards.append(list(self._tensors))
         self._tensors.clear()
         self._held = 0

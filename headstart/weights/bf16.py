@@ -1,14 +1,12 @@
 """Weights in bfloat16, for rows in bfloat16 and for rows in float32.
 
-A `PackedWeight` is for CPUs with compiled products of bfloat16. It is the only copy of its weight:
-the original tensor can be freed, since `unpack` restores it bit for bit. `native/linear.h`
-describes the layout.
+A `PackedWeight` is for CPUs with compiled bfloat16 products. It is the only copy of its weight:
+`unpack` restores the original tensor bit for bit. `native/linear.h` describes the layout.
 
-A `Bf16Weight` is for CPUs without such products, under arithmetic in float32. The numbers are the
-checkpoint's, so nothing is lost, in half the memory of float32. Few rows take the compiled product,
-which reads 2 bytes for each number: one row waits for memory, and takes half as long as with
-float32. Many rows wait for arithmetic: the weight is made float32 tile by tile, and multiplied by
-torch.
+A `Bf16Weight` is for CPUs without such products, which compute in float32. It has the checkpoint's
+numbers in half the memory of float32. The product of few rows is limited by memory, so the compiled
+product, which reads bfloat16, takes half as long as float32. The product of many rows is limited by
+arithmetic: the weight becomes float32 tile by tile, and torch multiplies it.
 """
 
 from collections.abc import Set
@@ -26,7 +24,7 @@ from headstart.weights.products import CompiledProduct, choose_product
 
 _PANEL = 32  # outputs
 MANY_ROWS = 64
-"""From this many rows on torch's product is faster; fewer read the weight once, compiled."""
+"""From this many rows on, torch's product is used, which is faster than the compiled product."""
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -62,7 +60,7 @@ class PackedWeight(WeightFormat):
         bias: Tensor | None = None,
         arena: Arena | None = None,
     ) -> None:
-        if isinstance(weight, PackedWeight):  # the same memory, with another bias
+        if isinstance(weight, PackedWeight):  # share its memory, with another bias
             shape, self.panels = (weight.outputs, weight.inputs), weight.panels
         else:
             kernels = required(library())
@@ -77,7 +75,7 @@ class PackedWeight(WeightFormat):
         super().__init__(*shape, self.product.bias)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pack again in a copy: panels are aligned to pages."""
+        """Pack again when copied, since panels must be aligned to pages."""
         return PackedWeight, (self.unpack(), self.bias)
 
     @property
@@ -103,7 +101,7 @@ def supports_bf16_weights(
 
 
 class Bf16Weight(WeightFormat):
-    """A weight bfloat16 `[outputs, inputs]` under float32, and its bias float32 or None."""
+    """A bfloat16 weight `[outputs, inputs]` for float32 rows, and its bias float32 or None."""
 
     name = "Bf16Linear"
     table_name = "Bf16Embedding"

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by name, as a model of floats has them."""
+"""The tensors of a checkpoint by name, with the names and shapes of a float model."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -23,14 +23,14 @@ _DTYPES = {
 }
 
 FLOATS = frozenset(_DTYPES.values())
-"""The dtypes of weights that are read here."""
+"""The supported dtypes of float weights."""
 
 SAVED_SO = "in the file itself: it is damaged, or was saved so; download the model again"
 """The end of an error about the values of a weight in a file."""
 
 
 class Checkpoint(ABC):
-    """The tensors of a model by name. A context: its files are open while it lasts."""
+    """The tensors of a model by name; a context manager, which closes its files at the end."""
 
     def __enter__(self) -> Self:
         return self
@@ -41,7 +41,7 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's shape."""
+        """The shapes of all tensors."""
 
     @abstractmethod
     def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
@@ -49,28 +49,28 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor in floats; it may lie in the file until `release`."""
+        """Return the tensor in floats; until `release` it may be in the mapped file."""
 
     def kind(self, name: str) -> WeightKind | None:
-        """Return the nearest kind to a quantized tensor's bits; None for a float."""
+        """Return the kind nearest to a quantized tensor's bits; None for a float tensor."""
         return None
 
     def packed(self, name: str) -> StoredValues | None:
-        """Return a quantized tensor value for value; None if no format of ours has such bits."""
+        """Return a quantized tensor with unchanged values; None if no format supports its bits."""
         return None
 
     def log(self, tied: bool) -> None:  # noqa: B027 - most have nothing to log
-        """Log in one line what quantized tensors become; tied: the LM head is the embedding's."""
+        """Log what quantized tensors become. tied: the LM head shares the embedding."""
 
     @abstractmethod
     def release(self) -> None:
-        """Unmap what was read."""
+        """Unmap the files."""
 
 
 class RenamedCheckpoint(Checkpoint):
-    """A checkpoint some of whose tensors have other names.
+    """A checkpoint with some tensors renamed.
 
-    names: of tensors here to those in `checkpoint`. ignored: prefixes of tensors to leave out.
+    names: the names in `checkpoint` by the names here. ignored: prefixes of tensors to leave out.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class RenamedCheckpoint(Checkpoint):
 
 
 class Entry(NamedTuple):
-    """A tensor's file and shape, and its dtype as safetensors names it."""
+    """A tensor's file and shape, and its dtype with safetensors' name."""
 
     file: Path
     shape: tuple[int, ...]

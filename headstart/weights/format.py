@@ -1,8 +1,8 @@
 """Formats in which a matrix is stored, and modules that multiply by it or read its rows.
 
-A `WeightFormat` is a value: a matrix in one layout, with the bias of its layer. `Linear` and
-`Embedding` work over any of them, and may share one. A new format is one subclass, and one entry
-of `headstart.weights.quantize.FORMATS` if weights are rounded to it.
+A `WeightFormat` is a matrix in one layout, with the bias of its layer. `Linear` and `Embedding`
+work with any format, and may share a matrix. A new format is a subclass, with an entry in
+`headstart.weights.quantize.FORMATS` if weights are rounded to it.
 """
 
 import math
@@ -19,10 +19,10 @@ from headstart.native.bindings import Weight
 from headstart.weights.products import CompiledProduct
 
 WeightKind = Literal["int8", "int5", "int4"]
-"""The bits of linear layers' weights, if they are not floats."""
+"""The bits of quantized weights."""
 
 REVISIONS: dict[WeightKind, int] = {"int8": 6, "int5": 3, "int4": 4}
-"""Versions of how a kind rounds weights and rows. Increase one when its results change."""
+"""Versions of the rounding of weights and rows. Increase a version when its results change."""
 
 PREQUANTIZED_REVISION = 4
 """Version of the reader for already quantized weights. Increase it when its results change."""
@@ -39,40 +39,40 @@ def find_kind(name: str) -> WeightKind | None:
 class WeightFormat(ABC):
     """A matrix `[outputs, inputs]` as it is stored, and its bias `[outputs]` or None.
 
-    `kind` is None for floats. `name` and `table_name` are the names, in cache identities, of a
-    `Linear` and an `Embedding` over such a matrix. They must not change.
+    kind: None for floats. name, table_name: the names of a `Linear` and an `Embedding` with such a
+    matrix in cache identities. They must not change.
     """
 
     kind: WeightKind | None = None
     name: str
     table_name = "QuantizedEmbedding"
     rounding = 0.0
-    """The step to which a product rounds a row, relative to the row's largest element."""
+    """The step of a product's rounding of a row, relative to the row's largest element."""
 
     is_prequantized = False
-    """True if the checkpoint has the matrix in these bits: nothing was rounded."""
+    """True if the checkpoint has the matrix in these bits, so it was not rounded here."""
     product: CompiledProduct | None = None
     """The compiled product; None if torch multiplies."""
     most_rows: float = math.inf
-    """The compiled product multiplies fewer rows than this; torch multiplies this many or more."""
+    """From this many rows on, torch multiplies instead of the compiled product."""
 
     def __init__(self, outputs: int, inputs: int, bias: Tensor | None = None) -> None:
         self.outputs, self.inputs, self.bias = outputs, inputs, bias
 
     @abstractmethod
     def rows(self, numbers: Tensor) -> Tensor:
-        """Return rows by number, integers of any shape: `[..., inputs]`.
+        """Return the rows `[..., inputs]` with these numbers, a tensor of any shape.
 
-        Raises `IndexError` for a row that the matrix does not have.
+        Raises `IndexError` for a number that is too large.
         """
 
     @property
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """The memory that the matrix is in."""
+        """The tensors that store the matrix."""
 
     def unpack(self) -> Tensor:
-        """Return the matrix that rows are multiplied by, `[outputs, inputs]`."""
+        """Return the matrix `[outputs, inputs]` by which rows are multiplied."""
         return self.rows(torch.arange(self.outputs))
 
     def struct(self, dtype: torch.dtype) -> Weight | None:
@@ -94,7 +94,7 @@ class WeightFormat(ABC):
     def multiply(self, x: Tensor) -> Tensor:
         """Return `[..., inputs]` times the matrix, plus the bias: `[..., outputs]`, x's dtype.
 
-        A row that is not finite gives a row that is not finite.
+        If a row is not finite, neither is its result.
         """
         if not x.numel():
             return x.new_empty((*x.shape[:-1], self.outputs))
@@ -111,7 +111,7 @@ class WeightFormat(ABC):
 
 
 class Linear(nn.Module):
-    """A linear layer over a stored matrix; it has no parameter `weight`."""
+    """A linear layer with a stored matrix; it has no parameter `weight`."""
 
     def __init__(self, matrix: WeightFormat) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a stored matrix by token id, in `dtype`; the matrix may be the LM head's."""
+    """Rows of a stored matrix by token id, in `dtype`; the LM head may share the matrix."""
 
     def __init__(self, matrix: WeightFormat, dtype: torch.dtype) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Embedding(nn.Module):
 
 
 def check_numbers(numbers: Tensor, rows: int) -> Tensor:
-    """Return row numbers on the CPU; raises `IndexError` for one beyond `rows`."""
+    """Return row numbers on the CPU; raises `IndexError` unless all are below `rows`."""
     numbers = numbers.to("cpu", torch.int64)
     if numbers.numel():
         first, last = int(numbers.min()), int(numbers.max())
@@ -167,12 +167,12 @@ def check_numbers(numbers: Tensor, rows: int) -> Tensor:
     return numbers
 
 
-_TILE = 1 << 21  # elements: 8 MiB, which stay in a core's caches between writing and multiplying
-_WHOLE = 32  # outputs: MKL's product takes a quarter longer if their number is not a multiple
+_TILE = 1 << 21  # elements, 8 MiB, which fit in a core's caches
+_WHOLE = 32  # outputs; MKL's product is slower if their number is not a multiple of this
 
 
 def tile_outputs(inputs: int) -> int:
-    """Return how many outputs are made float32 at a time for a product of many rows."""
+    """Return how many outputs a tile has in a product of many rows."""
     outputs = max(1, _TILE // max(1, inputs))
     return outputs if outputs < _WHOLE else outputs // _WHOLE * _WHOLE
 
@@ -182,8 +182,8 @@ def multiply_tiles(
 ) -> Tensor:
     """Return rows float32 times a matrix that becomes float32 tile by tile.
 
-    make_tile: makes outputs `first` to `last - 1` of it, `[some, inputs]`; valid until the next.
-    multiple: tiles begin at multiples of this.
+    make_tile: returns its outputs `first` to `last - 1`, `[some, inputs]`, valid until the next
+    call. multiple: tiles begin at multiples of this.
     """
     out = rows.new_empty((len(rows), outputs))
     step = max(1, tile_outputs(rows.shape[1]) // multiple) * multiple
@@ -194,7 +194,7 @@ def multiply_tiles(
 
 
 def widen_tiles(values: Tensor) -> Callable[[int, int], Tensor]:
-    """Return a function that makes some outputs of `values` float32, for `multiply_tiles`."""
+    """Return a `make_tile` for `multiply_tiles` that converts `values` to float32."""
 
     def make_tile(first: int, last: int) -> Tensor:
         part = values[first:last]
@@ -209,10 +209,10 @@ _local = threading.local()
 def scratch(size: int, device: torch.device) -> Tensor:
     """Return this thread's memory for `size` float32 values, valid until the next call.
 
-    Fresh memory would cost a page fault for every 4 KiB: as much as dequantizing into it.
+    New memory would cost page faults, which take as long as dequantizing.
     """
     buffers: dict[torch.device, Tensor] = _local.__dict__.setdefault("buffers", {})
     if device not in buffers or len(buffers[device]) < size:
-        with torch.inference_mode(False):  # for uses outside it, too
+        with torch.inference_mode(False):  # may be used outside inference mode
             buffers[device] = torch.empty(size, dtype=torch.float32, device=device)
     return buffers[device][:size]

@@ -1,15 +1,14 @@
 """The tensors of a GGUF file, llama.cpp's format, under transformers' names, one at a time.
 
-Its formats of 4, 5 and 8 bits become weights with the same values; steps are rounded to
-float16:
+Its formats of 4, 5 and 8 bits become weights with the same values, and steps in float16:
 
     Q4_0    32 weights: d, 16 bytes                     weight = d * (value - 8)
     Q4_1    32 weights: d, m, 16 bytes                  weight = d * value + m
     Q4_K    256 weights: d, least, 8 times 2 * 6 bits   weight = d * scale * value - least * min
     Q8_0    32 weights: d, 32 signed bytes              weight = d * value
 
-A byte of the first two holds the values at i and i + 16 of its block. Q5_0, Q5_1 and Q5_K have the
-fifth bits, too: 4 bytes with a bit for each weight, or 32 with a bit for each group of a block.
+A byte of Q4_0 or Q4_1 has the values at i and i + 16 of its block. Q5_0, Q5_1 and Q5_K also have
+fifth bits: 4 bytes with a bit for each weight, or 32 bytes with a bit for each group of a block.
 The package `gguf`, an optional dependency, reads the files.
 """
 
@@ -42,7 +41,7 @@ from headstart.weights.grouped import (
 from headstart.weights.scheme import UnsupportedLayerError
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor with a factor for each pair of elements that are rotated together."""
+"""The tensor with a factor for the frequency of each rotated pair."""
 
 _log = logging.getLogger(__name__)
 _ROUNDED = "rounded again"
@@ -125,17 +124,17 @@ ARCHITECTURES = {
     "qwen35": _QWEN35,
     "granitehybrid": _GRANITE_HYBRID,
 }
-"""The architectures whose tensors are known, and transformers' names for them."""
+"""The supported architectures, with transformers' names of their tensors."""
 
-# Those in whose files the two halves of a head of Q and K, which are rotated together, lie side by
-# side.
+# Architectures whose files interleave the two halves of a head in Q and K, which are rotated in
+# pairs.
 _PERMUTED = frozenset({"llama", "mistral3", "granite", "smollm3", "granitehybrid"})
-# Those whose files list the heads of K and V by layer, with 0 for a recurrent one.
+# Architectures whose files list the heads of K and V by layer, with 0 for recurrent layers.
 _KV_HEADS_BY_LAYER = frozenset({"lfm2", "granitehybrid"})
 _OWN_TENSORS = (ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Formats of few bits, which no kind holds: they are rounded to 4 bits, all others to 8.
+# Unsupported formats with few bits are rounded to 4 bits, all other formats to 8.
 _NARROW = frozenset(
     {
         *("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS"),
@@ -147,17 +146,17 @@ _QUERY = "model.layers.0.self_attn.q_proj.weight"
 _PLACE = re.compile(r"(?:blk\.(\d{1,9})\.)?([a-z_0-9.]+?)(\.weight|\.bias)?")
 _CONVOLUTIONS = (".conv.weight", ".conv1d.weight")
 _TABLES = ("model.embed_tokens.weight", "model.embed_tokens_per_layer.weight")
-_FLAT = (".mixer.A_log", ".mixer.D", ".mixer.norm.weight")  # have a second side in some files
+_FLAT = (".mixer.A_log", ".mixer.D", ".mixer.norm.weight")  # have two dimensions in some files
 
 
 class Metadata:
-    """The values of a file's metadata below one prefix."""
+    """The values of a file's metadata with one prefix."""
 
     def __init__(self, reader: Any, prefix: str) -> None:
         self._reader, self._prefix = reader, prefix
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value, or `default` where the file has none."""
+        """Return a value, or `default` if the file has none."""
         field = self._reader.fields.get(f"{self._prefix}.{name}")
         return default if field is None else field.contents()
 
@@ -193,14 +192,14 @@ class Metadata:
 
 
 class TiledHeads(NamedTuple):
-    """Heads of values in llama.cpp's order: the first of each key head, then the second ones."""
+    """Heads of values in llama.cpp's order: the first of each key head, then the second of each."""
 
     key_heads: int
     heads: int
     width: int
 
     def order(self, size: int) -> NDArray[np.int64]:
-        """Return the place in the file of each number, where a head has `size` numbers."""
+        """Return the index in the file of each number, for heads of `size` numbers."""
         places = np.arange(self.heads * size).reshape(-1, self.key_heads, size)
         return places.swapaxes(0, 1).reshape(-1)
 
@@ -240,7 +239,7 @@ class GGUFCheckpoint(Checkpoint):
             width = metadata.count("ssm.inner_size") // values
             self._tiled = TiledHeads(metadata.count("ssm.group_count"), values, width)
         self._tensors: dict[str, Any] = {}
-        # Layers that predict further tokens come after the others, and are not run.
+        # The last layers predict further tokens, and are not used here.
         further = metadata.count("nextn_predict_layers", 0)
         last = metadata.count("block_count") - further if further else None
         for tensor in reader.tensors:
@@ -259,12 +258,12 @@ class GGUFCheckpoint(Checkpoint):
             raise UnsupportedLayerError(f"{rotated} elements of each head are rotated, and not all")
 
     def _check_keys(self, metadata: Metadata) -> None:
-        """Raise `UnsupportedLayerError` for settings that would change answers and are not read."""
+        """Raise `UnsupportedLayerError` for unsupported settings that would change answers."""
         scaling = metadata.get("rope.scaling.type")
         is_read = self._architecture == "gemma3" and scaling == "linear"
         if scaling not in (None, "none") and not is_read:
             raise UnsupportedLayerError(f"its rotary positions are scaled ({scaling})")
-        for name in _FACTORS if scaling is None else ():  # llama.cpp takes them as linear then
+        for name in _FACTORS if scaling is None else ():  # llama.cpp then uses linear scaling
             if (factor := metadata.get(name)) not in (None, 0, 1):
                 raise UnsupportedLayerError(f"its rotary positions are scaled ({name} {factor})")
         if not metadata.get("attention.causal", True):
@@ -272,7 +271,7 @@ class GGUFCheckpoint(Checkpoint):
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's shape."""
+        """The shapes of all tensors."""
         shapes = {
             name: tuple(int(side) for side in reversed(tensor.shape))
             for name, tensor in self._tensors.items()
@@ -300,21 +299,21 @@ class GGUFCheckpoint(Checkpoint):
         if (tiled := self._tiled) is not None and name.endswith(".mixer.out_proj.weight"):
             data = data[:, tiled.order(tiled.width)]
         tensor = torch.from_numpy(data.astype("float32")).view(self.shapes[name])
-        if name.endswith(".A_log"):  # llama.cpp stores -exp of it
+        if name.endswith(".A_log"):  # llama.cpp stores -exp(A_log)
             return (-tensor).log()
         # llama.cpp stores norms with the 1 that the model adds to them.
         adds_one = self._architecture in ("gemma2", "gemma3", "qwen35")
         return tensor - 1 if adds_one and "norm" in name and ".mixer." not in name else tensor
 
     def kind(self, name: str) -> WeightKind | None:
-        """Return the nearest kind to the tensor's bits; None for a float."""
+        """Return the kind nearest to the tensor's bits; None for a float."""
         type_name = self._type(name)
         if type_name in _FLOATS:
             return None
         return FORMATS.get(type_name, "int4" if type_name in _NARROW else "int8")
 
     def packed(self, name: str) -> GroupedValues | None:
-        """Return the tensor in its 4, 5 or 8 bits; None if it has others."""
+        """Return the tensor in its 4, 5 or 8 bits; None for another format."""
         type_name = self._type(name)
         if type_name not in FORMATS:
             return None
@@ -326,7 +325,7 @@ class GGUFCheckpoint(Checkpoint):
         return read_weight(self._rows(name), type_name, self._gguf, groups)
 
     def log(self, tied: bool) -> None:
-        """Log in one line what the file's formats become; as a warning where numbers change."""
+        """Log what the file's formats become, in one line; as a warning if weights are rounded."""
         counts = Counter((self._type(n), self._becomes(n, tied)) for n in self._tensors)
         texts = [
             f"{count} {type_name} {becomes}"
@@ -348,7 +347,7 @@ class GGUFCheckpoint(Checkpoint):
         return f"{_ROUNDED} to {'int8' if is_head else kind}"
 
     def release(self) -> None:
-        """Give back the pages of the file that were read: tensors are copied out of it."""
+        """Release the pages of the file that were read. Tensors are copies."""
         if isinstance(self._mapped, np.memmap) and self._mapped.mode == "r":
             drop_pages(self._mapped.ctypes.data, self._mapped.nbytes)
 
@@ -370,8 +369,8 @@ class GGUFCheckpoint(Checkpoint):
     def _rows(self, name: str) -> Any:
         """Return rows of bytes or numbers, in transformers' order.
 
-        Raises `DamagedModelError` for a file that was cut off since: to read beyond its end is a
-        SIGBUS.
+        Raises `DamagedModelError` if the file was truncated, since reading beyond its end would end
+        the process by SIGBUS.
         """
         if self._file.stat().st_size < self._mapped.nbytes:
             raise DamagedModelError(f"{self._file} changed while it was read")
@@ -387,13 +386,13 @@ class GGUFCheckpoint(Checkpoint):
 
 
 def _untile(part: str, data: Any, tiled: TiledHeads) -> Any:
-    """Return the rows of a part of Qwen3.5's mixer in the order of transformers' heads."""
+    """Return the rows of a part of Qwen3.5's mixer in transformers' order of heads."""
     if part in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight"):
         return data[tiled.order(1)]
     if part not in ("in_proj_qkv.weight", "in_proj_z.weight", "conv1d.weight"):
         return data
     order = tiled.order(tiled.width)
-    first = len(data) - len(order)  # of queries and keys
+    first = len(data) - len(order)  # the number of rows of queries and keys
     return np.concatenate((data[:first], data[first:][order]))
 
 
@@ -406,7 +405,7 @@ FORMATS: dict[str, WeightKind] = {
     "Q5_K": "int5",
     "Q8_0": "int8",
 }
-"""The formats whose bits are retained, and the kinds that they become."""
+"""The formats that are stored in their own bits, and their kinds."""
 
 _BITS: dict[WeightKind, Literal[4, 5, 8]] = {"int4": 4, "int5": 5, "int8": 8}
 _OUTPUTS = 2048  # whole panels
@@ -417,13 +416,13 @@ _Floats = NDArray[np.float32]
 def read_weight(
     data: _Bytes, name: str, gguf: Any, groups: NDArray[np.int64] | None = None
 ) -> GroupedValues:
-    """Return a weight of rows of blocks, uint8 `[outputs, bytes]`, in one of `FORMATS`.
+    """Return a weight from rows of blocks, uint8 `[outputs, bytes]`, in one of `FORMATS`.
 
-    groups: the place in a row of each group of 32 inputs, if they lie in another order.
+    groups: the index in a row of each group of 32 inputs, if the file has another order.
     """
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][1]
     packed = []
-    for first in range(0, len(data), _OUTPUTS):  # a few copies of each piece are made on the way
+    for first in range(0, len(data), _OUTPUTS):  # in parts, to save memory
         rows = np.ascontiguousarray(data[first : first + _OUTPUTS])
         numbers = _read_blocks(rows.reshape(-1, size), name, gguf)
         parts = [part.reshape(len(rows), -1) for part in numbers]
@@ -439,9 +438,9 @@ def read_weight(
 
 
 def _read_blocks(blocks: _Bytes, name: str, gguf: Any) -> tuple[_Bytes, _Floats, _Floats]:
-    """Return values `[blocks, groups * 32]`, and for each group weight = step * value + start.
+    """Return values `[blocks, groups * 32]`, steps and starts: weight = step * value + start.
 
-    128 is taken off a value of 8 bits first.
+    128 is first subtracted from an 8-bit value.
     """
     step = _float(blocks[:, :2])
     if name == "Q8_0":
@@ -456,7 +455,7 @@ def _read_blocks(blocks: _Bytes, name: str, gguf: Any) -> tuple[_Bytes, _Floats,
             values |= fifths * np.uint8(16)
         start = -_float(blocks[:, 2:4]) * least.astype(np.float32)
         return values, step * scale.astype(np.float32), start
-    # The lower halves of the bytes, then the upper ones.
+    # The lower halves of the bytes, then the upper halves.
     values = np.concatenate((blocks[:, -16:] & 15, blocks[:, -16:] >> 4), axis=1)
     if name.startswith("Q5"):
         fifths = np.unpackbits(blocks[:, -20:-16], axis=1, bitorder="little")
@@ -471,7 +470,7 @@ def _float(data: _Bytes) -> _Floats:
 
 
 def import_gguf(file: Path) -> Any:
-    """Return the package; raises `UnsupportedModelError` where it is missing."""
+    """Return the package; raises `UnsupportedModelError` if it is missing."""
     try:
         import gguf
     except ImportError as error:

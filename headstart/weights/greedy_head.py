@@ -1,10 +1,10 @@
 """The greedy token of rows of hidden states, without computing all logits.
 
-A request without sampling, penalties or log-probabilities needs one token id per row. For it an LM
-head in bfloat16 would read its whole weight: a seventh of the memory that a decoding step of one
-request reads in Qwen2.5-0.5B. An int8 copy, half as large, gives an interval for each logit; only
-candidates whose interval reaches the best lower bound are computed exactly. The result is the
-argmax of all logits, ties included; `native/greedy_head.cpp` derives the bounds.
+A request without sampling, penalties or log-probabilities needs only one token id per row. Reading
+the whole bfloat16 LM head for it would be a seventh of the memory traffic of a decode in
+Qwen2.5-0.5B. An int8 copy, half as large, gives bounds of each logit. Only logits whose upper bound
+reaches the best lower bound are computed exactly. The result is the argmax of all logits, ties
+included. `native/greedy_head.cpp` derives the bounds.
 """
 
 import ctypes
@@ -22,11 +22,11 @@ from headstart.weights.bf16 import PackedWeight
 
 _ALIGNMENT = 64
 MOST_INPUTS = 32_768
-"""Sums of this many products of 8 bits fit in 32 bits; a `GreedyHead` takes no more."""
+"""The most inputs of a `GreedyHead`: sums of this many 8-bit products fit in 32 bits."""
 _LONGEST_PAUSE = 255  # steps
-_FEW = 32  # a mask differs in few bytes if they are at most this part of all
-# Eight bounds for each byte of a mask: NaN where its bit is set, else minus infinity. Of logit and
-# bound `fmin` takes the smaller, and one that is a number rather than NaN.
+_FEW = 32  # at most 1 / 32 of a mask's bytes count as few
+# For each byte of a mask, eight bounds: NaN where the bit is set, else minus infinity. `fmin` of a
+# logit and NaN is the logit.
 _BOUNDS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1,
     np.float32(np.nan),
@@ -37,11 +37,11 @@ _BOUNDS = np.where(
 def greedy_tokens(logits: Tensor) -> list[int]:
     """Return the argmax (the first of equals) of each row of `logits` float32 `[rows, vocab]`.
 
-    -1 for a row whose largest logit is not finite: one with NaN or +inf, or with only -inf. Uses
-    numpy on a CPU: its argmax is vectorised, torch's takes 12 times as long.
+    The result is -1 for a row with NaN or +inf, or with only -inf. On a CPU, numpy computes the
+    argmax, 12 times as fast as torch.
     """
     rows = logits.numpy() if logits.device.type == "cpu" else logits
-    tokens: list[int] = rows.argmax(-1).tolist()  # the first NaN, if there is one
+    tokens: list[int] = rows.argmax(-1).tolist()  # the index of the first NaN, if any
     largest: list[float] = rows[range(len(tokens)), tokens].tolist()
     pairs = zip(tokens, largest, strict=True)
     return [token if math.isfinite(logit) else -1 for token, logit in pairs]
@@ -49,9 +49,9 @@ def greedy_tokens(logits: Tensor) -> list[int]:
 
 @functools.lru_cache(maxsize=8)
 def every_token(size: int) -> np.ndarray:
-    """Return a mask of `size` tokens, uint8 `[bytes]`: a bit for each, the lowest first.
+    """Return a mask uint8 `[bytes]` with the bits of `size` tokens set, the lowest bit first.
 
-    It is a whole number of 32-bit words; bits beyond the last token are clear.
+    Its length is a multiple of 32 bits; bits beyond the last token are clear.
     """
     bits = np.zeros((size + 31) // 32 * 32, dtype=np.uint8)
     bits[:size] = 1
@@ -60,12 +60,12 @@ def every_token(size: int) -> np.ndarray:
     return packed
 
 
-@torch.inference_mode()  # in which the logits were made
+@torch.inference_mode()  # the mode in which the logits were computed
 def mask_logits(logits: Tensor, allowed: np.ndarray) -> None:
     """Set logits float32 `[rows, vocab]` to minus infinity, in place, where a mask has no bit.
 
-    `allowed` uint8 `[rows, bytes]` has a mask for each row, as `every_token`. A row in which few
-    tokens are banned, or few allowed, costs little.
+    `allowed` uint8 `[rows, bytes]` has a mask for each row, as `every_token`. Rows with few banned
+    or few allowed tokens are fast.
     """
     size = logits.shape[1]
     if logits.device.type != "cpu":
@@ -75,7 +75,7 @@ def mask_logits(logits: Tensor, allowed: np.ndarray) -> None:
             torch.fmin(row, bounds[:size], out=row)
         return
     every = every_token(size)
-    buffer = np.empty((len(every), 8), dtype=np.float32)  # new memory is half of a row's time
+    buffer = np.empty((len(every), 8), dtype=np.float32)  # shared by rows: new memory is slow
     for row, mask in zip(logits.numpy(), allowed, strict=True):
         if len(places := np.flatnonzero(mask != every)) * _FEW <= len(mask):
             row[_tokens_of(places, every[places] & ~mask[places])] = -np.inf
@@ -90,7 +90,7 @@ def mask_logits(logits: Tensor, allowed: np.ndarray) -> None:
 
 
 def _tokens_of(places: np.ndarray, bits: np.ndarray) -> np.ndarray:
-    """Return the tokens of the set bits of a mask's bytes, which lie at these places."""
+    """Return the tokens of the set bits. places: indices in the mask. bits: the bytes there."""
     row, bit = np.nonzero(np.unpackbits(bits[:, None], axis=1, bitorder="little"))
     return np.asarray(places[row] * 8 + bit)
 
@@ -98,12 +98,11 @@ def _tokens_of(places: np.ndarray, bits: np.ndarray) -> np.ndarray:
 class GreedyHead:
     """An LM head without bias that returns greedy tokens instead of logits.
 
-    It takes half as much memory as `weight`, which must stay alive as long as this object.
+    It uses half as much memory as `weight`, which must stay alive as long as this object.
 
-    If the bounds are too wide (rows or weights with a few much larger elements), it computes all
-    logits. After a step in which most rows needed all logits, the next step skips the bounds; each
-    further such step lengthens the pause to 3, 7, up to 255 steps. A step in which fewer rows need
-    all logits resets it.
+    If the bounds are too wide, because rows or weights have a few much larger elements, it computes
+    all logits. If most rows of a step need this, the next step skips the bounds. If it happens
+    again, the pause becomes 3, 7, up to 255 steps. Another step resets it.
     """
 
     def __init__(self, weight: PackedWeight) -> None:
@@ -113,7 +112,7 @@ class GreedyHead:
         self._choose = kernels.headstart_greedy_tokens
         self.weight = weight
         """The LM head's weight."""
-        # The size of the panels that `native/screen.h` describes.
+        # Bytes of the panels that `native/screen.h` describes.
         size = -(-outputs // 32) * 32 * (-(-inputs // 4) * 4 + 3 * 4)
         self._panels = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
         start = self._panels.data_ptr() + -self._panels.data_ptr() % _ALIGNMENT
@@ -128,9 +127,9 @@ class GreedyHead:
     def choose(self, hidden: Tensor, allowed: np.ndarray | None = None) -> list[int]:
         """Return the greedy token of each row of `hidden` bfloat16 `[rows, inputs]`.
 
-        Equal to `greedy_tokens` of `weight.multiply(hidden)`, including -1 for a row whose largest
-        logit is not finite. Only tokens with a bit in `allowed` are chosen from, as in
-        `mask_logits`; no other logit matters then, be it NaN.
+        Equal to `greedy_tokens` of `weight.multiply(hidden)`, including -1 for rows that are not
+        finite. allowed: masks of the tokens to choose from, as in `mask_logits`; logits of other
+        tokens are ignored, even NaN.
         """
         self.weight.product.check_rows(hidden)
         if not len(hidden):

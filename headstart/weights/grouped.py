@@ -1,20 +1,20 @@
-"""Weights in groups of 32 inputs with a step and a start: of 4 or 5 bits, or 8 as files have them.
+"""Weights in 4 or 5 bits, or 8 bits from files, with a step and a start per group of 32 inputs.
 
     weight[o, i]  ~  (value[o, i] * step[o, i // 32] + start[o, i // 32]) * scales[o] * columns[i]
 
-where 128 is taken off a value of 8 bits first.
+where 128 is first subtracted from an 8-bit value.
 
-Steps and starts have 8 bits each, in units of their output's largest; so a weight has 4.5 or 5.5
-bits in all. Those of a file are float16, and have its values: 5, 6 or 9 bits.
+Weights that are rounded here have steps and starts of 8 bits, in units of the output's largest, so
+4.5 or 5.5 bits per weight. Steps and starts from files are float16: 5, 6 or 9 bits per weight.
 
-`scales` and `columns` are common to an output and to an input. They make all outputs and inputs
-equally large before they are rounded, so that a small input does not take the step of its large
-neighbors: half of the error of 4 bits. SINQ (arXiv 2509.22944) gives a weight two such scales.
+`scales` has a factor for each output, `columns` for each input. They make outputs and inputs
+equally large before rounding, so that a small input does not get the step of its large neighbors,
+which halves the error of 4 bits. SINQ (arXiv 2509.22944) uses two such scales.
 
-`native/narrow/integers.h` describes the bytes, and the product: each 32 inputs of a row become
-whole numbers of 8 bits. On a CPU with AMX, rows in bfloat16 stay as they are: the weight but for
-`scales` is rounded to bfloat16 as it is read (`native/linear.h`). Without compiled kernels, and on
-other devices, the weight is made float32 tile by tile in scratch memory.
+`native/narrow/integers.h` describes the bytes, and the product of integers, for which each group of
+32 inputs of a row is rounded to 8 bits. On a CPU with AMX, bfloat16 rows are not rounded: the
+weight without `scales` is converted to bfloat16 as it is read (`native/linear.h`). Without compiled
+kernels, and on other devices, the weight becomes float32 tile by tile.
 """
 
 from typing import Literal, NamedTuple
@@ -35,16 +35,16 @@ from headstart.weights.products import CompiledProduct, choose_product
 GROUP = 32
 """Inputs that share a step."""
 _TINY = 1e-30
-_SMALLEST_COLUMN = 1e-15  # no element is much larger: what it is divided by fits into float16
+_SMALLEST_COLUMN = 1e-15  # least factor of an input, to avoid a division by zero
 _PANEL = 16  # outputs
-_ROUNDED = 1 << 18  # elements at a time: a few copies of them stay in the caches
-_MOST = 255  # of a step's or a start's byte
+_ROUNDED = 1 << 18  # elements that are rounded at a time, so that copies fit in the caches
+_MOST = 255  # largest step or start in a byte
 
 
 class PackedForm(NamedTuple):
-    """The layout of a weight: values of 4, 5 or 8 bits, steps and starts in bytes or float16.
+    """The layout of a weight. in_bytes: steps and starts are bytes, not float16.
 
-    Those of 8 bits are float16.
+    With 8-bit values they are always float16.
     """
 
     bits: Literal[4, 5, 8]
@@ -52,28 +52,28 @@ class PackedForm(NamedTuple):
 
     @property
     def zero(self) -> int:
-        """The value whose weight is the start."""
+        """The value that represents the start."""
         return 128 if self.bits == 8 else 0
 
     @property
     def start_unit(self) -> float:
-        """The factor of a start's number."""
+        """The factor of a stored start."""
         return -float(1 << (self.bits - 1)) if self.in_bytes else 1.0
 
     @property
     def grid_bytes(self) -> int:
-        """The bytes of steps and starts at the head of a block."""
+        """The number of bytes of steps and starts, at the head of a block."""
         return 2 * _PANEL * (1 if self.in_bytes else 2)
 
     def grid(self, blocks: Tensor) -> Tensor:
-        """Return steps and starts of blocks `[..., bytes]`, as stored: `[..., 2, 16]`."""
+        """Return the stored steps and starts `[..., 2, 16]` of blocks `[..., bytes]`."""
         grid = blocks[..., : self.grid_bytes]
         return torch.unflatten(grid if self.in_bytes else grid.view(torch.float16), -1, (2, _PANEL))
 
     def values(self, parts: Tensor) -> Tensor:
         """Return the values of some outputs, `[..., 2, 4, some]`, from bytes `[..., parts, some]`.
 
-        They are `[half][v][output][b]` of `native/narrow/integers.h`.
+        `native/narrow/integers.h` has this order: `[half][v][output][b]`.
         """
         if self.bits == 8:
             return torch.unflatten(parts.contiguous(), -2, (2, 4))
@@ -100,7 +100,7 @@ class GroupedValues(NamedTuple):
     form: PackedForm
 
     def is_finite(self) -> bool:
-        """Return True if all steps and starts are finite; bytes always are."""
+        """Return True if all steps and starts are finite."""
         return self.form.in_bytes or bool(torch.isfinite(self.form.grid(self.panels)).all())
 
     def to(self, device: torch.device) -> "GroupedValues":
@@ -112,13 +112,13 @@ class GroupedValues(NamedTuple):
     def store(
         self, bias: Tensor | None, rows: torch.dtype = torch.float32, table: bool = False
     ) -> "GroupedWeight":
-        """Return the matrix for rows in a dtype; table: single rows of it are read, too."""
-        # Each row read from AMX's panels would cost a copy of the whole weight.
+        """Return the matrix for rows in a dtype. table: its rows are also read by number."""
+        # Reading a row of AMX's panels would copy the whole weight.
         return GroupedWeight(self, bias, torch.float32 if table else rows)
 
 
 class QuantizationGrid(NamedTuple):
-    """Values uint8 `[outputs, whole groups]`; steps and starts `[outputs, groups]`, as stored."""
+    """Values uint8 `[outputs, padded inputs]`, and stored steps and starts `[outputs, groups]`."""
 
     values: Tensor
     steps: Tensor
@@ -126,7 +126,7 @@ class QuantizationGrid(NamedTuple):
 
 
 def quantize_groups(weight: Tensor, bits: Literal[4, 5]) -> GroupedValues:
-    """Return a weight of 4 or 5 bits near a floating-point `[outputs, inputs]`."""
+    """Round a floating-point weight `[outputs, inputs]` to 4 or 5 bits."""
     outputs, inputs = weight.shape
     rows = max(1, _ROUNDED // max(1, inputs))
     scales = weight.new_empty(outputs, dtype=torch.float32)
@@ -136,7 +136,7 @@ def quantize_groups(weight: Tensor, bits: Literal[4, 5]) -> GroupedValues:
         scale = part.abs().amax(dim=1).clamp_min_(_TINY)
         scales[first : first + rows] = scale
         squares += part.div(scale.unsqueeze(1)).square_().sum(dim=0)
-    # The root mean square of each input, in units of them.
+    # The root mean square of each input, relative to the outputs' scales.
     columns = (squares / max(1, outputs)).sqrt_().clamp_min_(_SMALLEST_COLUMN)
     form, grids = PackedForm(bits, True), []
     for first in range(0, outputs, rows):
@@ -151,10 +151,10 @@ def quantize_groups(weight: Tensor, bits: Literal[4, 5]) -> GroupedValues:
 
 
 def _round(groups: Tensor, form: PackedForm) -> tuple[QuantizationGrid, Tensor]:
-    """Round groups float32 `[outputs, groups, 32]`; returns units float32 `[outputs]`, too.
+    """Round groups float32 `[outputs, groups, 32]`; return the grid and its units `[outputs]`.
 
-    A group's first grid reaches from its smallest to its largest element; the second is nearest to
-    the elements at the values that they have there. Grids begin at zero or below.
+    The first grid of a group goes from its smallest to its largest element. The second grid is the
+    least-squares fit for the values in the first. Grids begin at zero or below.
     """
     levels = (1 << form.bits) - 1
     low, high = groups.aminmax(dim=-1, keepdim=True)
@@ -185,7 +185,7 @@ def pack_groups(
     columns: Tensor | None = None,
     inputs: int | None = None,
 ) -> GroupedValues:
-    """Return a weight of these values; of `inputs`, if the last of whole groups do not count."""
+    """Return a weight with these values. inputs: their number without the padding of a group."""
     outputs, groups = grid.steps.shape
     fill = (0, 0, 0, -outputs % _PANEL)
     dtype = torch.uint8 if form.in_bytes else torch.float16
@@ -223,7 +223,7 @@ _KINDS: dict[int, tuple[WeightKind, str]] = {
 class GroupedWeight(WeightFormat):
     """A weight in groups, laid out for its product with rows in a dtype.
 
-    With 8 bits, rows in bfloat16 are multiplied like those in float32, with AMX too.
+    With 8 bits, the product of integers is used for bfloat16 rows too, even with AMX.
     """
 
     rounding = 1 / 127
@@ -243,7 +243,7 @@ class GroupedWeight(WeightFormat):
         panels, scales, columns = weight.panels.contiguous(), weight.scales, weight.columns
         kind = INT8_IN_GROUPS if form.bits == 8 else 2 * (form.bits == 5) + form.in_bytes
         if product == "bfloat16":
-            # Two panels of 16 outputs each together, group by group, and columns of whole groups
+            # Interleave two panels of 16 outputs group by group, and pad columns to whole groups
             # (`native/linear.h`).
             count, groups, size = panels.shape
             panels = nn.functional.pad(panels, (0, 0, 0, 0, 0, count % 2))
@@ -290,13 +290,13 @@ class GroupedWeight(WeightFormat):
         return out[:, : self.outputs] * self.scales
 
     def _make_tile(self, first: int, last: int) -> Tensor:
-        """Return some panels before `scales` and `columns`, with whole groups."""
+        """Return some outputs, padded to whole groups, without `scales` and `columns`."""
         form, blocks = self.form, self._panels[first // _PANEL : last // _PANEL]
         panels, groups, _ = blocks.shape
         steps, starts = form.grid(blocks).permute(2, 0, 3, 1).float().unsqueeze(-1).unbind(0)
         tile = scratch(panels * _PANEL * groups * GROUP, blocks.device)
         values = form.values(torch.unflatten(blocks[..., form.grid_bytes :], -1, (-1, 4 * _PANEL)))
-        # Four bytes are moved as one number: moved as floats, they took most of the time.
+        # Move four bytes as one number, which is much faster than moving floats.
         packed_bytes = values.view(torch.int32).view(panels, groups, 8, _PANEL).permute(0, 3, 1, 2)
         elements = tile.view(panels, _PANEL, groups, GROUP)
         elements.copy_(packed_bytes.contiguous().view(torch.uint8).view(elements.shape))

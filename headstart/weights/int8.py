@@ -2,18 +2,17 @@
 
     weight[o, i]  ~  values[o, i] * scales[o]        values int8, -127 .. 127; -128 from checkpoints
 
-Four products, of which `Int8Weight` takes the one that `products` chooses:
+`products` chooses one of four products:
 
-1. On a CPU with AMX, rows in bfloat16: by the compiled product for weights in bfloat16, which makes
-   bfloat16 of the values as it reads them (see `native/linear.h`). None is rounded.
-2. On a CPU with AVX2: as integers, by a compiled product (see `native/narrow/integers.h`). Each 32
-   inputs of a row become whole numbers of 8 bits and a step: a row has some elements much larger
-   than the others, and 8 bits of the largest are too few for the rest. Sums of integers are exact,
-   so a row's result has the same bits alone, in any batch, on any number of threads and on any CPU
-   with this product.
-3. On a CPU for x86 without compiled kernels: as integers, by FBGEMM. It, too, gives a row the same
-   bits in any batch.
-4. Anywhere: the weight is dequantized tile by tile into scratch memory for a float product.
+1. CPU with AMX, bfloat16 rows: the compiled product for bfloat16 weights, which converts values to
+   bfloat16 as it reads them, exactly (see `native/linear.h`).
+2. CPU with AVX2: a compiled product of integers (see `native/narrow/integers.h`). Each group of 32
+   inputs of a row becomes 8-bit integers with a step, since one step for a whole row would be too
+   large for most of its elements. Sums of integers are exact, so the result of a row has the same
+   bits in any batch, on any number of threads, and on any CPU with this product.
+3. x86 CPU without compiled kernels: FBGEMM's product of integers. The result of a row also has the
+   same bits in any batch.
+4. Anywhere: a float product with the weight, which is dequantized tile by tile.
 """
 
 from typing import Any, NamedTuple
@@ -44,7 +43,7 @@ _WIDE_PANEL = 32  # outputs, see native/linear.h
 _PANEL, _GROUP = 16, 32  # outputs and inputs, see native/narrow/integers.h
 _LEVELS = 127
 _MIDDLE = 128
-_TINY = 1e-30  # an all-zero row has no scale
+_TINY = 1e-30  # least scale, for rows of zeros
 
 
 class Int8Values(NamedTuple):
@@ -58,17 +57,17 @@ class Int8Values(NamedTuple):
         return self.values.float().mul_(self.scales.unsqueeze(1))
 
     def is_finite(self) -> bool:
-        """Return True: values are integers, and scales are checked when they are read."""
+        """Return True, since scales are checked when they are read."""
         return True
 
     def to(self, device: torch.device) -> "Int8Values":
-        """Return the values on a device; scales in float32 may lie in the file."""
+        """Return the values on a device. Scales are copied: they may be in a mapped file."""
         return Int8Values(self.values.to(device), self.scales.to(device, copy=True))
 
     def store(
         self, bias: Tensor | None, rows: torch.dtype = torch.float32, table: bool = False
     ) -> "Int8Weight":
-        """Return the matrix for rows in a dtype; table: single rows of it are read, too."""
+        """Return the matrix for rows in a dtype. table: its rows are also read by number."""
         return Int8Weight(self, bias, rows, table)
 
 
@@ -78,7 +77,7 @@ def quantize_int8(weight: Tensor) -> Int8Values:
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(outputs, dtype=torch.float32, device=weight.device)
     step = tile_outputs(inputs)
-    for start in range(0, outputs, step):  # no second copy of all of it in float32
+    for start in range(0, outputs, step):  # in tiles, to save memory
         rounded = scratch(weight[start : start + step].numel(), weight.device).view(-1, inputs)
         rounded.copy_(weight[start : start + step].detach())
         largest = torch.maximum(rounded.amax(dim=1), rounded.amin(dim=1).neg_())
@@ -91,7 +90,7 @@ def quantize_int8(weight: Tensor) -> Int8Values:
 class Int8Weight(WeightFormat):
     """An int8 weight, laid out for its product with rows in a dtype.
 
-    table: single rows of it are read, too, which FBGEMM's layout does not allow.
+    table: its rows are also read by number, which FBGEMM's layout does not allow.
     """
 
     kind: WeightKind | None = "int8"

@@ -1,14 +1,14 @@
-"""The tensors of a checkpoint that stand for a quantized weight, checked to fit together.
+"""The tensors that store each quantized weight of a checkpoint; checks that they fit together.
 
 torchao's headers describe each weight:
 
-    _weight_qdata        int8 `[outputs, inputs]`, a byte for a value of 4 bits, too
+    _weight_qdata        int8 `[outputs, inputs]`; a 4-bit value takes a byte too
     _weight_scale        `[outputs / rows, inputs / group]`
-    _weight_zero_point   int8 of the same shape; missing where all are 0
+    _weight_zero_point   int8 of the same shape; missing if all are 0
 
-A header's metadata has, under the name of a weight, a JSON object of three fields: `_type` is the
-class of the tensor, `_tensor_data_names` lists its stored parts, and `_data` holds `block_size`,
-the rows and inputs that share a step, and for some classes the `target_dtype`
+A header's metadata has a JSON object with three fields for each weight: `_type` is the class of the
+tensor, `_tensor_data_names` lists its stored parts, and `_data` has `block_size` (the numbers of
+outputs and inputs that share a step) and, for some classes, `target_dtype`
 (torchao/prototype/safetensors/safetensors_support.py).
 """
 
@@ -26,7 +26,7 @@ from headstart.weights.scheme import Method, Scheme, UnsupportedLayerError
 
 
 class _Names(NamedTuple):
-    """Names of the tensors of a weight; order: the group of each input."""
+    """Names of a weight's tensors. order: the tensor with the group of each input."""
 
     words: str
     scales: str
@@ -44,14 +44,14 @@ NAMES: dict[Method, _Names] = {
 }
 _SHAPE = "weight_shape"
 _SCALE_TYPES = frozenset({"F16", "BF16", "F32"})
-"""The types of scales that are read, as safetensors names them."""
+"""The supported types of scales, with safetensors' names."""
 _PLACES = frozenset({"I32", "I64"})
 
 
 class Module(NamedTuple):
     """A quantized weight `[outputs, inputs]`.
 
-    bits: of its values. group: inputs that share a step. parts: the tensors that store it.
+    bits: bits of a value. group: inputs that share a step. parts: the tensors that store it.
     """
 
     shape: tuple[int, int]
@@ -63,15 +63,15 @@ class Module(NamedTuple):
 def find_modules(
     folder: Path, scheme: Scheme, entries: Mapping[str, Entry], read: Callable[[str], Tensor]
 ) -> dict[str, Module]:
-    """Return the quantized weights by name, of a method that has no description of each.
+    """Return the quantized weights by name, for methods other than torchao.
 
-    Raises `DamagedModelError` for tensors of types or shapes that do not fit together, and
-    `UnsupportedLayerError` for groups that are stored in another way.
+    Raises `DamagedModelError` if types or shapes of tensors do not fit together, and
+    `UnsupportedLayerError` for unsupported groups.
     """
     names, modules = NAMES[scheme.method], {}
     for full, entry in entries.items():
         module, _, words = full.rpartition(".")
-        # Values of 8 bits need no packing.
+        # compressed-tensors does not pack 8-bit values.
         is_plain = words == "weight" and entry.dtype == "I8"
         is_plain = is_plain and scheme.method == "compressed-tensors"
         if words != names.words and not is_plain:
@@ -107,7 +107,7 @@ def _list_parts(module: str, folder: Path, parts: Mapping[str, Entry]) -> str:
 
 
 def _check_types(parts: Mapping[str, Entry], words: str, scheme: Scheme, text: str) -> None:
-    """Raise `DamagedModelError` for a missing tensor, or one of a type that is not read."""
+    """Raise `DamagedModelError` for a missing tensor or an unsupported type."""
     packed = frozenset({"I8" if words == "weight" else "I32"})
     _, scales, zeros, order = NAMES[scheme.method]
     types = {words: packed, scales: _SCALE_TYPES, zeros: packed, order: _PLACES, _SHAPE: _PLACES}
@@ -120,7 +120,7 @@ def _check_types(parts: Mapping[str, Entry], words: str, scheme: Scheme, text: s
     needed += [_SHAPE] * (words == "weight_packed")
     if missing := [name for name in needed if name not in parts]:
         raise DamagedModelError(f"{text}: there is no {missing[0]}")
-    # Values that are not packed are less their zero points whatever config.json says.
+    # Values that are not packed use their zero points, whatever config.json says.
     if words == "weight_packed" and scheme.has_zeros is False and zeros in parts:
         raise DamagedModelError(f"{text}: by config.json weights are symmetric, without {zeros}")
     if _SHAPE in parts and parts[_SHAPE].shape != (2,):
@@ -134,9 +134,9 @@ def _check_types(parts: Mapping[str, Entry], words: str, scheme: Scheme, text: s
 def _find_shape(
     scheme: Scheme, words: str, shapes: Mapping[str, tuple[int, ...]], text: str
 ) -> tuple[tuple[int, int], int, int]:
-    """Return a weight's shape, its bits and the number of groups.
+    """Return a weight's shape, its bits and its number of groups.
 
-    Raises `DamagedModelError` unless all tensors have the shapes that follow.
+    Raises `DamagedModelError` unless the shapes of all tensors agree.
     """
     misfit = DamagedModelError(f"{text} do not fit together, or not to config.json")
     size, scales, names = shapes[words], shapes[NAMES[scheme.method].scales], NAMES[scheme.method]
@@ -156,7 +156,7 @@ def _find_shape(
         outputs, inputs = size[1], size[0] * (32 // bits)
     if bits not in scheme.bits or min(outputs, inputs, *scales) < 1:
         raise misfit
-    fields = 32 // bits  # of a word
+    fields = 32 // bits  # values in a word
     if is_compressed:
         groups = scales[1]
         expected = {
@@ -187,7 +187,7 @@ def find_described(
     """Return torchao's quantized weights by name.
 
     Raises `DamagedModelError` for tensors that do not fit together or to their description, and
-    `UnsupportedLayerError` for those that are stored in another way.
+    `UnsupportedLayerError` for unsupported classes.
     """
     stored: dict[str, dict[str, Entry]] = defaultdict(dict)
     for name, entry in entries.items():
@@ -230,7 +230,7 @@ def _describe(name: str, text: str) -> dict[str, Any]:
 def _read_description(
     module: str, parts: Mapping[str, Entry], fields: Mapping[str, Any], text: str
 ) -> tuple[tuple[int, int], int, int]:
-    """Return a weight's shape, its bits and the inputs of a group."""
+    """Return a weight's shape, its bits, and the number of inputs in a group."""
     kind, data = fields.get("_type"), fields.get("_data")
     if kind not in _CLASSES:
         raise UnsupportedLayerError(
@@ -238,7 +238,7 @@ def _read_description(
         )
     if not isinstance(data, Mapping):
         raise DamagedModelError(f"{text}: its header has no _data")
-    dtype = data.get("target_dtype")  # a name, or an object that holds one
+    dtype = data.get("target_dtype")  # a name, or an object with a name
     dtype = dtype.get("_data") if isinstance(dtype, Mapping) else dtype
     dtype = "int8" if kind == "Int8Tensor" else dtype
     if dtype not in ("int8", "int4"):
@@ -249,7 +249,7 @@ def _read_description(
 
 
 def _check_named_parts(parts: Mapping[str, Entry], named: object, text: str) -> None:
-    """Raise an error unless the tensors are those that a header names, of types that are read."""
+    """Raise an error unless the tensors are those that the header names, with supported types."""
     names = {f"{_PREFIX}{name}" for name in named} if isinstance(named, list) else set()
     types = {_WORDS: {"I8"}, _SCALES: _SCALE_TYPES, _ZEROS: {"I8"}}
     if unread := sorted(names - types.keys()):
@@ -265,9 +265,9 @@ def _check_named_parts(parts: Mapping[str, Entry], named: object, text: str) -> 
 def _fit_blocks(
     parts: Mapping[str, Entry], block: object, text: str
 ) -> tuple[tuple[int, int], int]:
-    """Return a weight's shape and the inputs of a group, for blocks `[rows, group]` of a header.
+    """Return a weight's shape and the number of inputs in a group. block: `[rows, group]`.
 
-    Raises `DamagedModelError` unless all tensors have the shapes that follow.
+    Raises `DamagedModelError` unless the shapes of all tensors agree.
     """
     misfit = DamagedModelError(f"{text} do not fit together, or not to blocks of {block}")
     if not (isinstance(block, list) and [type(size) for size in block] == [int, int]):

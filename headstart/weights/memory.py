@@ -1,9 +1,9 @@
-"""The memory of weights: one block for many, mapped at once, in pages of 2 MiB.
+"""The memory of weights: one block for many weights, in huge pages of 2 MiB.
 
-A decode reads all weights, and would look up an address for each 4 KB. Many systems give huge pages
-only to memory for which they are requested, and then slowly: requested before weights are written,
-each first write would wait until 2 MiB are found and cleared. So they are requested afterwards, or
-made once the model is loaded, by a separate thread.
+Decoding reads all weights, and with pages of 4 KiB would need an address translation for each page.
+Many systems use huge pages only on request. If they were requested before weights are written, each
+first write would wait until 2 MiB are found and cleared. So they are requested afterwards, or made
+by a separate thread once the model is loaded.
 """
 
 import threading
@@ -22,15 +22,15 @@ from headstart.native.pages import (
 )
 
 _ALIGNMENT = 4096
-_FEWEST = 32 << 20  # bytes of weights for which it is worth a thread
-_APART = 1 << 21  # tensors nearer to one another share pages
+_FEWEST = 32 << 20  # bytes of weights from which on a thread is started
+_APART = 1 << 21  # tensors with a smaller distance may share a huge page
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return True if a tensor's memory layout is what its dtype and strides describe.
+    """Return True if a tensor's memory has the layout that its dtype and strides describe.
 
-    A subclass of `Tensor` may have another layout: torchao's quantized weights report bfloat16 and
-    hold integers and scales. Only its own operations may read such a tensor.
+    A subclass of `Tensor` may have another layout: torchao's quantized weights report bfloat16, but
+    consist of integers and scales, which only their own operations can read.
     """
     return type(tensor) in (Tensor, nn.Parameter)
 
@@ -38,7 +38,7 @@ def has_memory(tensor: Tensor) -> bool:
 class Arena:
     """One block of memory for many weights, so that the system can use huge pages.
 
-    sizes: bytes of the weights. The block is `ready_memory` if that is given and large enough.
+    sizes: bytes of each weight. The block is in `ready_memory` if that is large enough.
     """
 
     def __init__(self, sizes: Iterable[int], ready_memory: ReadyMemory | None = None) -> None:
@@ -58,14 +58,14 @@ class Arena:
         return self._memory[start : self._used]
 
     def close(self) -> None:
-        """Request huge pages; call it when all weights are written."""
+        """Request huge pages. Call when all weights are written."""
         request_huge_pages(self._memory.data_ptr(), self._used)
 
 
 def map_pages(weights: Iterable[Tensor]) -> None:
-    """Map the pages of memory-mapped weights at once; a fault for each takes four times as long.
+    """Map the pages of memory-mapped weights in one call, four times as fast as page faults.
 
-    Does nothing for weights in other memory, for subclasses of `Tensor`, or without the kernels.
+    Does nothing for subclasses of `Tensor`, and without the kernels.
     """
     if library() is not None:
         for weight in filter(has_memory, weights):
@@ -73,9 +73,9 @@ def map_pages(weights: Iterable[Tensor]) -> None:
 
 
 def move_to_huge_pages(module: nn.Module) -> threading.Thread | None:
-    """Start a thread that moves the weights of a module on the CPU; None if they are few.
+    """Start a thread that moves a module's weights on the CPU; None if there are few bytes.
 
-    The weights must not lie in files. It takes their addresses alone, so they may be freed.
+    The weights must not be in mapped files. The thread has only addresses, so weights may be freed.
     """
     sizes: dict[int, int] = {}
     for part in module.modules():
@@ -84,7 +84,7 @@ def move_to_huge_pages(module: nn.Module) -> threading.Thread | None:
         for tensor in (*stored, *part.parameters(recurse=False), *part.buffers(recurse=False)):
             if tensor.device.type == "cpu":
                 sizes[tensor.data_ptr()] = tensor.nbytes
-    spans: list[tuple[int, int]] = []  # neighbors together
+    spans: list[tuple[int, int]] = []  # of addresses; near tensors share one
     for start, size in sorted(sizes.items()):
         if spans and start - spans[-1][1] < _APART:
             spans[-1] = (spans[-1][0], max(spans[-1][1], start + size))

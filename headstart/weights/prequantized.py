@@ -1,19 +1,19 @@
 """Checkpoints whose weights are already quantized: AWQ, GPTQ, compressed-tensors, torchao.
 
-The integers of a weight lie in their tensors like this:
+The layouts of a weight's integers, where an int32 word has several fields:
 
     AWQ                 qweight int32 [inputs, outputs / 8]: the fields of a word are the outputs
-                        0 2 4 6 1 3 5 7 of eight; qzeros alike [groups, outputs / 8]
+                        0 2 4 6 1 3 5 7 of eight; qzeros [groups, outputs / 8] likewise
     GPTQ                qweight int32 [inputs / fields, outputs], qzeros [groups, outputs / fields],
                         the lowest field first; g_idx [inputs]: the group of each input
     compressed-tensors  weight_packed int32 [outputs, inputs / fields], weight_zero_point
-                        [outputs / fields, groups], of signed values plus half their range; or
-                        weight int8 [outputs, inputs] as it is
+                        [outputs / fields, groups]: signed values plus half their range; or
+                        weight int8 [outputs, inputs], not packed
     torchao             _weight_qdata int8 [outputs, inputs], _weight_zero_point int8
                         [outputs / rows, groups]: neighboring outputs may share a step
 
-Scales are `[groups, outputs]` in the first two, `[outputs, groups]` in the third, and in torchao as
-zero points are.
+Scales are `[groups, outputs]` for AWQ and GPTQ, `[outputs, groups]` for compressed-tensors, and
+`[outputs / rows, groups]` for torchao.
 """
 
 import logging
@@ -41,12 +41,13 @@ from headstart.weights.quantize import StoredValues
 from headstart.weights.scheme import Scheme
 
 _log = logging.getLogger(__name__)
-_AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word, in the order of the outputs
+_AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)  # fields of a word, in the order of the outputs
 _TINY = 1e-30
-# By bits: starts are at most 16 or 128 times 2**room, float16 ends at 2**16.
-_ROOM = {4: 11, 8: 8}
+# By bits: the largest step of an output is below 2**(this), so starts, which are at most 16 or 128
+# times as large, are in the range of float16.
+_STEP_BITS = {4: 11, 8: 8}
 _MIDDLE = 128
-_MOST = 512.0  # that a value's distance from its zero point may be, twice
+_MOST = 512.0  # twice the largest distance of a value from its zero point
 
 
 class Grouped(NamedTuple):
@@ -67,7 +68,7 @@ class Grouped(NamedTuple):
         return (self.values - self.zeros[:, self.groups]).mul_(self.steps[:, self.groups])
 
     def split(self, outputs: Sequence[int]) -> list["Grouped"]:
-        """Return the weights of so many outputs each."""
+        """Return a weight for each number of outputs."""
         parts = (torch.split(part, list(outputs)) for part in self[:3])
         return [
             self._replace(values=values, steps=steps, zeros=zeros)
@@ -75,27 +76,30 @@ class Grouped(NamedTuple):
         ]
 
     def describe(self) -> str:
-        """Return its bits, groups, zero points and order of inputs, in words."""
+        """Return a text about its bits, groups, zero points and order of inputs."""
         size = int(torch.bincount(self.groups).max())
         zeros = "" if (self.zeros == 1 << (self.bits - 1)).all() else " with zero points"
         order = "" if (self.groups.diff() >= 0).all() else ", and its inputs are out of order"
         return f"values have {self.bits} bits in groups of {size}{zeros}{order}"
 
     def in_groups(self) -> GroupedValues | None:
-        """Return the weight, value for value; None if its bits or groups are other than ours.
+        """Return the weight with the same values; None if its bits or groups are not supported.
 
-        Steps are float16 in units of a power of two for each output, in which its largest is near
-        2048, or 256 of 8 bits: so starts are within float16, to which they are rounded, and no step
-        that is float16 changes unless the largest is 2**24 or 2**21 times as large.
+        Steps become float16, in units of a power of two for each output. In these units the largest
+        step is near 2048, or 256 with 8 bits, so starts are in the range of float16, to which they
+        are rounded. Steps that were float16 stay exact unless the output's largest is more than
+        2**21 times as large.
         """
         inputs = len(self.groups)
         padded = nn.functional.pad(self.groups, (0, -inputs % GROUP), value=-1).view(-1, GROUP)
         first = padded[:, :1]
-        if self.bits not in _ROOM or not ((padded == first) | (padded < 0)).all():
+        if self.bits not in _STEP_BITS or not ((padded == first) | (padded < 0)).all():
             return None
         steps, zeros = self.steps[:, first.squeeze(1)], self.zeros[:, first.squeeze(1)]
         units = torch.frexp(steps.abs().amax(dim=1, keepdim=True).clamp_min_(_TINY))[1]
-        units = torch.ldexp(torch.ones_like(units, dtype=torch.float32), units - _ROOM[self.bits])
+        units = torch.ldexp(
+            torch.ones_like(units, dtype=torch.float32), units - _STEP_BITS[self.bits]
+        )
         steps = steps / units
         values = nn.functional.pad(self.values, (0, -inputs % GROUP))
         form = PackedForm(8 if self.bits == 8 else 4, in_bytes=False)
@@ -103,9 +107,9 @@ class Grouped(NamedTuple):
         return pack_groups(grid, form, units.squeeze(1), inputs=inputs)
 
     def as_int8(self) -> Int8Values | None:
-        """Return the weight, value for value.
+        """Return the weight with the same values.
 
-        None if it has other bits, several steps for an output, or a zero point.
+        None if it does not have 8 bits, or has several steps for an output, or a zero point.
         """
         if self.bits != 8 or self.steps.shape[1] != 1 or not (self.zeros == _MIDDLE).all():
             return None
@@ -114,16 +118,16 @@ class Grouped(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """A module's tensors by suffix, some under the names that its method gives them.
+    """A module's tensors by suffix, with its steps and zero points.
 
-    zeros: None for the middle of the range.
+    zeros: None if all are the middle of the range.
     """
 
     by_suffix: Mapping[str, Tensor]
     steps: Tensor
     zeros: Tensor | None
     module: Module
-    zeros_less: int
+    zero_offset: int
 
 
 def read_grouped(scheme: Scheme, module: Module, parts: Mapping[str, Tensor]) -> Grouped:
@@ -131,12 +135,12 @@ def read_grouped(scheme: Scheme, module: Module, parts: Mapping[str, Tensor]) ->
     names, (outputs, inputs) = NAMES[scheme.method], module.shape
     steps, zeros = parts[names.scales].float(), parts.get(names.zeros)
     read = _READERS[scheme.method]
-    values, steps, zeros = read(_Parts(parts, steps, zeros, module, scheme.zeros_less))
+    values, steps, zeros = read(_Parts(parts, steps, zeros, module, scheme.zero_offset))
     if zeros is None:
         zeros = torch.full_like(steps, 1 << (module.bits - 1))
     groups = parts.get(names.order or "")
     is_compressed = scheme.method == "compressed-tensors"
-    if groups is None or (is_compressed and (groups == -1).all()):  # its older versions write -1
+    if groups is None or (is_compressed and (groups == -1).all()):  # old versions write -1
         groups = torch.arange(inputs) // module.group
     assert values.shape == (outputs, inputs) and steps.shape == zeros.shape
     values, steps, zeros = values.contiguous(), steps.contiguous(), zeros.float().contiguous()
@@ -144,7 +148,7 @@ def read_grouped(scheme: Scheme, module: Module, parts: Mapping[str, Tensor]) ->
 
 
 _Read = tuple[Tensor, Tensor, Tensor | None]
-"""Values and steps `[outputs, ...]`, and zero points or None for the middle of the range."""
+"""Values, steps and zero points `[outputs, ...]`; None for zero points in the middle."""
 
 
 def _read_awq(parts: _Parts) -> _Read:
@@ -160,10 +164,10 @@ def _read_awq(parts: _Parts) -> _Read:
 def _read_gptq(parts: _Parts) -> _Read:
     assert parts.zeros is not None
     bits, outputs = parts.module.bits, parts.module.shape[0]
-    # GPTQ's code subtracts from whole words, so a zero point of 0 borrows from the next. Adding to
-    # whole words carries it back.
+    # GPTQ's code subtracts from whole words, so a zero point of 0 borrows from the next field.
+    # Adding to whole words reverses this.
     ones = sum(1 << shift for shift in range(0, 32, bits))
-    sums = (parts.zeros.long() + parts.zeros_less * ones).contiguous()
+    sums = (parts.zeros.long() + parts.zero_offset * ones).contiguous()
     lower_halves = sums.view(torch.int32)[..., ::2]
     zeros = _fields(lower_halves, bits)[:, :outputs].T
     return _fields(parts.by_suffix["qweight"].T, bits), parts.steps.T, zeros
@@ -183,7 +187,7 @@ def _read_compressed_tensors(parts: _Parts) -> _Read:
 
 def _read_torchao(parts: _Parts) -> _Read:
     steps, zeros, middle = parts.steps, parts.zeros, 1 << (parts.module.bits - 1)
-    values = parts.by_suffix["_weight_qdata"].view(torch.uint8) + middle  # in bytes -128 is 128
+    values = parts.by_suffix["_weight_qdata"].view(torch.uint8) + middle  # wraps around
     rows = parts.module.shape[0] // len(steps)
     if zeros is not None:
         zeros = zeros.float().repeat_interleave(rows, dim=0) + middle
@@ -199,17 +203,17 @@ _READERS: dict[str, Callable[[_Parts], _Read]] = {
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
-    """Return the values in int32 words, the lowest bits of a word first: uint8 `[..., values]`."""
-    # `contiguous` leaves a side of one element with any stride, which no view takes.
+    """Return the fields of int32 words, lowest bits first, as uint8 `[..., values]`."""
+    # Not `contiguous`: it allows any stride for a dimension of size 1, and `view` does not.
     data = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return data if bits == 8 else torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
 
 
 class PrequantizedCheckpoint(SafetensorsCheckpoint):
-    """Safetensors files in which packed tensors stand for the weight of a module.
+    """Safetensors files with quantized weights, each stored as several tensors.
 
-    Raises `DamagedModelError` for tensors that do not fit together, `UnsupportedLayerError` for a
-    layout that is not read here, and `UnsupportedModelError` for torchao's pickles.
+    Raises `DamagedModelError` for tensors that do not fit together, `UnsupportedLayerError` for an
+    unsupported layout, and `UnsupportedModelError` for torchao's pickles.
     """
 
     def __init__(self, files: Sequence[Path], scheme: Scheme) -> None:
@@ -234,12 +238,12 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's shape, and that of every quantized weight."""
+        """The shapes of all float tensors and quantized weights."""
         plain = {n: shape for n, shape in super().shapes.items() if n not in self._parts}
         return plain | {name: module.shape for name, module in self._modules.items()}
 
     def dtypes(self, names: Iterable[str]) -> list[torch.dtype]:
-        """Return the dtypes of these tensors, of a quantized weight that of its scales."""
+        """Return the dtypes of these tensors; for a quantized weight, the dtype of its scales."""
         scales = NAMES[self._scheme.method].scales
         return super().dtypes(
             f"{name.removesuffix('weight')}{scales}" if name in self._modules else name
@@ -251,11 +255,11 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         return self._read(name).weight() if name in self._modules else super().tensor(name)
 
     def kind(self, name: str) -> WeightKind | None:
-        """Return the kind for bits that no format has; None for a float."""
+        """Return int8, the kind for unsupported bits, for a quantized weight; None for a float."""
         return "int8" if name in self._modules else None
 
     def packed(self, name: str) -> StoredValues | None:
-        """Return the weight in its own bits; None if no kind of ours holds it."""
+        """Return the weight in its own bits; None if no kind supports them."""
         read = self._read(name)
         packed = read.as_int8() or read.in_groups()
         if packed is None:
@@ -263,7 +267,7 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         return packed
 
     def log(self, tied: bool) -> None:
-        """Log in one line what is read."""
+        """Log the number of quantized weights and their bits in one line."""
         bits = sorted({module.bits for module in self._modules.values()})
         _log.info(
             "%d weights of the %s checkpoint have %s bits",
@@ -273,7 +277,7 @@ class PrequantizedCheckpoint(SafetensorsCheckpoint):
         )
 
     def _read(self, name: str) -> Grouped:
-        """Return a weight; raises `DamagedModelError` for values beyond their range."""
+        """Return a weight; raises `DamagedModelError` for values out of range."""
         module, prefix = self._modules[name], name.removesuffix("weight")
         parts = {
             part.removeprefix(prefix): super(PrequantizedCheckpoint, self).tensor(part)

@@ -1,15 +1,15 @@
-"""The products of rows and a weight, and the choice among them on this machine.
+"""The products of rows and a weight, and the choice of a product for this machine.
 
-The CPU's flags decide, by measurements on such CPUs. Integers with AVX-512 VNNI were not measured.
-The compiled library itself decides on VNNI and AMX within a product (`headstart.native`).
+The choice depends on the CPU's flags, by measurements. The compiled library itself chooses VNNI and
+AMX instructions within a product (`headstart.native`).
 
-FBGEMM, which torch brings for x86, takes 7 bits of an input: with 8, a CPU without VNNI saturates
-the sum of two products. So a row is split into two digits of 7 bits, two rows of one product:
+FBGEMM, which torch includes for x86, supports 7 bits of an input: with 8 bits, the sum of two
+products saturates on CPUs without VNNI. So a row becomes two rows of 7-bit digits in one product:
 
-    x  ~  top / 63 * (high + low / 126)              high, low: whole numbers, -63 .. 63
+    x  ~  top / 63 * (high + low / 126)              high, low: integers, -63 .. 63
 
-which has 14 bits. The second row costs nothing while the product waits for memory. A row has the
-same bits in any batch.
+These have 14 bits. The second row costs nothing while memory limits the product. The result of a
+row has the same bits in any batch.
 """
 
 import ctypes
@@ -25,22 +25,22 @@ from headstart.native import AMX, avx2_library, level, library, required
 from headstart.native.bindings import Weight
 
 WeightForm = Literal["bfloat16", "int8", "int8 in groups", "fewer bits"]
-"""A stored weight: bfloat16; 8 bits with one scale for each output; 8 bits, or 5 or 4, with steps
-for groups of inputs."""
+"""A stored weight: bfloat16, 8 bits with a scale for each output, 8 bits with steps for groups of
+inputs, or 5 or 4 bits with such steps ("fewer bits")."""
 
 Product = Literal["bfloat16", "float32", "integers", "fbgemm", "torch"]
-"""bfloat16: compiled, over panels of pairs; fewer bits become bfloat16 as they are read.
-float32: compiled for few rows; for many, the weight becomes float32 tile by tile. integers:
-compiled; rows are rounded to 8 bits for each 32 inputs. fbgemm: rows in 14 bits. torch: the weight
-in torch's layout, or dequantized tile by tile."""
+"""bfloat16: compiled; weights of fewer bits are converted to bfloat16 as they are read. float32:
+compiled for few rows; for many rows, the weight becomes float32 tile by tile. integers: compiled;
+rows are rounded to 8 bits in groups of 32 inputs. fbgemm: rows have 14 bits. torch: the weight in
+torch's layout, or dequantized tile by tile."""
 
 
 class CompiledProduct:
     """The product of rows in `dtype`, float32 or bfloat16, and a weight, plus its bias or None.
 
-    `values` are on the CPU, laid out as `native/weight.h` describes for `kind`; `scales` float32
-    `[outputs]` for 8 bits and fewer, `columns` float32 `[inputs]` or None, in whole groups for rows
-    in bfloat16. Each row's result has the same bits alone, in any batch and on any number of
+    values: on the CPU, in the layout that `native/weight.h` describes for `kind`. scales: float32
+    `[outputs]`, for at most 8 bits. columns: float32 `[inputs]` or None; padded to whole groups if
+    rows are bfloat16. The result of a row has the same bits in any batch and on any number of
     threads. A copy, or an unpickled product, has separate memory. Raises `ModelError` without the
     kernels.
     """
@@ -68,11 +68,11 @@ class CompiledProduct:
         assert all(part is None or part.is_contiguous() for part in parts)
         addresses = (None if part is None else part.data_ptr() for part in parts)
         self.struct = Weight(*addresses, inputs=shape[1], outputs=shape[0], kind=kind)
-        """The kernels' struct; it points into memory that this object owns."""
+        """The kernels' struct, with pointers into memory that this object owns."""
         self._struct_address = ctypes.addressof(self.struct)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Rebuild the struct in a copy, with the addresses of the copy's tensors."""
+        """Rebuild the struct when copied, with the addresses of the copy's tensors."""
         return CompiledProduct, self._arguments
 
     def check_rows(self, x: Tensor) -> None:
@@ -98,17 +98,17 @@ class CompiledProduct:
 
 _DIGIT = 63  # the largest digit
 _ZERO_POINT = 64
-_TINY = 1e-30  # an all-zero row has no scale
+_TINY = 1e-30  # least scale, for rows of zeros
 
 
 def fbgemm_pack(values: Tensor, scales: Tensor) -> Any:
-    """Return a weight int8 `[outputs, inputs]`, float32 `[outputs]` in FBGEMM's layout, a copy."""
+    """Return a copy in FBGEMM's layout. values: int8 `[outputs, inputs]`. scales: `[outputs]`."""
     engine = torch.backends.quantized.engine
-    torch.backends.quantized.engine = "fbgemm"  # others take no input of whole numbers
+    torch.backends.quantized.engine = "fbgemm"
     zeros = torch.zeros(len(scales), dtype=torch.int64)
     try:
         with warnings.catch_warnings():
-            # A later torch may have no quantized tensors: `has_fbgemm` is False there.
+            # Deprecated. If a later torch removes it, `has_fbgemm` returns False.
             warnings.filterwarnings("ignore", ".*quantized tensor creation functions.*")
             weight = torch._make_per_channel_quantized_tensor(
                 values, scales.double() / _DIGIT, zeros, 0
@@ -119,7 +119,7 @@ def fbgemm_pack(values: Tensor, scales: Tensor) -> Any:
 
 
 def fbgemm_unpack(packed: Any) -> Tensor:
-    """Return the values, int8 `[outputs, inputs]`."""
+    """Return the values int8 `[outputs, inputs]`."""
     values: Tensor = torch.ops.quantized.linear_unpack(packed)[0].int_repr()
     return values
 
@@ -127,7 +127,7 @@ def fbgemm_unpack(packed: Any) -> Tensor:
 def fbgemm_multiply(rows: Tensor, packed: Any) -> Tensor:
     """Multiply rows float32 `[rows, inputs]` by a packed weight, as integers."""
     count = len(rows)
-    # NaN and infinity pass through `top` into the result.
+    # NaN and infinity reach the result through `top`.
     top = torch.linalg.vector_norm(rows, float("inf"), dim=-1, keepdim=True).clamp_min_(_TINY)
     digits = torch.empty((2 * count, rows.shape[1]))
     high, low = digits[:count], digits[count:]
@@ -155,7 +155,7 @@ def has_fbgemm() -> bool:
         packed = fbgemm_pack(values, torch.ones(4))
         products = _multiply_digits(digits, packed)
         is_equal = torch.equal(fbgemm_unpack(packed), values)
-    except (RuntimeError, AttributeError):  # torch was built without, or has another name for it
+    except (RuntimeError, AttributeError):  # torch was built without FBGEMM, or renamed it
         return False
     return is_equal and torch.allclose(products, digits @ values.float().T / _DIGIT)
 

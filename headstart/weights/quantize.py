@@ -1,4 +1,4 @@
-"""Rounding of float weights to a kind, and the kind of each layer of a quantized model."""
+"""Rounding of float weights to a `WeightKind`, and the choice of the kind of each layer."""
 
 from collections.abc import Callable
 
@@ -10,27 +10,27 @@ from headstart.weights.grouped import GroupedValues, quantize_groups
 from headstart.weights.int8 import Int8Values, quantize_int8
 
 StoredValues = Int8Values | GroupedValues
-"""The values of a quantized matrix before they are laid out for a product."""
+"""The values of a quantized matrix, before the layout of a product is chosen."""
 
 FORMATS: dict[WeightKind, Callable[[Tensor], StoredValues]] = {
     "int8": quantize_int8,
     "int5": lambda weight: quantize_groups(weight, 5),
     "int4": lambda weight: quantize_groups(weight, 4),
 }
-"""The rounding of floats `[outputs, inputs]` to each kind."""
+"""The function that rounds floats `[outputs, inputs]` to a kind."""
 
-# These are a third of the weights, and lose more than half of what 4 bits lose. Where several heads
-# share a key, keys and values are a few hundredths.
+# Layers that int4 stores in more bits: a third of the weights, which would cause more than half of
+# its error. With grouped-query attention, keys and values are only a few percent of the weights.
 _KEYS = frozenset({"k_proj", "v_proj"})
-_FUSED = frozenset({"qkv_proj", "gate_up_proj"})  # which hold one of the others
+_FUSED = frozenset({"qkv_proj", "gate_up_proj"})  # layers that contain one of the others
 _MORE_BITS = _KEYS | {"o_proj", "up_proj"} | _FUSED
-_STEPS = frozenset({"in_proj_a", "in_proj_b"})  # a number for each head, to which states decay
+_STEPS = frozenset({"in_proj_a", "in_proj_b"})  # small, and states are sensitive to their outputs
 
 
 def kind_of_layer(name: str, kind: WeightKind, inputs: int, outputs: int) -> WeightKind:
-    """Return the kind of one linear layer of a model of floats that is quantized to `kind`.
+    """Return the kind of one linear layer, when a float model is quantized to `kind`.
 
-    name: the module's, with or without those of its parents.
+    name: the module's name, with or without those of its parents.
     """
     layer_name = name.rpartition(".")[2]
     if layer_name in _STEPS:
@@ -49,7 +49,7 @@ def quantize(
 ) -> WeightFormat:
     """Round a float weight `[outputs, inputs]` with a bias `[outputs]` or None.
 
-    rows: the dtype of the rows. table: single rows of the weight are read, too.
+    rows: the dtype of the rows to multiply. table: rows of the weight are also read by number.
     """
     return FORMATS[kind](weight).store(bias, rows, table)
 

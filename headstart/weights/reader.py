@@ -1,6 +1,6 @@
-"""Reads a checkpoint's tensors one at a time into the modules of a dense decoder.
+"""Readers of a checkpoint's tensors, which make the modules of a dense decoder.
 
-Nothing is in memory twice: a tensor is copied (and converted, or packed) out of its mapped file,
+Memory does not hold a weight twice: a tensor is copied, converted or packed out of its mapped file,
 and the file is unmapped after every layer.
 """
 
@@ -21,11 +21,11 @@ from headstart.weights.quantize import FORMATS, kind_of_layer
 _EMBEDDING = "model.embed_tokens.weight"
 _TABLES = (_EMBEDDING, "model.embed_tokens_per_layer.weight")
 _LARGEST_SCALE = 1e28
-"""Times the whole numbers of weight and row, of thousands of inputs, it is far from infinite."""
+"""Larger scales could overflow when multiplied by the sum of integer products of a row."""
 
 
 class Outline:
-    """Records the names and shapes of the tensors that a decoder needs; its modules are empty."""
+    """A recorder of the names and shapes of a decoder's tensors; its modules are empty."""
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -60,28 +60,28 @@ class _Linear(nn.Linear):
     """A linear layer whose weights come from a file."""
 
     def reset_parameters(self) -> None:
-        """Draw no random weights: on meta tensors that imports torch's compiler."""
+        """Do nothing: random weights are not needed, and drawing them imports torch's compiler."""
 
 
 class TorchReader:
-    """Makes modules of torch of a checkpoint's tensors, in one dtype, on any device."""
+    """A maker of torch modules from a checkpoint's tensors, in one dtype, on any device."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
 
     def linear(self, name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        """Return a linear layer: rows `[..., inputs]` to `[..., outputs]`."""
+        """Return a linear layer from `[..., inputs]` to `[..., outputs]`."""
         bias_vector = self.vector(name, outputs, "bias") if bias else None
         return _torch_linear(self.vector(name, inputs), bias_vector)
 
     def vector(self, name: str, width: int, part: str = "weight") -> Tensor:
-        """Return a norm's weight `[width]`."""
+        """Return a vector `[width]`, such as a norm's weight."""
         tensor = self._copy(f"{name}.{part}")
         self._check_finite(f"{name}.{part}", tensor)
         return tensor
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor of recurrent arithmetic, in float32."""
+        """Return a tensor for recurrent layers, in float32."""
         values = self._checkpoint.tensor(name)
         tensor = values.to(self._device, torch.float32, copy=True).view(shape)
         self._check_finite(name, tensor)
@@ -89,13 +89,13 @@ class TorchReader:
 
     def embedding(self, name: str, count: int, width: int) -> nn.Module:
         """Return a module from token ids to rows `[..., width]`."""
-        # Not checked: a row that is not finite harms only requests that use the token.
+        # Not checked: a row that is not finite affects only requests that use the token.
         weight = self._copy(f"{name}.weight")
         table: nn.Module = nn.Embedding.from_pretrained(weight)  # type: ignore[no-untyped-call]
         return table
 
     def head(self, embedding: nn.Module | None, name: str, outputs: int, inputs: int) -> nn.Module:
-        """Return the LM head; with the weight of `embedding`, unless it is None."""
+        """Return the LM head, with the weight of `embedding` unless that is None."""
         if embedding is None:
             return self.linear(name, inputs, outputs, bias=False)
         assert isinstance(embedding, nn.Embedding)
@@ -103,7 +103,7 @@ class TorchReader:
         return _torch_linear(embedding.weight)
 
     def release(self) -> None:
-        """Unmap what was read."""
+        """Unmap the files."""
         self._checkpoint.release()
 
     def _copy(self, name: str) -> nn.Parameter:
@@ -111,10 +111,10 @@ class TorchReader:
         return nn.Parameter(tensor.to(self._device, self._dtype, copy=True), requires_grad=False)
 
     def _check_finite(self, name: str, weight: Tensor) -> None:
-        """Raise for infinities and NaN in the weight that a tensor of the file became.
+        """Raise an error if a weight has infinities or NaN.
 
-        `DamagedModelError` where the file has them, `UnsupportedModelError` where the dtype made
-        them.
+        It is `DamagedModelError` if the file has them, and `UnsupportedModelError` if they come
+        from the conversion to the dtype.
         """
         if _is_finite(weight):
             return
@@ -126,16 +126,16 @@ class TorchReader:
 
 
 Reader = Outline | TorchReader
-"""Makes modules and tensors of a checkpoint's tensors, by dotted name."""
+"""A maker of modules and tensors from a checkpoint's tensors, by dotted name."""
 
 
 class WeightReader(TorchReader):
-    """Every matrix in the format that is fastest here, by one policy.
+    """A reader that stores every matrix in the fastest format for this machine.
 
     With a `kind`, linear layers are rounded to their `kind_of_layer`, and the LM head to int8.
-    Without one, a quantized matrix keeps the checkpoint's bits where a format has them, and is
-    rounded again to the nearest kind elsewhere; floats stay floats. An embedding whose weight is
-    the quantized LM head's reads its rows there; any other is float.
+    Without a kind, floats stay floats, and quantized matrices keep the checkpoint's bits if a
+    format supports them; if not, they are rounded again to the nearest kind. An embedding that
+    shares the quantized LM head's weight reads its rows from it; other embeddings are float.
     """
 
     def __init__(
@@ -204,18 +204,18 @@ class WeightReader(TorchReader):
         return_freed_memory()
 
     def close(self) -> None:
-        """Request huge pages for packed weights; call it when all are read."""
+        """Request huge pages for packed weights. Call when all are read."""
         if self._product == "bfloat16":
             self._arena.close()
 
     def _bits(self, name: str) -> WeightKind | None:
-        """Return the kind of a matrix, None for floats."""
+        """Return the kind of a matrix; None for floats."""
         return self._kind or self._checkpoint.kind(name)
 
     def _quantized(
         self, name: str, bias: Tensor | None, kind: WeightKind, table: bool = False
     ) -> WeightFormat:
-        """Return a matrix in the checkpoint's bits, if it keeps them, or rounded to `kind`."""
+        """Return a matrix in the checkpoint's bits if they are supported, or rounded to `kind`."""
         weight = f"{name}.weight"
         values = None if self._kind is not None else self._checkpoint.packed(weight)
         is_prequantized = values is not None
@@ -248,7 +248,7 @@ class WeightReader(TorchReader):
         weight = self._checkpoint.tensor(name)
         if is_packed:
             weight = weight.to(torch.bfloat16)
-        else:  # of bfloat16, or of its numbers in float32
+        else:
             memory = self._arena.take(weight.numel() * torch.bfloat16.itemsize)
             weight = memory.view(torch.bfloat16).view(weight.shape).copy_(weight)
         if check:
@@ -256,7 +256,7 @@ class WeightReader(TorchReader):
         return PackedWeight(weight, bias, self._arena) if is_packed else Bf16Weight(weight, bias)
 
     def _tensor(self, name: str) -> Tensor:
-        """Return a tensor as the file has it, until `release`; in float32 if it has 64 bits."""
+        """Return a tensor of the file, valid until `release`; float64 becomes float32."""
         tensor = self._checkpoint.tensor(name).to(self._device)
         tensor = tensor.float() if tensor.dtype == torch.float64 else tensor
         self._check_finite(name, tensor)
@@ -272,7 +272,7 @@ def _torch_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
 
 
 def _is_finite(weight: Tensor) -> bool:
-    """Return False for a weight with infinities or NaN; read it once."""
+    """Return False for a weight with infinities or NaN."""
     sample = weight.sum() if weight.dtype == torch.float32 else torch.stack(torch.aminmax(weight))
-    # A sum of finite numbers may overflow; only then each is looked at.
+    # A sum of finite numbers may overflow; only then is each number checked.
     return bool(torch.isfinite(sample).all() or torch.isfinite(weight).all())

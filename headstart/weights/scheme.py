@@ -7,13 +7,13 @@ from typing import Any, Literal, NamedTuple, get_args
 
 
 class UnsupportedLayerError(Exception):
-    """Raised for layers or weights that headstart's own modules do not run; says what they are."""
+    """Raised for layers or weights that headstart's own modules do not support."""
 
 
 Method = Literal["awq", "gptq", "compressed-tensors", "torchao"]
 _METHODS: tuple[Method, ...] = get_args(Method)
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision")
-# torchao's configurations that are read. Headers of files describe each weight.
+# torchao's supported configurations. File headers describe each weight.
 _TORCHAO = (
     "Int8WeightOnlyConfig",
     "Int8DynamicActivationInt8WeightConfig",
@@ -25,12 +25,12 @@ _TORCHAO = (
 
 
 class Scheme(NamedTuple):
-    """The storage of quantized weights; each fact may differ from weight to weight.
+    """The storage of quantized weights.
 
-    bits: of a value. groups: numbers of inputs that share a step, -1 for all inputs of an output.
-    Both are in the headers of torchao's files. has_zeros: True if there are zero points; None if
-    the method determines it. is_ordered: the inputs of a group are adjacent. zeros_less: the number
-    to add to each zero point in the file.
+    bits, groups: the possible numbers of bits of a value, and of inputs that share a step (-1: all
+    inputs of an output). For torchao, file headers have the actual ones. has_zeros: True if there
+    are zero points; None if the method determines this. is_ordered: the inputs of a group are
+    adjacent. zero_offset: the number to add to each zero point in the file.
     """
 
     method: Method
@@ -38,13 +38,13 @@ class Scheme(NamedTuple):
     groups: frozenset[int]
     has_zeros: bool | None = None
     is_ordered: bool = True
-    zeros_less: int = 0
+    zero_offset: int = 0
 
 
 def read_scheme(content: Mapping[str, Any]) -> Scheme | None:
     """Return the scheme of a model's config.json, None if its weights are floats.
 
-    Raises `UnsupportedLayerError` for a scheme that is not read here.
+    Raises `UnsupportedLayerError` for an unsupported scheme.
     """
     config = content.get("quantization_config")
     if config is None:
@@ -77,12 +77,12 @@ def read_scheme(content: Mapping[str, Any]) -> Scheme | None:
         _read_bits(config, 4, 8),
         _read_group(config),
         is_ordered=not config.get("desc_act"),
-        zeros_less=int(layout == "gptq"),
+        zero_offset=int(layout == "gptq"),
     )
 
 
 def is_read(content: Mapping[str, Any]) -> bool:
-    """Return True if weights are floats by config.json, or are read here."""
+    """Return True if weights are floats according to config.json, or have a supported scheme."""
     try:
         read_scheme(content)
     except UnsupportedLayerError:
@@ -145,7 +145,7 @@ def _read_compressed(config: Mapping[str, Any]) -> Scheme:
 
 
 def _check_config_group(group: Any) -> Mapping[str, Any]:
-    """Return the weights of a config group; raises for those that are not read."""
+    """Return the "weights" of a config group; raises UnsupportedLayerError if unsupported."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise UnsupportedLayerError("its config_groups have no weights")
@@ -155,7 +155,7 @@ def _check_config_group(group: Any) -> Mapping[str, Any]:
         f"weights are compressed-tensors' of {kind}, and not int of 4 or 8",
     )
     inputs = group.get("input_activations")
-    if inputs:  # in 8 bits they are read: here they have more
+    if inputs:  # rounding to 8 bits is ignored: here, inputs have more bits
         _require(isinstance(inputs, Mapping), "config_groups have unknown input_activations")
         _require(
             (inputs.get("type"), inputs.get("num_bits")) == ("int", 8),

@@ -86,7 +86,7 @@ def test_gptq_is_what_its_format_says(bits: int, less: int, shuffled: bool) -> N
     torch.manual_seed(bits)
     parts = gptq(torch.randn(24, 96), bits, 32, less, shuffled)
     expected = gptq_weight(parts, bits, less)
-    found = read(scheme("gptq", bits, zeros_less=less), (24, 96), parts)
+    found = read(scheme("gptq", bits, zero_offset=less), (24, 96), parts)
     torch.testing.assert_close(found.weight(), expected, rtol=1e-6, atol=1e-6)
     kept = found.in_groups()
     assert (kept is None) == shuffled and found.as_int8() is None
@@ -99,7 +99,7 @@ def test_gptq_is_what_its_format_says(bits: int, less: int, shuffled: bool) -> N
 def test_gptq_of_8_bits_for_an_output_is_int8() -> None:
     parts = gptq(torch.randn(24, 96), 8, 96)
     parts["qzeros"] = pack(torch.full((1, 24), 127), 8)
-    found = read(scheme("gptq", 8, 96, zeros_less=1), (24, 96), parts)
+    found = read(scheme("gptq", 8, 96, zero_offset=1), (24, 96), parts)
     layer = Int8Weight(found.as_int8())
     torch.testing.assert_close(layer.unpack(), gptq_weight(parts, 8, 1), rtol=1e-6, atol=1e-7)
 

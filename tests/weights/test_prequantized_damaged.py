@@ -144,7 +144,7 @@ def test_zero_points_of_0_borrow_from_their_neighbors_in_gptq() -> None:
     expected = gptq_weight(parts, 4, 0)
     words = parts["qzeros"].long() - 0x11111111
     parts["qzeros"] = ((words + 2**31) % 2**32 - 2**31).int()
-    found = read(scheme("gptq", zeros_less=1), (24, 96), parts)
+    found = read(scheme("gptq", zero_offset=1), (24, 96), parts)
     torch.testing.assert_close(found.weight(), expected, rtol=1e-6, atol=1e-6)
 
 

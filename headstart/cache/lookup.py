@@ -17,6 +17,7 @@ from headstart.cache.identity import (
     count_tokens,
     cut_salt,
     differs_in_item,
+    read_tokens,
 )
 from headstart.cache.index import PrefixIndex
 from headstart.cache.sequence import TokenSequence
@@ -133,6 +134,33 @@ def find_partial(
     if hit is None:
         return None
     return PartialHit(hit.block, min(hit.num_rows, limit))
+
+
+def find_continuation(index: PrefixIndex, sequence: TokenSequence, count: int) -> list[int]:
+    """Return up to `count` tokens after the sequence's tokens, in its own namespace.
+
+    Where the tree forks, the branch that was created last is followed. Its K/V may be evicted.
+    """
+    node = sequence.node or index.root(sequence.root)
+    size, length = sequence.block_size, len(sequence.token_ids)
+    own = sequence.namespace.salt
+    tokens: list[int] = []
+    tail = length - sequence.num_indexed * size
+    if node is None or not size or not 0 < tail <= size:
+        return []
+    key = sequence.cut_partial(length, size)
+    near = _nearest_children(index, node, key)
+    child = next((c for c in near[::-1] if common_tokens(key, c.key) == tail), None)
+    while child is not None:
+        tokens += read_tokens(child.key)
+        if len(tokens) >= tail + count:
+            break
+        following = child.child
+        if isinstance(following, Branches):
+            following = next(reversed(following.nodes.values()))
+        is_own = following is not None and cut_salt(following.key)[0] in (None, own)
+        child = following if is_own else None
+    return tokens[tail : tail + count]
 
 
 def find_resume(

@@ -39,6 +39,7 @@ from headstart.cache.lookup import (
     Allocation,
     ComputedBlocks,
     explain_end,
+    find_continuation,
     find_partial,
     find_resume,
     is_in_other_salt,
@@ -362,17 +363,21 @@ class KVCacheManager:
             self.pool.release([source])
         return new, (RowCopy(source.block_id, new[0].block_id, num_rows, window),)
 
-    def append_slots(self, sequence: TokenSequence, num_new_tokens: int = 1) -> bool:
-        """Give a running sequence slots for its next tokens.
+    def append_slots(
+        self, sequence: TokenSequence, num_new_tokens: int = 1, num_drafted: int = 0
+    ) -> bool:
+        """Give a running sequence slots for its next tokens, and for drafted ones after them.
 
+        Drafted tokens are not part of the sequence: `accept` must follow the step.
         Returns False, and changes nothing, if too few blocks are free. Fast while the last block
         has free slots. Raises CacheError if the sequence holds no blocks or has fewer tokens left.
         """
         end = sequence.num_computed_tokens + num_new_tokens
         if num_new_tokens < 1 or end > len(sequence.token_ids):
             check_count(sequence, num_new_tokens, sequence.num_computed_tokens)
-        has_slots = end < sequence.capacity and sequence.holder is self._mark
-        if has_slots and (self._has_one_group or self._has_window(sequence, end)):
+        stop = end + num_drafted
+        has_slots = stop < sequence.capacity and sequence.holder is self._mark
+        if has_slots and (self._has_one_group or self._has_window(sequence, stop)):
             sequence.step = self._step
             sequence.num_computed_tokens = end
             return True
@@ -380,10 +385,10 @@ class KVCacheManager:
             raise CacheError(f"{sequence.request_id!r} holds no blocks: allocate_slots comes first")
         if self._caching:
             sequence.cut(self.block_size)  # for the index; it may raise, so before any change
-        num_new = max(0, -(-(end - sequence.capacity) // self.block_size))
+        num_new = max(0, -(-(stop - sequence.capacity) // self.block_size))
         if num_new > len(self.pool.free):
             return False
-        if self.windows is not None and not self.windows.extend(sequence, end):
+        if self.windows is not None and not self.windows.extend(sequence, stop):
             return False
         if num_new:
             new = self.pool.take(num_new, sequence.namespace.salt)
@@ -391,11 +396,39 @@ class KVCacheManager:
             sequence.block_ids += block_ids(new)
             sequence.capacity += num_new * self.block_size
         if self.windows is not None:
-            self.windows.fill(sequence, end)
+            self.windows.fill(sequence, stop)
         self._extend_to(sequence, end)
         if sequence.in_progress is not None or sequence.num_indexed < len(sequence.keys):
             self._announce(sequence)
         return True
+
+    def accept(self, sequence: TokenSequence, count: int) -> None:
+        """Note, after the step, that `count` drafted tokens are in the sequence now.
+
+        Their K/V are written. The slots of the other drafted tokens are given back.
+        """
+        end = sequence.num_computed_tokens + count
+        if count and self._caching:
+            sequence.cut(self.block_size)
+        self._extend_to(sequence, end)
+        self.pool.index.commit()
+        num_blocks = -(-end // self.block_size)
+        if self.windows is not None:
+            self.windows.commit()
+            self.windows.truncate(sequence, num_blocks)
+        surplus = sequence.blocks[num_blocks:]
+        if surplus:
+            del sequence.blocks[num_blocks:], sequence.block_ids[num_blocks:]
+            sequence.capacity = num_blocks * self.block_size
+            self.pool.release(surplus[::-1])
+        sequence.step = -1
+
+    def draft(self, sequence: TokenSequence, count: int) -> list[int]:
+        """Return up to `count` tokens that followed the sequence's tokens in another sequence.
+
+        Other tenants' sequences are not read.
+        """
+        return find_continuation(self.pool.index, sequence, count) if self._caching else []
 
     def _has_window(self, sequence: TokenSequence, end: int) -> bool:
         """Return True if the sequence's last window block has free slots up to `end`."""

@@ -186,6 +186,12 @@ class WindowPool:
                 window.ids[index] = attached
                 window.shared.add(index)
 
+    def truncate(self, sequence: TokenSequence, num_blocks: int) -> None:
+        """Give back the window blocks after the sequence's first `num_blocks` blocks."""
+        ids = self._sequences[sequence].ids
+        while len(ids) > num_blocks:
+            self._release(ids.pop(), is_end=False)
+
     def commit(self) -> None:
         """Note that the step's rows are written."""
         self._fresh.clear()

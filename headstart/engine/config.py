@@ -59,6 +59,9 @@ class EngineConfig(CacheOptions):
     max_bypassed: int = option(
         8, "how often a waiting request may be bypassed by better hits", Number(int, 0)
     )
+    speculation: int = option(
+        0, "most tokens drafted for a request in a step; 0: none", Number(int, 0, 32)
+    )
     share_attention: bool = option(True, "attend once to what running requests have in common")
     deterministic: bool = option(False, "bitwise equal logits, cache on or off, alone or not")
     encoder_cache_rows: int = option(

@@ -23,15 +23,16 @@ import torch
 from headstart.attention import make_backend
 from headstart.engine.adapter_store import AdapterStore
 from headstart.engine.config import EngineConfig, count_cores, make_config
+from headstart.engine.drafting import Drafting
 from headstart.engine.fair_share import FairShare
 from headstart.engine.image_cache import EncoderBudget, EncoderCache
 from headstart.engine.outputs import RequestOutput
 from headstart.engine.parts import EngineParts, make_engine_parts
 from headstart.engine.request import Request, RequestGroup
-from headstart.engine.runner import Choice, Runner, StepLogits, choose_tokens
+from headstart.engine.runner import Choice, Runner, StepLogits, choose_row, choose_tokens
 from headstart.engine.sampling import SampledToken, Sampler
 from headstart.engine.scheduler import Scheduler
-from headstart.engine.step import Batch, EngineHooks, Limit, StepResult
+from headstart.engine.step import Batch, EngineHooks, Limit, ScheduledTokens, StepResult
 from headstart.errors import ConfigError, EngineError, RequestError, engine_error
 from headstart.models.decoder import DecoderModel
 from headstart.models.loader import load_model
@@ -86,6 +87,9 @@ class EngineCore:
         # Inputs first: a request that waits for its inputs must not delay others by another limit.
         inputs = [hooks, self.tiers.loads if self.tiers is not None else None]
         limits: list[Limit | None] = [*inputs, self.adapters, self.images, self._turns]
+        self.drafting: Drafting | None = None
+        if config.speculation and hooks is None and states is None:
+            self.drafting = Drafting(self.manager, config.speculation, self.max_model_len)
         self._scheduler = Scheduler(
             self.manager,
             max_tokens=config.max_num_batched_tokens,
@@ -94,6 +98,7 @@ class EngineCore:
             limits=[limit for limit in limits if limit is not None],
             max_prompt_tokens=self._turns.max_prompt_tokens,
             hooks=hooks,
+            drafting=self.drafting,
         )
         self._hooks = hooks
         self._groups: dict[str, RequestGroup] = {}
@@ -236,7 +241,7 @@ class EngineCore:
         if not batch.scheduled:
             self._require_progress(results)
             return
-        tokens, failed = self._compute(batch)
+        tokens, failed, logits = self._compute(batch)
         if failed:
             self._roll_back()
             for request, error in failed.items():
@@ -245,7 +250,7 @@ class EngineCore:
         self._discard_failed(results, batch, tokens)
         self.manager.commit_step()
         self._scheduler.committed()
-        self._deliver(results, batch, tokens)
+        self._deliver(results, batch, tokens, logits)
         if self.tiers is not None:
             self.tiers.committed(batch, is_last=not self._groups)
 
@@ -255,8 +260,10 @@ class EngineCore:
         if not results and self._groups and not waits:
             raise EngineError("requests wait, and none can run: the scheduler is stuck")
 
-    def _compute(self, batch: Batch) -> tuple[list[Choice], dict[Any, EngineError]]:
-        """Return the batch's tokens, or the errors of failed requests by request.
+    def _compute(
+        self, batch: Batch
+    ) -> tuple[list[Choice], dict[Any, EngineError], StepLogits | None]:
+        """Return the batch's tokens and logits, or the errors of failed requests by request.
 
         If an image cannot be encoded, the requests that show it fail, before the model runs. If the
         model, a logits processor or the sampler raises, all requests of the batch fail.
@@ -265,10 +272,12 @@ class EngineCore:
             if self.tiers is not None:
                 self.tiers.scheduled(batch)
             if self.images is not None and (failed := self.images.cache.encode_wanted()):
-                return [], failed
-            return choose_tokens(self._sampler, batch, self._run_model(batch)), {}
+                return [], failed, None
+            logits = self._run_model(batch)
+            return choose_tokens(self._sampler, batch, logits), {}, logits
         except BaseException as cause:
-            return [], {p.request: engine_error("the step failed", cause) for p in batch.scheduled}
+            failed = {p.request: engine_error("the step failed", cause) for p in batch.scheduled}
+            return [], failed, None
 
     def _roll_back(self) -> None:
         """Roll back a failed step; all of its requests wait again until they are ended."""
@@ -318,16 +327,25 @@ class EngineCore:
         for group, error in failed.items():
             self._end(results, group, error)
 
-    def _deliver(self, results: list[StepResult], batch: Batch, tokens: Sequence[Choice]) -> None:
+    def _deliver(
+        self,
+        results: list[StepResult],
+        batch: Batch,
+        tokens: Sequence[Choice],
+        logits: StepLogits | None,
+    ) -> None:
         now = time.perf_counter()
         moved: dict[RequestGroup, None] = {}
-        for part, token in zip(batch.scheduled, tokens, strict=True):
+        for number, (part, token) in enumerate(zip(batch.scheduled, tokens, strict=True)):
             request = part.request
             request.num_read = request.sequence.num_computed_tokens
             if request.finish_reason is not None or not isinstance(token, SampledToken):
                 continue
             try:
                 request.append(token, now)
+                if part.draft:
+                    assert logits is not None
+                    self._verify(part, token, logits, sum(logits.counts[:number]), now)
             except Exception as cause:  # a tokenizer that cannot decode must end only this request
                 moved.pop(request.group, None)
                 error = engine_error("the answer cannot be decoded", cause)
@@ -339,6 +357,29 @@ class EngineCore:
                 if request.group.finished:
                     self._groups.pop(request.group.request_id, None)
         results += map(StepResult, moved)
+
+    def _verify(
+        self, part: ScheduledTokens, token: SampledToken, logits: StepLogits, row: int, now: float
+    ) -> None:
+        """Append the tokens of a draft as far as the sampler chooses them, and one more.
+
+        token: the last token of the request; `row` are the logits that gave it.
+        """
+        request, num_accepted = part.request, 0
+        for expected in part.draft:
+            if request.finish_reason is not None or token.token_id != expected:
+                break
+            row += 1
+            choice = choose_row(self._sampler, logits, row, request.sampling)
+            if not isinstance(choice, SampledToken):
+                break  # the next step ends the request
+            token = choice
+            num_accepted += 1
+            request.append(token, now)
+        self.manager.accept(request.sequence, num_accepted)
+        request.num_read += num_accepted
+        assert self.drafting is not None
+        self.drafting.verified(request, len(part.draft), num_accepted)
 
     def _end(self, results: list[StepResult], group: RequestGroup, error: EngineError) -> None:
         """End the unfinished answers of a request with an error."""

@@ -10,7 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,9 @@ from headstart.engine.outputs import (
 )
 from headstart.engine.params import RequestOutputKind, SamplingParams
 from headstart.engine.sampling import SampledToken, SamplingState, TokenLogprob
+
+if TYPE_CHECKING:
+    from headstart.engine.drafting import DraftLength
 
 
 class PlacedRows(NamedTuple):
@@ -134,7 +137,8 @@ class Request:
     group: the user's request, with a `Request` for each of its `n` answers, which share the prompt
     by prefix caching. turn: see `headstart.engine.fair_share`. token_gaps: seconds from each token
     to the next. awaits_writer: at its last admission attempt, another request was computing its
-    next block. num_read: tokens whose K/V earlier steps have written.
+    next block. num_read: tokens whose K/V earlier steps have written. num_drafted and num_accepted:
+    tokens of its drafts.
     """
 
     group: "RequestGroup"
@@ -154,6 +158,9 @@ class Request:
     turn: float = 0.0
     first_token_time: float | None = None
     last_token_time: float | None = None
+    drafts: "DraftLength | None" = None
+    num_drafted: int = 0
+    num_accepted: int = 0
     token_gaps: "array[float]" = field(default_factory=lambda: array("d"))
 
     @property

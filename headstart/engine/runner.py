@@ -9,6 +9,7 @@ block is the same as that of a prefill.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -27,7 +28,7 @@ from headstart.cache import StatePool, TokenSequence
 from headstart.engine.adapter_store import AdapterStore
 from headstart.engine.logits import allowed_tokens
 from headstart.engine.request import PromptExtras
-from headstart.engine.sampling import SampledToken, Sampler, token_logprobs
+from headstart.engine.sampling import SampledToken, Sampler, SamplingState, token_logprobs
 from headstart.engine.step import Batch
 from headstart.errors import EngineError
 from headstart.models.decoder import DecoderModel, EmbeddingOverlay
@@ -51,6 +52,15 @@ class _Rows(NamedTuple):
     known: int
     wanted: int
     extras: PromptExtras | None
+    draft: tuple[int, ...] = ()
+
+    def tokens(self) -> list[int]:
+        """Return the tokens of the rows, drafted ones and padding included."""
+        tokens = self.sequence.token_ids[self.start : self.known]
+        if self.draft:
+            length = len(self.sequence.token_ids)
+            tokens += self.draft[max(0, self.start - length) : max(0, self.known - length)]
+        return tokens + [PADDING_TOKEN] * (self.stop - self.known)
 
 
 class StepLogits(NamedTuple):
@@ -95,23 +105,30 @@ class Runner:
         """Compute the batch.
 
         A part gets logits of all its rows if its prompt's log-probabilities are needed. Otherwise
-        it gets those of its last row if it samples, and none if it does not.
+        it gets those of its last row and its draft if it samples, and none if it does not.
         """
         self._nonfinite.clear()
         self._memory.copy_rows([copy[:3] for copy in batch.copies])
         parts: list[_Rows] = []
         greedy_only = not self._deterministic
-        for request, start, stop, samples in batch.scheduled:
+        for request, start, stop, samples, draft in batch.scheduled:
             group, needs_prompt = request.group, request.needs_prompt_logits
-            wanted = stop - start if needs_prompt else int(samples)
-            parts.append(_Rows(request.sequence, start, stop, stop, wanted, group.extras))
+            wanted = stop - start if needs_prompt else samples + len(draft)
+            end = stop + len(draft)
+            parts.append(_Rows(request.sequence, start, end, end, wanted, group.extras, draft))
             if needs_prompt or (samples and not request.sampling.is_masked_argmax):
+                greedy_only = False
+            if draft and request.sampling.processors:  # whose masks follow from each token
                 greedy_only = False
         counts = [rows.wanted for rows in parts]
         if self._deterministic:
             values = torch.cat([b for rows in parts for b in self._forward_blocks(rows)])
         elif greedy_only:
-            masks = [part.request.sampling.masks for part in batch.scheduled if part.samples]
+            masks = [
+                part.request.sampling.masks
+                for part, count in zip(batch.scheduled, counts, strict=True)
+                for _ in range(count)
+            ]
             allowed, failed = allowed_tokens(masks, self._model.vocab_size)
             greedy = self._forward(parts, functools.partial(self._model.choose, allowed=allowed))
             return StepLogits(None, counts, self._nonfinite_parts(parts), greedy, failed)
@@ -137,7 +154,7 @@ class Runner:
             known = min(start + size, rows.stop)
             first = max(start, rows.stop - rows.wanted)
             wanted = size if first < known else 0  # the LM head gets a whole block too, or nothing
-            block = _Rows(rows.sequence, start, start + size, known, wanted, rows.extras)
+            block = rows._replace(start=start, stop=start + size, known=known, wanted=wanted)
             logits = self._forward([block], self._model.forward)
             yield logits[first - start : known - start] if wanted else logits
 
@@ -148,7 +165,8 @@ class Runner:
         logit_rows: list[int] = []
         slots: list[int] = []
         spans = []
-        for sequence, start, stop, known, wanted, _ in parts:
+        for rows in parts:
+            sequence, start, stop, _, wanted, *_ = rows
             first = len(tokens)
             spans.append(Span(first, stop - start, stop, sequence.block_table()))
             slots += sequence.slots(start, stop, self._memory.block_size, self._memory.scratch_slot)
@@ -158,9 +176,7 @@ class Runner:
                 if wanted:
                     logit_rows.append(first)
                 continue
-            tokens += sequence.token_ids[start:known]
-            if known < stop:
-                tokens += [PADDING_TOKEN] * (stop - known)
+            tokens += rows.tokens()
             positions += range(start, stop)
             logit_rows += range(len(tokens) - wanted, len(tokens))
         embeddings, places = None, self._tensor(positions)
@@ -290,12 +306,27 @@ Choice = SampledToken | EngineError | None
 """The next token of a part, or its error; None for a part that does not sample."""
 
 
+def choose_row(
+    sampler: Sampler, logits: StepLogits, row: int, state: SamplingState
+) -> SampledToken | EngineError:
+    """Return the next token of a request by one row of the step's logits, or its error."""
+    if logits.values is not None:
+        [choice] = sampler.sample(logits.values[row : row + 1], [state])
+        return choice
+    return logits.failed.get(row) or sampler.accept(logits.greedy[row])
+
+
 def choose_tokens(sampler: Sampler, batch: Batch, logits: StepLogits) -> list[Choice]:
     """Return the choice of each part. A part with K or V that are not finite gets an error."""
     errors: dict[int, EngineError] = {}
     if logits.values is None:
+        firsts = accumulate(logits.counts, initial=0)
         tokens = iter(
-            [logits.failed.get(r) or sampler.accept(t) for r, t in enumerate(logits.greedy)]
+            [
+                logits.failed.get(row) or sampler.accept(logits.greedy[row])
+                for part, row in zip(batch.scheduled, firsts, strict=False)
+                if part.samples
+            ]
         )
     else:
         values, stop = logits.values, 0
@@ -317,7 +348,7 @@ def choose_tokens(sampler: Sampler, batch: Batch, logits: StepLogits) -> list[Ch
                     group.add_prompt_logprobs(part.start + 1, entries)
             stop += count
             if part.samples:
-                rows.append(stop - 1)
+                rows.append(stop - 1 - len(part.draft))
         states = [part.request.sampling for part in batch.scheduled if part.samples]
         tokens = iter(sampler.sample(values if len(rows) == len(values) else values[rows], states))
     chosen: list[Choice] = [next(tokens) if part.samples else None for part in batch.scheduled]

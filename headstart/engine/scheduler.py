@@ -33,6 +33,7 @@ from itertools import islice, takewhile
 from operator import attrgetter, is_not
 
 from headstart.cache import Allocation, ComputedBlocks, KVCacheManager, RowCopy
+from headstart.engine.drafting import Drafting
 from headstart.engine.request import Request
 from headstart.engine.step import Batch, EngineHooks, Limit, ScheduledTokens
 
@@ -57,6 +58,7 @@ class Scheduler:
         limits: Sequence[Limit] = (),
         max_prompt_tokens: Callable[[], int] | None = None,
         hooks: EngineHooks | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -72,6 +74,7 @@ class Scheduler:
         self._limited: dict[Request, tuple[Limit, ...]] = {}  # the limits that apply to a request
         self._is_held_up = False  # a limit stopped a running request in this step
         self._hooks = hooks
+        self._drafting = drafting
 
     def add(self, request: Request) -> None:
         self._find_limits(request)
@@ -176,11 +179,16 @@ class Scheduler:
                     index += 1
                     continue
                 stop = reached
-            if append_slots(sequence, stop - start):
+            draft: tuple[int, ...] = ()
+            if decodes and self._drafting is not None:
+                draft = self._drafting.propose(request, budget - 1, len(self.running))
+                if draft and not append_slots(sequence, 1, len(draft)):
+                    draft = ()
+            if draft or append_slots(sequence, stop - start):
                 if request in limited:
                     self._enter(request, start, stop)
-                scheduled.append(ScheduledTokens(request, start, stop, stop == length))
-                budget -= stop - start
+                scheduled.append(ScheduledTokens(request, start, stop, stop == length, draft))
+                budget -= stop - start + len(draft)
                 prompt_budget -= 0 if decodes else stop - start
                 index += 1
             else:

@@ -18,12 +18,14 @@ class ScheduledTokens(NamedTuple):
     """Tokens `start` to `stop - 1` of a request, computed in this step.
 
     samples: True if these include the request's last token, whose logits give the next token.
+    draft: tokens that may follow, computed as well.
     """
 
     request: Request
     start: int
     stop: int
     samples: bool
+    draft: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Tokens computed in the step."""
-        return sum(part.stop - part.start for part in self.scheduled)
+        return sum(part.stop - part.start + len(part.draft) for part in self.scheduled)
 
 
 class StepResult(NamedTuple):

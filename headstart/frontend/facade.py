@@ -151,6 +151,7 @@ class Facade:
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int = 256,
         max_bypassed: int = 8,
+        speculation: int = 0,
         scheduling_policy: str = "fcfs",
         block_size: int = 16,
         num_blocks: int | None = None,

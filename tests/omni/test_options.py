@@ -28,6 +28,7 @@ TAKEN: dict[str, Any] = {
     "max_num_batched_tokens": 77,
     "max_num_seqs": 5,
     "max_bypassed": 3,
+    "speculation": 0,
     "num_states": 4,
     "eviction": "lru",
     "deduplicate": False,

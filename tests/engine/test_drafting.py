@@ -1,0 +1,208 @@
+"""Drafts change how many tokens a step gives, and nothing else.
+
+The oracle is the same engine without drafts. Random requests cover sampling with seeds, penalties,
+grammars, stops, log-probabilities, several answers, preemption and prompts that repeat.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headstart import LLM, SamplingParams, StructuredOutputsParams
+from headstart.cache import BlockHasher, CacheConfig, KVCacheManager, TokenSequence
+from headstart.engine.drafting import DraftLength, RepetitionDrafter
+from headstart.models.demo import demo_model_path
+from tests.engine.tiny_llm import save_smallest
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_smallest(tmp_path_factory.mktemp("model"))
+
+
+def load(folder: str | Path, speculation: int, **options: Any) -> LLM:
+    sizes: dict[str, Any] = {"num_blocks": 64, "block_size": 4, "dtype": "float32"}
+    return LLM(folder, speculation=speculation, debug=True, num_threads=1, **{**sizes, **options})
+
+
+def random_params(chance: random.Random) -> SamplingParams:
+    stops: dict[str, Any] = chance.choice(
+        [{}, {"stop_token_ids": [7, 8]}, {"min_tokens": 6, "stop_token_ids": [9]}]
+    )
+    return SamplingParams(
+        max_tokens=chance.randrange(6, 24),
+        ignore_eos=chance.random() < 0.8,
+        temperature=chance.choice([0.0, 0.0, 0.3, 1.0]),
+        seed=chance.randrange(100),
+        top_k=chance.choice([0, 0, 3]),
+        top_p=chance.choice([1.0, 0.8]),
+        logprobs=chance.choice([None, None, 2]),
+        presence_penalty=chance.choice([0.0, 0.0, 0.7]),
+        repetition_penalty=chance.choice([1.0, 1.0, 1.2]),
+        logit_bias=chance.choice([None, None, {5: 3.0}]),
+        allowed_token_ids=chance.choice([None, None, [5, 6, 7, 8, 9]]),
+        n=chance.choice([1, 1, 1, 2]),
+        **stops,
+    )
+
+
+def requests(seed: int, count: int) -> Iterator[tuple[list[list[int]], list[SamplingParams]]]:
+    """Yield batches of prompts that repeat one another, and themselves."""
+    chance = random.Random(seed)
+    seen: list[list[int]] = []
+    for _ in range(count):
+        prompts = []
+        for _ in range(chance.randrange(1, 5)):
+            prompt = [chance.randrange(3, 60) for _ in range(chance.randrange(1, 20))]
+            if seen and chance.random() < 0.6:
+                prompt = chance.choice(seen)[: chance.randrange(1, 40)]
+            if chance.random() < 0.3:
+                prompt = prompt * 3
+            seen.append(prompt[:60])
+            prompts.append(prompt[:60])
+        yield prompts, [random_params(chance) for _ in prompts]
+
+
+def answers(llm: LLM, seed: int, count: int) -> list[Any]:
+    found = []
+    for prompts, params in requests(seed, count):
+        for output in llm.generate(prompts, params, use_tqdm=False):
+            for answer in output.outputs:
+                logprobs = [[*entry] for entry in answer.logprobs or ()]
+                found.append((answer.token_ids, answer.finish_reason, answer.stop_reason, logprobs))
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"deterministic": True}, {"num_blocks": 40}, {"enable_prefix_caching": False}],
+    ids=["", "deterministic", "few blocks", "no cache"],
+)
+def test_answers_are_those_without_drafts(folder: Path, options: dict[str, Any]) -> None:
+    plain, drafting = load(folder, 0, **options), load(folder, 8, **options)
+    assert answers(drafting, 1, 25) == answers(plain, 1, 25)
+    core = drafting.engine
+    assert core.drafting is not None and core.drafting.num_accepted > 50
+    assert core.drafting.num_drafted > core.drafting.num_accepted
+    assert core.manager.num_free_blocks == core.config.num_blocks
+    plain.close()
+    drafting.close()
+
+
+def test_the_bits_of_logprobs_are_those_without_drafts_if_deterministic(folder: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=3)
+    logprobs = []
+    for speculation in (0, 8):
+        llm = load(folder, speculation, deterministic=True)
+        for _ in range(2):
+            [output] = llm.generate([[5, 6, 7] * 6], params, use_tqdm=False)
+            logprobs.append(output.outputs[0].logprobs)
+        llm.close()
+    assert logprobs[0] == logprobs[1] == logprobs[2] == logprobs[3]
+
+
+def test_a_grammar_and_a_stop_string_hold_within_a_draft() -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 6}
+    grammar = StructuredOutputsParams(json=schema)
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, structured_outputs=grammar),
+        SamplingParams(temperature=0, max_tokens=40, stop=["a", "e"], ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=40, min_tokens=20, stop=["an"]),
+    ]
+    texts = []
+    for speculation in (0, 8):
+        llm = load(demo_model_path(), speculation, num_blocks=200)
+        for _ in range(3):
+            outputs = llm.generate(["The numbers are 1 2 3"] * 3, params, use_tqdm=False)
+            texts.append([(o.outputs[0].text, o.outputs[0].stop_reason) for o in outputs])
+        llm.close()
+    assert all(text == texts[0] for text in texts)
+
+
+def test_a_repeated_prompt_takes_few_steps(folder: Path) -> None:
+    llm = load(folder, 16)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompt = [*range(3, 30)]
+    [first] = llm.generate([prompt], params, use_tqdm=False)
+    steps = []
+    for output in llm.stream(prompt, params):
+        steps.append(len(output.outputs[0].token_ids))
+    assert output.outputs[0].token_ids == first.outputs[0].token_ids
+    assert len(steps) <= 8
+    llm.close()
+
+
+def make_manager(**options: Any) -> KVCacheManager:
+    return KVCacheManager(CacheConfig(num_blocks=64, block_size=4, **options), BlockHasher(4))
+
+
+def finish(manager: KVCacheManager, tokens: list[int], **options: Any) -> None:
+    sequence = TokenSequence(f"r{len(tokens)}{options}", tokens, **options)
+    manager.allocate_slots(sequence, len(tokens), manager.get_computed_blocks(sequence))
+    manager.commit_step()
+    manager.free(sequence)
+
+
+def draft(manager: KVCacheManager, tokens: list[int], count: int = 8, **options: Any) -> list[int]:
+    sequence = TokenSequence("draft", tokens, **options)
+    manager.allocate_slots(sequence, len(tokens) - 1, None)
+    manager.commit_step()
+    drafted = manager.draft(sequence, count)
+    manager.discard([sequence])
+    manager.check()
+    return drafted
+
+
+def test_the_tree_drafts_what_followed() -> None:
+    manager = make_manager()
+    finish(manager, list(range(22)))
+    for length in range(2, 22):
+        expected = list(range(length, 22))[:8]
+        assert draft(manager, list(range(length))) == expected
+    assert draft(manager, [0, 1, 2, 9]) == []
+
+
+def test_the_tree_drafts_nothing_of_other_tenants() -> None:
+    manager = make_manager()
+    finish(manager, list(range(22)), salt="a")
+    finish(manager, list(range(22)), adapter="style")
+    assert draft(manager, list(range(6)), salt="b") == []
+    assert draft(manager, list(range(6))) == []
+    assert draft(manager, list(range(6)), salt="a") == list(range(6, 14))
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 6))
+def test_repetitions_are_found_however_the_tokens_arrive(tokens: list[int], count: int) -> None:
+    sequence, drafter = TokenSequence("a", tokens[:1]), RepetitionDrafter()
+    for length, token in enumerate([*tokens[1:], 0], 1):
+        last = tokens[length - 3 : length]
+        starts = [i for i in range(3, length) if tokens[i - 3 : i] == last] if length > 3 else []
+        drafted = drafter.propose(sequence, count)
+        if not starts:
+            assert not drafted
+        else:
+            text = tokens[:length]
+            for _ in range(count):
+                text.append(text[len(text) - (length - starts[-1])])
+            assert drafted == text[length:]
+        sequence.append(token)
+
+
+def test_drafts_that_fail_become_rare() -> None:
+    length = DraftLength()
+    steps = 0
+    for _ in range(1000):
+        if count := length.next():
+            steps += 1
+            length.verified(count, 0)
+    assert steps < 30
+    while not (count := length.next()):
+        pass
+    for _ in range(6):
+        length.verified(length.next() or count, length.tokens)
+    assert length.next() == 16

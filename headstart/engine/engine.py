@@ -23,7 +23,7 @@ import torch
 from headstart.attention import make_backend
 from headstart.engine.adapter_store import AdapterStore
 from headstart.engine.config import EngineConfig, count_cores, make_config
-from headstart.engine.drafting import Drafting
+from headstart.engine.drafts.drafting import Drafting
 from headstart.engine.fair_share import FairShare
 from headstart.engine.image_cache import EncoderBudget, EncoderCache
 from headstart.engine.outputs import RequestOutput

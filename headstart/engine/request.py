@@ -10,7 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headstart.cache import Mark, MissExplanation, MultiModalItem, Namespace, TokenSequence
 from headstart.engine.adapter_names import Adapter, LoRARequest
+from headstart.engine.drafts.drafters import DraftLength
 from headstart.engine.outputs import (
     CompletionOutput,
     ImageUse,
@@ -28,9 +29,6 @@ from headstart.engine.outputs import (
 )
 from headstart.engine.params import RequestOutputKind, SamplingParams
 from headstart.engine.sampling import SampledToken, SamplingState, TokenLogprob
-
-if TYPE_CHECKING:
-    from headstart.engine.drafting import DraftLength
 
 
 class PlacedRows(NamedTuple):
@@ -158,7 +156,7 @@ class Request:
     turn: float = 0.0
     first_token_time: float | None = None
     last_token_time: float | None = None
-    drafts: "DraftLength | None" = None
+    drafts: DraftLength | None = None
     num_drafted: int = 0
     num_accepted: int = 0
     token_gaps: "array[float]" = field(default_factory=lambda: array("d"))

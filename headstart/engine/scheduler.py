@@ -33,7 +33,7 @@ from itertools import islice, takewhile
 from operator import attrgetter, is_not
 
 from headstart.cache import Allocation, ComputedBlocks, KVCacheManager, RowCopy
-from headstart.engine.drafting import Drafting
+from headstart.engine.drafts.drafting import Drafting
 from headstart.engine.request import Request
 from headstart.engine.step import Batch, EngineHooks, Limit, ScheduledTokens
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from headstart import LLM, SamplingParams, StructuredOutputsParams
 from headstart.cache import BlockHasher, CacheConfig, KVCacheManager, TokenSequence
-from headstart.engine.drafting import DraftLength, RepetitionDrafter
+from headstart.engine.drafts.drafters import DraftLength, RepetitionDrafter
 from headstart.models.demo import demo_model_path
 from tests.engine.tiny_llm import save_smallest
 

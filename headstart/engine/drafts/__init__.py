@@ -1,0 +1,1 @@
+"""Drafts: tokens that probably follow, verified together in one step."""

@@ -1,0 +1,56 @@
+"""Drafts: tokens that probably follow, which one step verifies together.
+
+Decoding is limited by memory: a step reads all weights, for one row or for several. A drafted token
+is accepted if the sampler chooses it from the logits before it. So the answer, its distribution and
+the random numbers of each token are the same with and without drafts.
+
+Two drafters are tried in turn: the tree of cached prefixes, which has what followed the same tokens
+in an earlier request of the tenant, and the request's own tokens, which may have what followed the
+latest three before. A request's drafts become longer while they are accepted, and rarer while they
+are not.
+"""
+
+from headstart.cache import KVCacheManager
+from headstart.engine.drafts.drafters import DraftLength, TreeDrafter
+from headstart.engine.request import Request
+
+_ROWS = 32  # rows of all decoding requests together that cost little more than one each
+
+
+class Drafting:
+    """The drafts of an engine's requests.
+
+    num_drafted and num_accepted: tokens of all requests.
+    """
+
+    def __init__(self, manager: KVCacheManager, max_tokens: int, max_model_len: int) -> None:
+        self.num_drafted = self.num_accepted = 0
+        self._tree = TreeDrafter(manager)
+        self._max_tokens = max_tokens
+        self._max_model_len = max_model_len
+
+    def propose(self, request: Request, budget: int, num_running: int) -> tuple[int, ...]:
+        """Return the draft of a request that decodes; `budget` is the step's room in tokens."""
+        if request.drafts is None:
+            request.drafts = DraftLength()
+        sequence, params = request.sequence, request.group.params
+        room = self._max_model_len - len(sequence.token_ids)
+        if params.max_tokens is not None:  # the last token needs no K/V
+            room = min(room, params.max_tokens - len(request.sampling.output_token_ids) - 1)
+        room = min(room, budget, self._max_tokens, _ROWS // num_running - 1)
+        if room <= 0:
+            return ()
+        count = min(room, request.drafts.next())
+        if not count:
+            return ()
+        tokens = self._tree.propose(sequence, count)
+        return tuple(tokens or request.drafts.repetition.propose(sequence, count))
+
+    def verified(self, request: Request, drafted: int, accepted: int) -> None:
+        """Note how many tokens of a request's draft were accepted."""
+        assert request.drafts is not None
+        request.drafts.verified(drafted, accepted)
+        request.num_drafted += drafted
+        request.num_accepted += accepted
+        self.num_drafted += drafted
+        self.num_accepted += accepted

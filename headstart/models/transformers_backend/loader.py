@@ -344,7 +344,7 @@ def load_transformers(
             quantize_linears(loaded, weights)
         layers = probe_once(loaded, files)
         decoder = TransformersDecoder(loaded, layers.layouts, folder, layers.mixers)
-        decoder.files = files
+        decoder.files, decoder.takes_images = files, sees
     if not decoder.has_its_files:
         raise DamagedModelError(f"the files in {folder} changed while they were read")
     return decoder

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from headstart import LLM, SamplingParams
+from headstart.lora.request import LoRARequest
+from tests.tiny_adapters import Oracle, make_adapter
 from tests.tiny_models import HYBRIDS, RECURRENT, save_tiny, tiny_config, tiny_model
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
@@ -56,4 +58,28 @@ def test_answers_after_hits(name: str, deterministic: bool, tmp_path: Path) -> N
         ask([branch])
     if not deterministic:
         assert ask([[*branch[:-2], 8, 8] for branch in branches]) == [30, 60, 77, 101, 150]
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("lfm2", ["q_proj", "in_proj", "out_proj", "w1"]),
+        ("qwen3_5_text", ["q_proj", "in_proj_qkv", "in_proj_a", "out_proj"]),
+        ("granitemoehybrid", ["v_proj", "in_proj", "out_proj"]),
+    ],
+)
+def test_adapters_of_recurrent_layers(name: str, targets: list[str], tmp_path: Path) -> None:
+    """An adapter has states of its own, and answers after a hit as PEFT does."""
+    base = save_tiny(name, tmp_path / "base")
+    folder = make_adapter(base, tmp_path / "adapter", target_modules=targets)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    llm = LLM(str(base), dtype="float32", num_blocks=64, num_states=16, debug=True)
+    adapter = LoRARequest("adapter", 1, str(folder))
+    for request, path in ((None, None), (adapter, folder)):
+        expected = Oracle(base, path).greedy(TEXT, 6)
+        for cached in (0, len(TEXT) - 1):
+            [output] = llm.generate([TEXT], params, use_tqdm=False, lora_request=request)
+            assert list(output.outputs[0].token_ids) == expected
+            assert output.num_cached_tokens == cached
     llm.close()

@@ -96,6 +96,22 @@ def test_a_field_that_is_not_known(given: dict[str, Any], param: str, says: str)
     assert str(told).startswith(says)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "detokenize",
+        "output_kind",
+        "similar_images",
+        "skip_reading_prefix_cache",
+        "prompt_token_ids",
+    ],
+)
+def test_internal_fields_are_out_of_reach(name: str) -> None:
+    """Only fields of vLLM's requests become fields of `SamplingParams`."""
+    for kind, body in ((ChatCompletionRequest, CHAT), (CompletionRequest, {"prompt": "Hi"})):
+        assert str(refusal(kind, {**body, name: True})).startswith(f"the request knows no '{name}'")
+
+
 def test_a_body_without_its_prompt() -> None:
     assert str(refusal(ChatCompletionRequest, {})) == "messages: Field required"
 

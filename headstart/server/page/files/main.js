@@ -56,7 +56,7 @@ function show(look) {
   $("windows").hidden = !windows;
   if (windows) $("windows").textContent = `${counted(windows.blocks, "block")} for layers with a sliding window of ${counted(windows.tokens, "token")}: ${count(windows.held)} held, ${count(windows.cached)} cached, ${count(windows.empty)} empty`;
   $("states").hidden = !states;
-  if (states) $("states").textContent = `${counted(states.slots, "slot")} for states of recurrent layers: ${counted(states.checkpoints, "checkpoint")}, where prompts resume, ${count(states.running)} of running requests, ${count(states.free)} free`;
+  if (states) $("states").textContent = `${counted(states.slots, "slot")} for states of recurrent layers: ${counted(states.checkpoints, "checkpoint")} (where prompts resume), ${count(states.running)} running, ${count(states.free)} free`;
   colors = new Map(prefixes.map((prefix) => [prefix.id, colorFor(prefix)]));
   map.show(look.cells, pool.num_blocks);
   fillTree($("tree"), prefixes);
